@@ -136,6 +136,7 @@ def _everywhere(weights: Weights, gradients: Gradients, hop1: Literal["plain", "
 
 
 FOUR, THREE = _everywhere("delta4", "rotated4", "int8"), _everywhere("delta3", "rotated3", "int8")
+THREE_TABLES4 = replace(THREE, table_weights="delta4", table_gradients="rotated4")
 
 BASELINE = "baseline"
 RUNGS: dict[str, Rung] = {
@@ -160,11 +161,10 @@ RUNGS: dict[str, Rung] = {
     "two and three bits everywhere early4": replace(
         THREE, weights="delta2", table_weights="delta2", early_weights="delta4"
     ),
-    "three bits, tables of four, early4": replace(
-        THREE, table_weights="delta4", table_gradients="rotated4", early_weights="delta4"
-    ),
+    "three bits, tables of four": THREE_TABLES4,
+    "three bits, tables of four, early4": replace(THREE_TABLES4, early_weights="delta4"),
     "two and three bits, tables of four, early4": replace(
-        THREE, weights="delta2", table_weights="delta4", table_gradients="rotated4", early_weights="delta4"
+        THREE_TABLES4, weights="delta2", early_weights="delta4"
     ),
     # (d) fewer bits of weights, by kind and by phase
     "delta3": DELTA3,

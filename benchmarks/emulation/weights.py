@@ -64,14 +64,14 @@ class Difference:
         self._operations, self._gaps = operations, gaps if gaps.any() else None
         self._runs, self._formats = runs, formats
         self.reference = master.bfloat16().float()
-        size = eight_bits(formats.coded(0)).message_bytes(len(master))
+        size = eight_bits(formats.coded(0, 0)).message_bytes(len(master))
         self._message = torch.empty(size, dtype=torch.uint8, device=master.device)
-        self._squares = torch.empty(2 * (len(master) // formats.coded(0).block), device=master.device)
+        self._squares = torch.empty(2 * (len(master) // formats.coded(0, 0).block), device=master.device)
 
     def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
         """See WeightExchange. `DifferenceFormats.measured` gets what this range adds to each unit."""
-        coded = self._formats.coded(iteration)
         for run in self._runs:
+            coded = self._formats.coded(run.unit, iteration)
             weights, reference = master[run.here], self.reference[run.here]
             sent = self._formats.sent(run.unit, iteration)
             squares = self._squares[: 2 * (len(weights) // coded.block)].view(2, -1)
@@ -174,7 +174,7 @@ class WeightExchanges:
         if format not in self._formats:
             iterations = self._early if rung.early_weights == f"delta{EARLY_BITS}" else 0
             codes = LloydMaxFormat(bits, rung.weight_block)
-            self._formats[format] = DifferenceFormats(codes, self._flat.units, iterations, master.device)
+            self._formats[format] = DifferenceFormats([codes] * self._flat.units, iterations, master.device)
         return Difference(operations, master, gaps, self._flat.runs_of(here), self._formats[format])
 
     def begin_step(self) -> int:

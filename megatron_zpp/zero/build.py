@@ -294,7 +294,8 @@ def layouts_of(
         held = [f"{name}.{path}" in coded for path, _ in in_order(module)]
         assert held == sorted(held, reverse=True), f"{name}: parameters that are held as codes come first"
         alignment = max(SHARD_MULTIPLE if any(held) else ALIGNMENT, block)
-        layouts.append(FlatLayout(numels, decayed, ranks, multiple, alignment, sum(held)))
+        table = decayed > 0 and not name.startswith("layers.")
+        layouts.append(FlatLayout(numels, decayed, ranks, multiple, alignment, sum(held), table))
     return layouts
 
 

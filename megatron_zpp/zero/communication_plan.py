@@ -48,9 +48,10 @@ class Residency:
 class GatherPlan:
     """How the parts of a unit that the ranks of a group hold become the whole unit: an all-gather.
 
-    A part has `shards` shards: one in the gather over all ranks, more in a group that holds the unit as well.
-    A quantised part has a message for each of its shards. Units with weights that are held as codes travel as
-    the bytes that they are, whatever the hop's format, but for differences of weights.
+    `hop.of` has the format of a unit. A part has `shards` shards: one in the gather over all ranks, more in a
+    group that holds the unit as well. A quantised part has a message for each of its shards. Units with
+    weights that are held as codes travel as the bytes that they are, whatever the hop's format, but for
+    differences of weights.
     """
 
     hop: Hop
@@ -61,7 +62,7 @@ class GatherPlan:
 
     def part(self, layout: FlatLayout) -> Buffer:
         """What this rank sends of a unit."""
-        return self._buffer(self.hop, layout)
+        return self._buffer(self.hop.of(layout), layout)
 
     def room(self, layout: FlatLayout) -> Buffer:
         """Memory for what this rank sends of a unit in any step."""
@@ -172,12 +173,18 @@ class CommunicationPlan:
 
     @property
     def difference_format(self) -> LloydMaxFormat | None:
-        """The format in which weight differences cross nodes; None where weights themselves travel.
+        """The format in which weight differences of layers cross nodes; None where weights themselves travel.
 
-        A few units in a few steps need more bits: see `DifferenceFormats`.
+        Tables may have more bits, see `Hop`, and a few units in a few steps, see `DifferenceFormats`.
         """
         format = self.gather.hop.format
         return format if isinstance(format, LloydMaxFormat) else None
+
+    @property
+    def difference_formats(self) -> list[LloydMaxFormat]:
+        """The format of each unit's weight differences; none where weights themselves travel."""
+        formats = (self.gather.hop.of(layout).format for layout in self.layouts)
+        return [format for format in formats if isinstance(format, LloydMaxFormat)]
 
     def gather_source(self, layout: FlatLayout) -> Buffer:
         """What the optimizer writes of a unit for others: a part of a gather, or fp32 weights to compare."""

@@ -1,6 +1,6 @@
 """Decides in which format the weight differences of each unit travel, step by step.
 
-Most steps send the format of the run. Two things ask for more bits:
+Most steps send the unit's format, which is that of the run, but for tables. Two things ask for more bits:
 
     early    with 2 or 3 bits, the first steps (--zero-delta4-iterations) send 4, because weights change most
              and least evenly then
@@ -16,17 +16,18 @@ sound run whose learning rate ends at 0.
     step t + 1    all ranks add them up, in the all-reduce of the gradient norm, and the device decides
     step t + 2    the host, which never waits for the device here, reads the decision: 8 bits in this step
 
-A raised unit is coded with the run's format as well, to find out whether that suffices again. Decisions
+A raised unit is coded with its own format as well, to find out whether that suffices again. Decisions
 depend on whole units, not on how they are sharded, and all ranks take the same ones.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.ops.formats import LloydMaxFormat
-from megatron_zpp.zero.hop import CodeFormat, eight_bits
+from megatron_zpp.zero.hop import CodeFormat, eight_bits, with_bits
 
 LOST_SHARE = 4 / 9  # of the squares of differences
 EARLY_BITS = 4
@@ -36,25 +37,25 @@ class DifferenceFormats:
     """The formats of one run, unit by unit."""
 
     def __init__(
-        self, format: LloydMaxFormat, units: int, early_iterations: int, device: torch.device
+        self, formats: Sequence[LloydMaxFormat], early_iterations: int, device: torch.device
     ) -> None:
-        """`format` is the run's; the first `early_iterations` steps have 4 bits."""
-        self._format, self._early_iterations = format, early_iterations
-        self._early = LloydMaxFormat(max(format.bits, EARLY_BITS), format.block)
-        self._raised_format = eight_bits(format)
+        """`formats` has that of each unit; the first `early_iterations` steps have 4 bits."""
+        self._formats, self._early_iterations = list(formats), early_iterations
+        units = len(self._formats)
         on_gpu = device.type == "cuda"
         self.measured = torch.zeros(units, 2, dtype=torch.float64, device=device)
         self._decided = torch.zeros(units, dtype=torch.bool, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None
         self._raised = [False] * units
 
-    def coded(self, iteration: int) -> LloydMaxFormat:
-        """The format of units that are not raised, in step `iteration`."""
-        return self._early if iteration < self._early_iterations else self._format
+    def coded(self, index: int, iteration: int) -> LloydMaxFormat:
+        """The format of unit `index`, were it not raised, in step `iteration`."""
+        format = self._formats[index]
+        return with_bits(format, EARLY_BITS) if iteration < self._early_iterations else format
 
     def sent(self, index: int, iteration: int) -> CodeFormat:
         """The format in which unit `index` travels in step `iteration`, the present one."""
-        return self._raised_format if self._raised[index] else self.coded(iteration)
+        return eight_bits(self._formats[index]) if self._raised[index] else self.coded(index, iteration)
 
     @property
     def raised(self) -> int:

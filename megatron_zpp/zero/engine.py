@@ -131,7 +131,7 @@ class ZeroEngine:
         formats = None
         if plan.difference_format is not None:
             early = zero.zero_delta4_iterations or 0
-            formats = DifferenceFormats(plan.difference_format, len(self.units), early, device)
+            formats = DifferenceFormats(plan.difference_formats, early, device)
         self.weights = Weights(self.units, communication, topology, sections, formats=formats, codes=codes)
         self._optimizer = build_optimizer(
             optimizer, self.units, communication, fused_backend, operations, self.weights.sources, decoupled

@@ -150,7 +150,7 @@ class Weights:
                     unit.message,
                     unit.gaps,
                     found_inf,
-                    coded=self.formats.coded(iteration),
+                    coded=self.formats.coded(index, iteration),
                     sent=self.formats.sent(index, iteration),
                     measured=self.formats.measured[index],
                     then=partial(self.sources.encode, unit) if unit.encoded is not None else None,

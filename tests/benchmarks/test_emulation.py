@@ -39,11 +39,12 @@ ALL_ON = {
     "zero_hpz_partition_size": "auto",
 }
 EVERYWHERE = "four bits everywhere behind int8"
-EARLY, EARLY_STEPS = "two and three bits everywhere early4", 2
+THREE = "three bits, tables of four"
+EARLY, EARLY_STEPS = "two and three bits, tables of four, early4", 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "today": {},
     EVERYWHERE: {"zero_quantized_weights_format": "delta4", "zero_quantized_gradients_format": "rotated4"},
-    "three bits everywhere behind int8": {
+    THREE: {
         "zero_quantized_weights_format": "delta3",
         "zero_quantized_gradients_format": "rotated3",
     },
@@ -64,7 +65,7 @@ CASES: list[Case] = [
     if name == "today" or not bf16 or nodes != 2
 ]
 CASES += [(EVERYWHERE, bf16, 1.0, nodes) for bf16 in (False, True) for nodes in (2, 4)]
-CASES += [(name, True, 1.0, 2) for name in ("three bits everywhere behind int8", EARLY)]
+CASES += [(name, True, 1.0, 2) for name in (THREE, EARLY)]
 
 
 def batches(step: int, ranks: int, index: int = 0) -> list[torch.Tensor]:
@@ -197,7 +198,7 @@ def test_final_weights_of_three_micro_batches_are_those_of_real_ranks() -> None:
 
 def test_raised_units_are_those_of_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit that some units exceed: codes of 3 bits miss 0.035 of a normal distribution."""
-    case: Case = ("three bits everywhere behind int8", True, 1.0, 2)
+    case: Case = (THREE, True, 1.0, 2)
     first, *others = on_ranks(4, with_engine, [case], 0.06)
     assert all(other == first for other in others)
     monkeypatch.setattr(difference_formats, "LOST_SHARE", 0.06)

@@ -57,6 +57,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     *(({"zero_unit": "sublayer"} | zero, FULL, 2) for zero in (STAGE_3, ALL, FOUR_BITS)),
     (STAGE_3 | {"zero_unit": "sublayer"}, FULL | {"recompute_num_layers": 2}, 1),
     *(({"zero_stage": stage} | BLOCKS, {}, 2) for stage in (1, 3)),
+    (THREE_BITS | BLOCKS, {}, 2),
     (STAGE_3 | BLOCKS | {"zero_prefetch_units": 3, "zero_unit": "sublayer"}, FULL, 1),
     (ALL | BLOCKS, FULL, 1),
     (FOUR_BITS | BLOCKS | {"zero_gradient_partition_size": "auto"}, FULL, 3),

@@ -179,10 +179,11 @@ def test_a_unit_is_raised_that_settles_two_updates_behind() -> None:
     for _ in range(100):
         behind_by = LOST_SHARE**0.5 * (1.0 + behind_by)
     assert behind_by == pytest.approx(2.0)
-    formats = DifferenceFormats(LloydMaxFormat(3), 4, 2, torch.device("cpu"))
+    formats = DifferenceFormats([LloydMaxFormat(3)] * 3 + [LloydMaxFormat(4)], 2, torch.device("cpu"))
     measured = torch.tensor([[1.0, 0.45], [1.0, 0.44], [0.0, 0.0], [torch.nan, torch.nan]])
     for raised in (0, 1, 1):
         formats.decide(measured.double())
         assert formats.raised == raised
-    assert [formats.coded(iteration).bits for iteration in range(3)] == [4, 4, 3]
+    assert [formats.coded(0, iteration).bits for iteration in range(3)] == [4, 4, 3]
+    assert formats.coded(3, 2).bits == 4
     assert formats.sent(0, 5) != formats.sent(1, 5) == LloydMaxFormat(3)

@@ -11,9 +11,16 @@ from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.row_blocks import RowBlockComponents
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
+from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.hop import Hop
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from megatron_zpp.zero.plan_communication import check_topology
+from megatron_zpp.zero.reads import distinct
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
@@ -217,7 +224,10 @@ def test_any_grid_loads_references(tmp_path: Path) -> None:
     assert all(on_ranks(4, key_frames, str(tmp_path / "b"), ranks_per_node=2))
 
 
-def bytes_between_nodes(topology: Topology, cases: list[tuple[dict[str, Any], int]]) -> list[tuple[int, int]]:
+def bytes_between_nodes(
+    topology: Topology, cases: list[tuple[dict[str, Any], int]]
+) -> list[tuple[int, dict[str, int]]]:
+    """Bytes of a step of each case, and the elements of each unit."""
     wide, found = dataclasses.replace(MODEL, hidden_size=192, seq_length=8), []
     for zero, micro_batches in cases:
         engine = build(topology, zero, BF16, wide)
@@ -227,24 +237,50 @@ def bytes_between_nodes(topology: Topology, cases: list[tuple[dict[str, Any], in
                 engine.accumulate(torch.full((1, 9), 3 + step), index=index, micro_batches=micro_batches)
                 engine.evaluate(torch.full((1, 9), 3))
             engine.step(1e-3)
-        found.append((engine.take_traffic()[1], sum(unit.layout.numel for unit in engine.units)))
+        elements = {unit.names[0]: unit.layout.numel for unit in engine.units}
+        found.append((engine.take_traffic()[1], elements))
         engine.close()
     return found
 
 
+@pytest.mark.parametrize(("untied", "rows"), [(False, None), (True, None), (False, 20), (True, 20)])
+def test_tables_keep_four_bits(untied: bool, rows: int | None) -> None:
+    config = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=untied)
+    parts = ModelComponents() if rows is None else RowBlockComponents(rows=rows)
+    with torch.device("meta"):
+        units = distinct(GPT(config, VOCAB, parts=parts).units())
+    layouts = layouts_of(units, 4, 256, 256)
+    tables = {name for (name, _), layout in zip(units, layouts, strict=True) if layout.table}
+    matrices = {name for name, module in units if any(p.dim() == 2 for p in module.parameters())}
+    assert tables == {name for name in matrices if not name.startswith("layers.")} != set()
+    hop = Hop(
+        streams=(0,), ranks=(0, 1), group_rank=0, format=LloydMaxFormat(2), neighbours=0, next_is_near=False
+    )
+    for layout in layouts:
+        assert hop.of(layout).format == LloydMaxFormat(4 if layout.table else 2)
+        plain = dataclasses.replace(hop, format=QuantFormat("int4"))
+        assert plain.of(layout) == plain
+
+
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 2), (3, 2)])
 def test_a_step_sends_a_byte_per_parameter(nodes: int, local: int) -> None:
-    """Half a byte for weights and half for gradients, and 2 bytes per block of 256 for each: 1.0156."""
+    """Half a byte for weights and half for gradients, and 2 bytes per block of 256 for each: 1.0156.
+
+    With 3 bits the table keeps 4.
+    """
     accumulated = {"zero_gradient_partition_size": "auto"}
     three = {"zero_quantized_weights_format": "delta3", "zero_quantized_gradients_format": "rotated3"}
     cases = [*((BOTH | accumulated, count) for count in (1, 4)), (BOTH | accumulated | three, 2)]
     ranks = on_ranks(nodes * local, bytes_between_nodes, cases, ranks_per_node=local)
     sent = [
-        sum(rank[index][0] for rank in ranks) / ranks[0][index][1] / (nodes - 1)
+        sum(rank[index][0] for rank in ranks) / sum(ranks[0][index][1].values()) / (nodes - 1)
         for index in range(len(cases))
     ]
+    elements = ranks[0][0][1]
+    tables = sum(count for name, count in elements.items() if name.startswith("embedding."))
+    assert 0.05 < (share := tables / sum(elements.values())) < 0.9
     assert sent[0] == sent[1] == pytest.approx(2 * (4 / 8 + 2 / 256), rel=2e-3)
-    assert sent[2] == pytest.approx(2 * (3 / 8 + 2 / 256), rel=2e-3)  # messages are padded
+    assert sent[2] == pytest.approx(2 * ((3 + share) / 8 + 2 / 256), rel=2e-3)  # messages are padded
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from megatron_zpp.zero.collectives.rotation import Rotation
 
 
 class Codec(Protocol):
-    """Encodes gradients of one format. `first` is the number of the first element (see Rotation)."""
+    """Encodes gradients of one kind of format. `first` is the number of the first element (see Rotation)."""
 
-    def message_bytes(self, numel: int) -> int:
+    def message_bytes(self, numel: int, rotation: Rotation | None) -> int:
         """Bytes of a message of so many elements."""
 
     def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
@@ -29,7 +29,10 @@ class BlockCodec:
 
     def __init__(self, format: QuantFormat, operations: Operations) -> None:
         self.format, self._operations = format, operations
-        self.message_bytes = format.message_bytes
+
+    def message_bytes(self, numel: int, rotation: Rotation | None) -> int:
+        """See Codec."""
+        return self.format.message_bytes(numel)
 
     def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
         """See Codec."""
@@ -43,27 +46,36 @@ class BlockCodec:
 
 
 class RotatedCodec:
-    """Codes of rotated blocks: the decoded blocks of all messages are summed, and rotated back once."""
+    """Codes of rotated blocks: the decoded blocks of all messages are summed, and rotated back once.
 
-    def __init__(self, format: LloydMaxFormat, operations: Operations) -> None:
-        self.format, self._operations = format, operations
-        self.message_bytes = format.message_bytes
+    The rotation of a unit has their format.
+    """
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def message_bytes(self, numel: int, rotation: Rotation | None) -> int:
+        """See Codec."""
+        assert rotation is not None
+        return rotation.format.message_bytes(numel)
 
     def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
         """See Codec. The rows must be contiguous."""
         assert rotation is not None
-        self._operations.quantize_rotated(rows.view(-1), messages, self.format, rotation.signs_from(first))
+        signs = rotation.signs_from(first)
+        self._operations.quantize_rotated(rows.view(-1), messages, rotation.format, signs)
 
     def sum_into(
         self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
     ) -> None:
         """See Codec."""
         assert rotation is not None
-        self._operations.sum_rotated(messages, target, self.format, rotation.signs_from(first), add=add)
+        signs = rotation.signs_from(first)
+        self._operations.sum_rotated(messages, target, rotation.format, signs, add=add)
 
 
 def build_codec(format: QuantFormat | LloydMaxFormat, operations: Operations) -> Codec:
     """The codec of a format."""
     if isinstance(format, LloydMaxFormat):
-        return RotatedCodec(format, operations)
+        return RotatedCodec(operations)
     return BlockCodec(format, operations)
