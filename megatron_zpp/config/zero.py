@@ -61,9 +61,9 @@ class ZeroConfig(Options):
     )
     zero_quantized_weights_format: Literal["int8", "fp8", "int4", "delta4", "delta3", "delta2"] = option(
         "int8",
-        "qwZ: format of the codes. delta4, delta3, delta2: codes of 4, 3 or 2 bits of what weights changed "
-        "by, for several nodes; each node keeps the fp32 weights that the others know, 4 bytes per parameter "
-        "/ ranks of a node, and stage 3 needs --zero-hpz-partition-size auto.",
+        "qwZ: format of the codes. delta4, delta3, delta2: codes of 4, 3 or 2 bits (in tables 4) of what "
+        "weights changed by, for several nodes; each node keeps the fp32 weights that the others know, 4 "
+        "bytes per parameter / ranks of a node, and stage 3 needs --zero-hpz-partition-size auto.",
     )
     zero_hpz_partition_size: str = option(
         "1",
@@ -89,8 +89,8 @@ class ZeroConfig(Options):
     )
     zero_quantized_gradients_format: Literal["int4", "int8", "fp8", "rotated4", "rotated3"] = option(
         "int4",
-        "qgZ: format of the codes. rotated4, rotated3: codes of 4 or 3 bits of randomly rotated gradients "
-        "between nodes, and int8 inside them.",
+        "qgZ: format of the codes. rotated4, rotated3: codes of 4 or 3 bits (in tables 4) of randomly "
+        "rotated gradients between nodes, and int8 inside them.",
     )
     zero_check_interval: int | None = option(
         None,
