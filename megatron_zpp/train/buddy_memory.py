@@ -2,9 +2,11 @@
 
 The buddy node of node k is node k + 1; rank p of one sends to rank p of the other. On one node there is only
 the node's own memory. The run is recognised after a restart by `memory_snapshots.txt` in --save, which holds
-the name of its directory in memory: a run that begins anew in an emptied --save gets another name.
+the name of its directory in memory and a checksum: a run that begins anew in an emptied --save gets another
+name.
 """
 
+import hashlib
 import platform
 import secrets
 import shutil
@@ -23,13 +25,14 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.peer_files import FileServer, Peer, get_file, put_file
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes, pinned_bytes
+from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.run_memory import RunMemory, available_memory, room_for, size_of, snapshots_root
 from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
 
-_RUN_FILE, _RUN_BYTES = "memory_snapshots.txt", 16
+_RUN_FILE, _NAME_DIGITS, _CHECK_DIGITS = "memory_snapshots.txt", 16, 8
 
 
 class BuddyMemory:
@@ -140,7 +143,10 @@ def check_memory(settings: MemorySnapshotsConfig) -> None:
 def newest_state(config: Config) -> dict[str, Any] | None:
     """The state in the newest memory snapshot of the run on this node, before `open_memory`; None without."""
     settings, save = config.memory_snapshots, config.checkpoint.save
-    name = None if settings.buddy_snapshots is None or save is None else _name_in(save)
+    try:
+        name = None if settings.buddy_snapshots is None or save is None else run_name(save)
+    except DamagedFile:
+        return None  # `open_memory` refuses it
     if name is None:
         return None
     return MemoryCopies(snapshots_root(settings.buddy_directory) / name, 0).newest_state()
@@ -149,7 +155,8 @@ def newest_state(config: Config) -> dict[str, Any] | None:
 def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory | None:
     """The memory of a run with --buddy-snapshots; None for other runs. Every rank must call it.
 
-    Raises ValueError on all ranks if a node has no directory in memory, or too little room in it.
+    Raises ValueError on all ranks if a node has no directory in memory, or too little room in it, or if the
+    file that says where the run's copies are is damaged.
     """
     settings, save = config.memory_snapshots, config.checkpoint.save
     if settings.buddy_snapshots is None:
@@ -160,8 +167,14 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
     assert save is not None  # the configuration requires it
     exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "memory")
     if ranks.topology.rank == 0:
-        exchange.put("names", [_name_in(save), secrets.token_hex(4), secrets.token_hex(16)])
-    name, attempt, secret = exchange.get("names")
+        try:
+            name, damage = run_name(save), None
+        except DamagedFile as error:
+            name, damage = None, str(option_error("--save", save, str(error)))
+        exchange.put("names", [name, damage, secrets.token_hex(4), secrets.token_hex(16)])
+    name, damage, attempt, secret = exchange.get("names")
+    if damage is not None:
+        raise ValueError(damage)
     shards = shards_of(engine, with_optimizer=True).values()
     pinned = pinned_bytes(shard.nbytes for shard in shards if shard.is_cuda)
     copied = pinned + sum(shard.nbytes for shard in shards if not shard.is_cuda)
@@ -175,7 +188,7 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
         problem = one_line(error)
     agree("room", problem)
     if ranks.topology.rank == 0 and name is None:
-        exchange.put("name", name := _new_name(save))
+        exchange.put("name", name := new_run_name(save))
     name = name or exchange.get("name")
     memory, problem = None, None
     try:
@@ -218,17 +231,36 @@ def _lack_of_room(root: Path, name: str | None, topology: Topology, owned: int, 
     return None
 
 
-def _name_in(save: str) -> str | None:
-    """The name that an earlier start of the run has written to --save."""
-    with suppress(OSError):
-        name = read_limited(Path(save) / _RUN_FILE, _RUN_BYTES + 1).decode(errors="replace").strip()
-        if len(name) == _RUN_BYTES and set(name) <= set("0123456789abcdef"):
-            return name
-    return None
+def run_name(save: str) -> str | None:
+    """The name that an earlier start of the run has written to --save; None if none has.
+
+    Raises DamagedFile if the file has anything else.
+    """
+    try:
+        line = read_limited(Path(save) / _RUN_FILE, _NAME_DIGITS + _CHECK_DIGITS + 2).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DamagedFile(_damage(one_line(error))) from None
+    if line != _line_of(name := line[:_NAME_DIGITS]):
+        raise DamagedFile(_damage("is damaged"))
+    return name
 
 
-def _new_name(save: str) -> str:
+def _line_of(name: str) -> str:
+    """What the file has: a name and the first digits of its SHA-256."""
+    return f"{name} {hashlib.sha256(name.encode()).hexdigest()[:_CHECK_DIGITS]}\n"
+
+
+def _damage(problem: str) -> str:
+    return (
+        f"{_RUN_FILE} there says which copies in memory are this run's, and {problem}; remove it to resume "
+        "without them, from the newest checkpoint"
+    )
+
+
+def new_run_name(save: str) -> str:
     """A new name, written to --save. Raises OSError."""
-    name = secrets.token_hex(_RUN_BYTES // 2)
-    write_text(Path(save) / _RUN_FILE, f"{name}\n")
+    name = secrets.token_hex(_NAME_DIGITS // 2)
+    write_text(Path(save) / _RUN_FILE, _line_of(name))
     return name

@@ -50,6 +50,7 @@ from megatron_zpp.storage.lease import LEASE, Holder
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
+from megatron_zpp.train.buddy_memory import new_run_name, run_name
 from megatron_zpp.train.layer_times import LayerTimes, LayerTimesCache
 from megatron_zpp.train.product_cache import ProductCache
 from tests.checkpoint.saving import FIRST, small, train
@@ -152,6 +153,14 @@ def _checkpoint(directory: Path, name: str = "checkpoint", **zero: object) -> Ta
             return weights, reader.state, describe(found)
 
     return Target(name, tuple(sorted(path.iterdir())), read)
+
+
+def _name_of_memory(directory: Path) -> Target:
+    """Where a run's copies in memory are."""
+    new_run_name(str(directory))
+    return Target(
+        "name of the copies in memory", tuple(directory.iterdir()), lambda: run_name(str(directory))
+    )
 
 
 def _memory_snapshot(directory: Path) -> Target:
@@ -470,6 +479,7 @@ TARGETS: tuple[tuple[int, Make], ...] = (  # each with its share of the changes:
     *((200, partial(_compressed, suffix=suffix)) for suffix in ("gz", "zst")),
     (10, partial(_checkpoint, name="checkpoint of blocks of a table", zero_stage=1, zero_table_rows=16)),
     (10, _memory_snapshot),
+    (200, _name_of_memory),
     (10, _parquet),
     (100, _algorithms),
     (100, _layer_times),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +294,7 @@ def test_memory_snapshots_count_where_there_is_no_checkpoint(tmp_path: Path, mem
         return saved_products(config, Exchange(dist.HashStore(), Topology(), timedelta(seconds=60), "saved"))
 
     assert saved() is None
-    (save / "memory_snapshots.txt").write_text(f"{name}\n")
+    (save / "memory_snapshots.txt").write_text(f"{name} {sha256(name.encode()).hexdigest()[:8]}\n")
     assert saved() is None
     used = RunMemory(snapshots_root(memory), name)
     for iteration, fp8 in ((7, True), (5, False)):

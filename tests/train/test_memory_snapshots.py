@@ -318,8 +318,14 @@ def test_a_restart_with_other_shards_loads_the_memory_of_all(
 
 
 def test_a_run_that_begins_anew_does_not_find_the_memory_of_the_one_before(nodes: Nodes) -> None:
-    """It has the same command line, and an emptied --save."""
+    """It has the same command line, and an emptied --save. A damaged name of the memory is refused."""
     nodes.crash(13, 10)
+    flip(nodes.save / "memory_snapshots.txt")
+    with nodes.start() as run:
+        assert run.statuses() == {0: 1, 1: 1}
+        (line,) = run.errors()
+    assert f"--save {nodes.save}: memory_snapshots.txt there says " in line
+    assert "is damaged; remove it to resume without them" in line
     shutil.rmtree(nodes.save)
     with nodes.start() as run:
         assert run.statuses() == {0: 0, 1: 0}, run.err(0)
