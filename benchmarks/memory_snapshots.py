@@ -1,6 +1,7 @@
 """What a memory snapshot costs, and how long a killed run takes until its next step.
 
     python benchmarks/memory_snapshots.py [--part copies steps kills] [--repeats 5] [--pairs 15] [--kills 3]
+                                         [--gpus]
 
 copies   CPU seconds per GB of a rank's states, wherever they are spent: to write a copy with its checksums to
          tmpfs, to send it over loopback, and to receive it into tmpfs. On a busy machine they are what stays
@@ -14,7 +15,8 @@ kills    SIGKILL of a rank, or of all of a node, whose memory is emptied. The ot
          loading, and the steps that are repeated. Runs that save checkpoints are killed in the same way.
 
 Two nodes of one rank each run on this machine, by a torchrun per node. Each has a directory of its own in
-/dev/shm, so that a node can be lost with its memory. Each part writes a result of its own.
+/dev/shm, so that a node can be lost with its memory. Each part writes a result of its own. A small model is
+trained on CPUs; with --gpus one of 345M parameters, a GPU for each rank, NCCL over sockets between them.
 """
 
 import argparse
@@ -28,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -39,15 +41,24 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, write_result
+from benchmarks.contest.grid import node_environment, visible_gpus
 from benchmarks.intervals import mean_and_interval
 from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
 from megatron_zpp.distributed.peer_files import FileServer, Peer, put_file
 from tests.support import free_port
 
+_COMMON = (
+    "--mock-data --tokenizer-type NullTokenizer --lr 1e-4 --train-iters 100000 --log-interval 1 "
+    "--eval-iters 0 --zero-stage 3 --num-workers 0 "
+)
 MODEL = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --num-layers 4 --hidden-size 256 "
-    "--num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --lr 1e-3 --train-iters 100000 "
-    "--log-interval 1 --eval-iters 0 --zero-stage 3 --num-workers 0 --device cpu"
+    _COMMON + "--vocab-size 1023 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
+    "--micro-batch-size 2 --device cpu"
+).split()
+GPU_MODEL = (
+    _COMMON + "--vocab-size 50257 --preset 345m --seq-length 1024 --micro-batch-size 8 --bf16 "
+    "--zero-hpz-partition-size auto --zero-quantized-weights --zero-quantized-weights-format delta4 "
+    "--zero-quantized-gradients --zero-quantized-gradients-format rotated4"
 ).split()
 EVERY = 5  # steps between two snapshots, or saves
 PARTS = ("copies", "steps", "kills")
@@ -62,8 +73,11 @@ _STEP = re.compile(r"iteration +(\d+)/")
 class Job:
     """A run on two nodes; `memory` has a directory for each, `save` is what they share."""
 
-    def __init__(self, flags: list[str], save: Path, memory: Path) -> None:
-        self._argv = [*MODEL, *flags, "--save", str(save), "--load", str(save)]
+    def __init__(self, flags: list[str], save: Path, memory: Path, gpus: Sequence[str]) -> None:
+        """`gpus` has one for each node, or none."""
+        self._gpus = gpus
+        model = GPU_MODEL if gpus else MODEL
+        self._argv = [*model, *flags, "--save", str(save), "--load", str(save)]
         self._memory, self._snapshots = memory, "--buddy-snapshots" in flags
         self.times: dict[int, float] = {}  # when this benchmark first read of a step
         self.log: list[str] = []
@@ -85,7 +99,7 @@ class Job:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL if node else subprocess.STDOUT,
                     text=True,
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                    env=os.environ | node_environment(node, self._gpus[node : node + 1], {}, 1),
                     start_new_session=True,
                 )
             )
@@ -174,10 +188,10 @@ def copies(repeats: int, megabytes: int = 256) -> dict[str, Any]:
     return {"megabytes": megabytes, "cpu_seconds_per_gb": {name: interval(parts[name]) for name in parts}}
 
 
-def windows(flags: list[str], pairs: int) -> tuple[list[float], list[float]]:
+def windows(flags: list[str], pairs: int, gpus: Sequence[str]) -> tuple[list[float], list[float]]:
     """Milliseconds of the steps after a snapshot and of the steps after these, in pairs."""
     with directories() as (save, memory):
-        job = Job(flags, save, memory)
+        job = Job(flags, save, memory, gpus)
         job.start()
         try:
             job.wait_for_step(2 * WINDOW * (pairs + 1))
@@ -188,10 +202,10 @@ def windows(flags: list[str], pairs: int) -> tuple[list[float], list[float]]:
     return times[0::2], times[1::2]
 
 
-def recovery(flags: list[str], what: str) -> dict[str, float]:
+def recovery(flags: list[str], what: str, gpus: Sequence[str]) -> dict[str, float]:
     """Seconds from a kill to a new start, to its first step, and to the first step not taken before."""
     with directories() as (save, memory):
-        job = Job(flags, save, memory)
+        job = Job(flags, save, memory, gpus)
         job.start()
         try:
             job.wait_for_step(12 * EVERY + 3)
@@ -220,11 +234,11 @@ def directories() -> Iterator[tuple[Path, Path]]:
         yield Path(save) / "checkpoints", Path(memory)
 
 
-def steps(pairs: int) -> dict[str, Any]:
+def steps(pairs: int, gpus: Sequence[str]) -> dict[str, Any]:
     """Milliseconds per step, and per snapshot."""
-    figures: dict[str, Any] = {"ranks": "2 nodes × 1", "model": " ".join(MODEL)}
+    figures: dict[str, Any] = {"ranks": "2 nodes × 1", "model": " ".join(GPU_MODEL if gpus else MODEL)}
     for name, flags in (("with", ["--buddy-snapshots", str(2 * WINDOW)]), ("control", [])):
-        after, later = windows(flags, pairs)
+        after, later = windows(flags, pairs, gpus)
         differences = [one - other for one, other in zip(after, later, strict=True)]
         figures[name] = {
             "milliseconds_per_step": interval([time / WINDOW for time in later]),
@@ -233,14 +247,14 @@ def steps(pairs: int) -> dict[str, Any]:
     return figures
 
 
-def kills(count: int) -> dict[str, Any]:
+def kills(count: int, gpus: Sequence[str]) -> dict[str, Any]:
     """Seconds from a kill to what follows it."""
-    figures: dict[str, Any] = {"ranks": "2 nodes × 1", "model": " ".join(MODEL)}
+    figures: dict[str, Any] = {"ranks": "2 nodes × 1", "model": " ".join(GPU_MODEL if gpus else MODEL)}
     cases = (("a rank", "memory snapshots"), ("a node", "memory snapshots"), ("a rank", "asynchronous saves"))
     runs: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in cases}
     for _ in range(count):  # in turns, so that all cases see the same load of the machine
         for what, name in cases:
-            runs[what, name].append(recovery(VARIANTS[name], what))
+            runs[what, name].append(recovery(VARIANTS[name], what, gpus))
             print(f"{what}, {name}: {runs[what, name][-1]}", flush=True)
     for (what, name), found in runs.items():
         figures[f"{what} killed, {name}"] = {
@@ -267,17 +281,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--gpus", action="store_true", help="train a larger model on two GPUs")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
+    gpus = visible_gpus()[:2] if options.gpus else []
+    if options.gpus and len(gpus) < 2:
+        parser.error(f"--gpus: needs two GPUs, and there are {len(gpus)}")
     for part in options.part:
         if part == "copies":
             figures = copies(options.repeats)
         elif part == "steps":
-            figures = steps(options.pairs)
+            figures = steps(options.pairs, gpus)
         else:
-            figures = kills(options.kills)
+            figures = kills(options.kills, gpus)
         load = [round(value, 1) for value in os.getloadavg()]
-        write_result(f"memory_snapshots_{part}", figures | {"load_average": load}, options.output)
+        name = f"memory_snapshots_{part}" + "_cuda" * bool(gpus)
+        write_result(name, figures | {"load_average": load}, options.output)
 
 
 if __name__ == "__main__":
