@@ -8,6 +8,7 @@ DeepSpeed takes a node to be the GPUs that a process sees (device_count()), so a
 show each rank only the GPUs of its node.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ def main() -> None:
     import deepspeed  # prints during the import, and --help does not need it
 
     rank = join(options)
+    if torch.cuda.is_available():  # DeepSpeed builds its kernels at first use, and cannot read "9.0a" there
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ".".join(map(str, torch.cuda.get_device_capability()))
     model = plain_model(rank)
     for layer in model.blocks:
         if not options.no_compile:

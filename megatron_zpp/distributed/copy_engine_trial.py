@@ -64,11 +64,13 @@ def decide(
     device: torch.device,
     steps: Steps,
     say: Callable[[str], None],
+    patience: float = _PATIENCE,
 ) -> bool:
     """Return whether all `steps` succeed on every rank. Otherwise `on` raises ValueError on every rank.
 
     No rank starts a step before all have finished the previous one, and none continues after a failure. A
-    step must not wait forever for ranks that fail in it.
+    rank that has failed raises ValueError with either setting if others do not end the step in `patience`
+    seconds: then they wait for it in a call that cannot be ended.
     """
     with closing(steps):
         for step in steps:
@@ -77,14 +79,31 @@ def decide(
                 step()
             except Exception as error:  # any error of the driver, NCCL or the system is a reason
                 failure = Failure(int(time.monotonic() - began), f"{one_line(error)} [rank {topology.rank}]")
-            problem = first_problem(failure, topology, device)
-            if problem is None:
+            failed = torch.tensor(0 if failure is None else 1, device=device)
+            counted = dist.all_reduce(failed, async_op=True)
+            assert counted is not None  # None is of ranks outside the group
+            if failure is not None and not _ends(counted, patience):
+                reason = f"{failure.problem}; other ranks still wait for this one, so give off"
+                raise option_error("--zero-copy-engines", setting, reason)
+            counted.wait()
+            if failed.item() == 0:
                 continue
+            problem = first_problem(failure, topology)
             if setting == "on":
                 raise option_error("--zero-copy-engines", "on", problem)
             if topology.rank == 0:
                 say(f"warning: transfers inside nodes use NCCL's kernels, not the copy engines: {problem}")
             return False
+    return True
+
+
+def _ends(work: dist.Work, patience: float) -> bool:
+    """Whether a collective ends in so many seconds."""
+    deadline = time.monotonic() + patience
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
     return True
 
 
@@ -95,23 +114,24 @@ class Failure(NamedTuple):
     problem: str
 
 
-def first_problem(failure: Failure | None, topology: Topology, device: torch.device) -> str | None:
-    """Return, on every rank, the problem of the rank that failed soonest; None if no rank has failed.
+def first_problem(failure: Failure | None, topology: Topology) -> str:
+    """Return, on every rank, the problem of the rank that failed soonest; at least one has failed.
 
     All ranks begin a step together, so a rank that waited in vain for the one with the cause failed later. Of
     several ranks that fail within the same second, it is the first.
     """
-    failed = torch.tensor(0 if failure is None else 1, device=device)
-    dist.all_reduce(failed)
-    if failed.item() == 0:
-        return None
     failures: list[Failure | None] = [None] * topology.world_size
     dist.all_gather_object(failures, failure)
     return min((found for found in failures if found is not None), key=lambda found: found.seconds).problem
 
 
 def _trial(topology: Topology, device: torch.device, timeout: timedelta | None) -> Steps:
-    """Yield steps that try, in small, all that copy engines need; clean up at the end or after a failure."""
+    """Yield steps that try, in small, all that copy engines need; clean up at the end or after a failure.
+
+    Registering comes last. A rank that fails in it leaves the others waiting in NCCL, which returns only when
+    all ranks of the node have called it, even if a communicator is aborted. What can fail on one rank alone,
+    the allocation and the exchange of handles, has been tried before.
+    """
     yield check_nccl
     pids = [0] * topology.world_size
     dist.all_gather_object(pids, os.getpid())
@@ -119,18 +139,17 @@ def _trial(topology: Topology, device: torch.device, timeout: timedelta | None) 
     made: list[SymmetricMemory] = []
     yield lambda: made.append(SymmetricMemory(topology.node_ranks, device, timeout))
     (memory,) = made
-    registered: list[Tensor] = []
+    allocated: list[Tensor] = []
     try:
-        yield lambda: registered.append(_register(memory, device))
+        yield lambda: allocated.append(_allocate(memory, device))
+        if memory.peers_write:
+            yield lambda: _write_peers(memory, device)
+        yield memory.register
     except GeneratorExit:  # a rank failed, so a collective shutdown would hang
         memory.abort()
         raise
-    try:
-        if memory.peers_write:
-            yield lambda: _write_peers(memory, device)
-    finally:  # all ranks have registered, and none waits for another in this communicator
-        memory.close()
-        dist.destroy_process_group(memory.group)
+    memory.close()
+    dist.destroy_process_group(memory.group)
 
 
 def descriptor_steps(pids: list[int], local_rank: int, patience: float = _PATIENCE) -> Steps:
@@ -183,16 +202,9 @@ def _pass_descriptor(mine: socket.socket, following: int, preceding: int) -> Non
         raise OSError(f"a message from process {preceding} arrived without its file descriptor")
 
 
-def _register(memory: SymmetricMemory, device: torch.device) -> Tensor:
-    """Register a buffer. A rank that fails aborts its communicator, so that waiting ranks fail as well."""
-    try:
-        with memory.allocating():
-            buffer = torch.zeros(_TRIED_BYTES, dtype=torch.uint8, device=device)
-        memory.register()
-    except Exception:
-        memory.abort()
-        raise
-    return buffer
+def _allocate(memory: SymmetricMemory, device: torch.device) -> Tensor:
+    with memory.allocating():
+        return torch.zeros(_TRIED_BYTES, dtype=torch.uint8, device=device)
 
 
 def _write_peers(memory: SymmetricMemory, device: torch.device) -> None:

@@ -58,7 +58,6 @@ class SymmetricMemory:
         far = torch.tensor([0.0 if writes_all(ranks, device) else 1.0], device=device)
         dist.all_reduce(far, group=self.group)  # also initialises the communicator, as registering needs
         self.peers_write = far.item() == 0
-        self._aborted = False
         self._backend = self.group._get_backend(device)
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
 
@@ -71,15 +70,12 @@ class SymmetricMemory:
         self._backend.register_mem_pool(self._pool, symm=True)
 
     def abort(self) -> None:
-        """Abort the communicator, once. Ranks that wait for this rank in one of its calls get an error.
+        """Abort the communicator, which waits for no other rank.
 
-        Torch cannot abort one with registered memory (it calls ncclCommDeregister for windows too). As
-        registering is collective, no other rank waits in it then.
+        Torch reports an error if memory is registered (it calls ncclCommDeregister for windows too).
         """
-        if not self._aborted:
-            self._aborted = True
-            with suppress(dist.DistBackendError):
-                dist.distributed_c10d._abort_process_group(self.group)
+        with suppress(dist.DistBackendError):
+            dist.distributed_c10d._abort_process_group(self.group)
 
     def close(self) -> None:
         """Undo `register`. To be called before the buffers are freed."""

@@ -18,11 +18,13 @@ CPU = torch.device("cpu")
 Outcome = tuple[bool | str, list[str], list[str]]  # the decision or the error, what was said, steps taken
 
 
-def outcome(topology: Topology, setting: str, steps: Callable[[list[str]], Steps]) -> Outcome:
+def outcome(
+    topology: Topology, setting: str, steps: Callable[[list[str]], Steps], patience: float = 20.0
+) -> Outcome:
     said: list[str] = []
     taken: list[str] = []
     try:
-        return decide(setting, topology, CPU, steps(taken), said.append), said, taken
+        return decide(setting, topology, CPU, steps(taken), said.append, patience), said, taken
     except ValueError as error:
         return str(error), said, taken
 
@@ -98,6 +100,36 @@ def test_one_rank_that_fails_decides_for_all_and_one_line_says_why() -> None:
     (why,) = ranks[0][0][-1][1]
     assert "cannot pass a file descriptor to process" in why
     assert "[rank 0]" in why
+
+
+class Killed(BaseException):
+    """What ends a rank from outside."""
+
+
+def waits_for_a_rank_that_failed(topology: Topology) -> Outcome | None:
+    """The first rank is in a call that nothing ends but the end of its process."""
+
+    def steps(taken: list[str]) -> Steps:
+        def only() -> None:
+            if topology.rank == 1:
+                raise RuntimeError("no window")
+            time.sleep(3)
+            raise Killed
+
+        yield only
+
+    try:
+        return outcome(topology, "auto", steps, patience=0.5)
+    except Killed:
+        dist.all_reduce(torch.tensor(0))  # so that the test's own collectives match
+        return None
+
+
+def test_a_rank_that_others_wait_for_in_vain_ends_the_run_with_its_reason() -> None:
+    waiting, failed = on_ranks(2, waits_for_a_rank_that_failed)
+    assert waiting is None
+    reason = "RuntimeError: no window [rank 1]; other ranks still wait for this one, so give off"
+    assert failed == (f"--zero-copy-engines auto: {reason}", [], [])
 
 
 @pytest.mark.parametrize(

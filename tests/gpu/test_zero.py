@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessRaisedException
 
 from benchmarks.memory_table import model_state_bytes
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
@@ -190,7 +191,12 @@ def losses_of_setting(
     """(whether copy engines are used, lines said, losses of three steps, seconds of the start) of a rank."""
     if topology.rank == failing:
         setattr(
-            *{"handles": (trial, "peer_memory"), "windows": (SymmetricMemory, "register")}[where], blocked
+            *{
+                "handles": (trial, "peer_memory"),
+                "memory": (SymmetricMemory, "allocating"),
+                "windows": (SymmetricMemory, "register"),
+            }[where],
+            blocked,
         )
     with torch.device("meta"):
         model = GPT(MODEL, VOCAB)
@@ -217,7 +223,7 @@ def losses_of_setting(
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("where", ["handles", "windows"])
+@pytest.mark.parametrize("where", ["handles", "memory"])
 def test_ranks_that_cannot_exchange_handles_fall_back_together(where: str) -> None:
     """The second rank alone fails. Losses may differ a little: attention sums in no fixed order."""
     used = on_gpus(1, 2, losses_of_setting, "on", None, where)
@@ -232,6 +238,14 @@ def test_ranks_that_cannot_exchange_handles_fall_back_together(where: str) -> No
             assert losses == pytest.approx(others[rank][2], rel=torch.finfo(torch.bfloat16).eps)
         assert seconds < 60
     assert "no handle of another process's memory [rank 1]" in fallen_back[0][1][0]
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_a_rank_that_cannot_register_ends_the_run_with_its_reason() -> None:
+    """The other rank stays in NCCL's call, which nothing ends but the end of its process."""
+    reason = r"no handle of another process's memory \[rank 1\]; other ranks still wait for this one"
+    with pytest.raises(ProcessRaisedException, match=reason):
+        on_gpus(1, 2, losses_of_setting, "auto", 1, "windows")
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
