@@ -10,7 +10,7 @@ from tests.support import run
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("seconds", "cut", "flips"), [(0, 8, 100), pytest.param(60, 30, 1000, marks=pytest.mark.nightly)]
+    ("seconds", "cut", "flips"), [(0, 3, 100), pytest.param(60, 30, 1000, marks=pytest.mark.nightly)]
 )
 def test_disturbed_runs_end_as_undisturbed_ones(seconds: int, cut: int, flips: int) -> None:
     """One case of each fault, and more while there is time."""
