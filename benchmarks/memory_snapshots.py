@@ -56,7 +56,7 @@ MODEL = (
     "--micro-batch-size 2 --device cpu"
 ).split()
 GPU_MODEL = (
-    _COMMON + "--vocab-size 50257 --preset 345m --seq-length 1024 --micro-batch-size 8 --bf16 "
+    _COMMON + "--vocab-size 50257 --model-preset 345m --seq-length 1024 --micro-batch-size 8 --bf16 "
     "--zero-hpz-partition-size auto --zero-quantized-weights --zero-quantized-weights-format delta4 "
     "--zero-quantized-gradients --zero-quantized-gradients-format rotated4"
 ).split()
