@@ -72,9 +72,9 @@ def saved_settings(path: Location) -> tuple[dict[str, Any], int]:
 def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
     sharing = sharing_of(engine)
 
-    def read(index: int, elements: range) -> Tensor:
+    def fill(index: int, elements: range, target: Tensor) -> None:
         unit = engine.units[index]
         first = unit.first_element
-        return reader.shard_elements(kind, unit.names, unit.layout, elements, sharing, first=first)
+        reader.read_shard(kind, unit.names, unit.layout, elements, target, sharing, first=first)
 
-    engine.states.load(kind, read)
+    engine.states.fill(kind, fill)

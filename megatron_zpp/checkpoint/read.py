@@ -149,30 +149,31 @@ class CheckpointReader:
         self._fill(kind, name, UNSHARED.part(name), elements, found)
         return found
 
-    def shard_elements(
+    def read_shard(
         self,
         kind: str,
         names: Sequence[str],
         layout: FlatLayout,
         elements: range,
+        target: Tensor,
         sharing: Sharing = UNSHARED,
         *,
         first: int = 0,
-    ) -> Tensor:
-        """Elements of the flat fp32 buffer of parameters `names` in `layout`, (len(elements),) on the CPU.
+    ) -> None:
+        """Fill `target` (len(elements),) with elements of the flat buffer of parameters `names` in `layout`.
 
-        They are found by parameter and slice, wherever the saved units have them. The buffer has the parts of
-        the reader's tensor rank in `sharing`. Gaps are zero. `first`: the number that the buffer's first
-        element has in its only parameter, of which it is a block.
+        All are fp32 and on the CPU. They are found by parameter and slice, wherever the saved units have
+        them. The buffer has the parts of the reader's tensor rank in `sharing`. Gaps are zero. `first`: the
+        number that the buffer's first element has in its only parameter, of which it is a block.
         """
-        found = torch.zeros(len(elements))
+        for gap in layout.gaps_in(elements):
+            target[gap.start : gap.stop].zero_()
         for run in self._runs(names, layout, elements, sharing, first):
-            target = found[run.destination : run.destination + len(run.elements)]
+            part = target[run.destination : run.destination + len(run.elements)]
             if run.tensor_rank is None:
-                self._fill(kind, run.name, sharing.part(run.name), run.elements, target)
+                self._fill(kind, run.name, sharing.part(run.name), run.elements, part)
             else:
-                self._read_into(kind, run.unit, run.tensor_rank, run.elements.start, target)
-        return found
+                self._read_into(kind, run.unit, run.tensor_rank, run.elements.start, part)
 
     def _runs(
         self, names: Sequence[str], layout: FlatLayout, elements: range, sharing: Sharing, first: int

@@ -1,8 +1,9 @@
 """The states of an engine that a checkpoint saves and loads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.topology import Topology
@@ -49,12 +50,33 @@ class ModelStates:
 
         Elements behind the last parameter are not read: they are zero and stay zero.
         """
+        for index, elements, part in self._loaded(kind):
+            part.copy_(read(index, elements))
+
+    def fill(self, kind: str, fill: Callable[[int, range, Tensor], None]) -> None:
+        """The same; `fill(unit, elements, target)` writes the part to `target` (len(elements),) on the CPU.
+
+        That is the memory of the states, where they are on the CPU, or memory that all parts share: a load
+        would take most of its time to map fresh memory, and to copy from it.
+        """
+        shared = torch.empty(0)
+        for index, elements, part in self._loaded(kind):
+            if part.device.type == "cpu":
+                fill(index, elements, part)
+                continue
+            if len(shared) < len(elements):
+                shared = torch.empty(len(elements))
+            fill(index, elements, shared[: len(elements)])
+            part.copy_(shared[: len(elements)])
+
+    def _loaded(self, kind: str) -> Iterator[tuple[int, range, Tensor]]:
+        """(unit, elements, their part of its buffer), each to be written before the next one is asked for."""
         for index, (unit, flat) in enumerate(zip(self._units, self._flats(kind), strict=True)):
             self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
             stop = min(unit.owned.stop, unit.layout.offsets[-1])
             if unit.owned.start < stop:
                 elements = range(unit.owned.start, stop)
-                flat[: len(elements)].copy_(read(index, elements))
+                yield index, elements, flat[: len(elements)]
             if kind == WEIGHTS:
                 self._weights.replaced(index)
             elif kind == REFERENCE:
