@@ -63,7 +63,8 @@ class ZeroConfig(Options):
         "int8",
         "qwZ: format of the codes. delta4, delta3, delta2: codes of 4, 3 or 2 bits (in tables 4) of what "
         "weights changed by, for several nodes; each node keeps the fp32 weights that the others know, 4 "
-        "bytes per parameter / ranks of a node, and stage 3 needs --zero-hpz-partition-size auto.",
+        "bytes per parameter / ranks of a node, and stage 3 needs --zero-hpz-partition-size auto, or groups "
+        "inside a node, which keep them each.",
     )
     zero_hpz_partition_size: str = option(
         "1",

@@ -96,7 +96,9 @@ def build_communication(
         references = plan.secondary_gather
         gather = secondary = ReferenceGather(references, comm_streams[references.hop.stream])
         between = [comm_streams[stream] for stream in plan.gather.hop.streams]
-        differences = WeightDifferences(plan.gather, between, operations)
+        spread = plan.spread
+        among = None if spread is None else comm_streams[spread.hop.stream]
+        differences = WeightDifferences(plan, between, among, operations)
     elif inside is None:
         gather = build_gather(plan.gather, comm_streams, operations)
     else:

@@ -6,7 +6,8 @@ A plan needs no tensors and no process groups. The engine builds its streams, co
     collective              group                      algorithm
     gather of weights       all ranks                  all-gather; on several nodes of several ranks in two
                                                        hops, between nodes and then inside them; of weight
-                                                       differences, between nodes alone
+                                                       differences, between nodes and, if a node has several
+                                                       hpZ groups, among ranks of equal place in them
     secondary gather (hpZ)  --zero-hpz-partition-size  all-gather
     reduction of gradients  see ReductionAlgorithm     one of ReductionAlgorithm
 
@@ -113,6 +114,7 @@ class CommunicationPlan:
     gather: GatherPlan  # over all ranks; or between nodes, where `inside_gather` is its second hop
     inside_gather: GatherPlan | None  # the parts that the nodes sent, inside the node
     secondary: GatherPlan | None  # hpZ
+    spread: GatherPlan | None  # messages of weight differences, to the other groups of a node
     reduction: ReductionPlan
     prefetch: int  # units gathered ahead of the one that computes
     slots: tuple[int, ...]
@@ -152,7 +154,7 @@ class CommunicationPlan:
         Units that do not take turns in slots are gathered once per step and need none.
         """
         if self.difference_format is not None:
-            return Buffer(self.grid.nodes * layout.shard_numel, torch.float32)
+            return Buffer(len(self.reference_elements(layout)), torch.float32)
         if self.secondary is None or layout not in self._layouts_in_turn:
             return None
         return self.secondary.part(layout)
@@ -167,9 +169,23 @@ class CommunicationPlan:
         return self.secondary_gather.part(layout)
 
     def reference_elements(self, layout: FlatLayout) -> range:
-        """The elements of a unit that this rank and its cross-node ranks own."""
-        first = self.grid.local_rank * self.grid.nodes * layout.shard_numel
-        return range(first, first + self.grid.nodes * layout.shard_numel)
+        """The elements of a unit whose reference this rank holds; none where weights themselves travel.
+
+        With one group to a node, what it and its cross-node ranks own.
+        """
+        if self.difference_format is None:
+            return range(0)
+        part = self.secondary_gather.shards * layout.shard_numel
+        first = self.secondary_gather.hop.group_rank * part
+        return range(first, first + part)
+
+    @property
+    def reference_groups(self) -> int:
+        """The groups of a node that have a reference each: rank r is in group r modulo their number.
+
+        So what the ranks of a place in their groups own is the contiguous part whose reference they hold.
+        """
+        return 1 if self.spread is None else len(self.spread.hop.ranks)
 
     @property
     def difference_format(self) -> LloydMaxFormat | None:
@@ -230,7 +246,8 @@ class CommunicationPlan:
     def gather_bytes_sent(self, layout: FlatLayout) -> SentBytes:
         """Bytes that this rank sends to gather new weights of a unit."""
         if self.difference_format is not None:
-            return self.gather.bytes_sent(layout) + self.secondary_gather.bytes_sent(layout)
+            spread = SentBytes() if self.spread is None else self.spread.bytes_sent(layout)
+            return self.gather.bytes_sent(layout) + spread + self.secondary_gather.bytes_sent(layout)
         if self.inside_gather is None:
             return self.gather.bytes_sent(layout)
         through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
@@ -240,7 +257,7 @@ class CommunicationPlan:
     def gather_decodes(self, layout: FlatLayout) -> int:
         """Elements that this rank decodes to gather new weights of a unit."""
         if self.difference_format is not None:
-            return self.grid.nodes * layout.shard_numel
+            return len(self.reference_elements(layout))
         if self.gather.hop.quant_format is None:
             return 0
         through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
@@ -274,6 +291,8 @@ class CommunicationPlan:
         gathers += len(weights.hop.streams) * weights.received.nbytes
         if self.secondary is not None and self.secondary != self.inside_gather:  # else they share theirs
             gathers += self.secondary.received.nbytes
+        if self.spread is not None:
+            gathers += self.spread.received.nbytes
         return gathers + self.reduction.buffers.nbytes
 
     @property

@@ -59,6 +59,7 @@ def plan_communication(
         gather=gathers.weights,
         inside_gather=gathers.inside,
         secondary=gathers.secondary,
+        spread=gathers.spread,
         reduction=reduction,
         prefetch=zero.zero_prefetch_units or 0,  # None below stage 3, where no gather is ahead of its unit
         slots=tuple(
@@ -103,6 +104,7 @@ class _Gathers:
     inside: GatherPlan | None
     secondary: GatherPlan | None
     slot_stream: int
+    spread: GatherPlan | None = None
 
 
 def _plan_gathers(
@@ -137,9 +139,15 @@ def _plan_gathers(
         )
     if isinstance(format, LloydMaxFormat):
         weights = gather(streams.in_turn(grid.cross_node_ranks), format, 1, eight_bits(format))
-        slot_stream = streams.new(grid.node_ranks)
-        secondary = gather(slot_stream, compute_dtype, grid.nodes)
-        return _Gathers(weights=weights, inside=None, secondary=secondary, slot_stream=slot_stream)
+        groups = grid.local_world_size // group if zero.zero_stage >= 3 else 1
+        spread = None
+        if groups > 1:
+            spread = gather(streams.new(grid.neighbours(groups)), format, grid.nodes, eight_bits(format))
+        slot_stream = streams.new(grid.group_peers(groups))
+        secondary = gather(slot_stream, compute_dtype, groups * grid.nodes)
+        return _Gathers(
+            weights=weights, inside=None, secondary=secondary, slot_stream=slot_stream, spread=spread
+        )
     inside = None
     if grid.nodes > 1 and grid.local_world_size > 1:
         weights = gather(streams.new(grid.cross_node_ranks), format, 1)
@@ -226,12 +234,13 @@ def _check_differences(zero: ZeroConfig, topology: Topology, hpz_ranks: int) -> 
         raise option_error(
             flag, format, "needs 2 or more nodes, since it saves nothing inside one; int8 does"
         )
-    if zero.zero_stage >= 3 and hpz_ranks != topology.local_world_size:
+    local = topology.local_world_size
+    if zero.zero_stage >= 3 and (hpz_ranks > local or hpz_ranks == 1 < local):
         raise option_error(
             flag,
             format,
-            f"needs groups that are a node of {topology.local_world_size} data ranks, since each node keeps "
-            f"one reference: --zero-hpz-partition-size auto, not {zero.zero_hpz_partition_size}",
+            f"needs groups inside a node of {local} data ranks, each of which keeps a reference: "
+            f"--zero-hpz-partition-size auto, not {zero.zero_hpz_partition_size}",
         )
 
 

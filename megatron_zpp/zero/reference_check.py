@@ -11,10 +11,11 @@ from megatron_zpp.zero.sharded_unit import Unit
 
 
 def differing_references(
-    units: Sequence[Unit], references: Sequence[Tensor], topology: Topology
+    units: Sequence[Unit], references: Sequence[Tensor], topology: Topology, *, groups: int, tensor: int
 ) -> str | None:
     """The first unit whose reference is not the same on all nodes, and the ranks; None if all are.
 
+    A node has `groups` groups of data ranks with a reference each, and `tensor` tensor ranks to a data rank.
     Every rank of the job `topology` must call it, and all get the same answer. It waits for the device.
     """
     assert topology.is_job
@@ -22,9 +23,15 @@ def differing_references(
     found = [torch.empty_like(digests) for _ in range(topology.world_size)]
     dist.all_gather(found, digests)
     by_rank = torch.stack(found).cpu()
-    local = topology.local_world_size
+
+    def first_holder(rank: int) -> int:
+        """The first rank that holds the part that `rank` has."""
+        data_rank, tensor_rank = divmod(rank % topology.local_world_size, tensor)
+        return data_rank // groups * groups * tensor + tensor_rank
+
     for index, unit in enumerate(units):
-        ranks = [rank for rank in range(len(by_rank)) if by_rank[rank, index] != by_rank[rank % local, index]]
+        digest = by_rank[:, index]
+        ranks = [rank for rank in range(len(by_rank)) if digest[rank] != digest[first_holder(rank)]]
         if ranks:
             name = unit.names[0].rsplit(".", 1)[0]
             return f"unit {index} (with {name}) on ranks {', '.join(map(str, ranks))}"

@@ -114,7 +114,14 @@ class Weights:
 
         Every rank must call it, and all get the same answer. It waits for the device.
         """
-        return differing_references(self._units, self.references(), self._topology)
+        plan = self._communication.plan
+        return differing_references(
+            self._units,
+            self.references(),
+            self._topology,
+            groups=plan.reference_groups,
+            tensor=plan.grid.stride,
+        )
 
     def _gather(self, index: int, from_secondary: bool) -> Pending:
         """Start to fill a unit's slot, from the secondary shards of this rank's group or from all ranks."""

@@ -76,6 +76,10 @@ GROUPS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     for more in ({}, QGZ)
     for count in (1, 3)
 ]
+# two groups with a reference each in a node of four ranks
+REFERENCES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    (FOUR_BITS | {"zero_hpz_partition_size": "2"}, FULL, 2)
+]
 
 
 LARGE_NODES: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 1}, {}, 2), (STAGE_3, {}, 2)]
@@ -83,7 +87,7 @@ WHOLE: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 0}, {
 GRIDS = {
     2: [((1, 2), WHOLE), ((2, 1), WHOLE)],
     4: [((2, 2), CASES), ((1, 4), ONE_HOP + GROUPS), ((4, 1), ONE_HOP)],
-    8: [((2, 4), GROUPS)],
+    8: [((2, 4), GROUPS + REFERENCES)],
     6: [((2, 3), LARGE_NODES), ((3, 2), LARGE_NODES)],
 }
 

@@ -38,6 +38,7 @@ CASES = [
 ]
 FIRST = CASES[0].split()
 TWO_RANKS = CASES[1].split()
+GROUPS = CASES[0].replace("auto", "2").split()  # of a node of four ranks, with a reference each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +236,8 @@ def test_resumed_runs_have_the_same_bits_on_the_same_grid_and_the_same_codes_on_
         assert found == expected
         assert codes == saved[0][2]
     scales = loaded(Topology(), str(tmp_path))[1]
-    for world, local, flags in ((2, 1, TWO_RANKS), (6, 3, FIRST), (2, 1, CASES[2].split())):
+    grids = ((2, 1, TWO_RANKS), (6, 3, FIRST), (2, 1, CASES[2].split()), (8, 4, GROUPS))
+    for world, local, flags in grids:
         for codes, state in on_ranks(world, loaded, str(tmp_path), *flags, ranks_per_node=local):
             assert codes == saved[0][2]
             assert state == scales

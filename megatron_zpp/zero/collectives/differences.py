@@ -5,7 +5,8 @@ Here a rank holds 1 / L of the reference of each unit, L ranks to a node, as hpZ
 and its cross-node ranks own together. Forward and backward gather the reference inside the node.
 
     encode   the owner, after the optimizer: codes of its weights less its part of the reference
-    gather   the messages, among the cross-node ranks
+    gather   the messages, among the cross-node ranks; if a node has several groups that hold a reference
+             each, then among the ranks of the node that have the same place in them
     apply    every one of them, the owner too, moves its reference by every message once
 
 So references have equal bits on all nodes, and what the codes lost is in the next difference. Where they lose
@@ -13,6 +14,7 @@ too much, `DifferenceFormats` has the unit travel in 8 bits, as linear codes.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,25 +24,55 @@ from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.in_turn import InTurn
 from megatron_zpp.zero.collectives.rotation import clear
-from megatron_zpp.zero.communication_plan import GatherPlan
+from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.hop import CodeFormat
+
+
+@dataclass
+class _Lane:
+    """A stream between nodes, where its messages arrive, and the work that reads them there."""
+
+    stream: CommStream
+    buffer: Tensor
+    reading: Pending = field(default_factory=Pending)
 
 
 class WeightDifferences:
     """The exchange of one run."""
 
-    def __init__(self, plan: GatherPlan, between: Sequence[CommStream], operations: Operations) -> None:
-        """Each of `between` has the cross-node ranks; exchanges take turns on them."""
-        assert isinstance(plan.hop.format, LloydMaxFormat)
+    def __init__(
+        self,
+        plan: CommunicationPlan,
+        between: Sequence[CommStream],
+        among_groups: CommStream | None,
+        operations: Operations,
+    ) -> None:
+        """Each of `between` has the cross-node ranks; exchanges take turns on them.
+
+        `among_groups` has the ranks of this node with this one's place in their groups; None: there is one
+        group.
+        """
+        hop = plan.gather.hop
+        assert isinstance(hop.format, LloydMaxFormat)
         self._operations = operations
-        self._nodes, self._node = len(plan.hop.ranks), plan.hop.group_rank
-        self._lanes = InTurn([(stream, stream.zeros(*plan.received)) for stream in between])
-        blocks = max(layout.shard_numel for layout in plan.layouts) // plan.hop.format.block
+        self._nodes, self._node = len(hop.ranks), hop.group_rank
+        self._lanes = InTurn([_Lane(stream, stream.zeros(*plan.gather.received)) for stream in between])
+        self._among, self._groups = among_groups, plan.reference_groups
+        self._group = 0 if among_groups is None else among_groups.group_rank
+        self._spread = None  # all messages, where a node has several groups
+        if among_groups is not None:
+            assert plan.spread is not None
+            self._spread = among_groups.zeros(*plan.spread.received)
+        blocks = max(layout.shard_numel for layout in plan.layouts) // hop.format.block
         self._squares = between[0].zeros(2 * blocks, torch.float32)
 
     def own_part(self, reference: Tensor) -> Tensor:
-        """This rank's shard (n,) of its node's reference (nodes · n,)."""
-        return reference.view(self._nodes, -1)[self._node]
+        """This rank's shard (n,) of its part of the reference (groups · nodes · n,)."""
+        return self._nodes_part(reference).view(self._nodes, -1)[self._node]
+
+    def _nodes_part(self, reference: Tensor) -> Tensor:
+        """What this rank and its cross-node ranks own of it (nodes · n,)."""
+        return reference.view(self._groups, -1)[self._group]
 
     def write_key_frame(self, weights: Tensor, reference: Tensor) -> None:
         """Begin a reference with `weights` (n,) in bf16; `publish` sends it."""
@@ -48,8 +80,17 @@ class WeightDifferences:
 
     def publish(self, reference: Tensor) -> Pending:
         """Send this rank's part of the reference itself, at the start of a run."""
-        between, _ = self._lanes.next()
-        return between.submit(lambda: between.all_gather(reference, self.own_part(reference)))
+        between, among = self._lanes.next().stream, self._among
+        own, part = self.own_part(reference), self._nodes_part(reference)
+        arrived = between.submit(lambda: between.all_gather(part, own))
+        if among is None:
+            return arrived
+
+        def spread() -> None:
+            arrived.wait()
+            among.all_gather(reference, part)
+
+        return among.submit(spread)
 
     def exchange(
         self,
@@ -85,17 +126,34 @@ class WeightDifferences:
         )
         torch.sum(squares, dim=1, dtype=torch.float64, out=measured)
 
-        between, buffer = self._lanes.next()
+        lane, among = self._lanes.next(), self._among
+        received, read = lane.buffer[: self._nodes * len(codes)], lane.reading
 
-        def work() -> None:
-            received = buffer[: self._nodes * len(codes)]
-            between.all_gather(received, codes)
-            apply(self._operations, received.view(self._nodes, -1), reference, sent)
+        def take(messages: Tensor) -> None:
+            apply(self._operations, messages.view(self._groups * self._nodes, -1), reference, sent)
             clear(reference, gaps)
             if then is not None:
                 then()
 
-        return between.submit(work)
+        def exchange() -> None:
+            read.wait()
+            lane.stream.all_gather(received, codes)
+            if among is None:
+                take(received)
+
+        arrived = lane.stream.submit(exchange)
+        if among is None:
+            return arrived
+        assert self._spread is not None
+        messages = self._spread[: self._groups * len(received)]
+
+        def spread() -> None:
+            arrived.wait()
+            among.all_gather(messages, received)
+            take(messages)
+
+        lane.reading = among.submit(spread)
+        return lane.reading
 
 
 def encode(
