@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -42,11 +43,8 @@ SHAPES: dict[tuple[str, int], str] = {  # model and micro-batch size on one GPU 
     ("6.7b", 10): "6.7b",
 }
 GPU_VOCAB = 50304
-SOCKETS = (  # results of steps between nodes of one GPU, and those with the rates of collectives there
-    ("mbs8_acc1_2x1_default", "mbs8_acc1_2x1_default"),
-    ("mbs8_acc1_2x1_4sockets", "mbs8_acc1_2x1_4sockets"),
-    ("mbs8_acc8_2x1_default", "mbs8_acc1_2x1_default"),
-)
+# Results of steps between nodes of one H100. They have the rates of collectives there, and one GPU alone.
+SOCKETS = ("mbs8_acc1_2x1_default_h100", "mbs8_acc1_2x1_4sockets_h100", "mbs8_acc8_2x1_default")
 EARLIER_LOSS = 12  # fp32 softmax, gradient of its output, gradient of its input
 INFINITE = float("inf")
 
@@ -150,12 +148,18 @@ def h200_rows() -> list[Row]:
 
 
 def socket_rows() -> list[Row]:
-    """Rows of steps between nodes with one GPU per rank: memory, and time by the rates of NCCL's sockets."""
+    """Rows of steps between nodes with one GPU per rank: memory, and time by the rates of NCCL's sockets.
+
+    The share of the peak is that of one GPU alone in the same result.
+    """
     rows = []
-    for name, with_links in SOCKETS:
+    for name in SOCKETS:
         figures = _zero_speed(name)
-        rates = _sockets(_zero_speed(with_links)["links"]["rounds"])
-        settings = figures["settings"]
+        settings, alone = figures["settings"], figures["contestants"]["one_gpu"]["milliseconds"] / 1e3
+        size, count = settings["micro_batch_size"], settings["micro_batches"]
+        one = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, size, micro_batches=count)
+        at = partial(_sockets, figures["links"]["rounds"])
+        rates = fitted(one, alone, at, 0.2, 1.0)
         grid = (figures["nodes"], figures["ranks_per_node"], settings["micro_batch_size"])
         for contestant, figure in figures["contestants"].items():
             if contestant not in CONTESTANTS:
@@ -183,9 +187,10 @@ def _zero_speed(name: str) -> Row:
     return json.loads((RESULTS / f"zero_speed_1.3b_{name}.json").read_text())["figures"]
 
 
-def _sockets(rounds: list[Row]) -> Machine:
-    """H200s whose nodes are linked by NCCL's sockets, by the mean of the rates of all rounds and sizes.
+def _sockets(rounds: list[Row], share: float) -> Machine:
+    """H100s that reach a share of their peak, and whose nodes are linked by NCCL's sockets.
 
+    Rates are the mean of all rounds and sizes.
     Gathers of weights are all-gathers on one communicator. Exchanges on two in turn have what two reach.
     """
 
@@ -193,7 +198,8 @@ def _sockets(rounds: list[Row]) -> Machine:
         return 1e9 * mean(figure for one in rounds for figure in one[collective].values())
 
     together = rate("all_gather_beside_all_to_all")
-    return replace(h200(), gather=rate("all_gather"), exchange=together, link=together)
+    h100 = machine(PlanConfig(dry_run=True, plan_gpu="h100", plan_compute_share=share), "bfloat16")
+    return replace(h100, gather=rate("all_gather"), exchange=together, link=together)
 
 
 def _measured_model() -> ModelConfig:

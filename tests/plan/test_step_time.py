@@ -122,18 +122,12 @@ def test_measured_runs_of_two_h100s_are_predicted() -> None:
 
 
 def test_steps_over_sockets_are_predicted_from_the_rates_of_collectives() -> None:
-    """Memory within 1%; time within 15% on default sockets, and up to 25% too fast on 4.
-
-    Nothing is fitted to these steps.
-    """
+    """Memory within 1%, and time within 10%. Only the share of the peak is fitted, to one GPU alone."""
     rows = socket_rows()
-    assert len(rows) == 5
+    assert len(rows) == 4
     for row in rows:
         assert row["gib"] == pytest.approx(row["measured_gib"], rel=0.01), row
-        if row["nccl"] == "default":
-            assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.15), row
-        else:
-            assert 0.75 < row["milliseconds"] / row["measured_ms"] < 1, row
+        assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.1), row
 
 
 def test_ranks_that_shared_a_gpu_are_no_measure_of_time() -> None:
