@@ -190,8 +190,8 @@ def _zero_speed(name: str) -> Row:
 def _sockets(rounds: list[Row], share: float) -> Machine:
     """H100s that reach a share of their peak, and whose nodes are linked by NCCL's sockets.
 
-    Rates are the mean of all rounds and sizes.
-    Gathers of weights are all-gathers on one communicator. Exchanges on two in turn have what two reach.
+    Rates are the mean of all rounds and sizes. Gathers of weights are all-gathers on one communicator.
+    Exchanges on two in turn have what two reach together.
     """
 
     def rate(collective: str) -> float:
