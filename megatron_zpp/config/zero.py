@@ -62,9 +62,9 @@ class ZeroConfig(Options):
     zero_quantized_weights_format: Literal["int8", "fp8", "int4", "delta4", "delta3", "delta2"] = option(
         "int8",
         "qwZ: format of the codes. delta4, delta3, delta2: codes of 4, 3 or 2 bits (in tables 4) of what "
-        "weights changed by, for several nodes; each node keeps the fp32 weights that the others know, 4 "
-        "bytes per parameter / ranks of a node, and stage 3 needs --zero-hpz-partition-size auto, or groups "
-        "inside a node, which keep them each.",
+        "weights changed by, for several nodes. The ranks of a node, at stage 3 of each hpZ group, keep the "
+        "fp32 weights that the other nodes know: 4 bytes per parameter / these ranks. Stage 3 needs "
+        "--zero-hpz-partition-size auto, or a divisor of the ranks of a node above 1.",
     )
     zero_hpz_partition_size: str = option(
         "1",
@@ -258,6 +258,16 @@ class ZeroConfig(Options):
                 f"{world} data ranks: {', '.join(map(str, inside + across))}",
             )
         return size
+
+    def holds_references(self, ranks_of_a_node: int, nodes: int) -> bool:
+        """Whether ranks of a node can hold the reference of weight differences.
+
+        At stage 3 they are an hpZ group, of the node or of a part of it. Raises ValueError as `hpz_ranks`.
+        """
+        if self.zero_stage < 3:
+            return True
+        ranks = self.hpz_ranks(ranks_of_a_node, nodes)
+        return ranks == ranks_of_a_node or 1 < ranks < ranks_of_a_node
 
     def gradient_ranks(self, ranks_of_a_node: int) -> int | None:
         """Ranks of a group in which gradients accumulate; None: the stage says where.

@@ -64,13 +64,14 @@ def decide(
     device: torch.device,
     steps: Steps,
     say: Callable[[str], None],
-    patience: float = _PATIENCE,
+    patience: float = 3 * _PATIENCE,
 ) -> bool:
     """Return whether all `steps` succeed on every rank. Otherwise `on` raises ValueError on every rank.
 
     No rank starts a step before all have finished the previous one, and none continues after a failure. A
     rank that has failed raises ValueError with either setting if others do not end the step in `patience`
-    seconds: then they wait for it in a call that cannot be ended.
+    seconds. That is longer than any step waits for another rank, so they must be in a call of NCCL that
+    nothing ends.
     """
     with closing(steps):
         for step in steps:
@@ -83,7 +84,7 @@ def decide(
             counted = dist.all_reduce(failed, async_op=True)
             assert counted is not None  # None is of ranks outside the group
             if failure is not None and not _ends(counted, patience):
-                reason = f"{failure.problem}; other ranks still wait for this one, so give off"
+                reason = f"{failure.problem}; other ranks still wait for this one; give off"
                 raise option_error("--zero-copy-engines", setting, reason)
             counted.wait()
             if failed.item() == 0:

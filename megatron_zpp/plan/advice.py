@@ -78,13 +78,13 @@ def advice_of(job: Job, gibibytes: float) -> list[str]:
 def difference_advice(job: Job, gibibytes: float) -> str | None:
     """A line that recommends delta4 and rotated4; None if they do not apply, help or fit.
 
-    They apply if all of ZeRO++ is on and every node keeps the weights. Weights that are held as codes have no
-    other format, and none where they cross nodes as they are.
+    They apply if all of ZeRO++ is on and the groups of every node can keep the weights. Weights that are held
+    as codes have no other format, and none where they cross nodes as they are.
     """
     zero = job.zero
-    whole_nodes = zero.zero_stage < 3 or zero.hpz_ranks(job.data_local, job.nodes) == job.data_local
+    holds_references = zero.holds_references(job.data_local, job.nodes)
     on = zero.zero_quantized_weights or job.precision.fp8_param_gather
-    if job.nodes == 1 or not (on and zero.zero_quantized_gradients and whole_nodes):
+    if job.nodes == 1 or not (on and zero.zero_quantized_gradients and holds_references):
         return None
     if zero.zero_hpz_secondary == "quantized" or (zero.sends_differences and zero.rotates_gradients):
         return None

@@ -241,7 +241,7 @@ def run_name(save: str) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise DamagedFile(_damage(one_line(error))) from None
+        raise DamagedFile(_damage(f"cannot be read ({one_line(error)})")) from None
     if line != _line_of(name := line[:_NAME_DIGITS]):
         raise DamagedFile(_damage("is damaged"))
     return name

@@ -96,8 +96,8 @@ def build_communication(
         references = plan.secondary_gather
         gather = secondary = ReferenceGather(references, comm_streams[references.hop.stream])
         between = [comm_streams[stream] for stream in plan.gather.hop.streams]
-        spread = plan.spread
-        among = None if spread is None else comm_streams[spread.hop.stream]
+        groups = plan.among_groups
+        among = None if groups is None else comm_streams[groups.hop.stream]
         differences = WeightDifferences(plan, between, among, operations)
     elif inside is None:
         gather = build_gather(plan.gather, comm_streams, operations)

@@ -7,7 +7,7 @@ A plan needs no tensors and no process groups. The engine builds its streams, co
     gather of weights       all ranks                  all-gather; on several nodes of several ranks in two
                                                        hops, between nodes and then inside them; of weight
                                                        differences, between nodes and, if a node has several
-                                                       hpZ groups, among ranks of equal place in them
+                                                       hpZ groups, among the ranks of equal group rank
     secondary gather (hpZ)  --zero-hpz-partition-size  all-gather
     reduction of gradients  see ReductionAlgorithm     one of ReductionAlgorithm
 
@@ -114,7 +114,7 @@ class CommunicationPlan:
     gather: GatherPlan  # over all ranks; or between nodes, where `inside_gather` is its second hop
     inside_gather: GatherPlan | None  # the parts that the nodes sent, inside the node
     secondary: GatherPlan | None  # hpZ
-    spread: GatherPlan | None  # messages of weight differences, to the other groups of a node
+    among_groups: GatherPlan | None  # messages of weight differences, to the other groups of a node
     reduction: ReductionPlan
     prefetch: int  # units gathered ahead of the one that computes
     slots: tuple[int, ...]
@@ -183,9 +183,9 @@ class CommunicationPlan:
     def reference_groups(self) -> int:
         """The groups of a node that have a reference each: rank r is in group r modulo their number.
 
-        So what the ranks of a place in their groups own is the contiguous part whose reference they hold.
+        So what the ranks of one group rank own is contiguous, and is the part whose reference they hold.
         """
-        return 1 if self.spread is None else len(self.spread.hop.ranks)
+        return 1 if self.among_groups is None else len(self.among_groups.hop.ranks)
 
     @property
     def difference_format(self) -> LloydMaxFormat | None:
@@ -246,8 +246,8 @@ class CommunicationPlan:
     def gather_bytes_sent(self, layout: FlatLayout) -> SentBytes:
         """Bytes that this rank sends to gather new weights of a unit."""
         if self.difference_format is not None:
-            spread = SentBytes() if self.spread is None else self.spread.bytes_sent(layout)
-            return self.gather.bytes_sent(layout) + spread + self.secondary_gather.bytes_sent(layout)
+            among = SentBytes() if self.among_groups is None else self.among_groups.bytes_sent(layout)
+            return self.gather.bytes_sent(layout) + among + self.secondary_gather.bytes_sent(layout)
         if self.inside_gather is None:
             return self.gather.bytes_sent(layout)
         through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
@@ -291,8 +291,8 @@ class CommunicationPlan:
         gathers += len(weights.hop.streams) * weights.received.nbytes
         if self.secondary is not None and self.secondary != self.inside_gather:  # else they share theirs
             gathers += self.secondary.received.nbytes
-        if self.spread is not None:
-            gathers += self.spread.received.nbytes
+        if self.among_groups is not None:
+            gathers += self.among_groups.received.nbytes
         return gathers + self.reduction.buffers.nbytes
 
     @property

@@ -69,7 +69,7 @@ class Hop:
     next_is_near: bool  # whether the next rank of the ring is on this node
 
     def of(self, layout: FlatLayout) -> "Hop":
-        """The same for a unit of this layout."""
+        """This hop with the format of a unit of this layout."""
         if not layout.table or not isinstance(self.format, LloydMaxFormat):
             return self
         return replace(self, format=with_bits(self.format, TABLE_BITS))

@@ -59,7 +59,7 @@ def plan_communication(
         gather=gathers.weights,
         inside_gather=gathers.inside,
         secondary=gathers.secondary,
-        spread=gathers.spread,
+        among_groups=gathers.among_groups,
         reduction=reduction,
         prefetch=zero.zero_prefetch_units or 0,  # None below stage 3, where no gather is ahead of its unit
         slots=tuple(
@@ -104,7 +104,7 @@ class _Gathers:
     inside: GatherPlan | None
     secondary: GatherPlan | None
     slot_stream: int
-    spread: GatherPlan | None = None
+    among_groups: GatherPlan | None = None
 
 
 def _plan_gathers(
@@ -117,6 +117,7 @@ def _plan_gathers(
 ) -> _Gathers:
     grid = streams.grid
     group = zero.hpz_ranks(grid.local_world_size, grid.nodes)
+    kept = grid.rank % group
 
     def gather(
         stream: int | tuple[int, ...],
@@ -127,7 +128,7 @@ def _plan_gathers(
         return GatherPlan(
             hop=streams.hop(stream, format),
             shards=shards,
-            kept=grid.rank % group,
+            kept=kept,
             layouts=layouts,
             largest_format=largest_format,
         )
@@ -140,13 +141,18 @@ def _plan_gathers(
     if isinstance(format, LloydMaxFormat):
         weights = gather(streams.in_turn(grid.cross_node_ranks), format, 1, eight_bits(format))
         groups = grid.local_world_size // group if zero.zero_stage >= 3 else 1
-        spread = None
+        kept, among_groups = grid.local_rank // groups, None
         if groups > 1:
-            spread = gather(streams.new(grid.neighbours(groups)), format, grid.nodes, eight_bits(format))
+            stream = streams.new(grid.neighbours(groups))
+            among_groups = gather(stream, format, grid.nodes, eight_bits(format))
         slot_stream = streams.new(grid.group_peers(groups))
         secondary = gather(slot_stream, compute_dtype, groups * grid.nodes)
         return _Gathers(
-            weights=weights, inside=None, secondary=secondary, slot_stream=slot_stream, spread=spread
+            weights=weights,
+            inside=None,
+            secondary=secondary,
+            slot_stream=slot_stream,
+            among_groups=among_groups,
         )
     inside = None
     if grid.nodes > 1 and grid.local_world_size > 1:
@@ -217,7 +223,7 @@ def check_topology(zero: ZeroConfig, topology: Topology) -> None:
     hpz_ranks = zero.hpz_ranks(topology.local_world_size, topology.nodes)
     gradient_ranks = zero.gradient_ranks(topology.local_world_size)
     if zero.sends_differences:
-        _check_differences(zero, topology, hpz_ranks)
+        _check_differences(zero, topology)
     if zero.hpz and gradient_ranks and hpz_ranks % gradient_ranks and gradient_ranks % hpz_ranks:
         sizes = [n for n in _divisors(topology.local_world_size) if hpz_ranks % n == 0 or n % hpz_ranks == 0]
         raise option_error(
@@ -228,19 +234,20 @@ def check_topology(zero: ZeroConfig, topology: Topology) -> None:
         )
 
 
-def _check_differences(zero: ZeroConfig, topology: Topology, hpz_ranks: int) -> None:
+def _check_differences(zero: ZeroConfig, topology: Topology) -> None:
     flag, format = "--zero-quantized-weights-format", zero.zero_quantized_weights_format
     if topology.nodes == 1:
         raise option_error(
             flag, format, "needs 2 or more nodes, since it saves nothing inside one; int8 does"
         )
     local = topology.local_world_size
-    if zero.zero_stage >= 3 and (hpz_ranks > local or hpz_ranks == 1 < local):
+    if not zero.holds_references(local, topology.nodes):
+        sizes = ", ".join(["auto", *(str(size) for size in _divisors(local) if size > 1)])
         raise option_error(
             flag,
             format,
             f"needs groups inside a node of {local} data ranks, each of which keeps a reference: "
-            f"--zero-hpz-partition-size auto, not {zero.zero_hpz_partition_size}",
+            f"--zero-hpz-partition-size {sizes}; not {zero.zero_hpz_partition_size}",
         )
 
 

@@ -128,7 +128,7 @@ def waits_for_a_rank_that_failed(topology: Topology) -> Outcome | None:
 def test_a_rank_that_others_wait_for_in_vain_ends_the_run_with_its_reason() -> None:
     waiting, failed = on_ranks(2, waits_for_a_rank_that_failed)
     assert waiting is None
-    reason = "RuntimeError: no window [rank 1]; other ranks still wait for this one, so give off"
+    reason = "RuntimeError: no window [rank 1]; other ranks still wait for this one; give off"
     assert failed == (f"--zero-copy-engines auto: {reason}", [], [])
 
 

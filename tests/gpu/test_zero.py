@@ -243,7 +243,9 @@ def test_ranks_that_cannot_exchange_handles_fall_back_together(where: str) -> No
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def test_a_rank_that_cannot_register_ends_the_run_with_its_reason() -> None:
     """The other rank stays in NCCL's call, which nothing ends but the end of its process."""
-    reason = r"no handle of another process's memory \[rank 1\]; other ranks still wait for this one"
+    reason = (
+        r"no handle of another process's memory \[rank 1\]; other ranks still wait for this one; give off"
+    )
     with pytest.raises(ProcessRaisedException, match=reason):
         on_gpus(1, 2, losses_of_setting, "auto", 1, "windows")
 

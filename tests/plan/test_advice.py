@@ -139,10 +139,12 @@ def test_weight_differences_are_advised_where_all_of_zeropp_is_on() -> None:
         job_of(SMALL, 50304, zero=zero | {"zero_quantized_weights_format": "delta4"}, **grid), math.inf
     )
     assert half is None  # int4 and rotated4 send as much
+    groups = zero | {"zero_hpz_partition_size": "2"}  # each with a reference
+    assert difference_advice(job_of(SMALL, 50304, zero=groups, **grid), math.inf) is not None
     for other, its_grid in (
         (zero, {"nodes": 1, "local": 8}),
         ({"zero_stage": 3} | QWZ | QGZ, grid),
-        (zero | {"zero_hpz_partition_size": "2"}, grid),
+        (zero | {"zero_hpz_partition_size": "8"}, grid),
         (zero | {"zero_hpz_secondary": "quantized"}, grid),
         (FOUR_BITS, grid),
     ):

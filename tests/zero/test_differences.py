@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
@@ -296,6 +297,9 @@ def test_tables_keep_four_bits(untied: bool, rows: int | None) -> None:
     tables = {name for (name, _), layout in zip(units, layouts, strict=True) if layout.table}
     matrices = {name for name, module in units if any(p.dim() == 2 for p in module.parameters())}
     assert tables == {name for name in matrices if not name.startswith("layers.")} != set()
+    own = [("h.0", nn.Linear(8, 8)), ("wte", nn.Embedding(9, 8)), ("lm_head", nn.Linear(8, 9))]
+    own[2][1].holds_tables = True
+    assert [layout.table for layout in layouts_of(own, 4, 256)] == [False, True, True]
     hop = Hop(
         streams=(0,), ranks=(0, 1), group_rank=0, format=LloydMaxFormat(2), neighbours=0, next_is_near=False
     )
@@ -330,9 +334,9 @@ def test_a_step_sends_a_byte_per_parameter(nodes: int, local: int) -> None:
     ("nodes", "local", "zero", "said"),
     [
         (1, 4, DELTA4, "delta4: needs 2 or more nodes"),
-        (2, 4, DELTA4 | {"zero_hpz_partition_size": "8"}, "needs groups inside a node of 4 data ranks"),
-        (2, 4, DELTA4 | {"zero_hpz_partition_size": "1"}, "--zero-hpz-partition-size auto, not 1"),
-        (2, 2, DELTA4 | {"zero_hpz_partition_size": "1"}, "--zero-hpz-partition-size auto, not 1"),
+        (4, 4, DELTA4 | {"zero_hpz_partition_size": "8"}, "needs groups inside a node of 4 data ranks"),
+        (2, 4, DELTA4 | {"zero_hpz_partition_size": "1"}, "--zero-hpz-partition-size auto, 2, 4; not 1"),
+        (2, 1, DELTA4 | {"zero_hpz_partition_size": "2"}, "--zero-hpz-partition-size auto; not 2"),
     ],
 )
 def test_grids_that_cannot_hold_a_reference_are_refused(

@@ -1,12 +1,13 @@
 """Exchanges weight differences between nodes, against a reference that the ranks of each node hold together.
 
 SDP4Bit (2410.15526, section 3.1) sends codes of differences under ZeRO-2, where every rank has all weights.
-Here a rank holds 1 / L of the reference of each unit, L ranks to a node, as hpZ's secondary shards: what it
-and its cross-node ranks own together. Forward and backward gather the reference inside the node.
+Here the ranks of a node, or of an hpZ group in it, hold equal parts of the reference of each unit, as hpZ's
+secondary shards: a rank holds what the ranks of its group rank own together. Forward and backward gather the
+reference inside the group.
 
     encode   the owner, after the optimizer: codes of its weights less its part of the reference
-    gather   the messages, among the cross-node ranks; if a node has several groups that hold a reference
-             each, then among the ranks of the node that have the same place in them
+    gather   the messages, among the cross-node ranks; if a node has several groups, then also among its
+             ranks of the same group rank
     apply    every one of them, the owner too, moves its reference by every message once
 
 So references have equal bits on all nodes, and what the codes lost is in the next difference. Where they lose
@@ -30,7 +31,7 @@ from megatron_zpp.zero.hop import CodeFormat
 
 @dataclass
 class _Lane:
-    """A stream between nodes, where its messages arrive, and the work that reads them there."""
+    """A stream between nodes, where its messages arrive, and the work of another stream that reads them."""
 
     stream: CommStream
     buffer: Tensor
@@ -49,20 +50,20 @@ class WeightDifferences:
     ) -> None:
         """Each of `between` has the cross-node ranks; exchanges take turns on them.
 
-        `among_groups` has the ranks of this node with this one's place in their groups; None: there is one
-        group.
+        `among_groups` has the ranks of this node with this one's group rank; None: there is one group.
         """
         hop = plan.gather.hop
         assert isinstance(hop.format, LloydMaxFormat)
         self._operations = operations
         self._nodes, self._node = len(hop.ranks), hop.group_rank
-        self._lanes = InTurn([_Lane(stream, stream.zeros(*plan.gather.received)) for stream in between])
+        received = plan.gather.received  # sent on among the groups, so in memory of that stream
+        self._lanes = InTurn([_Lane(stream, (among_groups or stream).zeros(*received)) for stream in between])
         self._among, self._groups = among_groups, plan.reference_groups
         self._group = 0 if among_groups is None else among_groups.group_rank
-        self._spread = None  # all messages, where a node has several groups
+        self._messages = None  # of all owners, where a node has several groups
         if among_groups is not None:
-            assert plan.spread is not None
-            self._spread = among_groups.zeros(*plan.spread.received)
+            assert plan.among_groups is not None
+            self._messages = among_groups.zeros(*plan.among_groups.received)
         blocks = max(layout.shard_numel for layout in plan.layouts) // hop.format.block
         self._squares = between[0].zeros(2 * blocks, torch.float32)
 
@@ -86,11 +87,11 @@ class WeightDifferences:
         if among is None:
             return arrived
 
-        def spread() -> None:
+        def gather_among_groups() -> None:
             arrived.wait()
             among.all_gather(reference, part)
 
-        return among.submit(spread)
+        return among.submit(gather_among_groups)
 
     def exchange(
         self,
@@ -135,24 +136,24 @@ class WeightDifferences:
             if then is not None:
                 then()
 
-        def exchange() -> None:
+        def gather_between_nodes() -> None:
             read.wait()
             lane.stream.all_gather(received, codes)
             if among is None:
                 take(received)
 
-        arrived = lane.stream.submit(exchange)
+        arrived = lane.stream.submit(gather_between_nodes)
         if among is None:
             return arrived
-        assert self._spread is not None
-        messages = self._spread[: self._groups * len(received)]
+        assert self._messages is not None
+        messages = self._messages[: self._groups * len(received)]
 
-        def spread() -> None:
+        def gather_among_groups() -> None:
             arrived.wait()
             among.all_gather(messages, received)
             take(messages)
 
-        lane.reading = among.submit(spread)
+        lane.reading = among.submit(gather_among_groups)
         return lane.reading
 
 
