@@ -14,12 +14,12 @@ The tensors of a unit of n elements (padding included) on d ranks:
     moments        optimizer   two of AdamW, like `master`; the optimizer's own `moments`
     secondary      prefetch    hpZ: this rank's part of what its group keeps of the unit, weights or messages;
                                None where no other unit has the slot, since it is gathered once per step then.
-                               Where weight differences are sent, the reference: what all nodes know of the
-                               weights that this rank and its cross-node ranks own, fp32
+                               Where weight differences are sent, this rank's part of the reference, fp32:
+                               what all nodes know of the weights
     message        engine      the weight differences that this rank sends
     encoded        weights     where weights are held as codes: the bytes that this rank writes of the unit,
                                and what they are codes of. `gather_source` and `master`; where differences
-                               are sent, the bytes that its node gathers from it, and the reference
+                               are sent, the bytes that its group gathers from it, and the reference
     accumulated    gradients   fp32, the sum over micro-batches from a step's first to its last: (n,) where
                                gradients accumulate whole, (n / N,) where groups of N ranks accumulate them
     segments       gradients   the gradient that the optimizer takes, like `master`, in one part or several:

@@ -40,7 +40,7 @@ class PlainGather:
 
 
 class ReferenceGather:
-    """Gathers the parts of the reference inside the node, in the format of the slot.
+    """Gathers the parts of the reference inside the group that holds it, in the format of the slot.
 
     An fp32 reference is cast into its place in the slot. Codes of it are sent from where they are.
     """
