@@ -23,19 +23,23 @@ def differing_references(
     found = [torch.empty_like(digests) for _ in range(topology.world_size)]
     dist.all_gather(found, digests)
     by_rank = torch.stack(found).cpu()
-
-    def first_holder(rank: int) -> int:
-        """The first rank that holds the part that `rank` has."""
-        data_rank, tensor_rank = divmod(rank % topology.local_world_size, tensor)
-        return data_rank // groups * groups * tensor + tensor_rank
-
+    holders = [
+        first_holder(rank % topology.local_world_size, groups=groups, tensor=tensor)
+        for rank in range(topology.world_size)
+    ]
     for index, unit in enumerate(units):
         digest = by_rank[:, index]
-        ranks = [rank for rank in range(len(by_rank)) if digest[rank] != digest[first_holder(rank)]]
+        ranks = [rank for rank, holder in enumerate(holders) if digest[rank] != digest[holder]]
         if ranks:
             name = unit.names[0].rsplit(".", 1)[0]
             return f"unit {index} (with {name}) on ranks {', '.join(map(str, ranks))}"
     return None
+
+
+def first_holder(local_rank: int, *, groups: int, tensor: int) -> int:
+    """The first rank of the job that holds the same part of the reference as a rank with this local rank."""
+    data_rank, tensor_rank = divmod(local_rank, tensor)
+    return data_rank // groups * groups * tensor + tensor_rank
 
 
 def _digest(flat: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Weight differences and rotated gradients in whole engines over NCCL, with events and pinned copies."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -42,6 +44,11 @@ def test_losses_are_those_of_cpus(nodes: int, local: int) -> None:
     first, *others = on_gpus(nodes, local, losses, settings)
     assert first[0] == pytest.approx(expected, rel=2 * torch.finfo(torch.bfloat16).eps)
     assert all(other == first for other in others)
+
+
+def test_groups_of_a_node_hold_references_of_equal_bits(tmp_path: Path) -> None:
+    needs(4)
+    cases.check_groups(on_gpus(2, 4, cases.in_groups, str(tmp_path)))
 
 
 def test_a_skipped_step_moves_no_reference() -> None:

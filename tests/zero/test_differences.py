@@ -11,6 +11,7 @@ from torch import nn
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT
@@ -18,10 +19,12 @@ from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.hop import Hop
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
-from megatron_zpp.zero.plan_communication import check_topology
+from megatron_zpp.zero.plan_communication import check_topology, plan_communication
 from megatron_zpp.zero.reads import distinct
+from megatron_zpp.zero.reference_check import first_holder
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
@@ -191,6 +194,31 @@ def check_found(ranks: list[list[str | None]]) -> None:
         assert flipped.endswith("on ranks 3")
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_ranks_are_compared_with_those_that_hold_the_same_part(groups: int, tensor: int) -> None:
+    """Two nodes of four data ranks: parts go by the group rank among data ranks, and by the tensor rank."""
+    local, zero = 4 * tensor, ZeroConfig(zero_stage=3, **BOTH | {"zero_hpz_partition_size": str(4 // groups)})
+    parts = {}
+    for rank in range(2 * local):
+        grid = Grid(Topology(rank, 2 * local, rank % local, local), tensor)
+        layouts = [FlatLayout((5000,), 1, 8)]
+        plan = plan_communication(
+            zero,
+            grid.data,
+            layouts,
+            compute_dtype=torch.bfloat16,
+            reduce_in_bf16=False,
+            copy_engines=False,
+        )
+        part = (plan.reference_elements(layouts[0]), grid.tensor_rank)
+        assert len(part[0]) == layouts[0].numel // (4 // groups)
+        assert layouts[0].shard(plan.shard).start in part[0]
+        parts.setdefault(part, []).append(rank)
+        assert first_holder(rank % local, groups=groups, tensor=tensor) == parts[part][0]
+    assert len(parts) == 4 // groups * tensor
+
+
 def in_groups(topology: Topology, directory: str) -> list[Any]:
     """Of whole nodes and of groups of two: the weights, the references, and what the check says.
 
@@ -224,7 +252,11 @@ def _states(engine: ZeroEngine) -> tuple[list[bytes], list[bytes], list[int]]:
 
 def test_groups_of_a_node_hold_references_of_equal_bits(tmp_path: Path) -> None:
     """Two nodes of two groups of two ranks: each rank has half of the reference, not a quarter."""
-    for found in on_ranks(8, in_groups, str(tmp_path), ranks_per_node=4):
+    check_groups(on_ranks(8, in_groups, str(tmp_path), ranks_per_node=4))
+
+
+def check_groups(ranks: list[list[Any]]) -> None:
+    for found in ranks:
         whole, loaded, groups, sound, changed = found
         assert whole[:2] == loaded[:2] == groups[:2]
         assert set(whole[2]) == set(loaded[2]) == {2}
