@@ -135,7 +135,8 @@ def in_both_units(topology: Topology, cases: list[Case]) -> list[tuple[bool, lis
         pytest.param(2, 2, [*STAGES, *PASSES], id="2"),
         pytest.param(4, 2, [*ZEROPP, TENSOR[1]], id="2x2"),
         pytest.param(2, 2, [*IN_BF16, *MORE_PASSES], id="2-more", marks=pytest.mark.nightly),
-        pytest.param(4, 2, [*IN_BF16, *MORE_ZEROPP, TENSOR[0]], id="2x2-more", marks=pytest.mark.nightly),
+        # At stage 0 a library sums over nodes: with more than two ranks its order depends on the sizes.
+        pytest.param(4, 2, [*IN_BF16[1:], *MORE_ZEROPP, TENSOR[0]], id="2x2-more", marks=pytest.mark.nightly),
     ],
 )
 def test_whole_layers_and_halves_train_to_the_same_bits(ranks: int, local: int, cases: list[Case]) -> None:
