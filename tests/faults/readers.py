@@ -308,10 +308,13 @@ def _parquet(directory: Path) -> Execute:
             path.write_bytes(good[:begin] + changed + len(changed).to_bytes(4, "little") + good[-4:])
         else:
             path.write_bytes(changed)
-        text = open_shards("--data-path", "set", [str(path)], "text", directory / "index")
-        for block in range(text.blocks):
-            for line in text.read(block).splitlines():
-                json.loads(line)
+        try:
+            text = open_shards("--data-path", "set", [str(path)], "text", directory / "index")
+            for block in range(text.blocks):
+                for line in text.read(block).splitlines():
+                    json.loads(line)
+        finally:  # the limit on memory is for one file, and the pool keeps what earlier ones took
+            pyarrow.default_memory_pool().release_unused()
 
     return execute
 
