@@ -25,7 +25,8 @@ def hold_hop_two(topology: Topology) -> tuple[list[bool], list[list[float]]]:
     sums = Buffer(2, torch.float32)
     hops = TwoHops(inside, between, ReductionBuffers(node_sums=sums, received_sums=sums))
     filled, present = ([threading.Event() for _ in range(UNITS)] for _ in range(2))
-    beside, arrived, pending = [], [], []
+    beside, pending = [], []
+    arrived: list[list[float]] = [[] for _ in range(UNITS)]
 
     def fill(sums: torch.Tensor, unit: int) -> None:
         sums.fill_(10 * unit + topology.rank)
@@ -38,7 +39,7 @@ def hold_hop_two(topology: Topology) -> tuple[list[bool], list[list[float]]]:
             beside.append(present[1].wait(SECONDS))
         if unit + 2 < UNITS:  # has this unit's buffer
             assert not filled[unit + 2].is_set()
-        arrived.append(received.tolist())
+        arrived[unit] = received.tolist()  # the last two units may arrive in any order
 
     for unit in range(UNITS):
         pending.append(
