@@ -32,7 +32,7 @@ from tests.faults.crash_operations import cases
 from tests.faults.crash_points import CrashPoints
 from tests.faults.disturbances import Disturbances
 from tests.faults.injection import preload
-from tests.faults.settings import ALONE, TOGETHER
+from tests.faults.settings import ALONE, OFFLOADED, TOGETHER
 from tests.faults.surroundings import Surroundings
 from tests.faults.tally import GOOD
 
@@ -52,6 +52,11 @@ def crashes(directory: Path) -> Run:
 def ranks(directory: Path) -> Run:
     """The same on one rank of several."""
     return CrashPoints(directory, TOGETHER).case
+
+
+def offloaded(directory: Path) -> Run:
+    """The same with the optimizer's states in CPU memory, on one or two GPUs."""
+    return CrashPoints(directory, OFFLOADED).case
 
 
 def processes(directory: Path) -> Run:
@@ -84,6 +89,7 @@ KINDS = {
     "operations": operations,
     "crashes": crashes,
     "ranks": ranks,
+    "offloaded": offloaded,
     "processes": processes,
     "surroundings": surroundings,
 }

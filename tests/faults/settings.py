@@ -144,6 +144,16 @@ TOGETHER = (
     ),
 )
 
+_OFFLOADED = "--device cuda --no-compile --eval-iters 0 --zero-offload-optimizer"
+OFFLOADED = (  # two GPUs
+    Setting(
+        "GPU, stage 1, async", 1, f"{MOCK} {SHORT} --zero-stage 1 --async-save --keep-last 2 {_OFFLOADED}"
+    ),
+    Setting("GPU, stage 2, fp16", 1, f"{MOCK} {SHORT} --zero-stage 2 --fp16 --keep-last 1 {_OFFLOADED}"),
+    Setting("GPU, ZeRO++", 1, f"{MOCK} {SHORT} --zero-stage 3 {ZEROPP} --async-save {_OFFLOADED}"),
+    Setting("2 GPUs, stage 3", 2, f"{MOCK} {SHORT} --zero-stage 3 --async-save --keep-last 2 {_OFFLOADED}"),
+)
+
 
 def make_data(data: Path) -> None:
     """The data of all settings: token files, two texts and a tokenizer."""
