@@ -6,7 +6,13 @@ from typing import Any
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "images"
 PANELS: dict[str, tuple[str, ...]] = {
-    "all of ZeRO++": ("today", "four bits everywhere behind int8", "three bits everywhere behind int8"),
+    "all of ZeRO++": (
+        "today",
+        "four bits everywhere behind int8",
+        "three bits everywhere behind int8",
+        "three bits, tables of four, early4",
+        "two and three bits, tables of four, early4",
+    ),
     "weights alone": ("int8 weights", "delta4", "delta2"),
     "gradients alone": ("int4 gradients", "rotated4", "rotated3"),
     "not taken": (
