@@ -28,7 +28,6 @@ import torch
 import tests.preloaded  # noqa: F401 - before ranks are forked
 from benchmarks.common import save_result
 from tests.children import Output, fork
-from tests.faults.crash_operations import cases
 from tests.faults.crash_points import CrashPoints
 from tests.faults.disturbances import Disturbances
 from tests.faults.injection import preload
@@ -71,6 +70,8 @@ def surroundings(directory: Path) -> Run:
 
 def operations(directory: Path) -> Run:
     """Saves, loads, removals and caches, at each of their calls and in the order of the cases."""
+    from tests.faults.crash_operations import cases  # needs packages that other kinds do not
+
     found, at = cases(directory), -1
 
     def run(number: int, seed: int) -> tuple[str, str, str]:
