@@ -73,7 +73,8 @@ def decide(
     seconds. That is longer than any step waits for another rank, so they must be in a call of NCCL that
     nothing ends.
     """
-    with closing(steps):
+    others_wait = False
+    try:
         for step in steps:
             failure, began = None, time.monotonic()
             try:
@@ -84,6 +85,7 @@ def decide(
             counted = dist.all_reduce(failed, async_op=True)
             assert counted is not None  # None is of ranks outside the group
             if failure is not None and not _ends(counted, patience):
+                others_wait = True
                 reason = f"{failure.problem}; other ranks still wait for this one; give off"
                 raise option_error("--zero-copy-engines", setting, reason)
             counted.wait()
@@ -95,6 +97,9 @@ def decide(
             if topology.rank == 0:
                 say(f"warning: transfers inside nodes use NCCL's kernels, not the copy engines: {problem}")
             return False
+    finally:
+        if not others_wait:  # else a GPU is in the sum above, and freeing its memory would wait for that
+            steps.close()
     return True
 
 

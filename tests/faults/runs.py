@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megatron_zpp.checkpoint.directory import committed
 from tests.children import Job
 from tests.faults.injection import SLOW, Calls, Fault
@@ -141,6 +143,7 @@ class Runs:
         """Start all ranks; `fault` happens on one of them, or on all if none is named; each calls `first`."""
 
         def prepare(this: int) -> None:
+            torch.set_num_threads(1)  # makes a pool of threads; two threads of a fork that did would clash
             first(this)
             if fault and rank in (None, this):
                 self._calls.arm(run, fault)
