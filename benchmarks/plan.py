@@ -14,7 +14,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.common import refuse_options, write_result
 from benchmarks.plan_paper import our_rows, published_rows
 from benchmarks.plan_published import h100_rows
-from benchmarks.plan_rows import Row, format_rows, h200_rows, shape_rows, slow_link_rows, socket_rows
+from benchmarks.plan_rows import (
+    Row,
+    format_rows,
+    h200_rows,
+    nvlink_rows,
+    shape_rows,
+    slow_link_rows,
+    socket_rows,
+)
 from benchmarks.plan_tensor import tensor_rows
 
 
@@ -30,6 +38,10 @@ def tables() -> dict[str, list[str]]:
         f"| {row['nccl']} | {row['micro_batches']} | {row['run']} | "
         f"{row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
         for row in socket_rows()
+    ]
+    nvlink = [
+        f"| {row['run']} | {row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
+        for row in nvlink_rows()
     ]
     links = [
         f"| {row['run']} | {row['seconds']:.2f} | {row['measured_seconds']:.2f} | "
@@ -71,6 +83,7 @@ def tables() -> dict[str, list[str]]:
         "gpus": gpus,
         "tensor": tensor,
         "sockets": sockets,
+        "nvlink": nvlink,
         "shapes": shapes,
         "h100s": h100s,
         "links": links,
@@ -101,6 +114,7 @@ def main() -> None:
         "h200": h200_rows(),
         "tensor_h100": tensor_rows(),
         "sockets": socket_rows(),
+        "nvlink_h100": nvlink_rows(),
         "one_h200": shape_rows(),
         "published_h100": h100_rows(),
         "slow_link": slow_link_rows(),

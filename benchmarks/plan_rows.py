@@ -45,6 +45,7 @@ SHAPES: dict[tuple[str, int], str] = {  # model and micro-batch size on one GPU 
 GPU_VOCAB = 50304
 # Results of steps between nodes of one H100. They have the rates of collectives there, and one GPU alone.
 SOCKETS = ("mbs8_acc1_2x1_default_h100", "mbs8_acc1_2x1_4sockets_h100", "mbs8_acc8_2x1_default")
+NVLINK = "6.7b_mbs4_acc1_1x2_default"  # a result of two H100s of one node
 EARLIER_LOSS = 12  # fp32 softmax, gradient of its output, gradient of its input
 INFINITE = float("inf")
 
@@ -154,7 +155,7 @@ def socket_rows() -> list[Row]:
     """
     rows = []
     for name in SOCKETS:
-        figures = _zero_speed(name)
+        figures = _zero_speed(f"1.3b_{name}")
         settings, alone = figures["settings"], figures["contestants"]["one_gpu"]["milliseconds"] / 1e3
         size, count = settings["micro_batch_size"], settings["micro_batches"]
         one = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, size, micro_batches=count)
@@ -183,8 +184,44 @@ def socket_rows() -> list[Row]:
     return rows
 
 
+def nvlink_rows() -> list[Row]:
+    """Rows of a larger model on two H100s. The share of the peak is that of another H100 alone, at 1.3B."""
+    figures, alone = _zero_speed(NVLINK), _zero_speed(f"1.3b_{SOCKETS[0]}")
+    size = alone["settings"]["micro_batch_size"]
+    one = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, size)
+    gpu = fitted(one, alone["contestants"]["one_gpu"]["milliseconds"] / 1e3, _h100, 0.2, 1.0)
+    settings, rows = figures["settings"], []
+    model = ModelConfig(
+        model_preset=settings["preset"],
+        seq_length=settings["seq_length"],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    grid = (figures["nodes"], figures["ranks_per_node"], settings["micro_batch_size"])
+    for contestant, figure in figures["contestants"].items():
+        if contestant not in CONTESTANTS:
+            continue
+        job = job_of(model, GPU_VOCAB, CONTESTANTS[contestant], *grid)
+        planned = memory_of(job).peak + counted_otherwise(job, compiled=True)
+        rows.append(
+            {
+                "run": contestant,
+                "gib": round(planned / 2**30, 2),
+                "measured_gib": round(figure["peak_gib"], 2),
+                "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
+                "measured_ms": round(figure["milliseconds"], 1),
+                "fitted": False,
+            }
+        )
+    return rows
+
+
 def _zero_speed(name: str) -> Row:
-    return json.loads((RESULTS / f"zero_speed_1.3b_{name}.json").read_text())["figures"]
+    return json.loads((RESULTS / f"zero_speed_{name}.json").read_text())["figures"]
+
+
+def _h100(share: float) -> Machine:
+    return machine(PlanConfig(dry_run=True, plan_gpu="h100", plan_compute_share=share), "bfloat16")
 
 
 def _sockets(rounds: list[Row], share: float) -> Machine:
@@ -198,8 +235,7 @@ def _sockets(rounds: list[Row], share: float) -> Machine:
         return 1e9 * mean(figure for one in rounds for figure in one[collective].values())
 
     together = rate("all_gather_beside_all_to_all")
-    h100 = machine(PlanConfig(dry_run=True, plan_gpu="h100", plan_compute_share=share), "bfloat16")
-    return replace(h100, gather=rate("all_gather"), exchange=together, link=together)
+    return replace(_h100(share), gather=rate("all_gather"), exchange=together, link=together)
 
 
 def _measured_model() -> ModelConfig:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.plan_paper import published_rows
-from benchmarks.plan_rows import h200_rows, slow_link_rows, socket_rows
+from benchmarks.plan_rows import h200_rows, nvlink_rows, slow_link_rows, socket_rows
 from benchmarks.plan_tensor import fitted_slowdown, tensor_rows
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
@@ -119,6 +119,15 @@ def test_measured_runs_of_two_h100s_are_predicted() -> None:
         "T = 2, 1.3B, 65,536 tokens",
         "ZeRO-3",
     ]
+
+
+def test_a_larger_model_on_nvlink_is_predicted() -> None:
+    """Memory within 1%, and time within 5% by the share of the peak that 1.3B had on another machine."""
+    rows = nvlink_rows()
+    assert [row["run"] for row in rows] == ["stage_3", "zeropp"]
+    for row in rows:
+        assert row["gib"] == pytest.approx(row["measured_gib"], rel=0.01), row
+        assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.05), row
 
 
 def test_steps_over_sockets_are_predicted_from_the_rates_of_collectives() -> None:
