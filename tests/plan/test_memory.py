@@ -206,8 +206,8 @@ LAYER_NORM = {"normalization": "LayerNorm"}  # an RMSNorm without the compiler k
         ({"qk_layernorm": True}, False),
         (PLAIN_LLAMA | LAYER_NORM, False),
         (LLAMA | LAYER_NORM, False),
-        (PLAIN_LLAMA, True),
-        (LLAMA, True),
+        pytest.param(PLAIN_LLAMA, True, marks=pytest.mark.nightly),
+        pytest.param(LLAMA, True, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -84,19 +84,21 @@ REFERENCES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 
 LARGE_NODES: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 1}, {}, 2), (STAGE_3, {}, 2)]
 WHOLE: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 0}, {}, n) for n in (1, 2)]
-GRIDS = {
-    2: [((1, 2), WHOLE), ((2, 1), WHOLE)],
-    4: [((2, 2), CASES), ((1, 4), ONE_HOP + GROUPS), ((4, 1), ONE_HOP)],
-    8: [((2, 4), GROUPS + REFERENCES)],
-    6: [((2, 3), LARGE_NODES), ((3, 2), LARGE_NODES)],
+GRIDS = {  # by name; the grids of one name have as many ranks
+    "two ranks": [((1, 2), WHOLE), ((2, 1), WHOLE)],
+    "2 × 2": [((2, 2), CASES)],
+    "one hop": [((1, 4), ONE_HOP + GROUPS), ((4, 1), ONE_HOP)],
+    "six ranks": [((2, 3), LARGE_NODES), ((3, 2), LARGE_NODES)],
+    "eight ranks": [((2, 4), GROUPS + REFERENCES)],
 }
+NIGHTLY = ("one hop", "eight ranks")
 
 
-def measure(started: Topology) -> list[list[tuple[int, int]]]:
+def measure(started: Topology, name: str) -> list[list[tuple[int, int]]]:
     """(intra, inter) bytes that this rank sends in a step in the middle of a run, by grid and case."""
     torch.set_num_threads(1)
     rank, world = started.rank, started.world_size
-    grids = [(Topology(rank, world, rank % local, local), cases) for (_, local), cases in GRIDS[world]]
+    grids = [(Topology(rank, world, rank % local, local), cases) for (_, local), cases in GRIDS[name]]
     return [[sent_in_a_step(topology, *case) for case in cases] for topology, cases in grids]
 
 
@@ -120,10 +122,13 @@ def sent_in_a_step(topology: Topology, zero: dict, recompute: dict, micro_batche
     return engine.take_traffic()
 
 
-@pytest.mark.parametrize("world", [2, 4, 6, pytest.param(8, marks=pytest.mark.nightly)])
-def test_the_plan_is_what_the_ranks_send(world: int) -> None:
-    ranks = on_ranks(world, measure)
-    for index, ((nodes, local), cases) in enumerate(GRIDS[world]):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in GRIDS]
+)
+def test_the_plan_is_what_the_ranks_send(name: str) -> None:
+    (nodes, local), _ = GRIDS[name][0]
+    ranks = on_ranks(nodes * local, measure, name)
+    for index, ((nodes, local), cases) in enumerate(GRIDS[name]):
         for number, (zero, recompute, micro_batches) in enumerate(cases):
             job = job_of(
                 MODEL,

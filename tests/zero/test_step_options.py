@@ -1,6 +1,7 @@
 """Two learning rates, weighted losses, norms and zeros of a step, against plain torch at any stage."""
 
 import dataclasses
+import itertools
 from functools import cache
 
 import pytest
@@ -113,9 +114,16 @@ def train(
     return found
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize(
+    ("ranks", "untied", "decoupled"),
+    [
+        *itertools.product([1], [False, True], [False, True]),
+        (RANKS, False, False),
+        (RANKS, True, True),
+        pytest.param(RANKS, False, True, marks=pytest.mark.nightly),
+        pytest.param(RANKS, True, False, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_step_is_that_of_plain_torch(ranks: int, untied: bool, decoupled: bool) -> None:
     """At every stage; with tables that are whole, and in blocks of 37 rows."""
     stages = [(stage, rows) for stage in ([0, 1, 2, 3] if ranks > 1 else [0, 3]) for rows in (None, 37)]
