@@ -3,7 +3,9 @@
 Memory follows from the settings alone. Runs between nodes, and those with an offloaded optimizer, were
 measured with an earlier loss, which had EARLIER_LOSS bytes per token and vocabulary entry in memory at the
 peak, so their memory is compared without the loss. Time follows from the constants of plan/hardware.py: the
-share of the peak is fitted to one H200 alone, and the CPU's rate to the offloaded optimizer.
+share of the peak is fitted to one H200 alone, and the CPU's rate to the offloaded optimizer. Rows on H100s
+take the share of one H100 alone: between nodes that of the same result, and for the larger model on NVLink
+that of 1.3B on another machine.
 
 Results between nodes whose ranks shared a GPU ("shared_gpu") compare memory only. Steps between nodes with
 one GPU per rank are planned from the rates that NCCL's collectives reached in the same result.
@@ -45,7 +47,8 @@ SHAPES: dict[tuple[str, int], str] = {  # model and micro-batch size on one GPU 
 GPU_VOCAB = 50304
 # Results of steps between nodes of one H100. They have the rates of collectives there, and one GPU alone.
 SOCKETS = ("mbs8_acc1_2x1_default_h100", "mbs8_acc1_2x1_4sockets_h100", "mbs8_acc8_2x1_default")
-NVLINK = "6.7b_mbs4_acc1_1x2_default"  # a result of two H100s of one node
+NVLINK = "6.7b_mbs4_acc1_1x2_default"  # of a larger model on two H100s of one node
+ONE_H100 = "1.3b_mbs8_acc1_2x1_default_h100"  # has one GPU alone
 EARLIER_LOSS = 12  # fp32 softmax, gradient of its output, gradient of its input
 INFINITE = float("inf")
 
@@ -186,22 +189,18 @@ def socket_rows() -> list[Row]:
 
 def nvlink_rows() -> list[Row]:
     """Rows of a larger model on two H100s. The share of the peak is that of another H100 alone, at 1.3B."""
-    figures, alone = _zero_speed(NVLINK), _zero_speed(f"1.3b_{SOCKETS[0]}")
-    size = alone["settings"]["micro_batch_size"]
-    one = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, size)
+    figures, alone = _zero_speed(NVLINK), _zero_speed(ONE_H100)
+    size, count = alone["settings"]["micro_batch_size"], alone["settings"]["micro_batches"]
+    one = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, size, micro_batches=count)
     gpu = fitted(one, alone["contestants"]["one_gpu"]["milliseconds"] / 1e3, _h100, 0.2, 1.0)
     settings, rows = figures["settings"], []
-    model = ModelConfig(
-        model_preset=settings["preset"],
-        seq_length=settings["seq_length"],
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+    model = _measured_model(settings["preset"])
     grid = (figures["nodes"], figures["ranks_per_node"], settings["micro_batch_size"])
     for contestant, figure in figures["contestants"].items():
         if contestant not in CONTESTANTS:
             continue
-        job = job_of(model, GPU_VOCAB, CONTESTANTS[contestant], *grid)
+        zero, count = CONTESTANTS[contestant], settings["micro_batches"]
+        job = job_of(model, GPU_VOCAB, zero, *grid, micro_batches=count)
         planned = memory_of(job).peak + counted_otherwise(job, compiled=True)
         rows.append(
             {
@@ -238,8 +237,8 @@ def _sockets(rounds: list[Row], share: float) -> Machine:
     return replace(_h100(share), gather=rate("all_gather"), exchange=together, link=together)
 
 
-def _measured_model() -> ModelConfig:
-    return ModelConfig(model_preset="1.3b", seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
+def _measured_model(preset: str = "1.3b") -> ModelConfig:
+    return ModelConfig(model_preset=preset, seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def counted_otherwise(job: Job, compiled: bool) -> int:

@@ -47,7 +47,8 @@ def choose_copy_engines(
     """Return, equally on every rank, whether collectives inside a node use the copy engines.
 
     `setting` is --zero-copy-engines. If they cannot be used, `auto` returns False, after a message from rank
-    0 if the trial failed, and `on` raises ValueError on every rank.
+    0 if the trial failed, and `on` raises ValueError on every rank. Either raises it on a rank that others
+    wait for in vain; see `decide`.
     """
     if setting == "off":
         return False
@@ -71,9 +72,10 @@ def decide(
     No rank starts a step before all have finished the previous one, and none continues after a failure. A
     rank that has failed raises ValueError with either setting if others do not end the step in `patience`
     seconds. That is longer than any step waits for another rank, so they must be in a call of NCCL that
-    nothing ends.
+    nothing ends. `steps` stays open then, because cleaning up would wait for the others: the caller has to
+    end the process with os._exit while it handles the error.
     """
-    others_wait = False
+    summing = False
     try:
         for step in steps:
             failure, began = None, time.monotonic()
@@ -81,15 +83,15 @@ def decide(
                 step()
             except Exception as error:  # any error of the driver, NCCL or the system is a reason
                 failure = Failure(int(time.monotonic() - began), f"{one_line(error)} [rank {topology.rank}]")
-            failed = torch.tensor(0 if failure is None else 1, device=device)
+            failed, summing = torch.tensor(0 if failure is None else 1, device=device), True
             counted = dist.all_reduce(failed, async_op=True)
             assert counted is not None  # None is of ranks outside the group
             if failure is not None and not _ends(counted, patience):
-                others_wait = True
-                reason = f"{failure.problem}; other ranks still wait for this one; give off"
+                reason = f"{failure.problem}; other ranks still wait for it; use --zero-copy-engines off"
                 raise option_error("--zero-copy-engines", setting, reason)
             counted.wait()
-            if failed.item() == 0:
+            failures, summing = failed.item(), False
+            if failures == 0:
                 continue
             problem = first_problem(failure, topology)
             if setting == "on":
@@ -98,7 +100,7 @@ def decide(
                 say(f"warning: transfers inside nodes use NCCL's kernels, not the copy engines: {problem}")
             return False
     finally:
-        if not others_wait:  # else a GPU is in the sum above, and freeing its memory would wait for that
+        if not summing:  # while this GPU is in the sum above, freeing its memory would wait for the sum's end
             steps.close()
     return True
 

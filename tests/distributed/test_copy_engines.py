@@ -26,7 +26,7 @@ def outcome(
     try:
         return decide(setting, topology, CPU, steps(taken), said.append, patience), said, taken
     except ValueError as error:
-        return str(error), said, list(taken)  # what is done until the error is handled
+        return str(error), said, list(taken)  # `steps` may end once the error is handled
 
 
 def three_steps(topology: Topology, failing: int | None, taken: list[str]) -> Steps:
@@ -129,10 +129,10 @@ def waits_for_a_rank_that_failed(topology: Topology) -> Outcome | None:
 
 
 def test_a_rank_that_others_wait_for_in_vain_ends_the_run_with_its_reason() -> None:
-    """And does not clean up, which on a GPU would wait for the others."""
+    """It does not clean up, because that would wait for the others on a GPU."""
     waiting, failed = on_ranks(2, waits_for_a_rank_that_failed)
     assert waiting is None
-    reason = "RuntimeError: no window [rank 1]; other ranks still wait for this one; give off"
+    reason = "RuntimeError: no window [rank 1]; other ranks still wait for it; use --zero-copy-engines off"
     assert failed == (f"--zero-copy-engines auto: {reason}", [], [])
 
 

@@ -54,7 +54,7 @@ def ranks(directory: Path) -> Run:
 
 
 def offloaded(directory: Path) -> Run:
-    """The same with the optimizer's states in CPU memory, on one or two GPUs."""
+    """Crash points of runs whose optimizer's states are in CPU memory, on one or two GPUs."""
     return CrashPoints(directory, OFFLOADED).case
 
 

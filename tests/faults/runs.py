@@ -143,7 +143,7 @@ class Runs:
         """Start all ranks; `fault` happens on one of them, or on all if none is named; each calls `first`."""
 
         def prepare(this: int) -> None:
-            torch.set_num_threads(1)  # makes a pool of threads; two threads of a fork that did would clash
+            torch.set_num_threads(1)  # replaces torch's pool in a fork; two threads that do so at once clash
             first(this)
             if fault and rank in (None, this):
                 self._calls.arm(run, fault)

@@ -207,7 +207,7 @@ LAYER_NORM = {"normalization": "LayerNorm"}  # an RMSNorm without the compiler k
         (PLAIN_LLAMA | LAYER_NORM, False),
         (LLAMA | LAYER_NORM, False),
         pytest.param(PLAIN_LLAMA, True, marks=pytest.mark.nightly),
-        pytest.param(LLAMA, True, marks=pytest.mark.nightly),
+        (LLAMA, True),
     ],
     ids=str,
 )

@@ -170,7 +170,7 @@ def check(case: Case, found: Trained, *, rel: float) -> None:
     [(1, 2), (2, 1), (2, 2), *(pytest.param(4, n, marks=pytest.mark.nightly) for n in (1, 2))],
 )
 def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> None:
-    """In 20 steps, within what the order of fp32 sums leaves."""
+    """In 20 steps, within what the order of fp32 sums leaves. Four tensor ranks are nightly."""
     cases = tuple(Case(model, tensor, stage, layers=2, steps=20) for stage in range(4) for model in MODELS)
     first, *others = on_ranks(tensor * data, train, cases)
     for other in others:
