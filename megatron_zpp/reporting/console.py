@@ -4,7 +4,8 @@ import datetime
 import errno
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from tqdm import tqdm
 
@@ -32,11 +33,17 @@ def _message(line: str) -> str:
 class Console:
     """Prints for one rank. On a terminal lines have colours, and a bar below them shows the run at a glance.
 
-    `gpu_bytes` is the memory of this rank's GPU, None on a CPU.
+    `gpu_bytes` is the memory of this rank's GPU, None on a CPU. Each line is printed inside of `writing()`.
     """
 
-    def __init__(self, iterations: int, done: int, gpu_bytes: int | None = None) -> None:
-        self._iterations, self._gpu_bytes = iterations, gpu_bytes
+    def __init__(
+        self,
+        iterations: int,
+        done: int,
+        gpu_bytes: int | None = None,
+        writing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._iterations, self._gpu_bytes, self._writing = iterations, gpu_bytes, writing
         self._colour = wants_colour(sys.stdout.isatty())
         self._loss, self._glance = "", ""
         self._bar = tqdm(
@@ -87,7 +94,7 @@ class Console:
     def _print(self, line: str) -> None:
         """Raises BrokenPipeError, which says what to do, when the reader of a pipe has ended."""
         try:
-            with tqdm.external_write_mode(file=sys.stdout):
+            with self._writing(), tqdm.external_write_mode(file=sys.stdout):
                 print(line, flush=True)
         except BrokenPipeError:
             problem = "what read it has ended; write the log to a file and read that"

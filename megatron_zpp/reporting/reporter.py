@@ -1,5 +1,7 @@
 """Sends lines and records of a run to the console and the sinks, on rank 0 only."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,11 +29,13 @@ class Reporter:
         iterations: int,
         start: Progress,
         device: torch.device,
+        writing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """Each line is printed inside of `writing()`."""
         speaks = topology.rank == 0
         on_gpu = speaks and device.type == "cuda"
         memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
-        self._console = Console(iterations, start.iteration, memory) if speaks else None
+        self._console = Console(iterations, start.iteration, memory, writing) if speaks else None
         self._newest = NewestLoss(device) if self._console and self._console.has_bar else None
         self._whose = " on rank 0" if topology.world_size > 1 else ""
         self._sinks: list[ThreadedSink] = open_sinks(logging, config, start, self.say) if speaks else []

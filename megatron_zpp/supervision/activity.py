@@ -1,7 +1,10 @@
 """What a rank is doing, as a sequence of marks; other ranks report the newest mark if the rank stops."""
 
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,23 @@ class Activity:
     def now(self, text: str, *, patient: bool = False, limit: float | None = None) -> None:
         """Mark what begins here. Takes a microsecond; another thread may read the mark at any time."""
         self.latest = Mark(text, self.latest.number + 1, self.clock.seconds, patient, limit)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Write a line of the log in this block: it may take --heartbeat-timeout, also in a patient activity.
+
+        A pipe may be full, and nobody read it. Other ranks write nothing, so this is no mark of its own. Does
+        nothing in other threads than the main one, which makes the marks.
+        """
+        before = self.latest
+        if not before.patient or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.latest = replace(before, text=f"{before.text}, report", since=self.clock.seconds, patient=False)
+        try:
+            yield
+        finally:
+            self.latest = before
 
 
 class RunningTime:

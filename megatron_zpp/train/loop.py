@@ -213,8 +213,8 @@ class Trainer:
         )
         loss = losses / micro_batches if result.weight is None else self._share_of_mean(losses, result.weight)
         self._log.add(loss, result, samples, rate, decoupled_rate)
-        self._mark(f"{where}, report")
         self._warm = True
+        self._mark(f"{where}, report")
         return result
 
     def _share_of_mean(self, losses: Tensor, weight: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         iterations=schedule.iterations,
         start=progress,
         device=engine.device,
+        writing=ranks.activity.writing,
     )
     return Run(
         config=config,

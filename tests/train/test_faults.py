@@ -1,5 +1,6 @@
 """Whole runs that are signalled, killed and poisoned: they stop in order, and resume to the same weights."""
 
+import fcntl
 import os
 import platform
 import re
@@ -164,6 +165,39 @@ def test_a_run_whose_log_nobody_reads_says_so(flags: list[str], tmp_path: Path) 
         assert ranks.statuses() == {0: 1}
     said = "stdout: what read it has ended; write the log to a file and read that"
     assert ranks.errors() == [f"pretrain_gpt.py: error: {said}"]
+
+
+def into_a_pipe(room: int) -> None:
+    """Let stdout be a pipe that nobody reads, with room for so many bytes."""
+    _, writer = os.pipe()
+    os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ) - room))
+    os.dup2(writer, 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        ("loading, report", ""),
+        ("step 1, report", " iteration        1/"),
+        ("saves iteration 1, report", " saved "),
+    ],
+)
+def test_a_full_pipe_ends_the_run(flags: list[str], tmp_path: Path, where: str, line: str) -> None:
+    """Rank 0 waits for a reader of its log, in a part of this line, and the other rank for rank 0."""
+    flags = [*flags, "--train-iters", "3", "--log-interval", "1", "--eval-iters", "0", "--num-workers", "0"]
+    flags += ["--save", str(tmp_path / "checkpoints"), "--save-interval", "1"]
+    with two_ranks(tmp_path / "whole", *flags) as ranks:
+        assert ranks.statuses() == {0: 0, 1: 0}, ranks.err(0)
+        room = ranks.out(0).index(line) + len(line) + 1
+    with Run(tmp_path / "log", 2) as ranks:
+        flags += ["--heartbeat-timeout", "4"]
+        ranks.start(0, *flags, change=partial(into_a_pipe, room))
+        ranks.start(1, *flags)
+        assert set(ranks.statuses(100).values()) == {1}
+        said = ranks.errors()
+    assert said
+    stuck = rf"error: rank 0 \[.*\] stuck for \d+ s; last seen: {where} "
+    assert all(re.search(stuck, one) for one in said), said
 
 
 def ended_in(ranks: Run, seconds: float) -> bool:
