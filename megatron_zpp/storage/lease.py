@@ -37,7 +37,7 @@ class Held(OSError):
 
 
 class LeaseLost(OSError):
-    """Another process has taken over the lease; the message names it."""
+    """Another process has taken over the lease, or the file is gone; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,21 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether a `check` or renewal has found that another process holds the lease; reads no file."""
+        """Whether a `check` or renewal has found that the lease is lost; reads no file."""
         return self._lost is not None
 
     def check(self) -> None:
-        """Read the file. Raises LeaseLost if another process holds the lease."""
+        """Read the file. Raises LeaseLost if another process holds the lease, or has held it and ended."""
         with self._using:
             self._check()
 
     def _check(self) -> None:
         with contextlib.suppress(OSError):  # an unreadable file is no proof that the lease was taken over
-            other = Holder.decode(self._record.read())
-            if other is not None and other.lease != self._holder.lease:
+            content = self._record.read()
+            other = Holder.decode(content)
+            if content is None:
+                self._lost = f"{self._path} was removed; another run may have used the directory since"
+            elif other is not None and other.lease != self._holder.lease:
                 self._lost = f"{self._path} was taken over by {other}"
         if self._lost is not None:
             raise LeaseLost(self._lost)

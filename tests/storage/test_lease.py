@@ -179,6 +179,18 @@ def test_a_holder_renews_and_finds_out_that_it_was_taken_over(tmp_path: Path) ->
     assert (tmp_path / LEASE).exists()
 
 
+def test_a_holder_finds_out_that_another_run_has_come_and_gone(tmp_path: Path) -> None:
+    """Suspended for longer than a host is waited for, it must not save over what the other run has saved."""
+    with Lease(tmp_path, print, 30.0) as lease:
+        elsewhere(tmp_path, lease="x")
+        with Lease(tmp_path, print, SECONDS):
+            pass
+        assert not (tmp_path / LEASE).exists()
+        with pytest.raises(LeaseLost, match="was removed; another run may have used the directory since"):
+            lease.check()
+        assert lease.lost
+
+
 def take(directory: Path, barrier: Any, results: Any, over: Any) -> None:
     barrier.wait()
     try:
