@@ -295,6 +295,7 @@ def _load(
     saved, ranks = saved_settings(path)
     changes = model_changes(saved, config.model)
     if settings.finetune:
+        engine.iteration = 0  # the signs of rotated gradients and the first 4-bit iterations are a new run's
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0", *changes])
     if progress.iteration:  # otherwise the weights are imported, and no products were computed
         changes += product_changes(saved, config.precision)
