@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint.directory import (
     TRACKER,
     candidates,
+    committed,
     iteration_of,
     lost_newest,
     write_tracker,
@@ -23,6 +24,7 @@ from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
@@ -66,12 +68,14 @@ def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[st
         if not is_object(config.save) and (Path(config.save) / TRACKER).is_dir():
             raise option_error("--save", config.save, f"its {TRACKER} is a directory; remove that")
     if config.load is None:
+        _check_nothing_newer(config, start=0)
         return
     if config.huggingface:
         open_weights(config.huggingface, model, tokenizer).close()
+        _check_nothing_newer(config, start=0)
         return
     if found := candidates(config.load, config.ckpt_step):
-        _check_going_back(config, found[0])
+        _check_nothing_newer(config, start=0 if config.finetune else iteration_of(found[0]) or 0)
         return
     if config.exit_on_missing_checkpoint:
         raise option_error(
@@ -89,19 +93,27 @@ def _saves_where_it_loads(config: CheckpointConfig) -> bool:
     return os.path.realpath(config.save) == os.path.realpath(config.load)
 
 
-def _check_going_back(config: CheckpointConfig, start: Location) -> None:
-    """Raise ValueError if --ckpt-step goes back in --save: the next start would load the newer checkpoint."""
-    if not _saves_where_it_loads(config):
+def _check_nothing_newer(config: CheckpointConfig, *, start: int) -> None:
+    """Raise ValueError if --save has a checkpoint newer than iteration `start`: the next start would load it.
+
+    It would go on from another run's weights, or from those that this run went back from.
+    """
+    if config.save is None:
         return
-    assert config.load is not None  # it is equal to --save
-    newest = candidates(config.load)[0]
-    if newest != start:
+    try:
+        newest, path = next(iter(committed(location(config.save)).items()), (0, None))
+    except OSError as error:
         raise option_error(
-            "--ckpt-step",
-            config.ckpt_step,
-            f"{newest.name} in --save {config.save} is newer, and the next start would load it; move "
-            "it away, or give another --save",
-        )
+            "--save", config.save, f"{one_line(error)}; name a directory that can be read"
+        ) from None
+    if path is None or newest <= start:
+        return
+    if config.ckpt_step is not None:
+        fix = f"{path.name} in --save {config.save} is newer, and the next start would load it; move it away"
+        raise option_error("--ckpt-step", config.ckpt_step, f"{fix}, or give another --save")
+    resume = f"give --load {config.save}{' without --finetune' if config.finetune else ''} to resume from it"
+    fix = f"the run starts at iteration {start}, and the next start would load {path.name} there"
+    raise option_error("--save", config.save, f"{fix}; {resume}, or another --save")
 
 
 def restore(

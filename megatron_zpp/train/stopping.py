@@ -115,7 +115,9 @@ class StopConditions:
             return
         *signalled, late, lost, not_finite = sums
         if lost:
-            why = "another run has taken over --save, or RUNNING.json was removed there; nothing more is saved"
+            why = (
+                "another run has taken over --save, or RUNNING.json was removed there; nothing more is saved"
+            )
             raise Stop(FAILED, why, saves=False)
         if self._voted_step is not None:
             self._in_a_row = self._in_a_row + 1 if not_finite else 0

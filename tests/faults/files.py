@@ -237,6 +237,14 @@ CHECKPOINTS = [
         f"{LOAD} --save ./checkpoints --ckpt-step 1",
         "--ckpt-step 1: iter_0000002 in --save ./checkpoints is newer … move it away, or give another --save",
     ),
+    *(
+        Case(
+            f"{flags} --save ./checkpoints",
+            "--save ./checkpoints: the run starts at iteration 0, and the next start would load iter_0000002 "
+            f"there; give --load ./checkpoints{without} to resume from it, or another --save",
+        )
+        for flags, without in (("", ""), (f"{LOAD} --finetune", " without --finetune"))
+    ),
     Case(f"{LOAD} --hidden-size 32", f"{NEWEST}: … shape … this model needs … use the model flags"),
     Case(f"{LOAD} --num-layers 3", f"{NEWEST}: layers.2 … missing from it; use the model flags"),
     Case(f"{LOAD} --num-layers 1", f"{NEWEST}: layers.1 … not part of this model; use the model flags"),

@@ -4,6 +4,7 @@ import fcntl
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -189,6 +190,7 @@ def test_a_full_pipe_ends_the_run(flags: list[str], tmp_path: Path, where: str, 
     with two_ranks(tmp_path / "whole", *flags) as ranks:
         assert ranks.statuses() == {0: 0, 1: 0}, ranks.err(0)
         room = ranks.out(0).index(line) + len(line) + 1
+    shutil.rmtree(tmp_path / "checkpoints")
     with Run(tmp_path / "log", 2) as ranks:
         flags += ["--heartbeat-timeout", "4"]
         ranks.start(0, *flags, change=partial(into_a_pipe, room))
