@@ -11,6 +11,7 @@ from megatron_zpp.commands.scripts import before_torch
 if __name__ == "__main__":
     before_torch()
 
+from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import barrier
@@ -42,7 +43,8 @@ def main() -> None:
             lambda plan: planned(plan, topology).local_world_size,
         )
         config = command_line.config
-        grid = Grid(planned(config.plan, topology), config.distributed.tensor_model_parallel_size)
+        with usage_errors():
+            grid = Grid(planned(config.plan, topology), config.distributed.tensor_model_parallel_size)
         inputs = check_inputs(config, grid.data.world_size, partial(tell, PROG))
         if config.plan.dry_run:
             warn(PROG, topology.rank, command_line.notes)

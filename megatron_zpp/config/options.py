@@ -7,7 +7,8 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING
 from typing import Any, NoReturn
 
@@ -129,16 +130,23 @@ def parse_all(
 ) -> dict[str, Any]:
     """Return one instance of every group, by name. Raises UsageError for a bad command line."""
     typed = parse_groups(make_parser(prog, description, groups), groups, argv)
-    try:
+    with usage_errors():
         return {name: cls(**typed[name]) for name, cls in groups.items()}
-    except UsageError:
-        raise
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 class UsageError(ValueError):
     """The command line is wrong: programs print the message and exit with status 2."""
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn a ValueError of a check that reads no file into a UsageError: no restart can help."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 class _OneLineParser(argparse.ArgumentParser):

@@ -21,7 +21,15 @@ from megatron_zpp.config.legacy.translate import (
 from megatron_zpp.config.memory_snapshots import MemorySnapshotsConfig, check_resumes
 from megatron_zpp.config.model import AttentionConfig, ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.options import Options, UsageError, fits, make_parser, option_error, parse_groups
+from megatron_zpp.config.options import (
+    Options,
+    UsageError,
+    fits,
+    make_parser,
+    option_error,
+    parse_groups,
+    usage_errors,
+)
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.provided import Provided
 from megatron_zpp.config.run import (
@@ -192,10 +200,8 @@ def parse_command_line(
     files: dict[str, type[Options]] = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
     parser = make_parser(prog, "Pretrain a GPT. README.md shows whole command lines.", parts | files)
     add_old_flags(parser)
-    try:
+    with usage_errors():
         refuse_features(parser, argv)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     typed = parse_groups(parser, (*parts, *files, GROUP), argv)
     provided = Provided(parts, typed)
     try:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_zpp.config.compilation import resolve_compilation
 from megatron_zpp.config.fused_backend import resolve_fused_backend
+from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import select_device
@@ -50,8 +51,9 @@ def prepare_device(config: Config, grid: Grid) -> Device:
     is given and there is no compiler.
     """
     topology = grid.job
-    check_topology(config.zero, grid.data)
-    config.timing.check_ranks(topology.world_size)
+    with usage_errors():
+        check_topology(config.zero, grid.data)
+        config.timing.check_ranks(topology.world_size)
     device = select_device(config.distributed.device, topology)
     config.recompute.check_device(device.type)
     on_gpu = config.precision.fp8 and device.type == "cuda"

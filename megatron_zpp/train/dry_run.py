@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.optimizer import OptimizerConfig
+from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
@@ -71,7 +72,8 @@ def _compiles(compilation: CompilationConfig, optimizer: OptimizerConfig) -> boo
 def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
     """Print the plan if this process `speaks` for the others. Raises ValueError if the run would."""
     config, schedule = inputs.config, inputs.schedule
-    check_topology(config.zero, grid.data)
+    with usage_errors():
+        check_topology(config.zero, grid.data)
     config.recompute.check_device("cuda")
     compiles = _compiles(config.compilation, config.optimizer)
     if compiles:

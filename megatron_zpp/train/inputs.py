@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.tensor_parallel import check_vocabulary
 from megatron_zpp.data.open import Splits
@@ -36,7 +37,8 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     long. Raises ValueError for settings, data, checkpoints or places to write to with which the run could not
     end well.
     """
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, ranks)
+    with usage_errors():
+        schedule = RunSchedule.from_config(config.training, config.learning_rate, ranks)
     tokenizer = build_tokenizer(config.tokenizer)
     description = describe(tokenizer)
     vocab_size = description["vocab_size"]

@@ -46,6 +46,7 @@ from megatron_zpp.train.data_changes import (
 )
 from megatron_zpp.train.model_changes import model_changes, product_changes
 from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.setting_changes import rate_change, setting_changes
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -316,6 +317,8 @@ def _load(
         f" loaded {source}{without}; resuming at iteration {progress.iteration}, "
         f"{progress.consumed_samples} samples"
     )
+    if progress.consumed_samples == 0:  # the weights were imported, or no step was taken: nothing can change
+        return Start(replace(progress, ordered_samples=None), [line, *changes])
     if progress.dataset_progress is None:
         progress = replace(progress, dataset_progress=DatasetProgress.from_settings(saved.get("data", {})))
     present, resumed = config.to_json(), schedule.resumed(progress)
@@ -333,6 +336,8 @@ def _load(
         )
         lines += said
     lines += mask_changes(saved, present) + batch_changes(saved, ranks, present, resumed)
+    lines += setting_changes(saved, ranks, present, engine.grid.data.world_size)
+    lines += rate_change(saved, ranks, resumed, progress)
     return Start(progress, [line, *changes, *lines])
 
 

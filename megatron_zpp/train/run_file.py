@@ -22,10 +22,9 @@ def write_run_file(config: Config, topology: Topology, lease: Lease | None) -> l
         return []
     path = location(config.checkpoint.save) / RUN_FILE
     comments = [
-        f"Written by megatron_zpp {__version__}. pretrain_gpt.py --config {RUN_FILE} repeats the run, on "
-        f"{topology.world_size} ranks",
-        f"of {topology.nodes} nodes; flags beside it win. Relative paths are relative to",
-        f"{os.getcwd()!r}.",
+        f"Written by megatron_zpp {__version__}. pretrain_gpt.py --config {RUN_FILE} repeats the run on as",
+        f"many ranks ({topology.world_size}) and nodes ({topology.nodes}); flags beside it win. Start it in",
+        f"{os.getcwd()!r}: relative paths are relative to it.",
     ]
     try:
         if lease is not None:

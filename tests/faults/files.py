@@ -19,6 +19,7 @@ from tests.faults.cases import (
     loop,
     patch,
     put,
+    refused,
     remove,
 )
 from tests.faults.site import of_another_tokenizer
@@ -100,20 +101,22 @@ DATA = [
         "--train-data-path (not given): this run needs",
         without="--data-path --split",
     ),
-    Case("--global-batch-size 6", "--global-batch-size 6: … --micro-batch-size 4 × 1 … such as 4 or 8"),
+    refused("--global-batch-size 6", "--global-batch-size 6: … --micro-batch-size 4 × 1 … such as 4 or 8"),
     Case("--global-batch-size 4000", "--global-batch-size 4000: the train split has 125 samples; give more"),
-    Case("--train-samples 3", "--train-samples 3: must hold one global batch of 4", without="--train-iters"),
-    Case(
+    refused(
+        "--train-samples 3", "--train-samples 3: must hold one global batch of 4", without="--train-iters"
+    ),
+    refused(
         "--global-batch-size 8 --rampup-batch-size 8 4 100 --train-samples 100",
         "--rampup-batch-size 8 4 100: START must be below --global-batch-size 8",
         without="--train-iters",
     ),
-    Case(
+    refused(
         "--global-batch-size 12 --rampup-batch-size 4 5 100 --train-samples 100",
         "--rampup-batch-size 4 5 100: INCREMENT 5 must divide",
         without="--train-iters",
     ),
-    Case(
+    refused(
         "--global-batch-size 12 --rampup-batch-size 3 1 100 --train-samples 100",
         "--rampup-batch-size 3 1 100: START 3 must be a multiple of … such as 4",
         without="--train-iters",

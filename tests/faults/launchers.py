@@ -1,5 +1,7 @@
 """Environments that a launcher did not make well, and sizes that do not fit its ranks."""
 
+from dataclasses import replace
+
 from tests.faults.cases import Case
 
 FOUR = {
@@ -16,6 +18,11 @@ ALONE = "--preflight-timeout 1"
 def on_four(argv: str, said: str, **env: str) -> Case:
     """The first of four ranks of one node."""
     return Case(argv, said, env=FOUR | env)
+
+
+def refused_on_four(argv: str, said: str, **env: str) -> Case:
+    """The same with a command line that no four ranks could obey."""
+    return replace(on_four(argv, said, **env), status=2)
 
 
 def lacking(name: str) -> Case:
@@ -43,16 +50,18 @@ LAUNCHERS = [
     on_four(
         ALONE, "29998: rank 1 on … cannot reach rank 0", RANK="1", LOCAL_WORLD_SIZE="1", MASTER_PORT="29998"
     ),
-    on_four("--profile --profile-ranks 1 4", "--profile-ranks 1 4: this run has ranks 0 to 3"),
-    on_four("--global-batch-size 6", "--global-batch-size 6: … 4 data-parallel ranks = 16, such as 16"),
-    on_four("--zero-stage 3 --zero-hpz-partition-size 3", "--zero-hpz-partition-size 3: … 1, 2, 4"),
-    on_four("--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … 1, 2, 4"),
-    on_four(
+    refused_on_four("--profile --profile-ranks 1 4", "--profile-ranks 1 4: this run has ranks 0 to 3"),
+    refused_on_four(
+        "--global-batch-size 6", "--global-batch-size 6: … 4 data-parallel ranks = 16, such as 16"
+    ),
+    refused_on_four("--zero-stage 3 --zero-hpz-partition-size 3", "--zero-hpz-partition-size 3: … 1, 2, 4"),
+    refused_on_four("--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … 1, 2, 4"),
+    refused_on_four(
         "--zero-stage 3 --zero-hpz-partition-size 3",
         "--zero-hpz-partition-size 3: … 2 data ranks of a node … 1, 2, 4",
         LOCAL_WORLD_SIZE="2",
     ),
-    on_four(
+    refused_on_four(
         "--zero-stage 1 --zero-quantized-weights --zero-quantized-weights-format delta4",
         "--zero-quantized-weights-format delta4: needs 2 or more nodes",
     ),

@@ -70,7 +70,7 @@ DEEPSPEED = [
         f"--zero-stage 7: must be at most 3 (--zero-stage is {DS}: zero_optimization.stage)",
         harm=put("ds.json", '{"zero_optimization": {"stage": 7}}'),
     ),
-    Case(
+    bad(
         DS,
         "--global-batch-size 6: … --micro-batch-size 4 × 1 … such as 4 or 8",
         harm=put("ds.json", '{"train_batch_size": 6}'),

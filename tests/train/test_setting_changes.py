@@ -1,0 +1,34 @@
+"""What the log of a resumed run says about flags that differ from those of the run that saved."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.train.in_process import Resumed, of
+
+
+def test_changed_flags_and_a_jump_of_the_learning_rate_are_said(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = Resumed(corpus, tmp_path)
+    resume("--train-iters", "4")
+    capsys.readouterr()
+    records = resume("--train-iters", "8", "--clip-grad", "5", "--hidden-dropout", "0", "--zero-stage", "2")
+    said = capsys.readouterr().out
+    changed = "--hidden-dropout 0.1 → 0.0, --train-iters 4 → 8, --clip-grad 1.0 → 5.0, --zero-stage 0 → 2"
+    assert f" changed since the checkpoint: {changed}\n" in said
+    assert " WARNING: the learning rate of the next step was 0.000e+00 and is 1.500e-03\n" in said
+    assert of(records, "learning_rate")[4] == pytest.approx(1.5e-3)
+
+
+def test_nothing_is_said_where_nothing_changed(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = Resumed(corpus, tmp_path)
+    resume("--train-iters", "4", "--exit-interval", "2")
+    capsys.readouterr()
+    resume("--train-iters", "4")
+    said = capsys.readouterr().out
+    assert "resuming at iteration 2" in said
+    assert "changed" not in said
+    assert "WARNING" not in said
