@@ -27,6 +27,8 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes, pinned_bytes
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import write_text
+from megatron_zpp.storage.object_path import location
+from megatron_zpp.storage.object_store import ObjectError
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.run_memory import RunMemory, available_memory, room_for, size_of, snapshots_root
 from megatron_zpp.train.ranks import Ranks
@@ -162,7 +164,7 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
     if settings.buddy_snapshots is None:
         if save is not None and ranks.topology.rank == 0:
             with suppress(OSError):  # what is in memory is not what such a run continues
-                (Path(save) / _RUN_FILE).unlink(missing_ok=True)
+                (location(save) / _RUN_FILE).unlink()
         return None
     assert save is not None  # the configuration requires it
     exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "memory")
@@ -171,6 +173,8 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
             name, damage = run_name(save), None
         except DamagedFile as error:
             name, damage = None, str(option_error("--save", save, str(error)))
+        except ObjectError as error:
+            name, damage = None, str(option_error("--save", save, str(error.strerror)))
         exchange.put("names", [name, damage, secrets.token_hex(4), secrets.token_hex(16)])
     name, damage, attempt, secret = exchange.get("names")
     if damage is not None:
@@ -234,12 +238,16 @@ def _lack_of_room(root: Path, name: str | None, topology: Topology, owned: int, 
 def run_name(save: str) -> str | None:
     """The name that an earlier start of the run has written to --save; None if none has.
 
-    Raises DamagedFile if the file has anything else.
+    Raises DamagedFile if the file has anything else, and ObjectError if an object store does not answer.
     """
     try:
-        line = read_limited(Path(save) / _RUN_FILE, _NAME_DIGITS + _CHECK_DIGITS + 2).decode(errors="replace")
+        line = read_limited(location(save) / _RUN_FILE, _NAME_DIGITS + _CHECK_DIGITS + 2).decode(
+            errors="replace"
+        )
     except FileNotFoundError:
         return None
+    except ObjectError:
+        raise  # it says nothing about the file
     except (OSError, ValueError) as error:
         raise DamagedFile(_damage(f"cannot be read ({one_line(error)})")) from None
     if line != _line_of(name := line[:_NAME_DIGITS]):
@@ -262,5 +270,5 @@ def _damage(problem: str) -> str:
 def new_run_name(save: str) -> str:
     """A new name, written to --save. Raises OSError."""
     name = secrets.token_hex(_NAME_DIGITS // 2)
-    write_text(Path(save) / _RUN_FILE, _line_of(name))
+    write_text(location(save) / _RUN_FILE, _line_of(name))
     return name
