@@ -1,16 +1,12 @@
 """The memory of this rank's node and of its buddy node, in which a run with --buddy-snapshots keeps copies.
 
 The buddy node of node k is node k + 1; rank p of one sends to rank p of the other. On one node there is only
-the node's own memory. The run is recognised after a restart by `memory_snapshots.txt` in --save, which holds
-the name of its directory in memory and a checksum: a run that begins anew in an emptied --save gets another
-name.
+the node's own memory. A run is recognised after a restart by what train/memory_name.py writes to --save.
 """
 
-import hashlib
 import platform
 import secrets
 import shutil
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +22,10 @@ from megatron_zpp.distributed.peer_files import FileServer, Peer, get_file, put_
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes, pinned_bytes
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.files import write_text
-from megatron_zpp.storage.object_path import location
-from megatron_zpp.storage.object_store import ObjectError
-from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.run_memory import RunMemory, available_memory, room_for, size_of, snapshots_root
+from megatron_zpp.train.memory_name import memory_name, remove_memory_name, write_memory_name
 from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
-
-_RUN_FILE, _NAME_DIGITS, _CHECK_DIGITS = "memory_snapshots.txt", 16, 8
 
 
 class BuddyMemory:
@@ -146,7 +137,7 @@ def newest_state(config: Config) -> dict[str, Any] | None:
     """The state in the newest memory snapshot of the run on this node, before `open_memory`; None without."""
     settings, save = config.memory_snapshots, config.checkpoint.save
     try:
-        name = None if settings.buddy_snapshots is None or save is None else run_name(save)
+        name = None if settings.buddy_snapshots is None or save is None else memory_name(save)[0]
     except DamagedFile:
         return None  # `open_memory` refuses it
     if name is None:
@@ -154,31 +145,30 @@ def newest_state(config: Config) -> dict[str, Any] | None:
     return MemoryCopies(snapshots_root(settings.buddy_directory) / name, 0).newest_state()
 
 
-def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory | None:
-    """The memory of a run with --buddy-snapshots; None for other runs. Every rank must call it.
+def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[BuddyMemory | None, list[str]]:
+    """(the memory of a run with --buddy-snapshots, lines for the log); None for other runs.
 
-    Raises ValueError on all ranks if a node has no directory in memory, or too little room in it, or if the
-    file that says where the run's copies are is damaged.
+    Every rank must call it. Raises ValueError on all ranks if a node has no directory in memory, or too
+    little room in it, or if the file that says where the run's copies are is damaged.
     """
     settings, save = config.memory_snapshots, config.checkpoint.save
     if settings.buddy_snapshots is None:
         if save is not None and ranks.topology.rank == 0:
-            with suppress(OSError):  # what is in memory is not what such a run continues
-                (location(save) / _RUN_FILE).unlink()
-        return None
+            remove_memory_name(save)
+        return None, []
     assert save is not None  # the configuration requires it
     exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "memory")
     if ranks.topology.rank == 0:
+        found: tuple[str | None, list[str]] = (None, [])
+        problem = None
         try:
-            name, damage = run_name(save), None
-        except DamagedFile as error:
-            name, damage = None, str(option_error("--save", save, str(error)))
-        except ObjectError as error:
-            name, damage = None, str(option_error("--save", save, str(error.strerror)))
-        exchange.put("names", [name, damage, secrets.token_hex(4), secrets.token_hex(16)])
-    name, damage, attempt, secret = exchange.get("names")
-    if damage is not None:
-        raise ValueError(damage)
+            found = memory_name(save)
+        except (DamagedFile, OSError) as error:
+            problem = str(option_error("--save", save, one_line(error)))
+        exchange.put("names", [found, problem, secrets.token_hex(4), secrets.token_hex(16)])
+    (name, lines), problem, attempt, secret = exchange.get("names")
+    if problem is not None:
+        raise ValueError(problem)
     shards = shards_of(engine, with_optimizer=True).values()
     pinned = pinned_bytes(shard.nbytes for shard in shards if shard.is_cuda)
     copied = pinned + sum(shard.nbytes for shard in shards if not shard.is_cuda)
@@ -191,9 +181,9 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
     except (OSError, ValueError) as error:
         problem = one_line(error)
     agree("room", problem)
-    if ranks.topology.rank == 0 and name is None:
-        exchange.put("name", name := new_run_name(save))
-    name = name or exchange.get("name")
+    if ranks.topology.rank == 0:
+        exchange.put("name", write_memory_name(save, name))
+    name = exchange.get("name")
     memory, problem = None, None
     try:
         memory = BuddyMemory(RunMemory(root, name), ranks.topology, exchange, attempt=attempt, secret=secret)
@@ -204,7 +194,7 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
     agree("open", problem)
     if memory is not None and ranks.topology.nodes > 1:
         memory.find_buddy()
-    return memory
+    return memory, lines
 
 
 def _agree(exchange: Exchange, settings: MemorySnapshotsConfig, name: str, problem: str | None) -> None:
@@ -233,42 +223,3 @@ def _lack_of_room(root: Path, name: str | None, topology: Topology, owned: int, 
             f"its ranks, and {room / 2**30:.3f} GiB are left; use more nodes"
         )
     return None
-
-
-def run_name(save: str) -> str | None:
-    """The name that an earlier start of the run has written to --save; None if none has.
-
-    Raises DamagedFile if the file has anything else, and ObjectError if an object store does not answer.
-    """
-    try:
-        line = read_limited(location(save) / _RUN_FILE, _NAME_DIGITS + _CHECK_DIGITS + 2).decode(
-            errors="replace"
-        )
-    except FileNotFoundError:
-        return None
-    except ObjectError:
-        raise  # it says nothing about the file
-    except (OSError, ValueError) as error:
-        raise DamagedFile(_damage(f"cannot be read ({one_line(error)})")) from None
-    if line != _line_of(name := line[:_NAME_DIGITS]):
-        raise DamagedFile(_damage("is damaged"))
-    return name
-
-
-def _line_of(name: str) -> str:
-    """What the file has: a name and the first digits of its SHA-256."""
-    return f"{name} {hashlib.sha256(name.encode()).hexdigest()[:_CHECK_DIGITS]}\n"
-
-
-def _damage(problem: str) -> str:
-    return (
-        f"{_RUN_FILE} there says which copies in memory are this run's, and {problem}; remove it to resume "
-        "without them, from the newest checkpoint"
-    )
-
-
-def new_run_name(save: str) -> str:
-    """A new name, written to --save. Raises OSError."""
-    name = secrets.token_hex(_NAME_DIGITS // 2)
-    write_text(location(save) / _RUN_FILE, _line_of(name))
-    return name

@@ -332,6 +332,21 @@ def test_a_run_that_begins_anew_does_not_find_the_memory_of_the_one_before(nodes
         assert "starting from initial weights" in run.out(0)
 
 
+def test_a_copy_of_a_save_directory_is_another_run(nodes: Nodes, whole: dict[str, bytes]) -> None:
+    """Whose memory is its own: neither reads nor removes what the other one has."""
+    nodes.crash(13, 10)
+    copy = nodes.save.with_name("copy")
+    shutil.copytree(nodes.save, copy)
+    with nodes.start("--save", str(copy), "--load", str(copy)) as run:
+        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
+        log = run.out(0)
+    assert f" was written in another directory, {nodes.save}: the memory snapshots of that run are " in log
+    assert "starting from initial weights" in log
+    moved = nodes.save.rename(nodes.save.with_name("moved"))
+    assert "loaded iteration 10 in memory" in nodes.finish("--save", str(moved), "--load", str(moved))
+    assert weights(moved, END) == whole
+
+
 def test_what_was_loaded_from_memory_is_saved(nodes: Nodes) -> None:
     """A run that has nothing left to do but that."""
     nodes.crash(13, 10)
