@@ -39,13 +39,12 @@ class Peer(NamedTuple):
 class FileServer:
     """Puts files of other ranks into a directory, and sends them files that this rank finds, on threads."""
 
-    def __init__(self, host: str, secret: str, directory: Path, find: Callable[[str], Path | None]) -> None:
-        """Listen on a free port of `host`, an address of this machine. Raises OSError.
+    def __init__(self, secret: str, directory: Path, find: Callable[[str], Path | None]) -> None:
+        """Listen on a free port of all addresses of this machine. Raises OSError.
 
         `find` returns the path of a file with the name that is asked for, or None.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = _Server((host, 0), family, secret, directory, find)
+        self._server = _Server(secret, directory, find)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="files", daemon=True)
         self._thread.start()
@@ -77,21 +76,20 @@ def get_file(peer: Peer, name: str, target: Path) -> None:
 class _Server(socketserver.TCPServer):
     """Answers each connection on a thread of its own."""
 
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        family: socket.AddressFamily,
-        secret: str,
-        directory: Path,
-        find: Callable[[str], Path | None],
-    ) -> None:
-        self.address_family = family
+    def __init__(self, secret: str, directory: Path, find: Callable[[str], Path | None]) -> None:
         self.secret, self.directory, self.find = secret, directory, find
         self._transfers: dict[threading.Thread, socket.socket] = {}
-        super().__init__(address, _Handler)
+        super().__init__(("", 0), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind to IPv4 addresses too."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection."""

@@ -8,6 +8,7 @@ import platform
 import secrets
 import shutil
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class BuddyMemory:
         self._exchange: Exchange | None = exchange
         self.copies = MemoryCopies(memory.path, topology.node_of(topology.rank))
         self._server: FileServer | None = None
+        self._master = "127.0.0.1"
         self._buddy: Peer | None = None
         if self.by_first:
             for left in memory.path.glob("restoring_*"):  # by a start that was killed
@@ -64,9 +66,10 @@ class BuddyMemory:
         assert self._exchange is not None, "the run is restored"
         return self._exchange
 
-    def serve(self, address: str) -> None:
-        """Let other nodes reach this rank at `address`. Raises OSError."""
-        self._server = FileServer(address, self._secret, self.copies.path, self.copies.find)
+    def serve(self, address: str, master: str) -> None:
+        """Let other nodes reach this rank at `address`; `Ranks` describes both. Raises OSError."""
+        self._master = master
+        self._server = FileServer(self._secret, self.copies.path, self.copies.find)
         self.exchange.put(f"server/{self.topology.rank}", [address, self._server.port])
 
     def find_buddy(self) -> None:
@@ -121,6 +124,8 @@ class BuddyMemory:
 
     def _peer(self, rank: int) -> Peer:
         host, port = self.exchange.get(f"server/{rank}")
+        if ip_address(host).is_loopback:  # that rank is on the host of rank 0, which knows its name as this
+            host = self._master
         return Peer(host, port, self._secret)
 
 
@@ -188,7 +193,7 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[Buddy
     try:
         memory = BuddyMemory(RunMemory(root, name), ranks.topology, exchange, attempt=attempt, secret=secret)
         if ranks.topology.nodes > 1:
-            memory.serve(ranks.address)
+            memory.serve(ranks.address, ranks.master)
     except OSError as error:
         problem = one_line(error)
     agree("open", problem)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName
+from tests.faults.network import Link
 from tests.support import ROOT, Run, environment, free_port, holding, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.test_faults import in_micro_batch, weights
@@ -164,6 +165,20 @@ def test_nodes_of_two_ranks_lose_one_node(
     nodes.lose(1)
     assert "loaded iteration 10 in memory" in nodes.finish(*settings, ranks=4)
     assert weights(nodes.save, END) == whole
+
+
+def on_linked_node(link: Link, node: int) -> None:
+    """Move this rank to a node; the name of rank 0's host means a loopback address there, as on Debian."""
+    link.enter(node)
+    os.environ.update(MASTER_ADDR=link.address(0) if node else "127.0.1.1", GLOO_SOCKET_IFNAME=link.INTERFACE)
+
+
+def test_a_host_whose_own_name_is_loopback_there_is_reached(nodes: Nodes, link: Link) -> None:
+    changes = {node: partial(on_linked_node, link, node) for node in (0, 1)}
+    with nodes.start(changes=changes) as run:
+        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
+        assert "iteration 0 is in the memory of two nodes" in run.out(0)
+        assert "could not be copied" not in run.out(0)
 
 
 def test_one_node_keeps_its_own_copies(nodes: Nodes, whole: dict[str, bytes]) -> None:
