@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from megatron_zpp.storage.checksums import OnProgress, no_report
+
 NAME = re.compile(r"iter_\d{7,15}-[0-9a-f]{8}/rank_\d{5,9}\.(safetensors|json)")  # of files that may travel
 SILENCE = 30.0  # seconds without a byte after which a transfer fails
 _LINE = 4096  # bytes of a request or an answer
@@ -66,11 +68,14 @@ def put_file(peer: Peer, source: Path, name: str) -> None:
             _answer(answers)
 
 
-def get_file(peer: Peer, name: str, target: Path) -> None:
-    """Fetch the file that a server finds. Raises OSError; `target` is whole or not there."""
+def get_file(peer: Peer, name: str, target: Path, on_progress: OnProgress = no_report) -> None:
+    """Fetch the file that a server finds. Raises OSError; `target` is whole or not there.
+
+    `on_progress` is called after every MiB.
+    """
     with _request(peer) as connection, connection.makefile("rb") as answers:
         _send_line(connection, {"secret": peer.secret, "get": name})
-        _receive(answers, _answer(answers)["bytes"], target)
+        _receive(answers, _answer(answers)["bytes"], target, on_progress)
 
 
 class _Server(socketserver.TCPServer):
@@ -156,7 +161,7 @@ def _request(peer: Peer) -> Iterator[socket.socket]:
         raise TransferFailed(f"{peer.host}:{peer.port}: {error.strerror or error}") from None
 
 
-def _receive(stream: Any, size: int, target: Path) -> None:
+def _receive(stream: Any, size: int, target: Path, on_progress: OnProgress = no_report) -> None:
     """Write `size` bytes of a stream to a file, which gets its name when it is whole."""
     partial = target.with_name(f"{target.name}.partial")
     try:
@@ -170,6 +175,7 @@ def _receive(stream: Any, size: int, target: Path) -> None:
                 while len(left):  # a write may be partial
                     left = left[file.write(left) :]
                 size -= count
+                on_progress()
         os.replace(partial, target)
     except BaseException:
         with suppress(OSError):

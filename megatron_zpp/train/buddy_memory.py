@@ -22,7 +22,7 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.peer_files import FileServer, Peer, get_file, put_file
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes, pinned_bytes
-from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.run_memory import RunMemory, available_memory, room_for, size_of, snapshots_root
 from megatron_zpp.train.memory_name import memory_name, remove_memory_name, write_memory_name
 from megatron_zpp.train.ranks import Ranks
@@ -84,13 +84,13 @@ class BuddyMemory:
             for name in file_names(snapshot, self.topology.rank):
                 put_file(self._buddy, self.copies.path / name, name)
 
-    def fetch(self, snapshot: SnapshotName, rank: int, node: int) -> None:
+    def fetch(self, snapshot: SnapshotName, rank: int, node: int, on_progress: OnProgress) -> None:
         """Bring the copy of `rank` from a node to this one. Raises OSError."""
         server = self._peer(node * self.topology.local_world_size + rank % self.topology.local_world_size)
         for name in file_names(snapshot, rank):
             target = self.copies.path / name
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            get_file(server, name, target)
+            get_file(server, name, target, on_progress)
 
     def check_room(self, nbytes: int) -> None:
         """Raise OSError if this node has no room for so many more bytes."""

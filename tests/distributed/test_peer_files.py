@@ -10,6 +10,7 @@ import pytest
 from megatron_zpp.distributed.peer_files import FileServer, Peer, TransferFailed, get_file, put_file
 
 NAME = "iter_0000040-1a2b3c4d/rank_00003.safetensors"
+INTERFACES = Path("/proc/net/if_inet6")
 SECRET = "of this run"
 
 
@@ -39,9 +40,17 @@ def test_a_file_arrives_as_it_was_sent(peer: Peer, directory: Path, tmp_path: Pa
     assert not list(tmp_path.rglob("*.partial"))
 
 
+def test_a_file_that_arrives_reports_progress(peer: Peer, directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "sent").write_bytes(bytes(3_000_001))
+    put_file(peer, tmp_path / "sent", NAME)
+    reports = []
+    get_file(peer, NAME, tmp_path / "back", lambda: reports.append(None))
+    assert len(reports) >= 3
+
+
 @pytest.mark.parametrize("host", ["127.0.1.1", "localhost", "::1"])
 def test_a_server_is_reached_at_every_address(peer: Peer, tmp_path: Path, host: str) -> None:
-    if host == "::1" and "lo" not in Path("/proc/net/if_inet6").read_text():
+    if host == "::1" and not (INTERFACES.exists() and " lo\n" in INTERFACES.read_text()):
         pytest.skip("needs IPv6")
     (tmp_path / "sent").write_bytes(b"x")
     put_file(peer._replace(host=host), tmp_path / "sent", NAME)

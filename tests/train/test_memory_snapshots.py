@@ -3,13 +3,16 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -231,6 +234,70 @@ def test_snapshots_of_two_starts_are_not_mixed(nodes: Nodes, whole: dict[str, by
     assert log.count("WARNING: iteration 10 in memory is skipped: ") == 1
     assert "loaded iteration 10 in memory" in log
     assert weights(nodes.save, END) == whole
+
+
+SECONDS = 4.5  # the time-out of these runs
+SHORT = f"--distributed-timeout-minutes {SECONDS / 60} --heartbeat-timeout 4".split()
+SLOW, SLOW_PIECES = 7, 14  # seconds that a slow file takes, in so many pieces
+
+
+def sending_slowly(name: str) -> None:
+    """What this rank sends of the copies whose names have `name` takes longer than the time-out."""
+    from megatron_zpp.distributed import peer_files
+
+    peer_files._PIECE = 1 << 12  # progress is reported after each; these files are small
+    send = socket.socket.sendfile
+
+    def slowly(connection: socket.socket, file: BinaryIO) -> None:
+        if name not in file.name or not file.name.endswith(".safetensors"):
+            send(connection, file)
+            return
+        content = file.read()
+        size = len(content) // SLOW_PIECES + 1
+        for first in range(0, len(content), size):
+            time.sleep(SLOW / SLOW_PIECES)
+            connection.sendall(content[first : first + size])
+
+    socket.socket.sendfile = slowly
+
+
+def test_copies_may_travel_for_longer_than_the_time_out(nodes: Nodes, whole: dict[str, bytes]) -> None:
+    """To a node that was replaced, and to a buddy: other ranks wait for as long as bytes arrive."""
+    nodes.crash(13, 10)
+    nodes.lose(1)
+    slow = partial(sending_slowly, "iter_0000010")
+    changes = {0: slow, 1: partial(sending_slowly, "none")}
+    with nodes.start(*SHORT, changes=changes) as run:
+        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
+        log = run.out(0)
+    assert "loaded iteration 10 in memory" in log
+    assert "could not be copied to memory" not in log
+    assert weights(nodes.save, END) == whole
+
+
+def stuck_before_fetching() -> None:
+    """This rank does nothing for longer than others wait, before it fetches copies."""
+    from megatron_zpp.train import buddy_memory
+
+    get = buddy_memory.get_file
+
+    def late(*arguments: object) -> None:
+        buddy_memory.get_file = get
+        time.sleep(SLOW)
+        get(*arguments)
+
+    buddy_memory.get_file = late
+
+
+def test_a_silent_rank_is_not_taken_for_damaged_copies(nodes: Nodes) -> None:
+    """Which stay for the next start."""
+    nodes.crash(13, 10)
+    nodes.lose(0)
+    with nodes.start(*SHORT, changes={0: stuck_before_fetching}) as run:
+        assert run.statuses() == {0: 1, 1: 1}, run.out(0)
+        assert all(": --buddy-snapshots 5: " in line for line in run.errors()), run.errors()
+        assert any(f" progress for 0:00:0{SECONDS}" in line for line in run.errors()), run.errors()
+    assert nodes.files("iter_0000010-*/rank_00000.json")
 
 
 def killed_in_snapshot(iteration: int) -> None:
