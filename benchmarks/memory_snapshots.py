@@ -176,7 +176,7 @@ def copies(repeats: int, megabytes: int = 256) -> dict[str, Any]:
     for repeat in range(repeats):
         with directories() as (_, memory):
             snapshot, sender = SnapshotName(repeat, "0" * 8), MemoryCopies(memory, 0)
-            server = FileServer("127.0.0.1", "secret", memory / "holder_1", lambda name: None)
+            server = FileServer("secret", memory / "holder_1", lambda name: None)
             began = time.process_time()
             sender.write(snapshot, 0, tensors, state)
             written = time.process_time()

@@ -1,11 +1,16 @@
-"""The order of test files: the longest first, which matters where several workers share them. A set-up."""
+"""The order of test files: the longest first, which matters where several workers share them. Set-ups."""
 
 import os
+import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.faults.network import Link
 
 # One of these that began last would leave the other workers without work.
 LONGEST = (
@@ -59,3 +64,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     places = {tests / file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    """The link of two nodes that are network namespaces; a test is skipped where there can be none."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs ip")
+    name = f"zpp-test-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", f"{name}-0"], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"needs network namespaces: {made.stderr.strip()}")
+    found = Link(name)
+    yield found
+    found.remove()

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from megatron_zpp.storage.checksums import OnProgress, no_report
+
 NAME = re.compile(r"iter_\d{7,15}-[0-9a-f]{8}/rank_\d{5,9}\.(safetensors|json)")  # of files that may travel
 SILENCE = 30.0  # seconds without a byte after which a transfer fails
 _LINE = 4096  # bytes of a request or an answer
@@ -39,13 +41,12 @@ class Peer(NamedTuple):
 class FileServer:
     """Puts files of other ranks into a directory, and sends them files that this rank finds, on threads."""
 
-    def __init__(self, host: str, secret: str, directory: Path, find: Callable[[str], Path | None]) -> None:
-        """Listen on a free port of `host`, an address of this machine. Raises OSError.
+    def __init__(self, secret: str, directory: Path, find: Callable[[str], Path | None]) -> None:
+        """Listen on a free port of all addresses of this machine. Raises OSError.
 
         `find` returns the path of a file with the name that is asked for, or None.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = _Server((host, 0), family, secret, directory, find)
+        self._server = _Server(secret, directory, find)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="files", daemon=True)
         self._thread.start()
@@ -67,31 +68,33 @@ def put_file(peer: Peer, source: Path, name: str) -> None:
             _answer(answers)
 
 
-def get_file(peer: Peer, name: str, target: Path) -> None:
-    """Fetch the file that a server finds. Raises OSError; `target` is whole or not there."""
+def get_file(peer: Peer, name: str, target: Path, on_progress: OnProgress = no_report) -> None:
+    """Fetch the file that a server finds. Raises OSError; `target` is whole or not there.
+
+    `on_progress` is called after every MiB.
+    """
     with _request(peer) as connection, connection.makefile("rb") as answers:
         _send_line(connection, {"secret": peer.secret, "get": name})
-        _receive(answers, _answer(answers)["bytes"], target)
+        _receive(answers, _answer(answers)["bytes"], target, on_progress)
 
 
 class _Server(socketserver.TCPServer):
     """Answers each connection on a thread of its own."""
 
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        family: socket.AddressFamily,
-        secret: str,
-        directory: Path,
-        find: Callable[[str], Path | None],
-    ) -> None:
-        self.address_family = family
+    def __init__(self, secret: str, directory: Path, find: Callable[[str], Path | None]) -> None:
         self.secret, self.directory, self.find = secret, directory, find
         self._transfers: dict[threading.Thread, socket.socket] = {}
-        super().__init__(address, _Handler)
+        super().__init__(("", 0), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind to IPv4 addresses too."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection."""
@@ -158,7 +161,7 @@ def _request(peer: Peer) -> Iterator[socket.socket]:
         raise TransferFailed(f"{peer.host}:{peer.port}: {error.strerror or error}") from None
 
 
-def _receive(stream: Any, size: int, target: Path) -> None:
+def _receive(stream: Any, size: int, target: Path, on_progress: OnProgress = no_report) -> None:
     """Write `size` bytes of a stream to a file, which gets its name when it is whole."""
     partial = target.with_name(f"{target.name}.partial")
     try:
@@ -172,6 +175,7 @@ def _receive(stream: Any, size: int, target: Path) -> None:
                 while len(left):  # a write may be partial
                     left = left[file.write(left) :]
                 size -= count
+                on_progress()
         os.replace(partial, target)
     except BaseException:
         with suppress(OSError):

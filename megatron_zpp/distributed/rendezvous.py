@@ -43,13 +43,14 @@ class RankAddress:
 class Rendezvous:
     """The store that all ranks share, the address of this rank, and on rank 0 the addresses of all ranks.
 
-    `lifelines` tell of ranks that end; None for a single rank.
+    `lifelines` tell of ranks that end; None for a single rank. `master` is MASTER_ADDR as this rank knows it.
     """
 
     store: dist.Store
     own: RankAddress
     addresses: tuple[RankAddress, ...]
     lifelines: Lifelines | None = None
+    master: str = "127.0.0.1"
 
 
 def rendezvous(
@@ -108,7 +109,7 @@ def rendezvous(
         raise
     if lifelines:
         lifelines.all_present()
-    return Rendezvous(store, rank_address, addresses, lifelines)
+    return Rendezvous(store, rank_address, addresses, lifelines, address)
 
 
 def _start_lifelines(

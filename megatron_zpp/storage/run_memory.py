@@ -27,7 +27,7 @@ def snapshots_root(parent: str) -> Path:
     """
     root = Path(parent) / f"megatron_zpp-snapshots-{os.geteuid()}"
     try:
-        kind = _kind_of(Path(parent))
+        kind = kind_of_file_system(parent)
         found = root.lstat() if os.path.lexists(root) else None
     except OSError as error:
         raise ValueError(f"{error.strerror}; name a directory in memory, such as /dev/shm") from None
@@ -94,7 +94,7 @@ def _remove_abandoned(root: Path, run: str) -> None:
                 os.close(descriptor)
 
 
-def _kind_of(directory: Path) -> str | None:
+def kind_of_file_system(directory: str) -> str | None:
     """The kind of the file system of a directory, from the kernel's list of mounts; None if not listed."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"

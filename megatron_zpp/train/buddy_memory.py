@@ -1,17 +1,14 @@
 """The memory of this rank's node and of its buddy node, in which a run with --buddy-snapshots keeps copies.
 
 The buddy node of node k is node k + 1; rank p of one sends to rank p of the other. On one node there is only
-the node's own memory. The run is recognised after a restart by `memory_snapshots.txt` in --save, which holds
-the name of its directory in memory and a checksum: a run that begins anew in an emptied --save gets another
-name.
+the node's own memory. A run is recognised after a restart by what train/memory_name.py writes to --save.
 """
 
-import hashlib
 import platform
 import secrets
 import shutil
-from contextlib import suppress
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +22,11 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.peer_files import FileServer, Peer, get_file, put_file
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes, pinned_bytes
-from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.files import write_text
-from megatron_zpp.storage.regular import read_limited
+from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.run_memory import RunMemory, available_memory, room_for, size_of, snapshots_root
+from megatron_zpp.train.memory_name import memory_name, remove_memory_name, write_memory_name
 from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
-
-_RUN_FILE, _NAME_DIGITS, _CHECK_DIGITS = "memory_snapshots.txt", 16, 8
 
 
 class BuddyMemory:
@@ -55,6 +49,7 @@ class BuddyMemory:
         self._exchange: Exchange | None = exchange
         self.copies = MemoryCopies(memory.path, topology.node_of(topology.rank))
         self._server: FileServer | None = None
+        self._master = "127.0.0.1"
         self._buddy: Peer | None = None
         if self.by_first:
             for left in memory.path.glob("restoring_*"):  # by a start that was killed
@@ -71,9 +66,10 @@ class BuddyMemory:
         assert self._exchange is not None, "the run is restored"
         return self._exchange
 
-    def serve(self, address: str) -> None:
-        """Let other nodes reach this rank at `address`. Raises OSError."""
-        self._server = FileServer(address, self._secret, self.copies.path, self.copies.find)
+    def serve(self, address: str, master: str) -> None:
+        """Let other nodes reach this rank at `address`; `Ranks` describes both. Raises OSError."""
+        self._master = master
+        self._server = FileServer(self._secret, self.copies.path, self.copies.find)
         self.exchange.put(f"server/{self.topology.rank}", [address, self._server.port])
 
     def find_buddy(self) -> None:
@@ -88,13 +84,13 @@ class BuddyMemory:
             for name in file_names(snapshot, self.topology.rank):
                 put_file(self._buddy, self.copies.path / name, name)
 
-    def fetch(self, snapshot: SnapshotName, rank: int, node: int) -> None:
+    def fetch(self, snapshot: SnapshotName, rank: int, node: int, on_progress: OnProgress) -> None:
         """Bring the copy of `rank` from a node to this one. Raises OSError."""
         server = self._peer(node * self.topology.local_world_size + rank % self.topology.local_world_size)
         for name in file_names(snapshot, rank):
             target = self.copies.path / name
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            get_file(server, name, target)
+            get_file(server, name, target, on_progress)
 
     def check_room(self, nbytes: int) -> None:
         """Raise OSError if this node has no room for so many more bytes."""
@@ -128,6 +124,8 @@ class BuddyMemory:
 
     def _peer(self, rank: int) -> Peer:
         host, port = self.exchange.get(f"server/{rank}")
+        if ip_address(host).is_loopback:  # that rank is on the host of rank 0, which knows its name as this
+            host = self._master
         return Peer(host, port, self._secret)
 
 
@@ -144,7 +142,7 @@ def newest_state(config: Config) -> dict[str, Any] | None:
     """The state in the newest memory snapshot of the run on this node, before `open_memory`; None without."""
     settings, save = config.memory_snapshots, config.checkpoint.save
     try:
-        name = None if settings.buddy_snapshots is None or save is None else run_name(save)
+        name = None if settings.buddy_snapshots is None or save is None else memory_name(save)[0]
     except DamagedFile:
         return None  # `open_memory` refuses it
     if name is None:
@@ -152,29 +150,30 @@ def newest_state(config: Config) -> dict[str, Any] | None:
     return MemoryCopies(snapshots_root(settings.buddy_directory) / name, 0).newest_state()
 
 
-def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory | None:
-    """The memory of a run with --buddy-snapshots; None for other runs. Every rank must call it.
+def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[BuddyMemory | None, list[str]]:
+    """(the memory of a run with --buddy-snapshots, lines for the log); None for other runs.
 
-    Raises ValueError on all ranks if a node has no directory in memory, or too little room in it, or if the
-    file that says where the run's copies are is damaged.
+    Every rank must call it. Raises ValueError on all ranks if a node has no directory in memory, or too
+    little room in it, or if the file that says where the run's copies are is damaged.
     """
     settings, save = config.memory_snapshots, config.checkpoint.save
     if settings.buddy_snapshots is None:
         if save is not None and ranks.topology.rank == 0:
-            with suppress(OSError):  # what is in memory is not what such a run continues
-                (Path(save) / _RUN_FILE).unlink(missing_ok=True)
-        return None
+            remove_memory_name(save)
+        return None, []
     assert save is not None  # the configuration requires it
     exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "memory")
     if ranks.topology.rank == 0:
+        found: tuple[str | None, list[str]] = (None, [])
+        problem = None
         try:
-            name, damage = run_name(save), None
-        except DamagedFile as error:
-            name, damage = None, str(option_error("--save", save, str(error)))
-        exchange.put("names", [name, damage, secrets.token_hex(4), secrets.token_hex(16)])
-    name, damage, attempt, secret = exchange.get("names")
-    if damage is not None:
-        raise ValueError(damage)
+            found = memory_name(save)
+        except (DamagedFile, OSError) as error:
+            problem = str(option_error("--save", save, one_line(error)))
+        exchange.put("names", [found, problem, secrets.token_hex(4), secrets.token_hex(16)])
+    (name, lines), problem, attempt, secret = exchange.get("names")
+    if problem is not None:
+        raise ValueError(problem)
     shards = shards_of(engine, with_optimizer=True).values()
     pinned = pinned_bytes(shard.nbytes for shard in shards if shard.is_cuda)
     copied = pinned + sum(shard.nbytes for shard in shards if not shard.is_cuda)
@@ -187,20 +186,20 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
     except (OSError, ValueError) as error:
         problem = one_line(error)
     agree("room", problem)
-    if ranks.topology.rank == 0 and name is None:
-        exchange.put("name", name := new_run_name(save))
-    name = name or exchange.get("name")
+    if ranks.topology.rank == 0:
+        exchange.put("name", write_memory_name(save, name))
+    name = exchange.get("name")
     memory, problem = None, None
     try:
         memory = BuddyMemory(RunMemory(root, name), ranks.topology, exchange, attempt=attempt, secret=secret)
         if ranks.topology.nodes > 1:
-            memory.serve(ranks.address)
+            memory.serve(ranks.address, ranks.master)
     except OSError as error:
         problem = one_line(error)
     agree("open", problem)
     if memory is not None and ranks.topology.nodes > 1:
         memory.find_buddy()
-    return memory
+    return memory, lines
 
 
 def _agree(exchange: Exchange, settings: MemorySnapshotsConfig, name: str, problem: str | None) -> None:
@@ -229,38 +228,3 @@ def _lack_of_room(root: Path, name: str | None, topology: Topology, owned: int, 
             f"its ranks, and {room / 2**30:.3f} GiB are left; use more nodes"
         )
     return None
-
-
-def run_name(save: str) -> str | None:
-    """The name that an earlier start of the run has written to --save; None if none has.
-
-    Raises DamagedFile if the file has anything else.
-    """
-    try:
-        line = read_limited(Path(save) / _RUN_FILE, _NAME_DIGITS + _CHECK_DIGITS + 2).decode(errors="replace")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise DamagedFile(_damage(f"cannot be read ({one_line(error)})")) from None
-    if line != _line_of(name := line[:_NAME_DIGITS]):
-        raise DamagedFile(_damage("is damaged"))
-    return name
-
-
-def _line_of(name: str) -> str:
-    """What the file has: a name and the first digits of its SHA-256."""
-    return f"{name} {hashlib.sha256(name.encode()).hexdigest()[:_CHECK_DIGITS]}\n"
-
-
-def _damage(problem: str) -> str:
-    return (
-        f"{_RUN_FILE} there says which copies in memory are this run's, and {problem}; remove it to resume "
-        "without them, from the newest checkpoint"
-    )
-
-
-def new_run_name(save: str) -> str:
-    """A new name, written to --save. Raises OSError."""
-    name = secrets.token_hex(_NAME_DIGITS // 2)
-    write_text(Path(save) / _RUN_FILE, _line_of(name))
-    return name

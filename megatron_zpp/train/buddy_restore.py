@@ -35,7 +35,8 @@ class HeldSnapshot:
     def bring(self, memory: BuddyMemory, exchange: Exchange) -> Path:
         """Fetch what this node lacks; return a checkpoint of what this rank reads. Every rank must call it.
 
-        Raises DamagedFile, on all ranks if a copy cannot be fetched.
+        Raises DamagedFile, on all ranks if a copy cannot be fetched; NoProgress or Abandoned if a rank is
+        silent.
         """
         topology = memory.topology
         node, needed = topology.node_of(topology.rank), range(len(self.holders))
@@ -46,7 +47,7 @@ class HeldSnapshot:
         try:
             memory.check_room(sum(self.sizes[rank] for rank in missing))
             for rank in missing[topology.local_rank :: topology.local_world_size]:
-                memory.fetch(self.name, rank, self.holders[rank][0])
+                memory.fetch(self.name, rank, self.holders[rank][0], exchange.progress)
         except OSError as error:
             problem = f"a copy cannot be fetched: {one_line(error)}"
         if problem := exchange.first("fetched", problem):  # and all copies are on this node now

@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
-from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.exchange import Exchange, NoProgress
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.train.buddy_memory import BuddyMemory
 from megatron_zpp.zero.engine import ZeroEngine
 
+_POLL = 0.1  # seconds between two reports to other ranks that this one waits for its writer
 _NOTABLE = 0.1  # of the time between two snapshots: a longer wait is reported
 
 
@@ -50,6 +52,7 @@ class MemorySnapshots:
         self._writing: Future[str | None] | None = None  # returns the problem, if there is one
         self._newest: SnapshotName | None = None  # taken
         self._whole: SnapshotName | None = None  # the newest that is known to be whole on all ranks
+        self._keys: set[str] = set()  # in the store, of the newest exchange
         self._taken = time.perf_counter()
         self._said_slow = False
 
@@ -79,11 +82,11 @@ class MemorySnapshots:
 
         Every rank must call it.
         """
-        if self._writing is not None:
-            self._writing.result()
+        exchange = self._exchange_for("memory/end")
+        self._written(exchange)
         self._writer.shutdown()
         self._memory.close()
-        self._exchange_for("memory/end").first("closed", None)  # all have: nobody writes to this node now
+        exchange.first("closed", None)  # all have: nobody writes to this node now
         self._memory.forget(all_starts=saved)
 
     def _shards(self) -> dict[str, torch.Tensor]:
@@ -102,9 +105,7 @@ class MemorySnapshots:
         if self._writing is None or self._newest is None:
             return
         began = time.perf_counter()
-        problem, self._writing = self._writing.result(), None
-        failed = torch.tensor(float(problem is not None), device=self._engine.device)
-        if self._engine.sum_over_ranks(failed) > 0:
+        if problem := self._agreed_problem(self._newest):
             self._warn(self._newest, problem)
             return
         first, self._whole = self._whole is None, self._newest
@@ -121,8 +122,32 @@ class MemorySnapshots:
                 f"{self._whole.iteration}; a --buddy-snapshots above {self._interval} leaves it more time"
             )
 
-    def _warn(self, failed: SnapshotName, problem: str | None) -> None:
-        problem = self._exchange_for(f"memory/{failed}").first("problem", problem)
+    def _agreed_problem(self, snapshot: SnapshotName) -> str | None:
+        """On all ranks the problem of the first rank that has one. Raises ValueError if a rank is silent."""
+        exchange, earlier = self._exchange_for(f"memory/{snapshot}"), self._keys
+        try:
+            problem = exchange.first("problem", self._written(exchange))
+        except NoProgress as silence:
+            fix = f"{silence}; raise --distributed-timeout-minutes if a rank is only slow"
+            raise option_error("--buddy-snapshots", self._interval, fix) from None
+        self._keys = exchange.keys()
+        if self._engine.topology.rank == 0:  # all ranks have contributed to this exchange
+            exchange.forget(earlier)
+        return problem
+
+    def _written(self, exchange: Exchange) -> str | None:
+        """Wait for the writer and return its problem. All ranks wait for as long as one of them does.
+
+        A transfer without a byte for 30 s fails, so that the wait ends.
+        """
+        if self._writing is None:
+            return None
+        while not wait([self._writing], timeout=_POLL).done:
+            exchange.progress()
+        problem, self._writing = self._writing.result(), None
+        return problem
+
+    def _warn(self, failed: SnapshotName, problem: str) -> None:
         if self._memory.by_first:
             self._memory.copies.remove(failed)
         newest = "none is" if self._whole is None else f"iteration {self._whole.iteration} is the newest"

@@ -25,9 +25,10 @@ from megatron_zpp.train.save_lease import save_lease
 class Ranks:
     """What one rank has of all ranks of its run.
 
-    `store` is what all ranks share besides their collectives. Other ranks reach this one at `address`. A
-    signal in `signals` ends the run early. `activity` is told what this rank is doing. `lines`, for the log,
-    say how the ranks joined. `lease`, on rank 0, is that of --save.
+    `store` is what all ranks share besides their collectives. Other ranks reach this one at `address`, or if
+    that is a loopback address, at their own `master`, which is MASTER_ADDR. A signal in `signals` ends the
+    run early. `activity` is told what this rank is doing. `lines`, for the log, say how the ranks joined.
+    `lease`, on rank 0, is that of --save.
     """
 
     topology: Topology
@@ -35,6 +36,7 @@ class Ranks:
     signals: StopSignals
     activity: Activity
     address: str = "127.0.0.1"
+    master: str = "127.0.0.1"
     lines: tuple[str, ...] = ()
     lease: Lease | None = None
 
@@ -65,6 +67,7 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
                 signals=signals,
                 activity=activity,
                 address=rendezvous.own.address,
+                master=rendezvous.master,
                 lines=tuple(lines),
                 lease=lease,
             )

@@ -30,7 +30,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
-from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.exchange import Exchange, NoProgress
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.object_path import Location, is_object, location
@@ -141,7 +141,8 @@ def restore(
     passed_over: list[tuple[_Source, str]] = []
     for number, source in enumerate(sources):
         exchange = exchange_for(f"load/{number}")
-        load = _brought(source, exchange, partial(_load, config, source, engine, tokenizer, schedule))
+        with bounded(exchange, *source.flag(config)):
+            load = _brought(source, exchange, partial(_load, config, source, engine, tokenizer, schedule))
         start, problem = read_together(load, exchange, files, *source.flag(config))
         if problem is None:
             if memory is not None:
@@ -225,6 +226,8 @@ def _brought(
     """
     try:
         path = source.bring(exchange)
+    except NoProgress:
+        raise  # it says nothing about the copies
     except (DamagedFile, OSError) as error:
         return partial(_fail, error)
     return partial(load, path)

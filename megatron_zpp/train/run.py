@@ -61,7 +61,8 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "verify-data")
         lines.append(verify_data(splits, exchange))
     ranks.activity.now("loading", patient=True)
-    memory = open_memory(config, engine, ranks)
+    memory, said = open_memory(config, engine, ranks)
+    lines += said
     loaded = restore(config, engine, inputs.tokenizer, ranks.store, inputs.schedule, memory)
     progress, said = _with_products(config, engine, ranks, loaded.progress)
     if config.data.dataset_order == "megatron":

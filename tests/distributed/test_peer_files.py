@@ -10,6 +10,7 @@ import pytest
 from megatron_zpp.distributed.peer_files import FileServer, Peer, TransferFailed, get_file, put_file
 
 NAME = "iter_0000040-1a2b3c4d/rank_00003.safetensors"
+INTERFACES = Path("/proc/net/if_inet6")
 SECRET = "of this run"
 
 
@@ -23,7 +24,7 @@ def peer(directory: Path) -> Iterator[Peer]:
     def find(name: str) -> Path | None:
         return directory / name if (directory / name).exists() else None
 
-    server = FileServer("127.0.0.1", SECRET, directory, find)
+    server = FileServer(SECRET, directory, find)
     yield Peer("127.0.0.1", server.port, SECRET)
     server.close()
 
@@ -37,6 +38,22 @@ def test_a_file_arrives_as_it_was_sent(peer: Peer, directory: Path, tmp_path: Pa
     get_file(peer, NAME, tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == content[:size]
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_file_that_arrives_reports_progress(peer: Peer, directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "sent").write_bytes(bytes(3_000_001))
+    put_file(peer, tmp_path / "sent", NAME)
+    reports = []
+    get_file(peer, NAME, tmp_path / "back", lambda: reports.append(None))
+    assert len(reports) >= 3
+
+
+@pytest.mark.parametrize("host", ["127.0.1.1", "localhost", "::1"])
+def test_a_server_is_reached_at_every_address(peer: Peer, tmp_path: Path, host: str) -> None:
+    if host == "::1" and not (INTERFACES.exists() and " lo\n" in INTERFACES.read_text()):
+        pytest.skip("needs IPv6")
+    (tmp_path / "sent").write_bytes(b"x")
+    put_file(peer._replace(host=host), tmp_path / "sent", NAME)
 
 
 def test_a_stranger_gets_no_answer(peer: Peer, directory: Path, tmp_path: Path) -> None:
@@ -90,7 +107,7 @@ def test_a_file_that_is_not_there_and_a_server_that_is_gone(peer: Peer, tmp_path
 
 def test_a_closed_server_writes_nothing_more(directory: Path) -> None:
     """Even where a transfer is under way."""
-    server = FileServer("127.0.0.1", SECRET, directory, lambda name: None)
+    server = FileServer(SECRET, directory, lambda name: None)
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         request = {"secret": SECRET, "put": NAME, "bytes": 100}
         connection.sendall(json.dumps(request).encode() + b"\nhalf")

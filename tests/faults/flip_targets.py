@@ -50,8 +50,8 @@ from megatron_zpp.storage.lease import LEASE, Holder
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
-from megatron_zpp.train.buddy_memory import new_run_name, run_name
 from megatron_zpp.train.layer_times import LayerTimes, LayerTimesCache
+from megatron_zpp.train.memory_name import memory_name, write_memory_name
 from megatron_zpp.train.product_cache import ProductCache
 from tests.checkpoint.saving import FIRST, small, train
 from tests.data.format_by_hand import write_by_hand
@@ -157,9 +157,9 @@ def _checkpoint(directory: Path, name: str = "checkpoint", **zero: object) -> Ta
 
 def _name_of_memory(directory: Path) -> Target:
     """Where a run's copies in memory are."""
-    new_run_name(str(directory))
+    write_memory_name(str(directory), None)
     return Target(
-        "name of the copies in memory", tuple(directory.iterdir()), lambda: run_name(str(directory))
+        "name of the copies in memory", tuple(directory.iterdir()), lambda: memory_name(str(directory))
     )
 
 

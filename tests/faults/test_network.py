@@ -1,11 +1,8 @@
 """The link that campaigns disturb: ranks train across it, and a delayed one delays them."""
 
 import os
-import shutil
 import socket
-import subprocess
 import time
-from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -16,19 +13,6 @@ from tests.faults.network import DELAYED, DELAYED_BY, Link
 from tests.faults.settings import MOCK, SHAPE
 from tests.forkserver import CONTEXT
 from tests.support import Run
-
-
-@pytest.fixture
-def link() -> Iterator[Link]:
-    if shutil.which("ip") is None:
-        pytest.skip("needs ip")
-    name = f"zpp-test-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", f"{name}-0"], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"needs network namespaces: {made.stderr.strip()}")
-    found = Link(name)
-    yield found
-    found.remove()
 
 
 def join(link: Link, node: int) -> None:

@@ -3,17 +3,21 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName
+from tests.faults.network import Link
 from tests.support import ROOT, Run, environment, free_port, holding, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.test_faults import in_micro_batch, weights
@@ -166,6 +170,20 @@ def test_nodes_of_two_ranks_lose_one_node(
     assert weights(nodes.save, END) == whole
 
 
+def on_linked_node(link: Link, node: int) -> None:
+    """Move this rank to a node; the name of rank 0's host means a loopback address there, as on Debian."""
+    link.enter(node)
+    os.environ.update(MASTER_ADDR=link.address(0) if node else "127.0.1.1", GLOO_SOCKET_IFNAME=link.INTERFACE)
+
+
+def test_a_host_whose_own_name_is_loopback_there_is_reached(nodes: Nodes, link: Link) -> None:
+    changes = {node: partial(on_linked_node, link, node) for node in (0, 1)}
+    with nodes.start(changes=changes) as run:
+        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
+        assert "iteration 0 is in the memory of two nodes" in run.out(0)
+        assert "could not be copied" not in run.out(0)
+
+
 def test_one_node_keeps_its_own_copies(nodes: Nodes, whole: dict[str, bytes]) -> None:
     """Which outlive its processes, though not their host. The weights do not depend on the nodes."""
     nodes.local = 2
@@ -216,6 +234,70 @@ def test_snapshots_of_two_starts_are_not_mixed(nodes: Nodes, whole: dict[str, by
     assert log.count("WARNING: iteration 10 in memory is skipped: ") == 1
     assert "loaded iteration 10 in memory" in log
     assert weights(nodes.save, END) == whole
+
+
+SECONDS = 4.5  # the time-out of these runs
+SHORT = f"--distributed-timeout-minutes {SECONDS / 60} --heartbeat-timeout 4".split()
+SLOW, SLOW_PIECES = 7, 14  # seconds that a slow file takes, in so many pieces
+
+
+def sending_slowly(name: str) -> None:
+    """What this rank sends of the copies whose names have `name` takes longer than the time-out."""
+    from megatron_zpp.distributed import peer_files
+
+    peer_files._PIECE = 1 << 12  # progress is reported after each; these files are small
+    send = socket.socket.sendfile
+
+    def slowly(connection: socket.socket, file: BinaryIO) -> None:
+        if name not in file.name or not file.name.endswith(".safetensors"):
+            send(connection, file)
+            return
+        content = file.read()
+        size = len(content) // SLOW_PIECES + 1
+        for first in range(0, len(content), size):
+            time.sleep(SLOW / SLOW_PIECES)
+            connection.sendall(content[first : first + size])
+
+    socket.socket.sendfile = slowly
+
+
+def test_copies_may_travel_for_longer_than_the_time_out(nodes: Nodes, whole: dict[str, bytes]) -> None:
+    """To a node that was replaced, and to a buddy: other ranks wait for as long as bytes arrive."""
+    nodes.crash(13, 10)
+    nodes.lose(1)
+    slow = partial(sending_slowly, "iter_0000010")
+    changes = {0: slow, 1: partial(sending_slowly, "none")}
+    with nodes.start(*SHORT, changes=changes) as run:
+        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
+        log = run.out(0)
+    assert "loaded iteration 10 in memory" in log
+    assert "could not be copied to memory" not in log
+    assert weights(nodes.save, END) == whole
+
+
+def stuck_before_fetching() -> None:
+    """This rank does nothing for longer than others wait, before it fetches copies."""
+    from megatron_zpp.train import buddy_memory
+
+    get = buddy_memory.get_file
+
+    def late(*arguments: object) -> None:
+        buddy_memory.get_file = get
+        time.sleep(SLOW)
+        get(*arguments)
+
+    buddy_memory.get_file = late
+
+
+def test_a_silent_rank_is_not_taken_for_damaged_copies(nodes: Nodes) -> None:
+    """Which stay for the next start."""
+    nodes.crash(13, 10)
+    nodes.lose(0)
+    with nodes.start(*SHORT, changes={0: stuck_before_fetching}) as run:
+        assert run.statuses() == {0: 1, 1: 1}, run.out(0)
+        assert all(": --buddy-snapshots 5: " in line for line in run.errors()), run.errors()
+        assert any(f" progress for 0:00:0{SECONDS}" in line for line in run.errors()), run.errors()
+    assert nodes.files("iter_0000010-*/rank_00000.json")
 
 
 def killed_in_snapshot(iteration: int) -> None:
@@ -330,6 +412,21 @@ def test_a_run_that_begins_anew_does_not_find_the_memory_of_the_one_before(nodes
     with nodes.start() as run:
         assert run.statuses() == {0: 0, 1: 0}, run.err(0)
         assert "starting from initial weights" in run.out(0)
+
+
+def test_a_copy_of_a_save_directory_is_another_run(nodes: Nodes, whole: dict[str, bytes]) -> None:
+    """Whose memory is its own: neither reads nor removes what the other one has."""
+    nodes.crash(13, 10)
+    copy = nodes.save.with_name("copy")
+    shutil.copytree(nodes.save, copy)
+    with nodes.start("--save", str(copy), "--load", str(copy)) as run:
+        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
+        log = run.out(0)
+    assert f" was written in another directory, {nodes.save}: the memory snapshots of that run are " in log
+    assert "starting from initial weights" in log
+    moved = nodes.save.rename(nodes.save.with_name("moved"))
+    assert "loaded iteration 10 in memory" in nodes.finish("--save", str(moved), "--load", str(moved))
+    assert weights(moved, END) == whole
 
 
 def test_what_was_loaded_from_memory_is_saved(nodes: Nodes) -> None:

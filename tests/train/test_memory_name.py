@@ -1,0 +1,80 @@
+"""The file in --save by which a restarted run finds its memory snapshots."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.train.memory_name import memory_name, remove_memory_name, write_memory_name
+
+FILE = "memory_snapshots.txt"
+OLD = "0123456789abcdef 9f9f5111\n"  # as versions before wrote it, with the first digits of its SHA-256
+
+
+def test_a_start_finds_what_the_one_before_wrote(tmp_path: Path) -> None:
+    assert memory_name(str(tmp_path)) == (None, [])
+    name = write_memory_name(str(tmp_path), None)
+    assert memory_name(str(tmp_path)) == (name, [])
+    assert write_memory_name(str(tmp_path), name) == name
+    remove_memory_name(str(tmp_path))
+    assert memory_name(str(tmp_path)) == (None, [])
+    assert write_memory_name(str(tmp_path), None) != name
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_moved_directory_keeps_its_name_and_a_copy_gets_its_own(tmp_path: Path) -> None:
+    run, copy, moved = (tmp_path / name for name in ("run", "copy", "moved"))
+    run.mkdir()
+    name = write_memory_name(str(run), None)
+    shutil.copytree(run, copy)
+    assert memory_name(str(copy)) == (
+        None,
+        [
+            f" {FILE} in {copy} was written in another directory, {run}: the memory snapshots of that run "
+            "are not used"
+        ],
+    )
+    own = write_memory_name(str(copy), None)
+    assert memory_name(str(copy)) == (own, [])
+    os.rename(run, moved)
+    assert memory_name(str(moved)) == (name, [])
+    assert own != name
+
+
+def test_a_file_of_an_earlier_version_is_read_until_the_next_start_is_copied(tmp_path: Path) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    run.mkdir()
+    (run / FILE).write_text(OLD)
+    assert memory_name(str(run)) == ("0123456789abcdef", [])
+    write_memory_name(str(run), "0123456789abcdef")
+    shutil.copytree(run, copy)
+    assert memory_name(str(copy))[0] is None
+
+
+def test_a_path_with_any_characters_is_kept(tmp_path: Path) -> None:
+    run = tmp_path / os.fsdecode(b'\xff\n\xe6\x97\xa5 "run"')
+    run.mkdir()
+    name = write_memory_name(str(run), None)
+    assert memory_name(str(run)) == (name, [])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"0" * 100_000, OLD[:-1].encode(), b"../../../../../.. 16b2aec7\n"]
+)
+def test_anything_else_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(DamagedFile, match=r"memory_snapshots.txt there says .*; remove it to resume without"):
+        memory_name(str(tmp_path))
+
+
+def test_every_changed_byte_is_found(tmp_path: Path) -> None:
+    write_memory_name(str(tmp_path), None)
+    content = (tmp_path / FILE).read_bytes()
+    for position in range(len(content)):
+        changed = bytearray(content)
+        changed[position] ^= 4
+        (tmp_path / FILE).write_bytes(changed)
+        with pytest.raises(DamagedFile):
+            memory_name(str(tmp_path))
