@@ -1,6 +1,7 @@
-"""What the engine refuses of a model."""
+"""What the engine refuses of a model and its settings, which only Python can give it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
+from tests.zero.quantizing import operations
 
 WIDTH = 8
 
@@ -44,18 +47,23 @@ def initial(name: str, like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(sum(name.encode())))
 
 
-def engine_of(change: Callable[[Model], object]) -> ZeroEngine:
+def engine_of(
+    change: Callable[[Model], object] = lambda model: None,
+    with_operations: Operations | None = None,
+    **zero: Any,
+) -> ZeroEngine:
     with torch.device("meta"):
         model = Model()
         change(model)
     return ZeroEngine(
         model,
         lambda name, tensor: tensor.copy_(initial(name, tensor)),
-        zero=ZeroConfig(),
+        zero=ZeroConfig(**zero),
         optimizer=OptimizerConfig(),
         precision=PrecisionConfig(),
         topology=Topology(),
         device=torch.device("cpu"),
+        operations=with_operations,
     )
 
 
@@ -123,3 +131,15 @@ def test_modules_with_the_same_parameters_stay_tied(change: Callable[[Model], No
     assert engine.accumulate((data, 2 * data), index=0, micro_batches=1).item() == pytest.approx(loss.item())
     norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm()
     assert engine.step(1e-2).grad_norm.item() == pytest.approx(norm.item())
+
+
+@pytest.mark.parametrize("setting", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_codes_need_operations(setting: str) -> None:
+    with pytest.raises(ValueError, match=r"^operations None: .* load_operations\("):
+        engine_of(zero_stage=3, **{setting: True})
+
+
+def test_ranks_that_cannot_obey_are_refused_in_python_too() -> None:
+    differences = {"zero_quantized_weights": True, "zero_quantized_weights_format": "delta4"}
+    with pytest.raises(ValueError, match=r"^--zero-quantized-weights-format delta4: needs 2 or more nodes"):
+        engine_of(with_operations=operations(), zero_stage=3, **differences)
