@@ -91,11 +91,6 @@ class CommStream:
         self._newest: Future | None = None
         self._barrier_buffers: tuple[Tensor, Tensor] | None = None  # received and sent by `barrier`
 
-    @property
-    def uses_copy_engines(self) -> bool:
-        """Whether copy engines transfer the buffers that `zeros` returned."""
-        return self._symmetric is not None
-
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a buffer (numel,) for collectives of this stream. All ranks must allocate the same."""
         with nullcontext() if self._symmetric is None else self._symmetric.allocating():
