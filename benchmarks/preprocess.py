@@ -39,7 +39,7 @@ class BenchmarkConfig(Options):
     rounds: int = option(
         3, "Rounds, of which the best counts: other work on the machine only ever slows.", at_least=1
     )
-    uses_copy_engines: int = option(
+    copies: int = option(
         3, "Copies of the source in the corpus: more hide the start of the processes.", at_least=1
     )
     vocab_size: int = option(4096, "Of the SentencePiece model that is trained for it.", at_least=512)
@@ -66,7 +66,7 @@ def main() -> None:
             f"--model-type={config.model_type}",
             f"--output-prefix={model.removesuffix('.model')}",
         )
-        Path(corpus).write_bytes(Path(corpus).read_bytes() * config.uses_copy_engines)
+        Path(corpus).write_bytes(Path(corpus).read_bytes() * config.copies)
         size = Path(corpus).stat().st_size / 1e6
         alone, together, tool = [], [], []
         for _ in range(config.rounds):

@@ -20,8 +20,9 @@ class OptimizerConfig(Options):
     fused_backend: Literal["auto", "apex", "torch"] = option(
         "auto",
         "Source of norms and AdamW. apex: NVIDIA apex; torch: torch's norms with this program's "
-        "AdamW kernel (torch's AdamW on CPUs and without a compiler); auto: apex on a GPU if it is installed "
-        "and layers are not compiled, else torch.",
+        "AdamW kernel (torch's AdamW on CPUs and without a compiler); auto: apex on a GPU if it is "
+        "installed and layers are not compiled, without --zero-offload-optimizer and --decoupled-lr; else "
+        "torch.",
     )
 
 

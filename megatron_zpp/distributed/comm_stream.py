@@ -22,7 +22,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class Pending:
-    """A handle of submitted work, which owns its buffers until `wait` has returned."""
+    """A handle of submitted work.
+
+    It does not own the buffers of the work: on a GPU it holds an event alone. Whoever submits work keeps its
+    buffers until `wait` has returned, as `owning` does, or UnitGradient (zero/sharded_unit.py).
+    """
 
     def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
         self._wait = wait
@@ -30,6 +34,25 @@ class Pending:
     def wait(self) -> None:
         """Make the current CUDA stream (on a CPU: the caller) wait for the result; repeatable."""
         self._wait()
+
+
+def owning(buffer: Tensor, pending: Pending) -> Pending:
+    """The same work, which owns `buffer` until it is waited for."""
+
+    def wait(buffer: Tensor = buffer) -> None:  # the default keeps a reference
+        pending.wait()
+
+    return Pending(wait)
+
+
+def all_of(pending: Sequence[Pending]) -> Pending:
+    """Wait for each of them, because each can fail: on a CPU only `wait` raises the error of work."""
+
+    def wait() -> None:
+        for one in pending:
+            one.wait()
+
+    return Pending(wait)
 
 
 class CommStream:
@@ -67,11 +90,6 @@ class CommStream:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="comm_stream") if beside else None
         self._newest: Future | None = None
         self._barrier_buffers: tuple[Tensor, Tensor] | None = None  # received and sent by `barrier`
-
-    @property
-    def uses_copy_engines(self) -> bool:
-        """Whether copy engines transfer the buffers that `zeros` returned."""
-        return self._symmetric is not None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a buffer (numel,) for collectives of this stream. All ranks must allocate the same."""

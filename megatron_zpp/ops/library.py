@@ -10,7 +10,7 @@ from megatron_zpp.native.cache import BuildError
 from megatron_zpp.ops import checks, products, reference
 from megatron_zpp.ops.build import build
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.ops.toolchain import cuda_problem
+from megatron_zpp.ops.toolchain import capability_problem, cuda_problem
 
 COMMAND = "python -m megatron_zpp.ops.build"
 
@@ -46,8 +46,13 @@ def load_operations(device_type: str, *, require_kernels: bool, say: Callable[[s
 def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
     """Load the library of csrc/ as torch.ops.megatron_zpp, also for torch.compile. Raises BuildError.
 
-    Loads it once per process, because torch keeps one set of operators of a name.
+    Loads it once per process, because torch keeps one set of operators of a name. Does not build it where
+    the present GPU is too old for its device code.
     """
+    if device_type == "cuda" and torch.cuda.is_available():
+        problem = capability_problem(torch.cuda.get_device_capability())
+        if problem is not None:
+            raise BuildError(problem)
     if not loaded():
         library = build(say=say)
         try:

@@ -33,6 +33,8 @@ ARCHITECTURES = (
     "-gencode=arch=compute_90,code=[sm_90,compute_90]",  # PTX too, which later devices compile at load time
 )
 
+LEAST_CAPABILITY = (8, 0)  # the compute capability of the oldest of them
+
 
 @dataclass(frozen=True)
 class Toolchain:
@@ -83,6 +85,14 @@ def cuda_problem(environ: Mapping[str, str]) -> str | None:
     if version.split(".")[0] == torch.version.cuda.split(".")[0]:
         return None
     return f"{nvcc} is of CUDA {version} but torch of CUDA {torch.version.cuda} (set CUDA_HOME)"
+
+
+def capability_problem(capability: tuple[int, int]) -> str | None:
+    """The reason why device code does not run on a GPU of this compute capability, or None."""
+    if capability >= LEAST_CAPABILITY:
+        return None
+    least, has = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
+    return f"they need a GPU of compute capability {least} or later; this one has {has}"
 
 
 def find_nvcc(environ: Mapping[str, str]) -> str | None:

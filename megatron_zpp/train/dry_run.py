@@ -78,7 +78,8 @@ def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
     compiles = _compiles(config.compilation, config.optimizer)
     if compiles:
         check_cache(config.compilation)
-    resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles)
+    decoupled = config.learning_rate.decoupled_lr is not None
+    resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles, decoupled=decoupled)
     dtype = config.precision.compute_dtype("cuda")
     assert config.plan.plan_gpu is not None  # PlanConfig fills its default in with --dry-run
     gpu, rates = GPUS[config.plan.plan_gpu], machine(config.plan, dtype)

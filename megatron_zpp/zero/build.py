@@ -6,7 +6,6 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.communication import Communication
@@ -214,26 +213,6 @@ def write_gather_source(communication: Communication, unit: Unit) -> None:
         communication.differences.write_key_frame(unit.gather_source, unit.reference)
     elif not unit.layout.coded:
         communication.gather.write_gather_source(unit.master, unit.gather_source)
-
-
-def check_unit(zero: ZeroConfig, model: nn.Module) -> None:
-    """Raise ValueError if the units of `model` are not those of --zero-unit and --zero-table-rows."""
-    cut = getattr(model, "cut_layers", False)
-    if cut != zero.cuts_layers:
-        units = "sublayers" if cut else "no sublayers"
-        raise option_error(
-            "--zero-unit",
-            zero.zero_unit,
-            f"the model's units are {units}; give GPT cut_layers={zero.cuts_layers}",
-        )
-    rows = getattr(model, "table_rows", None)
-    if rows != zero.zero_table_rows:
-        components = "RowBlockComponents" if zero.zero_table_rows else "ModelComponents"
-        raise option_error(
-            "--zero-table-rows",
-            zero.zero_table_rows,
-            f"the model's tables have units of {rows or 'all'} rows; give GPT {components} as parts",
-        )
 
 
 def named_units(model: nn.Module) -> list[tuple[str, nn.Module]]:

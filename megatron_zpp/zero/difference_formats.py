@@ -16,8 +16,9 @@ sound run whose learning rate ends at 0.
     step t + 1    all ranks add them up, in the all-reduce of the gradient norm, and the device decides
     step t + 2    the host, which never waits for the device here, reads the decision: 8 bits in this step
 
-A raised unit is coded with its own format as well, to find out whether that suffices again. Decisions
-depend on whole units, not on how they are sharded, and all ranks take the same ones.
+A raised unit is coded with its own format as well, to find out whether that suffices again. Where nothing was
+coded, as in a skipped step, the decision before it stays. Decisions depend on whole units, not on how they
+are sharded, and all ranks take the same ones.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ class DifferenceFormats:
         units = len(self._formats)
         on_gpu = device.type == "cuda"
         self.measured = torch.zeros(units, 2, dtype=torch.float64, device=device)
-        self._decided = torch.zeros(units, dtype=torch.bool, pin_memory=on_gpu)
+        self._behind = torch.zeros(units, dtype=torch.bool, device=device)  # the newest decision
+        self._decided = torch.zeros(units, dtype=torch.bool, pin_memory=on_gpu)  # its copy to the host
         self._copied = torch.cuda.Event() if on_gpu else None
         self._raised = [False] * units
 
@@ -72,7 +74,8 @@ class DifferenceFormats:
             self._copied.synchronize()
         self._raised = self._decided.tolist()
         difference, lost = measured.unbind(1)
-        self._decided.copy_(lost > LOST_SHARE * difference, non_blocking=True)
+        self._behind = torch.where(difference == 0, self._behind, lost > LOST_SHARE * difference)
+        self._decided.copy_(self._behind, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
@@ -86,10 +89,11 @@ class DifferenceFormats:
         """Restore what `state` returned, or a run's start if None. One rank keeps the sums of all."""
         if self._copied is not None:
             self._copied.synchronize()
-        self._decided.zero_()
+        raised = [False] * len(self._formats) if state is None else state["raised"]
+        self._decided.copy_(torch.tensor(raised))
+        self._behind.copy_(self._decided)
         self.measured.zero_()
         if state is None:
             return
-        self._decided.copy_(torch.tensor(state["raised"]))
         if first_rank:
             self.measured.copy_(torch.tensor(state["measured"], dtype=torch.float64))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
@@ -20,7 +21,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.adamw import build_optimizer
-from megatron_zpp.zero.build import Initialize, UnitBuilder, check_unit, named_units, plan_of
+from megatron_zpp.zero.build import Initialize, UnitBuilder, named_units, plan_of
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
@@ -28,7 +29,9 @@ from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
+from megatron_zpp.zero.model_checks import check_parameters, check_unit
 from megatron_zpp.zero.model_states import ModelStates
+from megatron_zpp.zero.plan_communication import check_topology
 from megatron_zpp.zero.prefetch import Phase
 from megatron_zpp.zero.product_scaling import ProductScaling, end_step
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
@@ -73,6 +76,9 @@ class ZeroEngine:
     gets a line if copy engines were tried and cannot be used. Parameters whose names are `decoupled` have a
     learning rate of their own. `scaling` has the scales of 8-bit products if they follow from earlier steps.
     `codes` encodes the weights that are held as codes, by these scales.
+
+    Raises ValueError for a model whose parameters cannot all be trained, and for settings that these ranks
+    cannot obey.
     """
 
     def __init__(
@@ -96,9 +102,15 @@ class ZeroEngine:
         codes: WeightEncoder | None = None,
     ) -> None:
         check_unit(zero, model)
+        named_modules = named_units(model)
+        check_parameters(model, named_modules)
         self.model, self.topology, self.device, self.share = model, topology, device, share
         self.scaling, self.sections = scaling, sections
         self.grid = Grid(topology, 1 if share.group is None else share.group.size)
+        check_topology(zero, self.grid.data)
+        if zero.quantizes and operations is None:
+            fix = f'codes need them; give load_operations("{device.type}", require_kernels=False, say=print)'
+            raise option_error("operations", operations, fix)
         self._ledger = TrafficLedger(self.grid.data)
         self._clip_grad = optimizer.clip_grad
         dtype = getattr(torch, precision.compute_dtype(device.type))
@@ -122,7 +134,6 @@ class ZeroEngine:
             copy_engines=self.copy_engines,
         )
         self._communication = communication = build_communication(plan, make_comm_stream, operations)
-        named_modules = named_units(model)
         self.units = UnitBuilder(
             communication, device, offload_optimizer=zero.zero_offload_optimizer, codes=codes
         ).build(named_modules, share.initialize(initialize))

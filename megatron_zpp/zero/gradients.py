@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.distributed.comm_stream import Pending
+from megatron_zpp.distributed.comm_stream import Pending, all_of
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
@@ -212,10 +212,10 @@ class Gradients:
         if last:
             total = torch.empty_like(unit.master, device=accumulated.device)
             squares = self._new_squares(total, last=True)
-            pending = reduction.reduce_accumulated(
+            reduced = reduction.reduce_accumulated(
                 accumulated, total, squares=squares, rotation=self._rotation_of(unit)
             )
-            unit.grad.reduce(pending, sent, total, squares, accumulated)
+            unit.grad.reduce(all_of([pending, reduced]), sent, total, squares, accumulated)
         else:
             unit.grad.reduce_in_group(pending, sent, accumulated)
         self._reducing[self._slots[unit]] = unit

@@ -56,7 +56,7 @@ def reads_of(modules: Sequence[tuple[str, nn.Module]], recomputed: Sequence[rang
     A module with `read_by_backward` False needs no parameters in its backward.
     """
     numbers: dict[tuple[int, ...], int] = {}
-    units = tuple(numbers.setdefault(_key(module), len(numbers)) for _, module in modules)
+    units = tuple(numbers.setdefault(key_of(module), len(numbers)) for _, module in modules)
     forward_only = frozenset(
         place for place, (_, module) in enumerate(modules) if not getattr(module, "read_by_backward", True)
     )
@@ -67,10 +67,10 @@ def distinct(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
     """The names and modules at the first place of each unit, by the units' numbers."""
     firsts: dict[tuple[int, ...], tuple[str, nn.Module]] = {}
     for name, module in modules:
-        firsts.setdefault(_key(module), (name, module))
+        firsts.setdefault(key_of(module), (name, module))
     return list(firsts.values())
 
 
-def _key(module: nn.Module) -> tuple[int, ...]:
+def key_of(module: nn.Module) -> tuple[int, ...]:
     """What modules with the same parameters have in common."""
     return tuple(map(id, module.parameters()))

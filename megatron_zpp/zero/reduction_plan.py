@@ -9,7 +9,7 @@ import torch
 
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat
-from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.hop import Buffer, Hop, SentBytes
 
 CHUNKS, SMALLEST_CHUNK = 4, 2**18  # chunks of a shard at most; elements of a chunk at least
@@ -271,13 +271,14 @@ class ReductionPlan:
         """Elements of a chunk.
 
         Hops overlap by chunk: several, so that both links are busy most of the time, but of so many elements
-        that a message is worth its latency.
+        that a message is worth its latency. Chunks begin where a block begins, and where signs can begin:
+        at a multiple of 128 elements.
         """
         if self.algorithm is not ReductionAlgorithm.QUANTIZED_TWO_HOPS:
             return shard_numel
-        block = max(hop.code_format.block for hop in self.hops)
+        multiple = max(SHARD_MULTIPLE, *(hop.code_format.block for hop in self.hops))
         wanted = max(-(-shard_numel // CHUNKS), SMALLEST_CHUNK)
-        return min(-(-wanted // block) * block, shard_numel)
+        return min(-(-wanted // multiple) * multiple, shard_numel)
 
 
 def choose_algorithm(stage: int, grid: Topology, *, quantized: bool) -> ReductionAlgorithm:

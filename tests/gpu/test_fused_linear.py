@@ -23,12 +23,10 @@ def inputs(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, list[nn.L
 
 def in_float64(x: Tensor, maps: list[nn.Linear]) -> tuple[Tensor, list[nn.Linear]]:
     """Copies of the same numbers."""
-    uses_copy_engines = [
-        nn.Linear(m.in_features, m.out_features, device="cuda", dtype=torch.double) for m in maps
-    ]
-    for copy, module in zip(uses_copy_engines, maps, strict=True):
+    copies = [nn.Linear(m.in_features, m.out_features, device="cuda", dtype=torch.double) for m in maps]
+    for copy, module in zip(copies, maps, strict=True):
         copy.load_state_dict(module.state_dict())
-    return x.detach().double().requires_grad_(), uses_copy_engines
+    return x.detach().double().requires_grad_(), copies
 
 
 def ours(x: Tensor, to_heads: nn.Linear, into: nn.Linear) -> list[Tensor]:

@@ -15,6 +15,7 @@ from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.ops.toolchain import ARCHITECTURES, capability_problem
 from tests.ops.agreement import assert_same_bits
 from tests.ops.cases import adamw_scalars, adamw_states, garbage, plain
 
@@ -284,6 +285,25 @@ def test_without_a_compiler_the_reference_serves_with_one_warning(monkeypatch: p
     with pytest.raises(BuildError, match=r"g\+\+ is not installed"):
         load_operations("cpu", require_kernels=True, say=said.append)
     assert len(said) == 1
+
+
+def test_the_reference_serves_gpus_that_are_older_than_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    said: list[str] = []
+    assert not load_operations("cuda", require_kernels=False, say=said.append).compiled
+    (warning,) = said
+    assert "need a GPU of compute capability 8.0 or later; this one has 7.5" in warning
+    with pytest.raises(BuildError, match=r"this one has 7\.5"):
+        load_operations("cuda", require_kernels=True, say=said.append)
+
+
+def test_device_code_is_compiled_for_the_oldest_gpu_that_it_runs_on() -> None:
+    compiled = [int(number) for line in ARCHITECTURES for number in re.findall(r"compute_(\d+),", line)]
+    assert min(compiled) == 80
+    assert capability_problem((7, 5)) is not None
+    for newer in ((8, 0), (8, 6), (9, 0), (12, 0)):
+        assert capability_problem(newer) is None
 
 
 def test_with_kernels_nothing_is_said(kernels: None) -> None:

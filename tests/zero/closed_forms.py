@@ -10,7 +10,7 @@ from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 PARAMETER_BYTES = 2  # as they compute, and gradients as they are made
-CHUNKS, SMALLEST_CHUNK = 4, 2**18  # of a shard; elements
+CHUNKS, SMALLEST_CHUNK, CHUNK_MULTIPLE = 4, 2**18, 256  # of a shard; elements
 
 
 def arena_bytes(
@@ -132,7 +132,8 @@ def chunk_numel(shard_numel: int, two_hops: bool, block: int) -> int:
     if not two_hops:
         return shard_numel
     wanted = max(-(-shard_numel // CHUNKS), SMALLEST_CHUNK)
-    return min(-(-wanted // block) * block, shard_numel)
+    multiple = max(CHUNK_MULTIPLE, block)
+    return min(-(-wanted // multiple) * multiple, shard_numel)
 
 
 def slots(units: int, prefetch: int) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.collectives import first_hop
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.plan_communication import check_topology
 from tests.checkpoint.saving import TOKENIZER, save
@@ -96,6 +98,57 @@ def test_losses_equal_one_process(nodes: int, local: int) -> None:
         for (zero, its_count), losses in zip(cases, results[0], strict=True):
             if its_count == count:
                 assert losses == pytest.approx(expected, rel=1e-6), (zero, count)
+
+
+def first_errors(topology: Topology, per_node: int, zero: dict[str, Any]) -> list[str]:
+    """What steps of one and two micro-batches say if hop 1 of the last one fails."""
+    grid = Topology(topology.rank, topology.world_size, topology.rank % per_node, per_node)
+    model, said = dataclasses.replace(MODEL, num_layers=1), []
+    for micro_batches in (1, 2):
+        engine = build(grid, zero, BF16, model)
+        *earlier, last = batches(topology.world_size, micro_batches)[0, :, topology.rank]
+        for index, tokens in enumerate(earlier):
+            engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+        engine.take_traffic()  # what was submitted so far is done
+        with pytest.MonkeyPatch.context() as patched:
+            for hop, method in (
+                (first_hop.PlainFirstHop, "sum_now"),
+                (first_hop.QuantizedFirstHop, "exchange"),
+            ):
+                patched.setattr(hop, method, failing(getattr(hop, method)))
+            try:
+                engine.accumulate(last, index=micro_batches - 1, micro_batches=micro_batches)
+                engine.step(1e-2)
+                said.append("no error")
+            except OSError as error:
+                said.append(str(error))
+            for comm_stream in engine._communication.comm_streams:
+                comm_stream.close()
+    return said
+
+
+def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with an error at its end, so that every rank has sent what others wait for."""
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        method(*args, **kwargs)
+        raise OSError("hop 1 failed")
+
+    return fails
+
+
+def all_first_errors(topology: Topology) -> list[list[str]]:
+    """In nodes of half the ranks, and in one node."""
+    pairs = {"zero_stage": 2, "zero_gradient_partition_size": "2"}
+    quantized, ranks = {"zero_quantized_gradients": True}, topology.world_size
+    cases = [(ranks // 2, pairs), (ranks // 2, pairs | quantized), (ranks, pairs)]
+    return [first_errors(topology, per_node, zero) for per_node, zero in cases]
+
+
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.nightly)])
+def test_no_step_is_taken_if_hop_1_of_its_last_micro_batch_fails(ranks: int) -> None:
+    """On CPUs an error is in the result of the work alone, which somebody has to read."""
+    assert on_ranks(ranks, all_first_errors) == [[["hop 1 failed"] * 2] * 3] * ranks
 
 
 def weights_after(topology: Topology, cases: list[tuple[dict[str, Any], bool]]) -> list[list[bytes]]:

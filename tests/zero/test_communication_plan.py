@@ -1,5 +1,6 @@
 """The plan of every rank of a grid, made by one process; ZeRO++ flags against the ranks that there are."""
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -85,11 +86,14 @@ GRIDS = ((1, 1), (1, 2), (1, 4), (4, 1), (2, 2), (3, 2), (2, 8), (24, 16))
 SIZES = (700, 5001, 129, 5001, 5001, 1)
 
 
-def plans_of(settings: dict[str, Any], nodes: int, local: int, **more: Any) -> list[CommunicationPlan]:
+def plans_of(
+    settings: dict[str, Any], nodes: int, local: int, sizes: Sequence[int] = SIZES, **more: Any
+) -> list[CommunicationPlan]:
     """Of every rank."""
     world = nodes * local
     inputs = {"compute_dtype": torch.bfloat16, "reduce_in_bf16": False, "copy_engines": False} | more
-    layouts = [FlatLayout((size,), 1, world) for size in SIZES]
+    multiple = ZeroConfig(**settings).shard_multiple
+    layouts = [FlatLayout((size,), 1, world, multiple) for size in sizes]
     grid = (Topology(rank, world, rank % local, local) for rank in range(world))
     return [plan_communication(ZeroConfig(**settings), each, layouts, **inputs) for each in grid]
 
@@ -147,3 +151,26 @@ def test_peer_writes_are_only_used_inside_one_node() -> None:
         assert without.joined.nbytes - plan.reduction.buffers.joined.nbytes == (
             saved and without.joined.nbytes
         )
+
+
+@pytest.mark.parametrize("gradients", ["rotated4", "rotated3"])
+@pytest.mark.parametrize("block", [None, 32, 64, 128, 512, 2048])
+def test_signs_can_begin_where_every_chunk_begins(gradients: str, block: int | None) -> None:
+    """Their numbers must be multiples of 128, whatever the block. A chunk may be an odd part of a shard."""
+    settings = QGZ | {
+        "zero_stage": 2,
+        "zero_quantized_gradients_format": gradients,
+        "zero_quantization_block": block,
+    }
+    chunks = 0
+    for nodes, local in ((2, 2), (3, 2), (2, 4)):
+        world, multiple = nodes * local, ZeroConfig(**settings).shard_multiple
+        shards = [-(-numel // multiple) * multiple for numel in (1, 4_210_688, 4_210_944, 5_000_000)]
+        for plan in plans_of(settings, nodes, local, sizes=[world * shard for shard in shards]):
+            reduction = plan.reduction
+            for layout in plan.layouts:
+                for chunk in reduction.chunks(layout.shard_numel):
+                    first = reduction.first_element(layout.shard_numel, chunk)
+                    assert {(first + node * len(chunk)) % 128 for node in range(nodes)} == {0}
+                    chunks += layout.shard_numel > len(chunk)
+    assert chunks > 0

@@ -126,8 +126,8 @@ def test_any_grid_raises_the_units_of_a_checkpoint(tmp_path: Path) -> None:
         assert raised == [[0, 1]] * ranks
 
 
-def after_a_skipped_step(topology: Topology) -> tuple[float, int | None, bool]:
-    """A step that is not finite, in which a unit would send 8 bits."""
+def after_a_skipped_step(topology: Topology) -> tuple[float, int | None, bool, list[int | None]]:
+    """A step that is not finite, in which a unit would send 8 bits; and how many are raised after it."""
     engine = build(topology, DELTA3)
     step(engine, 0)
     fall_behind(engine)
@@ -141,11 +141,12 @@ def after_a_skipped_step(topology: Topology) -> tuple[float, int | None, bool]:
     result = engine.step(1e-2)
     engine.evaluate(batch(topology, 0))
     same = before == [raw(unit.reference) for unit in engine.units]
-    return result.skipped.item(), result.raised_units, same
+    return result.skipped.item(), result.raised_units, same, [step(engine, 3 + n)[0] for n in range(4)]
 
 
-def test_a_skipped_step_moves_no_reference_by_eight_bits() -> None:
-    assert on_ranks(4, after_a_skipped_step, ranks_per_node=2) == [(1.0, 1, True)] * 4
+def test_a_skipped_step_moves_no_reference_by_eight_bits_and_lowers_no_unit() -> None:
+    """Without it the unit would send 8 bits in three steps. As it sends none here, there is one more."""
+    assert on_ranks(4, after_a_skipped_step, ranks_per_node=2) == [(1.0, 1, True, [1, 1, 1, 0])] * 4
 
 
 def early(topology: Topology, directory: str) -> tuple[list[int], list[int], bool]:
@@ -184,6 +185,14 @@ def test_a_unit_is_raised_that_settles_two_updates_behind() -> None:
     for raised in (0, 1, 1):
         formats.decide(measured.double())
         assert formats.raised == raised
+    skipped, state = torch.zeros(4, 2, dtype=torch.float64), formats.state(measured)
+    for _ in range(3):
+        formats.decide(skipped)
+        assert formats.raised == 1
+    again = DifferenceFormats([LloydMaxFormat(3)] * 4, 2, torch.device("cpu"))
+    for loaded, raised in ((state, [1, 1, 1]), (None, [0, 0, 0])):
+        again.load_state(loaded, first_rank=False)
+        assert [(again.decide(skipped), again.raised)[1] for _ in range(3)] == raised
     assert [formats.coded(0, iteration).bits for iteration in range(3)] == [4, 4, 3]
     assert formats.coded(3, 2).bits == 4
     assert formats.sent(0, 5) != formats.sent(1, 5) == LloydMaxFormat(3)

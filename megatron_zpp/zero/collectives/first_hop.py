@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_zpp.distributed.comm_stream import CommStream, Pending
+from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.codecs import build_codec
 from megatron_zpp.zero.collectives.rotation import Rotation
@@ -119,22 +119,3 @@ class Fold:
         received = self._received[: len(accumulated)]
         self._comm_stream.all_to_all(received, accumulated)
         sum_parts(self._operations, received.view(self._groups, -1), total, add=False, squares=squares)
-
-
-def owning(buffer: Tensor, pending: Pending) -> Pending:
-    """The same work, which owns `buffer` until it is waited for."""
-
-    def wait(buffer: Tensor = buffer) -> None:  # the default keeps a reference
-        pending.wait()
-
-    return Pending(wait)
-
-
-def all_of(pending: Sequence[Pending]) -> Pending:
-    """Wait for each of them, because each can fail."""
-
-    def wait() -> None:
-        for one in pending:
-            one.wait()
-
-    return Pending(wait)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.comm_stream import CommStream, Pending
+from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of, owning
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives.first_hop import Fold, build_first_hop, owning
+from megatron_zpp.zero.collectives.first_hop import Fold, build_first_hop
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.reduction_plan import ReductionPlan
@@ -36,8 +36,9 @@ class FoldedReduceScatter:
         """See Reduction."""
         assert not add
         accumulated = torch.empty(self._groups * len(total), device=total.device)
-        self.accumulate(sent, accumulated, add=False)
-        return owning(accumulated, self.reduce_accumulated(accumulated, total, squares=squares))
+        summed = self.accumulate(sent, accumulated, add=False)
+        reduced = self.reduce_accumulated(accumulated, total, squares=squares)
+        return owning(accumulated, all_of([summed, reduced]))
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
         """See GroupReduction."""

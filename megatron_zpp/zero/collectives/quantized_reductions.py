@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.comm_stream import CommStream, Pending
+from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of, owning
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.codecs import BlockCodec, build_codec
-from megatron_zpp.zero.collectives.first_hop import Fold, QuantizedFirstHop, all_of, owning
+from megatron_zpp.zero.collectives.first_hop import Fold, QuantizedFirstHop
 from megatron_zpp.zero.collectives.in_turn import InTurn
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.two_hops import TwoHops
@@ -76,8 +76,9 @@ class QuantizedTwoHopReduceScatter:
         if self._fold is not None:
             assert not add
             accumulated = torch.empty(self._plan.groups * self._nodes * len(total), device=total.device)
-            self.accumulate(sent, accumulated, add=False)
-            return owning(accumulated, self.reduce_accumulated(accumulated, total, rotation=rotation))
+            summed = self.accumulate(sent, accumulated, add=False)
+            reduced = self.reduce_accumulated(accumulated, total, rotation=rotation)
+            return owning(accumulated, all_of([summed, reduced]))
         full, pending = self._first.joined(sent, len(total) * self._ranks)
         for chunk in self._plan.chunks(len(total)):
             slices = full.view(-1, len(total))[:, chunk.start : chunk.stop]

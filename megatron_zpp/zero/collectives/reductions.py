@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.comm_stream import CommStream, Pending, copy
+from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of, copy, owning
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.exchange import build_exchange
-from megatron_zpp.zero.collectives.first_hop import Fold, PlainFirstHop, owning
+from megatron_zpp.zero.collectives.first_hop import Fold, PlainFirstHop
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.sums import sum_parts
 from megatron_zpp.zero.collectives.two_hops import TwoHops
@@ -163,8 +163,9 @@ class TwoHopReduceScatter:
         if self._fold is not None:
             assert not add
             accumulated = torch.empty(self._groups * self._nodes * len(total), device=total.device)
-            self.accumulate(sent, accumulated, add=False)
-            return owning(accumulated, self.reduce_accumulated(accumulated, total, squares=squares))
+            summed = self.accumulate(sent, accumulated, add=False)
+            reduced = self.reduce_accumulated(accumulated, total, squares=squares)
+            return owning(accumulated, all_of([summed, reduced]))
 
         def fill(sums: Tensor) -> None:
             exact = sums if self._exact is None else self._exact[: len(sums)]

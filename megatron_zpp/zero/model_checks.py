@@ -1,0 +1,65 @@
+"""Refuses models that an engine cannot train as they are."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.zero.reads import key_of
+
+
+def check_unit(zero: ZeroConfig, model: nn.Module) -> None:
+    """Raise ValueError if the units of `model` are not those of --zero-unit and --zero-table-rows."""
+    cut = getattr(model, "cut_layers", False)
+    if cut != zero.cuts_layers:
+        units = "sublayers" if cut else "no sublayers"
+        raise option_error(
+            "--zero-unit",
+            zero.zero_unit,
+            f"the model's units are {units}; give GPT cut_layers={zero.cuts_layers}",
+        )
+    rows = getattr(model, "table_rows", None)
+    if rows != zero.zero_table_rows:
+        components = "RowBlockComponents" if zero.zero_table_rows else "ModelComponents"
+        raise option_error(
+            "--zero-table-rows",
+            zero.zero_table_rows,
+            f"the model's tables have units of {rows or 'all'} rows; give GPT {components} as parts",
+        )
+
+
+def check_parameters(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise ValueError unless each parameter of `model` belongs to one of its `units`, and all are trained.
+
+    Units with the same parameters are one unit. The engine replaces a parameter where a unit has it, so the
+    parameter would no longer be tied to one of another unit, or of another module of the same unit.
+    """
+    owners: dict[int, tuple[tuple[int, ...], str]] = {}  # by parameter: its unit, and its first name there
+    of_units: set[int] = set()
+    for unit, module in units:
+        key, inside = key_of(module), set()
+        for path, owner in module.named_modules(prefix=unit):
+            of_units.add(id(owner))
+            for name, parameter in _own_parameters(path, owner):
+                first_key, first = owners.setdefault(id(parameter), (key, name))
+                if first_key != key or id(parameter) in inside:
+                    raise ValueError(
+                        f"{name}: is tied to {first}; modules that share a parameter must be units of their "
+                        "own, with no other parameters"
+                    )
+                inside.add(id(parameter))
+                if not parameter.requires_grad:
+                    raise ValueError(
+                        f"{name}: has requires_grad=False, but the engine trains all parameters; "
+                        "make it a buffer"
+                    )
+    for path, owner in model.named_modules():
+        if id(owner) not in of_units:
+            for name, _ in _own_parameters(path, owner):
+                raise ValueError(f"{name}: belongs to no unit; units() must list a module that has it")
+
+
+def _own_parameters(path: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the module at `path` without those of its modules, with all their names."""
+    return list(module.named_parameters(path, recurse=False, remove_duplicate=False))
