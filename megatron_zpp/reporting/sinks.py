@@ -6,7 +6,9 @@ import os
 import queue
 import shlex
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -191,8 +193,10 @@ class ThreadedSink:
         The exit handlers of a lost sink may fail or hang as well.
         """
         if not self._lost:
-            self._queue.put(None)
-            self._thread.join(seconds)
+            deadline = time.monotonic() + seconds
+            with suppress(queue.Full):  # behind a record that takes all of the time
+                self._queue.put(None, timeout=seconds)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
             if self._thread.is_alive():
                 self._lose(f"it did not finish within {seconds:g} s")
         return not self._lost
