@@ -20,6 +20,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.storage.files import check_writable
+from megatron_zpp.storage.regular import open_stream
 
 
 class Sink(Protocol):
@@ -33,11 +34,18 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """Appends one JSON object per line; NaN and Inf become null, because JSON has neither."""
+    """Appends one JSON object per line; NaN and Inf become null, because JSON has neither.
+
+    If the file ends within a line, because an earlier start was killed or its disk was full, that line is
+    ended first.
+    """
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        cut = _ends_within_a_line(Path(path))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - a line is on disk when it is written
+        if cut:
+            self._file.write("\n")
 
     def write(self, record: Record, samples: int) -> None:
         """Append one line."""
@@ -50,6 +58,13 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether the last byte of a file is no line feed; False if there is none or it cannot be read."""
+    with suppress(OSError), open_stream(path) as file:
+        return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
+    return False
 
 
 @dataclass(frozen=True)
