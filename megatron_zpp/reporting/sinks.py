@@ -18,6 +18,7 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig
+from megatron_zpp.config.urls import check_local_directory
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.regular import open_stream
@@ -233,9 +234,9 @@ class ThreadedSink:
 def check_sinks(logging: LoggingConfig) -> None:
     """Raise ValueError, before anything is built, for a flag that names a place that cannot be written."""
     if logging.tensorboard_dir:
-        check_writable("--tensorboard-dir", logging.tensorboard_dir)
+        check_local_directory("--tensorboard-dir", logging.tensorboard_dir)
     if logging.wandb_save_dir:
-        check_writable("--wandb-save-dir", logging.wandb_save_dir)
+        check_local_directory("--wandb-save-dir", logging.wandb_save_dir)
     if logging.metrics_file:
         path = Path(logging.metrics_file)
         if path.is_dir():

@@ -51,7 +51,9 @@ def test_the_incomplete_last_line_of_a_live_run_is_skipped_silently(tmp_path: Pa
     assert iterations(file) == ([1, 2], [])
 
 
-@pytest.mark.parametrize("text", ["text\n", "text", "{\n}\n", '{"iteration": 1}\n{"step": 2}\n', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["text\n", "text", "{\n}\n", '{"iteration": 1}\n{"step": 2}\n', "[" * 100_000]
+)
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.jsonl"
     file.write_text(text)
