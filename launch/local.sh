@@ -15,7 +15,7 @@ usage() {
     echo "usage: launch/local.sh [-n PROCESSES] [--max-restarts N] PROGRAM.py FLAGS…" >&2
     exit 2
 }
-say() { echo "launch/local.sh: $*" >&2; }
+say() { echo "launch/local.sh: $*" >&2 || true; } # the log's disk may be full
 refuse() { say "$*"; exit 2; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -10,7 +10,7 @@
 # USR1 to the batch script (--signal=B:USR1@…, scancel --batch --signal=USR1): save, requeue, resume.
 # TERM to it (scancel --batch --signal=TERM): save and end.
 
-say() { echo "launch/slurm: job $SLURM_JOB_ID: $*" >&2; }
+say() { echo "launch/slurm: job $SLURM_JOB_ID: $*" >&2 || true; } # the log's disk may be full
 refuse() { say "$*"; exit 2; }
 
 restarts=${MAX_RESTARTS:-3}

@@ -16,7 +16,6 @@ sends messages, so a request to stop never ends a run whose ranks are all alive.
 """
 
 import json
-import os
 import platform
 import threading
 import time
@@ -34,6 +33,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.errors import end_at_once
 from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor, Patience
+from megatron_zpp.supervision.once_per_node import write_line
 
 _VERDICT = "heartbeat/verdict"  # "verdict" is that of the rendezvous
 _NOTHING_YET = "null"
@@ -264,7 +264,7 @@ class _Pulse:
         slow = self._monitor.slow(messages, SAY_AFTER)
         if slow and time.monotonic() - self._said > SAY_AFTER:
             self._said = time.monotonic()
-            os.write(2, f"{self._prog}: waiting for {slow}\n".encode())
+            write_line(f"{self._prog}: waiting for {slow}")
 
     def _tell(self, *, left: bool) -> None:
         """Write this rank's message."""

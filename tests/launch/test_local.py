@@ -134,6 +134,20 @@ def test_a_crashed_job_is_restarted_with_all_its_ranks(tmp_path: Path) -> None:
     assert [len((tmp_path / f"starts{rank}").read_text()) for rank in (0, 1)] == [3, 3]
 
 
+def test_a_log_without_space_keeps_no_job_from_its_restart(tmp_path: Path) -> None:
+    program = attempts(tmp_path, "sys.exit(0 if start == 2 else 7)")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [SCRIPT, "-n", "1", "--max-restarts", "1", program, *SAVED],
+            env=environment(PYTHON=sys.executable),
+            stderr=full,
+            timeout=PATIENCE,
+            check=False,
+        )
+    assert done.returncode == 0
+    assert (tmp_path / "starts0").read_text() == "xx"
+
+
 @pytest.mark.parametrize("status", [2, 3, 75, 130])
 def test_a_failure_that_would_repeat_is_not_restarted(tmp_path: Path, status: int) -> None:
     program = attempts(tmp_path, f"sys.exit({status})")
