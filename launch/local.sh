@@ -57,24 +57,31 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 pids=()
 signalled=
+starting=
 send() { ((${#pids[@]} == 0)) || kill -"$1" "${pids[@]}" 2>/dev/null || true; }
 for name in INT TERM USR1; do
     # shellcheck disable=SC2064 # expands now, to this name
-    trap "signalled=$name; send $name" "$name"
+    trap "signalled=$name; [[ \$starting ]] || send $name" "$name"
 done
 
 exec {nothing}<> <(:)
 pause() { read -rt 0.1 -u "$nothing" || true; } # sleep would be a job, and get Ctrl-C instead of this script
 
+# Starts the processes. A signal that comes before the first of them ends this script, with the status of a process that
+# was interrupted, or stopped to be resumed; one that comes while they are started is forwarded to all.
 start() {
-    pids=()
-    MASTER_PORT=${port:-$(free_port "$python")}
+    pids=() starting=1
+    MASTER_PORT=${port:-$(free_port "$python")} || [[ $signalled ]]
     export MASTER_PORT
+    [[ $signalled != INT ]] || exit 130
+    [[ -z $signalled ]] || exit 75
     local rank
     for ((rank = 0; rank < processes; rank++)); do
         RANK=$rank LOCAL_RANK=$rank "$python" "$@" &
         pids+=($!)
     done
+    starting=
+    [[ -z $signalled ]] || send "$signalled"
 }
 
 # Waits until all processes have ended well, or one has failed; sets `rank` and `status` to those of the failed one.

@@ -17,7 +17,7 @@ SCRIPT = ROOT / "launch" / "local.sh"
 def local(*argv: str, **extra: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [SCRIPT, *argv],
-        env=environment(PYTHON=sys.executable, **extra),
+        env=environment(**{"PYTHON": sys.executable, **extra}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -87,6 +87,35 @@ def test_a_signal_reaches_every_rank(tmp_path: Path, sent: signal.Signals, statu
     for pid in pids.read_text().split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_a_signal_before_the_first_rank_ends_the_script(
+    tmp_path: Path, sent: signal.Signals, status: int
+) -> None:
+    """While it looks for a free port, which takes a while on a busy machine; no rank is started."""
+    python, looking = tmp_path / "python", tmp_path / "looking"
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" != -c ] || {{ : >{looking}; sleep 1; }}\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    program = write(tmp_path, "sys.stdout.write('started')")
+    child = local("-n", "2", program, PYTHON=str(python))
+    wait_until(looking.exists, PATIENCE)
+    child.send_signal(sent)
+    out, err = child.communicate(timeout=PATIENCE)
+    assert (child.returncode, out, err) == (status, "", "")
+
+
+def test_a_signal_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
+    """It comes between the start of the rank and the moment when the script knows its process."""
+    moment = tmp_path / "moment.sh"
+    moment.write_text("set -T\ntrap '[[ $BASH_COMMAND != pids+=* ]] || kill -TERM $$' DEBUG\n")
+    child = local("-n", "1", write(tmp_path, "time.sleep(10)"), BASH_ENV=str(moment))
+    child.communicate(timeout=PATIENCE)
+    assert child.returncode == 143
 
 
 @pytest.mark.parametrize("argv", [(), ("-n", "0", "x.py"), ("-n", "two", "x.py"), ("-x",)])
