@@ -47,7 +47,8 @@ fi
 [[ $restarts =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--max-restarts $restarts: must be a whole number, 0 or more"
 
 if ((restarts > 0)) && ! resumes "$@"; then
-    refuse "--max-restarts $restarts: needs --save DIRECTORY and a --load equal to it, to resume from"
+    refuse "--max-restarts $restarts: needs --save DIRECTORY and a --load equal to it, as flags or in --config FILE," \
+        "to resume from"
 fi
 
 export WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes MASTER_ADDR=127.0.0.1

@@ -120,8 +120,8 @@ requeue() {
 # Runs steps until one ends for good; docs/guide/faults.md lists the exit statuses.
 train() {
     ((restarts == 0 && requeues == 0)) || resumes "$@" ||
-        refuse "--save: give --save DIRECTORY and a --load equal to it, from which a stopped or crashed run" \
-            "resumes; or set MAX_RESTARTS=0 MAX_REQUEUES=0"
+        refuse "--save: give --save DIRECTORY and a --load equal to it, as flags or in --config FILE, from which a" \
+            "stopped or crashed run resumes; or set MAX_RESTARTS=0 MAX_REQUEUES=0"
     local restart what name
     trap 'on_signal USR1' USR1
     trap 'on_signal TERM' TERM

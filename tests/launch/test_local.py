@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.config.root import parse_args
 from tests.support import ROOT, environment, wait_until
 
 PATIENCE = 120  # seconds; what has to be ended sleeps longer
@@ -161,6 +162,50 @@ def test_a_crashed_job_is_restarted_with_all_its_ranks(tmp_path: Path) -> None:
         "launch/local.sh: rank 0 ended with status 7; restart 2 of 2",
     ]
     assert [len((tmp_path / f"starts{rank}").read_text()) for rank in (0, 1)] == [3, 3]
+
+
+def settings(save: str, load: str) -> str:
+    """The config.yaml that a run writes to --save."""
+    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
+    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1"
+    return parse_args([*flags.split(), "--save", save, "--load", load]).to_yaml(["by a test"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        settings("two words", "two words"),
+        "save: there  # where it is\nload: 'there'\n",
+        'checkpoint:\n  load: there\n  save: "there"\n  save-interval: 5\n',
+    ],
+    ids=["written by a run", "by hand", "in a section"],
+)
+def test_settings_of_a_file_tell_that_a_job_resumes(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    program = attempts(tmp_path, "sys.exit(0 if start == 2 else 7)")
+    child = local("-n", "1", "--max-restarts", "1", program, f"--config={tmp_path / 'run.yaml'}")
+    _, err = child.communicate(timeout=PATIENCE)
+    assert child.returncode == 0, err
+    assert (tmp_path / "starts0").read_text() == "xx"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        (settings("there", "elsewhere"), ()),
+        (settings("there", "there"), ("--save", "elsewhere")),
+        ("save: null\nload: null\n", ()),
+        ("# save: there\n# load: there\n", ()),
+    ],
+)
+def test_settings_of_a_file_that_do_not_resume_are_refused(
+    tmp_path: Path, text: str, flags: tuple[str, ...]
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    child = local("-n", "1", "--max-restarts", "1", "x.py", "--config", str(tmp_path / "run.yaml"), *flags)
+    _, err = child.communicate(timeout=PATIENCE)
+    assert (child.returncode, err.count("\n")) == (2, 1)
+    assert "--max-restarts 1: needs --save DIRECTORY and a --load equal to it, as flags or in --config" in err
 
 
 def test_a_log_without_space_keeps_no_job_from_its_restart(tmp_path: Path) -> None:
