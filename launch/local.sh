@@ -15,7 +15,7 @@ usage() {
     echo "usage: launch/local.sh [-n PROCESSES] [--max-restarts N] PROGRAM.py FLAGS…" >&2
     exit 2
 }
-say() { echo "launch/local.sh: $*" >&2; }
+say() { echo "launch/local.sh: $*" >&2 || true; } # the log's disk may be full
 refuse() { say "$*"; exit 2; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -47,7 +47,8 @@ fi
 [[ $restarts =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--max-restarts $restarts: must be a whole number, 0 or more"
 
 if ((restarts > 0)) && ! resumes "$@"; then
-    refuse "--max-restarts $restarts: needs --save DIRECTORY and a --load equal to it, to resume from"
+    refuse "--max-restarts $restarts: needs --save DIRECTORY and a --load equal to it, as flags or in --config FILE," \
+        "to resume from"
 fi
 
 export WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes MASTER_ADDR=127.0.0.1
@@ -57,24 +58,31 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 pids=()
 signalled=
+starting=
 send() { ((${#pids[@]} == 0)) || kill -"$1" "${pids[@]}" 2>/dev/null || true; }
 for name in INT TERM USR1; do
     # shellcheck disable=SC2064 # expands now, to this name
-    trap "signalled=$name; send $name" "$name"
+    trap "signalled=$name; [[ \$starting ]] || send $name" "$name"
 done
 
 exec {nothing}<> <(:)
 pause() { read -rt 0.1 -u "$nothing" || true; } # sleep would be a job, and get Ctrl-C instead of this script
 
+# Starts the processes. A signal that comes before the first of them ends this script, with the status of a process that
+# was interrupted, or stopped to be resumed; one that comes while they are started is forwarded to all.
 start() {
-    pids=()
-    MASTER_PORT=${port:-$(free_port "$python")}
+    pids=() starting=1
+    MASTER_PORT=${port:-$(free_port "$python")} || [[ $signalled ]]
     export MASTER_PORT
+    [[ $signalled != INT ]] || exit 130
+    [[ -z $signalled ]] || exit 75
     local rank
     for ((rank = 0; rank < processes; rank++)); do
         RANK=$rank LOCAL_RANK=$rank "$python" "$@" &
         pids+=($!)
     done
+    starting=
+    [[ -z $signalled ]] || send "$signalled"
 }
 
 # Waits until all processes have ended well, or one has failed; sets `rank` and `status` to those of the failed one.

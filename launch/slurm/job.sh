@@ -10,7 +10,7 @@
 # USR1 to the batch script (--signal=B:USR1@…, scancel --batch --signal=USR1): save, requeue, resume.
 # TERM to it (scancel --batch --signal=TERM): save and end.
 
-say() { echo "launch/slurm: job $SLURM_JOB_ID: $*" >&2; }
+say() { echo "launch/slurm: job $SLURM_JOB_ID: $*" >&2 || true; } # the log's disk may be full
 refuse() { say "$*"; exit 2; }
 
 restarts=${MAX_RESTARTS:-3}
@@ -64,22 +64,29 @@ train_with_torchrun() {
     train "$@"
 }
 
-stopped_by='' pid='' started=0 interrupted=''
+stopped_by='' pid='' started=0 interrupted='' forwarded=''
 
-# Forwards the first request as USR1, which srun sends to the ranks; on TERM srun would end them.
 on_signal() {
     interrupted=1
-    if [[ -z $stopped_by && -n $pid ]]; then
-        local young=$((started + 10 - SECONDS)) # srun drops signals for tasks that have not started
-        (sleep $((young > 0 ? young : 0)); kill -USR1 "$pid") 2>/dev/null &
-    fi
     [[ $stopped_by == TERM ]] || stopped_by=$1
+    forward
+}
+
+# Forwards the first request as USR1, which srun sends to the ranks; on TERM srun would end them. Does nothing before
+# `pid` is known.
+forward() {
+    [[ -n $pid && -z $forwarded ]] || return 0
+    forwarded=1
+    local young=$((started + 10 - SECONDS)) # srun drops signals for tasks that have not started
+    (sleep $((young > 0 ? young : 0)); kill -USR1 "$pid") 2>/dev/null &
 }
 
 # Runs the step once, and sets `status` to its exit status, which is the highest of its tasks.
 run_step() {
     "${step[@]}" "$@" &
-    pid=$! started=$SECONDS
+    started=$SECONDS
+    pid=$!
+    [[ -z $stopped_by ]] || forward # the signal came before `pid` was known
     while :; do
         interrupted='' status=0
         wait "$pid" || status=$?
@@ -113,8 +120,8 @@ requeue() {
 # Runs steps until one ends for good; docs/guide/faults.md lists the exit statuses.
 train() {
     ((restarts == 0 && requeues == 0)) || resumes "$@" ||
-        refuse "--save: give --save DIRECTORY and a --load equal to it, from which a stopped or crashed run" \
-            "resumes; or set MAX_RESTARTS=0 MAX_REQUEUES=0"
+        refuse "--save: give --save DIRECTORY and a --load equal to it, as flags or in --config FILE, from which a" \
+            "stopped or crashed run resumes; or set MAX_RESTARTS=0 MAX_REQUEUES=0"
     local restart what name
     trap 'on_signal USR1' USR1
     trap 'on_signal TERM' TERM

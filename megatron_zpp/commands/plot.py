@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
+from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.curves import (
     AXIS_LABELS,
     Axis,
@@ -83,10 +84,10 @@ def main() -> None:
 
 
 def load(paths: Sequence[str], labels: Sequence[str]) -> Runs:
-    """The records of the runs by label."""
+    """The records of the runs by label; warns of lines that are skipped."""
     runs: Runs = {}
     for path, label in zip(paths, labels, strict=True):
-        runs.setdefault(label, []).append(read_metrics(path))
+        runs.setdefault(label, []).append(read_metrics(path, lambda note: warn(PROG, 0, [note])))
     return runs
 
 

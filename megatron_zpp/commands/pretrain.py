@@ -16,6 +16,7 @@ from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import barrier
 from megatron_zpp.reporting.console import tell, warn
+from megatron_zpp.reporting.full_disk import drop_lines_when_full
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.train.build_engine import build_engine
 from megatron_zpp.train.checkpoint_arguments import read_arguments
@@ -32,6 +33,7 @@ PROG = "pretrain_gpt.py"
 
 def main() -> None:
     """Check what one process can check alone; then plan, or take devices, join the ranks and train."""
+    drop_lines_when_full(PROG)
     process = Process.start(PROG)
     topology = process.topology
     with process.local_errors():

@@ -21,6 +21,7 @@ from megatron_zpp.plan.exchanges import ledgers_of
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
+from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.curves import Axis, by_iteration, read_metrics
 from megatron_zpp.reporting.html_report import Comparison, Records, Report, Setting, page
 from megatron_zpp.reporting.step_trace import read_trace
@@ -71,7 +72,7 @@ def main() -> None:
 
 def make_report(config: ReportConfig) -> Report:
     """What the page shows, read from the files of `config`. Raises ValueError for files of another kind."""
-    records = read_metrics(config.metrics)
+    records = read_metrics(config.metrics, lambda note: warn(PROG, 0, [note]))
     saved = None
     if config.checkpoint is not None:
         saved = read_run(config.checkpoint, config.ckpt_step, on_cpus=not by_iteration(records, "mfu"))

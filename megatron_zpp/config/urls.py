@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from megatron_zpp.config.options import option_error
+from megatron_zpp.config.options import UsageError, option_error
+from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.object_path import location
 
 
@@ -19,3 +20,15 @@ def local_path(flag: str, value: str) -> Path:
     if "://" in value:
         raise option_error(flag, value, "is a URL; give a path of this machine")
     return Path(value)
+
+
+def check_local_directory(flag: str, value: str) -> None:
+    """Raise UsageError if `value` is a URL, ValueError if files cannot be created there.
+
+    Not for the `check` of options, which also checkpoints of earlier runs must pass.
+    """
+    try:
+        local_path(flag, value)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    check_writable(flag, value)

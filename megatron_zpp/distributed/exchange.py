@@ -117,13 +117,15 @@ class Exchange:
             self._published.discard(key)
 
     def keys(self) -> set[str]:
-        """The keys of the operation that the store still has: what this rank published, and decisions."""
-        return self._published | {self._key("decision"), self._key("progress")}
+        """The keys that this rank has to `forget`: what it published; on rank 0 also those of all ranks."""
+        shared = {self._key("decision"), self._key("progress")} if self.topology.rank == 0 else set()
+        return self._published | shared
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Delete the `keys()` of earlier operations, which every rank must have ended.
+        """Delete this rank's `keys()` of earlier operations, which every rank must have ended.
 
-        All ranks have ended them once each has contributed to this operation, if it began after them.
+        All ranks have ended them once each has contributed to this operation, if it began after them. Other
+        ranks than 0 have such keys only of operations that failed.
         """
         for key in keys:
             self._store.delete_key(key)

@@ -10,6 +10,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -119,4 +120,5 @@ def _quietly(call: Callable[[], object]) -> None:
             file.seek(0)
             others = [line for line in file if b"SM carveout" not in line]  # by other threads
         if others:
-            os.write(2, b"".join(others))
+            with suppress(OSError):  # the log's disk may be full
+                os.write(2, b"".join(others))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from megatron_zpp.storage.regular import open_stream
 
 LINE_LIMIT = 1 << 20  # bytes; a record has a few dozen numbers
+_NUMBERS = 5  # of skipped lines, in a warning
 Axis = Literal["iteration", "tokens", "samples", "hours"]
 AXIS_LABELS: dict[Axis, str] = {
     "iteration": "iteration",
@@ -39,22 +40,42 @@ class Band:
     most: list[float]
 
 
-def read_metrics(path: str) -> list[dict[str, Any]]:
-    """The records of a metrics file. Raises ValueError, with the line number, if a line is not a record."""
-    records = []
+def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The records of a metrics file. Raises ValueError, with the line number, if it is another kind of file.
+
+    Lines that are not JSON are skipped, and `warn` gets one line about them: a run that is killed or whose
+    disk is full can cut a line. Nothing is said of an incomplete last line: a live run may be writing it.
+    """
+    records: list[dict[str, Any]] = []
+    skipped: list[int] = []  # line numbers
+    incomplete = False
     with open_stream(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT), b""), 1):
+            ends = line.endswith(b"\n")
             try:
                 record = json.loads(line)
-                iteration = record["iteration"]
-            except (ValueError, TypeError, KeyError, RecursionError):
-                iteration = None
-            if not isinstance(iteration, int):
-                raise ValueError(f"{path}:{number}: not a line of a metrics file")
+            except (ValueError, RecursionError):
+                if not ends and len(line) == LINE_LIMIT:
+                    raise _foreign(path, number) from None
+                incomplete = not ends
+                skipped += [number] if ends else []
+                continue
+            if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+                raise _foreign(path, number)
             records.append(record)
+    if not records and (skipped or incomplete):
+        raise _foreign(path, 1)
     if not records:
         raise ValueError(f"{path}: empty; a run writes it with --metrics-file")
+    if skipped:
+        lines = "1 line that is" if len(skipped) == 1 else f"{len(skipped)} lines that are"
+        numbers = ", ".join(map(str, skipped[:_NUMBERS])) + (", …" if len(skipped) > _NUMBERS else "")
+        warn(f"{path}: skipped {lines} not JSON: {numbers}")
     return records
+
+
+def _foreign(path: str, number: int) -> ValueError:
+    return ValueError(f"{path}:{number}: not a line of a metrics file")
 
 
 def metric_names(records: Iterable[Values]) -> list[str]:

@@ -6,6 +6,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_zpp.config.timing import TimingConfig
+from megatron_zpp.config.urls import check_local_directory
+
+
+def check_profile(config: TimingConfig) -> None:
+    """Raise ValueError, before anything is built, if the traces of --profile cannot be written."""
+    if config.profile:
+        check_local_directory("--profile-dir", config.profile_dir)
 
 
 class StepProfiler:

@@ -6,7 +6,9 @@ import os
 import queue
 import shlex
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,10 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig
+from megatron_zpp.config.urls import check_local_directory
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.storage.files import check_writable
+from megatron_zpp.storage.regular import open_stream
 
 
 class Sink(Protocol):
@@ -31,11 +35,18 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """Appends one JSON object per line; NaN and Inf become null, because JSON has neither."""
+    """Appends one JSON object per line; NaN and Inf become null, because JSON has neither.
+
+    If the file ends within a line, because an earlier start was killed or its disk was full, that line is
+    ended first.
+    """
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        cut = _ends_within_a_line(Path(path))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - a line is on disk when it is written
+        if cut:
+            self._file.write("\n")
 
     def write(self, record: Record, samples: int) -> None:
         """Append one line."""
@@ -48,6 +59,13 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether the last byte of a file is no line feed; False if there is none or it cannot be read."""
+    with suppress(OSError), open_stream(path) as file:
+        return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
+    return False
 
 
 @dataclass(frozen=True)
@@ -191,8 +209,10 @@ class ThreadedSink:
         The exit handlers of a lost sink may fail or hang as well.
         """
         if not self._lost:
-            self._queue.put(None)
-            self._thread.join(seconds)
+            deadline = time.monotonic() + seconds
+            with suppress(queue.Full):  # behind a record that takes all of the time
+                self._queue.put(None, timeout=seconds)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
             if self._thread.is_alive():
                 self._lose(f"it did not finish within {seconds:g} s")
         return not self._lost
@@ -214,9 +234,9 @@ class ThreadedSink:
 def check_sinks(logging: LoggingConfig) -> None:
     """Raise ValueError, before anything is built, for a flag that names a place that cannot be written."""
     if logging.tensorboard_dir:
-        check_writable("--tensorboard-dir", logging.tensorboard_dir)
+        check_local_directory("--tensorboard-dir", logging.tensorboard_dir)
     if logging.wandb_save_dir:
-        check_writable("--wandb-save-dir", logging.wandb_save_dir)
+        check_local_directory("--wandb-save-dir", logging.wandb_save_dir)
     if logging.metrics_file:
         path = Path(logging.metrics_file)
         if path.is_dir():

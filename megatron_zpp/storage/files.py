@@ -91,7 +91,9 @@ def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
 
 
 def check_replaceable(flag: str, path: str) -> None:
-    """Raise ValueError, naming the flag, unless the file `path` can be created or replaced."""
+    """Raise ValueError, naming the flag, unless the file `path` can be created or replaced; not for URLs."""
+    if "://" in path:
+        raise ValueError(f"{flag} {path}: is a URL; give a path of this machine")
     check_writable(flag, str(Path(path).parent))
     for name in (path, f"{path}.partial"):
         try:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -32,6 +32,8 @@ class Activity:
     def __init__(self) -> None:
         self.clock = RunningTime()
         self.latest = Mark("starting", 0, self.clock.seconds, patient=True)
+        # Tells the other ranks that this one ends with an error; returns once they know.
+        self.tell_error: Callable[[BaseException], None] = lambda error: None
 
     def now(self, text: str, *, patient: bool = False, limit: float | None = None) -> None:
         """Mark what begins here. Takes a microsecond; another thread may read the mark at any time."""

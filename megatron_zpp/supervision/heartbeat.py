@@ -16,7 +16,6 @@ sends messages, so a request to stop never ends a run whose ranks are all alive.
 """
 
 import json
-import os
 import platform
 import threading
 import time
@@ -34,6 +33,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.errors import end_at_once
 from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor, Patience
+from megatron_zpp.supervision.once_per_node import write_line
 
 _VERDICT = "heartbeat/verdict"  # "verdict" is that of the rendezvous
 _NOTHING_YET = "null"
@@ -54,8 +54,9 @@ def heartbeat(
 
     `told_to_stop` returns whether a launcher has asked this process to stop. `lifelines` tell of ranks that
     were killed; they are left at the end of the block, or at once if `timeout` is 0. All ranks enter and
-    leave the block. A rank that leaves with an error tells the others first; if a collective failed, it first
-    finds out which rank caused that. Rank 0, which may host the store, leaves last.
+    leave the block. A rank that leaves with an error tells the others first, unless it has told them by
+    `Activity.tell_error`; if a collective failed, it first finds out which rank caused that. Rank 0, which
+    may host the store, leaves last.
     """
     activity = Activity()
     if timeout == 0:
@@ -64,10 +65,11 @@ def heartbeat(
         yield activity
         return
     pulse = _Pulse(store, topology, timeout, prog, activity, told_to_stop, lifelines)
+    activity.tell_error = lambda error: pulse.fail(one_line(error))
     try:
         yield activity
     except BaseException as error:
-        if topology.world_size > 1 and _of_a_collective(error):
+        if topology.world_size > 1 and is_of_a_collective(error):
             pulse.ask()
         pulse.fail(one_line(error))
         raise
@@ -123,7 +125,9 @@ class _Pulse:
             self._over.wait(_FAREWELL + self._interval)
 
     def fail(self, message: str) -> None:
-        """Tell the other ranks, if they can be reached soon, that this rank ends with an error."""
+        """Tell the other ranks, if they can be reached soon, that this rank ends with an error; only once."""
+        if self._failed is not None:
+            return
         self._failed = message
         self._leave_lifelines()
         self._wake.set()
@@ -264,7 +268,7 @@ class _Pulse:
         slow = self._monitor.slow(messages, SAY_AFTER)
         if slow and time.monotonic() - self._said > SAY_AFTER:
             self._said = time.monotonic()
-            os.write(2, f"{self._prog}: waiting for {slow}\n".encode())
+            write_line(f"{self._prog}: waiting for {slow}")
 
     def _tell(self, *, left: bool) -> None:
         """Write this rank's message."""
@@ -299,7 +303,7 @@ def _key(rank: int) -> str:
     return f"heartbeat/{rank}"
 
 
-def _of_a_collective(error: BaseException) -> bool:
+def is_of_a_collective(error: BaseException) -> bool:
     """Whether another rank may have caused the error; errors of gloo and NCCL have no class of their own."""
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_zpp.config.colour import CLEAR_LINE, paint_message, wants_colour
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision.process_start import process_started
 
 SHARED_MEMORY = Path("/dev/shm")  # local to this machine, fast, and empty after a reboot
 _LOCK_SECONDS = 5.0  # longer than any rank needs; the holder of the lock may be stopped
@@ -53,7 +54,7 @@ class OncePerNode:
         said = False
         try:
             with _locked(self._file) as descriptor:
-                started, now = _started(), time.clock_gettime(time.CLOCK_BOOTTIME)
+                started, now = process_started(), time.clock_gettime(time.CLOCK_BOOTTIME)
                 key = hashlib.blake2b(f"{self._job} {topic}".encode(), digest_size=16).hexdigest()
                 claims = [claim for claim in _claims(descriptor) if 0 <= now - claim[0] <= _KEPT_SECONDS]
                 # Lines from before this process started belong to another start of the job.
@@ -110,12 +111,3 @@ def _claims(descriptor: int) -> list[tuple[float, str]]:
         with suppress(ValueError):  # a line that was cut short
             claims.append((float(when), key))
     return claims
-
-
-def _started() -> float:
-    """The start of this process in seconds since boot. Raises OSError if that is unknown."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    ticks = int(fields[19])  # proc(5): starttime
-    if ticks == 0:
-        raise OSError("/proc/self/stat has no starttime")
-    return ticks / os.sysconf("SC_CLK_TCK")

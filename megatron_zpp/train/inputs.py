@@ -8,6 +8,7 @@ from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.tensor_parallel import check_vocabulary
 from megatron_zpp.data.open import Splits
+from megatron_zpp.reporting.profile import check_profile
 from megatron_zpp.reporting.sinks import check_sinks
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
@@ -49,6 +50,7 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     check_start(config.checkpoint, config.model, description)
     check_memory(config.memory_snapshots)
     check_sinks(config.logging)
+    check_profile(config.timing)
     return RunInputs(
         config=config,
         tokenizer=description,

@@ -29,7 +29,7 @@ from megatron_zpp.zero.engine import LEAST_WEIGHT, Batch, StepResult
 def train(run: Run) -> Ending:
     """Log how the run came about and train to its end; every rank must call it, once."""
     vocab_size, reporter = run.tokenizer["vocab_size"], run.reporter
-    with reporter:
+    with reporter, run.ranks.errors_told():
         head = head_lines(run.config, vocab_size, run.engine, run.splits)
         plan = plan_lines(run.config, vocab_size, run.engine, run.schedule)
         for line in (*head, *plan, *run.lines):

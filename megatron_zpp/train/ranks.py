@@ -13,7 +13,7 @@ from megatron_zpp.reporting.console import tell
 from megatron_zpp.reporting.slow_work import SlowWork
 from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.activity import Activity
-from megatron_zpp.supervision.heartbeat import heartbeat
+from megatron_zpp.supervision.heartbeat import heartbeat, is_of_a_collective
 from megatron_zpp.supervision.joining import join
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.supervision.signals import StopSignals, stop_signals
@@ -40,6 +40,22 @@ class Ranks:
     lines: tuple[str, ...] = ()
     lease: Lease | None = None
 
+    @contextmanager
+    def errors_told(self) -> Iterator[None]:
+        """Tell the other ranks of an error in this block before what surrounds it ends.
+
+        Logs that hang and a lease whose storage does not answer take a minute to close. Meanwhile a launcher,
+        whose other ranks have ended, may ask this one to stop, which means nothing any more. If a collective
+        failed, another rank may be the cause, and `heartbeat` finds out which.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not is_of_a_collective(error):
+                self.signals.finish()
+                self.activity.tell_error(error)
+            raise
+
 
 @contextmanager
 def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[Ranks]:
@@ -61,7 +77,7 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
             save_lease(save, topology, store, activity, partial(tell, prog)) as lease,
             SlowWork(lambda: activity.latest, partial(tell, prog)) if topology.rank == 0 else nullcontext(),
         ):
-            yield Ranks(
+            ranks = Ranks(
                 topology=topology,
                 store=store,
                 signals=signals,
@@ -71,3 +87,5 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
                 lines=tuple(lines),
                 lease=lease,
             )
+            with ranks.errors_told():
+                yield ranks

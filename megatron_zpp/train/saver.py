@@ -61,7 +61,7 @@ class Saver:
         self._timeout = config.distributed.timeout
         self._newest = start if config.checkpoint.save == config.checkpoint.load else None
         self._saves = 0
-        self._keys: set[str] = set()  # in the store, of saves that other ranks may not have ended yet
+        self._keys: set[str] = set()  # this rank's, of saves that other ranks may not have ended yet
         self._failure: SaveFailed | None = None
         self._writer = writing_thread("save", engine.device)
         self._behind: deque[Future[str | None]] = deque()  # work beside the training; their log lines
@@ -144,8 +144,7 @@ class Saver:
             )
         finally:
             self._keys |= exchange.keys()
-        if self._engine.topology.rank == 0:  # all ranks have contributed to this save
-            exchange.forget(earlier)
+        exchange.forget(earlier)  # all ranks have contributed to this save
         self._keys -= earlier
         return f" saved {write.path} in {time.perf_counter() - started:.1f} s"
 

@@ -3,11 +3,13 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.distributed.vote import Vote
 from megatron_zpp.storage.lease import Lease
+from megatron_zpp.supervision.process_start import process_started
 from megatron_zpp.supervision.signals import STOP_SIGNALS, StopSignals
 from megatron_zpp.zero.engine import StepResult, ZeroEngine
 
@@ -67,7 +69,9 @@ class StopConditions:
         self._training, self._signals, self._lease = training, signals, lease
         self._loss_scale = engine.loss_scale
         self._vote = Vote(len(STOP_SIGNALS) + 2, engine.topology, engine.device)
-        self._started = time.monotonic()
+        self._started = _now()
+        with suppress(OSError):
+            self._started = process_started()  # long before this, where much was loaded and built
         self._voted_step: int | None = None  # the step of the newest vote; None: it was in an evaluation
         self._in_a_row = 0  # number of newest steps with NaN or Inf in gradients or loss
 
@@ -103,7 +107,7 @@ class StopConditions:
         self._stop_if_asked(self._vote.outcome())
 
     def _flags(self) -> list[bool]:
-        minutes = (time.monotonic() - self._started) / 60
+        minutes = (_now() - self._started) / 60
         limit = self._training.exit_duration_in_mins
         late = limit is not None and minutes >= limit
         lost = self._lease is not None and self._lease.lost
@@ -135,3 +139,8 @@ class StopConditions:
                 raise Stop(STOPPED, number.name)
         if late:
             raise Stop(0, f"--exit-duration-in-mins {self._training.exit_duration_in_mins}")
+
+
+def _now() -> float:
+    """The clock of `process_started`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

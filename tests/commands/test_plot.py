@@ -8,6 +8,7 @@ import pytest
 
 from megatron_zpp.commands.plot import load
 from megatron_zpp.reporting.curves import LINE_LIMIT, read_metrics
+from megatron_zpp.reporting.sinks import MetricsFile
 from tests.reporting.test_curves import step
 from tests.support import program, run
 
@@ -16,17 +17,69 @@ def test_reads_records(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text(
         '{"iteration": 1, "lm_loss": 2.5}\n{"iteration": 2, "lm_loss": 2.0}\n'
     )
-    assert [record["iteration"] for record in read_metrics(str(tmp_path / "run.jsonl"))] == [1, 2]
+    assert iterations(tmp_path / "run.jsonl") == ([1, 2], [])
+
+
+def iterations(path: Path) -> tuple[list[int], list[str]]:
+    """The iterations of a file's records, and the warnings."""
+    warnings: list[str] = []
+    records = read_metrics(str(path), warnings.append)
+    return [record["iteration"] for record in records], warnings
+
+
+def test_a_line_that_was_cut_is_skipped_with_a_warning(tmp_path: Path) -> None:
+    """The disk was full, or the host lost power; the next start began a new line, or an older one did not."""
+    file = tmp_path / "run.jsonl"
+    file.write_bytes(
+        b'{"iteration": 1, "lm_loss": 2.5}\n{"iteration": 2, "lm_l\n{"iteration": 2, "lm_loss": 2.0}\n'
+        b'{"iteration": 3, "lm{"iteration": 3, "lm_loss": 1.5}\n{"iteration": 4}\n' + bytes(9) + b"\n"
+    )
+    assert iterations(file) == ([1, 2, 4], [f"{file}: skipped 3 lines that are not JSON: 2, 4, 6"])
+    done = program(
+        *("megatron_zpp.commands.plot", str(file), "--output", str(tmp_path / "loss.png")),
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    assert "plot: warning: " in done.stderr
+    assert "skipped 3 lines" in done.stderr
+
+
+def test_the_incomplete_last_line_of_a_live_run_is_skipped_silently(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    file.write_text('{"iteration": 1, "lm_loss": 2.5}\n{"iteration": 2, "lm_l')
+    assert iterations(file) == ([1], [])
+    file.write_text('{"iteration": 1, "lm_loss": 2.5}\n{"iteration": 2}')
+    assert iterations(file) == ([1, 2], [])
+
+
+@pytest.mark.parametrize(
+    "text", ["text\n", "text", "{\n}\n", '{"iteration": 1}\n{"step": 2}\n', "[" * 100_000]
+)
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"other.jsonl:[12]: not a line of a metrics file"):
+        iterations(file)
+
+
+def test_a_resumed_run_begins_a_new_line_behind_one_that_was_cut(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    whole = '{"iteration": 1, "lm_loss": 2.5}\n'
+    for before, after in ((whole, ""), (whole + '{"iteration": 2, "lm_l', "\n"), ("", ""), ("{", "\n")):
+        file.write_text(before)
+        sink = MetricsFile(str(file))
+        sink.write({"iteration": 2, "lm_loss": 2.0}, 8)
+        sink.close()
+        assert file.read_text() == before + after + '{"iteration": 2, "lm_loss": 2.0}\n'
 
 
 def test_a_fifo_and_a_line_without_end_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="is a FIFO, not a regular file"):
-        read_metrics(str(tmp_path / "fifo"))
+        iterations(tmp_path / "fifo")
     with (tmp_path / "long").open("wb") as file:
         file.truncate(1000 * LINE_LIMIT)  # zeros, of which the first line's limit is read
     with pytest.raises(ValueError, match="long:1: not a line of a metrics file"):
-        read_metrics(str(tmp_path / "long"))
+        iterations(tmp_path / "long")
 
 
 def write_run(path: Path, scale: float, **more: float) -> str:

@@ -338,6 +338,7 @@ HUGGINGFACE = [
 
 READ_ONLY = both(directory("ro"), locked("ro", 0o500))
 WRITABLE = "name a writable directory"
+LOCAL = "is a URL; give a path of this machine"
 PLACES = [
     Case("--save file", f"--save file: Not a directory; {WRITABLE}"),
     Case("--save file/below", f"--save file/below: Not a directory; {WRITABLE}"),
@@ -358,6 +359,14 @@ PLACES = [
     Case(
         "--wandb-project p --wandb-mode offline --wandb-save-dir file",
         f"--wandb-save-dir file: Not a directory; {WRITABLE}",
+    ),
+    Case("--profile --profile-dir file", f"--profile-dir file: Not a directory; {WRITABLE}"),
+    Case("--tensorboard-dir s3://b/tb", f"--tensorboard-dir s3://b/tb: {LOCAL}", status=2),
+    Case("--profile --profile-dir s3://b/traces", f"--profile-dir s3://b/traces: {LOCAL}", status=2),
+    Case(
+        "--wandb-project p --wandb-mode offline --wandb-save-dir s3://b/wandb",
+        f"--wandb-save-dir s3://b/wandb: {LOCAL}",
+        status=2,
     ),
 ]
 

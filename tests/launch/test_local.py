@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.config.root import parse_args
 from tests.support import ROOT, environment, wait_until
 
 PATIENCE = 120  # seconds; what has to be ended sleeps longer
@@ -17,7 +18,7 @@ SCRIPT = ROOT / "launch" / "local.sh"
 def local(*argv: str, **extra: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [SCRIPT, *argv],
-        env=environment(PYTHON=sys.executable, **extra),
+        env=environment(**{"PYTHON": sys.executable, **extra}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -89,6 +90,35 @@ def test_a_signal_reaches_every_rank(tmp_path: Path, sent: signal.Signals, statu
             os.kill(int(pid), 0)
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_a_signal_before_the_first_rank_ends_the_script(
+    tmp_path: Path, sent: signal.Signals, status: int
+) -> None:
+    """While it looks for a free port, which takes a while on a busy machine; no rank is started."""
+    python, looking = tmp_path / "python", tmp_path / "looking"
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" != -c ] || {{ : >{looking}; sleep 1; }}\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    program = write(tmp_path, "sys.stdout.write('started')")
+    child = local("-n", "2", program, PYTHON=str(python))
+    wait_until(looking.exists, PATIENCE)
+    child.send_signal(sent)
+    out, err = child.communicate(timeout=PATIENCE)
+    assert (child.returncode, out, err) == (status, "", "")
+
+
+def test_a_signal_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
+    """It comes between the start of the rank and the moment when the script knows its process."""
+    moment = tmp_path / "moment.sh"
+    moment.write_text("set -T\ntrap '[[ $BASH_COMMAND != pids+=* ]] || kill -TERM $$' DEBUG\n")
+    child = local("-n", "1", write(tmp_path, "time.sleep(10)"), BASH_ENV=str(moment))
+    child.communicate(timeout=PATIENCE)
+    assert child.returncode == 143
+
+
 @pytest.mark.parametrize("argv", [(), ("-n", "0", "x.py"), ("-n", "two", "x.py"), ("-x",)])
 def test_bad_usage_is_status_2(argv: tuple[str, ...]) -> None:
     child = local(*argv)
@@ -132,6 +162,64 @@ def test_a_crashed_job_is_restarted_with_all_its_ranks(tmp_path: Path) -> None:
         "launch/local.sh: rank 0 ended with status 7; restart 2 of 2",
     ]
     assert [len((tmp_path / f"starts{rank}").read_text()) for rank in (0, 1)] == [3, 3]
+
+
+def settings(save: str, load: str) -> str:
+    """The config.yaml that a run writes to --save."""
+    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
+    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1"
+    return parse_args([*flags.split(), "--save", save, "--load", load]).to_yaml(["by a test"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        settings("two words", "two words"),
+        "save: there  # where it is\nload: 'there'\n",
+        'checkpoint:\n  load: there\n  save: "there"\n  save-interval: 5\n',
+    ],
+    ids=["written by a run", "by hand", "in a section"],
+)
+def test_settings_of_a_file_tell_that_a_job_resumes(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    program = attempts(tmp_path, "sys.exit(0 if start == 2 else 7)")
+    child = local("-n", "1", "--max-restarts", "1", program, f"--config={tmp_path / 'run.yaml'}")
+    _, err = child.communicate(timeout=PATIENCE)
+    assert child.returncode == 0, err
+    assert (tmp_path / "starts0").read_text() == "xx"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        (settings("there", "elsewhere"), ()),
+        (settings("there", "there"), ("--save", "elsewhere")),
+        ("save: null\nload: null\n", ()),
+        ("# save: there\n# load: there\n", ()),
+    ],
+)
+def test_settings_of_a_file_that_do_not_resume_are_refused(
+    tmp_path: Path, text: str, flags: tuple[str, ...]
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    child = local("-n", "1", "--max-restarts", "1", "x.py", "--config", str(tmp_path / "run.yaml"), *flags)
+    _, err = child.communicate(timeout=PATIENCE)
+    assert (child.returncode, err.count("\n")) == (2, 1)
+    assert "--max-restarts 1: needs --save DIRECTORY and a --load equal to it, as flags or in --config" in err
+
+
+def test_a_log_without_space_keeps_no_job_from_its_restart(tmp_path: Path) -> None:
+    program = attempts(tmp_path, "sys.exit(0 if start == 2 else 7)")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [SCRIPT, "-n", "1", "--max-restarts", "1", program, *SAVED],
+            env=environment(PYTHON=sys.executable),
+            stderr=full,
+            timeout=PATIENCE,
+            check=False,
+        )
+    assert done.returncode == 0
+    assert (tmp_path / "starts0").read_text() == "xx"
 
 
 @pytest.mark.parametrize("status", [2, 3, 75, 130])

@@ -3,13 +3,28 @@
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.reporting.sinks import BY_SAMPLES, MEGATRON_TAGS, TensorBoard
+from megatron_zpp.config.compilation import CompilationConfig
+from megatron_zpp.config.run import LoggingConfig
+from megatron_zpp.config.timing import TimingConfig
+from megatron_zpp.reporting.metrics import Record
+from megatron_zpp.reporting.profile import check_profile
+from megatron_zpp.reporting.sinks import (
+    BY_SAMPLES,
+    MEGATRON_TAGS,
+    TensorBoard,
+    ThreadedSink,
+    check_sinks,
+)
+from megatron_zpp.storage.files import check_replaceable
+from megatron_zpp.train.compiling import check_cache
 from tests.reporting.test_curves import step
 from tests.reporting.wandb_server import wandb_server
 from tests.support import environment, run
@@ -123,3 +138,56 @@ def sync(command: str, url: str) -> None:
         command, shell=True, env=variables, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+class Hanging:
+    """A sink that hangs with its first record until `over`."""
+
+    def __init__(self, begun: threading.Event, over: threading.Event) -> None:
+        self._begun, self._over = begun, over
+
+    def write(self, record: Record, samples: int) -> None:
+        self._begun.set()
+        self._over.wait(60)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("waiting", [0, 999, 1000, 1001])
+def test_a_sink_that_hangs_is_abandoned_however_many_records_wait(waiting: int) -> None:
+    """Also when its queue, of 1,000 records, has no place for the request to end."""
+    begun, over, said = threading.Event(), threading.Event(), []
+    sink = ThreadedSink("W&B", lambda: Hanging(begun, over), said.append)
+    sink.write({"iteration": 0}, 0)
+    assert begun.wait(60)
+    for iteration in range(waiting):
+        sink.write({"iteration": iteration}, 0)
+    closing = threading.Thread(target=lambda: said.append(str(sink.close(0.1))), daemon=True)
+    closing.start()
+    closing.join(20)
+    ended = not closing.is_alive()
+    over.set()
+    assert ended
+    *_, lost, closed = said
+    assert closed == "False"
+    assert "W&B is lost, and the run continues without it" in lost
+
+
+@pytest.mark.parametrize(
+    ("flag", "check"),
+    [
+        ("--tensorboard-dir", lambda url: check_sinks(LoggingConfig(tensorboard_dir=url))),
+        ("--wandb-save-dir", lambda url: check_sinks(LoggingConfig(wandb_project="p", wandb_save_dir=url))),
+        ("--profile-dir", lambda url: check_profile(TimingConfig(profile=True, profile_dir=url))),
+        ("--compile-cache-dir", lambda url: check_cache(CompilationConfig(compile_cache_dir=url))),
+        ("--output", lambda url: check_replaceable("--output", url)),
+    ],
+)
+def test_a_url_is_refused_where_only_a_path_can_be_written(
+    flag: str, check: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be a directory `s3:` below the current one, and TensorBoard would write half of it to S3."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"{flag} s3://bucket/key: is a URL; give a path of this machine"):
+        check("s3://bucket/key")
+    assert list(tmp_path.iterdir()) == []

@@ -16,12 +16,12 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "ZPP_ROOT": str(ROOT), "
 
 
 def script(
-    directory: Path, name: str, *flags: str, **variables: str
+    directory: Path, name: str, *flags: str, srun: str | None = None, **variables: str
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run a script as a job would, with a stand-in for srun; return the result and the arguments of srun."""
-    srun, given = directory / "srun", directory / "given"
-    srun.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >{given}\n")
-    srun.chmod(0o755)
+    given = directory / "given"
+    (directory / "srun").write_text(srun or f"#!/bin/sh\nprintf '%s\\n' \"$@\" >{given}\n")
+    (directory / "srun").chmod(0o755)
     extra = {"PATH": f"{directory}:/usr/local/bin:/usr/bin:/bin", **variables}
     done = subprocess.run(
         ["bash", ROOT / "launch" / "slurm" / name, *flags],
@@ -101,6 +101,19 @@ def test_flags_reach_the_program_as_they_are(tmp_path: Path) -> None:
     behind += ["python-of-the-container", f"{ROOT}/pretrain_gpt.py", *flags]
     assert given[-len(behind) :] == behind
     assert "--cpus-per-task=6" in given  # which srun does not take over from sbatch by itself
+
+
+def test_a_signal_while_the_step_is_started_reaches_it(tmp_path: Path) -> None:
+    """It comes when the script does not know srun's process yet. TERM asks for a save without a requeue."""
+    moment = tmp_path / "moment.sh"
+    moment.write_text("set -T\ntrap '[[ $BASH_COMMAND != *{step?@* ]] || kill -TERM $$' DEBUG\n")
+    (tmp_path / "sleep").write_text(  # instead of the ten seconds for which srun drops signals
+        "#!/bin/sh\nwhile [ ! -e ready ]; do /bin/sleep 0.1; done\n"
+    )
+    (tmp_path / "sleep").chmod(0o755)
+    srun = "#!/bin/sh\ntrap 'exit 75' USR1\n: >ready\nfor i in 1 2 3 4 5 6 7 8 9; do /bin/sleep 1; done\n"
+    done, _ = script(tmp_path, "pretrain_gpt.sbatch", *SAVED, srun=srun, BASH_ENV=str(moment), **JOB)
+    assert (done.returncode, done.stderr) == (75, "")
 
 
 def test_the_18b_model_fits_its_nodes(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_an_error_of_an_earlier_start_is_printed_again(
 ) -> None:
     node, other = OncePerNode("job", tmp_path), OncePerNode("another job", tmp_path)
     assert [said(node), said(node), said(other), said(other), said(node, "more")] == [1, 0, 1, 0, 1]
-    monkeypatch.setattr(once_per_node, "_started", partial(time.clock_gettime, time.CLOCK_BOOTTIME))
+    monkeypatch.setattr(once_per_node, "process_started", partial(time.clock_gettime, time.CLOCK_BOOTTIME))
     assert said(node) == 1  # by a process that begins after it was said
     monkeypatch.undo()
     (file,) = tmp_path.iterdir()

@@ -302,6 +302,31 @@ def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path)
     assert re.search(r"exiting at iteration \d+: SIGTERM; nothing is saved", out)
 
 
+def fail() -> None:
+    raise ValueError("token 5 is outside")
+
+
+def test_an_error_reaches_the_others_before_logs_are_closed(flags: list[str], tmp_path: Path) -> None:
+    """Rank 0's metrics file is a FIFO that nobody reads yet; it would be given up after 30 s."""
+    pipe = tmp_path / "metrics.jsonl"
+    os.mkfifo(pipe)
+    flags = [*flags, *LENGTH, "--eval-iters", "0", "--save", str(tmp_path / "saved")]
+    flags += ["--metrics-file", str(pipe)]
+    with Run(tmp_path / "log", 2) as ranks:
+        ranks.start(0, *flags, change=partial(in_micro_batch, 3, fail))
+        ranks.start(1, *flags)
+        wait_until(lambda: "rank 0" in ranks.err(1))
+        assert ranks.processes[0].is_alive()  # it waits for the FIFO
+        assert ranks.err(0) == ""
+        ranks.send(0, signal.SIGTERM)  # as a launcher does when another rank has ended
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        assert ranks.statuses() == {0: 1, 1: 1}
+        assert ranks.err(0) == f"pretrain_gpt.py [{platform.node()} rank 0]: error: token 5 is outside\n"
+        failed = f"[{platform.node()} rank 1]: error: rank 0 [{platform.node()}] failed: token 5"
+        assert failed in ranks.err(1)
+    os.close(reader)
+
+
 class Hangs:
     """A sink that blocks until it is released."""
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -261,6 +262,16 @@ def test_a_time_limit_saves_and_exits(flags: list[str], tmp_path: Path) -> None:
     )
     assert "--exit-duration-in-mins 0.01" in out
     assert (save / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_a_time_limit_counts_from_the_start_of_the_process(flags: list[str]) -> None:
+    """Not from the first step: what a scheduler grants includes the imports, the loading and the building."""
+    command = ["-m", "megatron_zpp.commands.pretrain", *flags, "--eval-iters", "0"]  # with all imports
+    began = time.monotonic()
+    succeeded(run(*command, "--train-iters", "1"))
+    minutes = (time.monotonic() - began) / 60 / 4
+    out = succeeded(run(*command, "--train-iters", "100000", "--exit-duration-in-mins", str(minutes)))
+    assert re.search(r"exiting at iteration [12]: --exit-duration-in-mins", out)
 
 
 def test_finetuning_takes_weights_and_starts_over(flags: list[str], tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """What a run still holds of the saves that have ended: nothing in the store, nothing in its memory."""
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint import write as write_module
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import small
@@ -39,3 +41,31 @@ def test_nothing_is_left_of_saves(tmp_path: Path, flags: tuple[str, ...]) -> Non
     for keys, used in on_ranks(2, save_again_and_again, str(tmp_path), *flags):
         assert keys[-1] - keys[WARM_UP - 1] < SAVES, keys  # two more if ranks waited long in the last save
         assert used[-1] - used[WARM_UP - 1] < SAVES * LEAK, used
+
+
+def save_around_failures(topology: Topology, directory: str, failures: int) -> tuple[int, int]:
+    """The keys in the store after a save, and after another with failures of rank 1's disk in between."""
+    store = dist.distributed_c10d._get_default_store()
+    engine = small(topology=topology, zero_stage=3)
+    saver = saver_of(engine, config_of("--save", directory), Quiet(), store)
+    write, keys = write_module.write_shard_file, []
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for number in range(failures + 2):
+        fails = 0 < number <= failures and topology.rank == 1
+        write_module.write_shard_file = fail if fails else write
+        saver.save(Progress(number + 1, number + 1))
+        dist.barrier()
+        keys.append(store.num_keys())
+        dist.barrier()
+    saver.finish()
+    return keys[0], keys[-1]
+
+
+def test_a_save_deletes_what_failed_ones_left(tmp_path: Path) -> None:
+    """A failed save leaves a key of each rank, because rank 0 may still wait for it."""
+    failures = 4
+    for before, after in on_ranks(2, save_around_failures, str(tmp_path), failures):
+        assert after - before < failures  # one or two more if ranks waited long in the last save
