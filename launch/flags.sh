@@ -29,9 +29,20 @@ setting_of() {
         s/ +#.*//; s/ +\$//; s/^(null|~)\$//; : print; p; q" "$2" 2>/dev/null || true
 }
 
-# resumes ARGUMENTS…: whether a second start resumes from what the first one saved.
-resumes() {
-    local save
+# not_resumed ARGUMENTS…: why a second start would not go on from what the first one saved; empty if it would.
+not_resumed() {
+    local save argument
     save=$(value_of --save "$@")
-    [[ -n $save && $save == "$(value_of --load "$@")" ]]
+    if [[ -z $save || $save != "$(value_of --load "$@")" ]]; then
+        echo "needs --save DIRECTORY and a --load equal to it, as flags or in --config FILE, to resume from"
+        return
+    fi
+    for argument in "$@"; do
+        case $argument in
+            --finetune | --no-load-optim | --no-save-optim | --ckpt-step | --ckpt-step=*)
+                echo "${argument%%=*}: a second start would not go on from where the first one ended; omit it"
+                return
+                ;;
+        esac
+    done
 }

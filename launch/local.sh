@@ -46,9 +46,8 @@ fi
 [[ $processes =~ ^[1-9][0-9]*$ ]] || refuse "-n $processes: must be a whole number of processes, 1 or more"
 [[ $restarts =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--max-restarts $restarts: must be a whole number, 0 or more"
 
-if ((restarts > 0)) && ! resumes "$@"; then
-    refuse "--max-restarts $restarts: needs --save DIRECTORY and a --load equal to it, as flags or in --config FILE," \
-        "to resume from"
+if ((restarts > 0)) && why=$(not_resumed "$@") && [[ $why ]]; then
+    refuse "--max-restarts $restarts: $why"
 fi
 
 export WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes MASTER_ADDR=127.0.0.1

@@ -119,10 +119,10 @@ requeue() {
 
 # Runs steps until one ends for good; docs/guide/faults.md lists the exit statuses.
 train() {
-    ((restarts == 0 && requeues == 0)) || resumes "$@" ||
-        refuse "--save: give --save DIRECTORY and a --load equal to it, as flags or in --config FILE, from which a" \
-            "stopped or crashed run resumes; or set MAX_RESTARTS=0 MAX_REQUEUES=0"
-    local restart what name
+    local restart what name why
+    why=$(not_resumed "$@")
+    [[ -z $why ]] || ((restarts == 0 && requeues == 0)) ||
+        refuse "MAX_RESTARTS $restarts, MAX_REQUEUES $requeues: $why; or set both to 0"
     trap 'on_signal USR1' USR1
     trap 'on_signal TERM' TERM
     for ((restart = 1; ; restart++)); do

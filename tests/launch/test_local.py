@@ -245,3 +245,14 @@ def test_restarts_need_a_checkpoint_directory_to_resume_from(flags: tuple[str, .
     _, err = child.communicate(timeout=PATIENCE)
     assert child.returncode == 2
     assert "--max-restarts 1: needs --save" in err
+
+
+def test_restarts_need_flags_that_resume() -> None:
+    """They would take the old weights again, or lose the optimizer's state, at each restart."""
+    flags = ("--save", "a", "--load", "a", "--ckpt-step=3")
+    child = local("--max-restarts", "1", "-n", "1", "x.py", *flags)
+    _, err = child.communicate(timeout=PATIENCE)
+    assert child.returncode == 2
+    assert (
+        "--max-restarts 1: --ckpt-step: a second start would not go on from where the first one ended" in err
+    )

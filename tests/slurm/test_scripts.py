@@ -52,9 +52,10 @@ def test_every_script_is_requeued_and_told_of_its_time_limit(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "flags", "variables", "said"),
     [
-        ("pretrain_gpt", (), {}, "--save: give --save DIRECTORY and a --load equal to it"),
-        ("pretrain_gpt", ("--save", "a", "--load", "b"), {}, "--save: give --save DIRECTORY"),
-        ("pretrain_gpt", ("--save", "a"), {"MAX_RESTARTS": "0"}, "--save: give --save DIRECTORY"),
+        ("pretrain_gpt", (), {}, "MAX_REQUEUES 100: needs --save DIRECTORY and a --load equal to it"),
+        ("pretrain_gpt", ("--save", "a", "--load", "b"), {}, "MAX_REQUEUES 100: needs --save DIRECTORY"),
+        ("pretrain_gpt", (*SAVED, "--finetune"), {}, "--finetune: a second start would not go on"),
+        ("pretrain_gpt", ("--save", "a"), {"MAX_RESTARTS": "0"}, "MAX_RESTARTS 0, MAX_REQUEUES 100: needs"),
         ("pretrain_gpt", SAVED, {"MAX_RESTARTS": "many"}, "MAX_RESTARTS many: must be a whole number"),
         ("pretrain_gpt", SAVED, {"MAX_REQUEUES": "-1"}, "MAX_REQUEUES -1: must be a whole number"),
         ("pretrain_gpt", SAVED, {"PYTHON": "nopython"}, "PYTHON nopython: not found"),
