@@ -121,7 +121,7 @@ stop() {
         while kill -0 "$pid" 2>/dev/null && ((SECONDS < deadline)); do pause; done
     done
     send KILL
-    wait || true
+    for pid in "${pids[@]}"; do wait "$pid" || true; done
 }
 
 for ((restart = 1; ; restart++)); do
