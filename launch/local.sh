@@ -126,10 +126,10 @@ stop() {
 
 for ((restart = 1; ; restart++)); do
     start "$@"
-    wait_for_all
+    wait_for_all 2>/dev/null # hides bash's messages about killed jobs, here and below
     ((status != 0)) || exit 0
     if [[ $status =~ ^(3|75)$ ]]; then exit "$status"; fi
-    stop 2>/dev/null # hides bash's messages about killed jobs
+    stop 2>/dev/null
     if [[ $signalled || $status =~ ^(2|130)$ ]]; then exit "$status"; fi
     what="status $status"
     if ((status > 128)) && name=$(kill -l "$status" 2>/dev/null); then what=SIG$name; fi
