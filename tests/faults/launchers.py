@@ -45,15 +45,20 @@ LAUNCHERS = [
     ),
     on_four("--profile --profile-ranks 1 4", "--profile-ranks 1 4: this run has ranks 0 to 3"),
     on_four("--global-batch-size 6", "--global-batch-size 6: … 4 data-parallel ranks = 16, such as 16"),
-    on_four("--zero-stage 3 --zero-hpz-partition-size 3", "--zero-hpz-partition-size 3: … 1, 2, 4"),
-    on_four("--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … 1, 2, 4"),
     on_four(
         "--zero-stage 3 --zero-hpz-partition-size 3",
-        "--zero-hpz-partition-size 3: … 2 data ranks of a node … 1, 2, 4",
+        "--zero-hpz-partition-size 3: not possible on 1 node of 4 data ranks; give 1, 2, 4 or auto",
+    ),
+    on_four(
+        "--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … give 1, 2, 4 or auto"
+    ),
+    on_four(
+        "--zero-stage 3 --zero-hpz-partition-size 3",
+        "--zero-hpz-partition-size 3: not possible on 2 nodes of 2 data ranks; give 1, 2, 4 or auto",
         LOCAL_WORLD_SIZE="2",
     ),
     on_four(
         "--zero-stage 1 --zero-quantized-weights --zero-quantized-weights-format delta4",
-        "--zero-quantized-weights-format delta4: needs 2 or more nodes",
+        "--zero-quantized-weights-format delta4: needs 2 or more nodes; on one node use int8, or omit",
     ),
 ]
