@@ -16,6 +16,7 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
+from megatron_zpp.config.words import counted
 from megatron_zpp.data.blend import Blend, BlendedDataset
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.documents import check_ends, masked_samples
@@ -178,7 +179,7 @@ class _Opening:
         text = self._text(flag, path)
         blocks = range_of_split(self.config, split, text.blocks)
         if blocks[0] == blocks[1]:
-            fix = f"leaves no {split} part of {path}, which is cut into {text.blocks} blocks"
+            fix = f"leaves no {split} part of {path}, which is cut into {counted(text.blocks, 'block')}"
             raise option_error("--split", shown_split(self.config), f"{fix}; give it a larger share")
         prepared = 1 if split == "train" else self.evaluated
         if prepared is not None:
