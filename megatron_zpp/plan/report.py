@@ -66,8 +66,9 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
         f"{job.precision.describe_products()}, {job.zero.describe(job.data_ranks)}"
     )
     yield (
-        f"  GPT of {parameters:,.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, sequence "
-        f"{model.seq_length}, vocabulary {job.vocab_size} padded to {job.padded_vocab_size}"
+        f"  GPT of {parameters:,.1f} M parameters: {counted(model.num_layers, 'layer')} × "
+        f"{model.hidden_size}, sequence {model.seq_length}, "
+        f"vocabulary {job.vocab_size} padded to {job.padded_vocab_size}"
     )
     yield (
         f"  a step: {_data_ranks(job)} × {counted(job.micro_batches, 'micro-batch', 'micro-batches')} × "

@@ -30,9 +30,9 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
         f"{config.precision.compute_dtype(engine.device.type)}"
         f"{config.precision.describe_products()}, {config.zero.describe(engine.grid.data.world_size)}"
         f"{', compiled layers' if engine.model.compiled else ''}{_tensor_ranks(engine)}",
-        f" GPT of {parameters / 1e6:.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, "
-        f"{model.num_attention_heads} heads{groups}, sequence {model.seq_length}, vocabulary "
-        f"{vocab_size} padded to {model.embedding_rows(vocab_size)}",
+        f" GPT of {parameters / 1e6:.1f} M parameters: {counted(model.num_layers, 'layer')} × "
+        f"{model.hidden_size}, {model.num_attention_heads} heads{groups}, sequence {model.seq_length}, "
+        f"vocabulary {vocab_size} padded to {model.embedding_rows(vocab_size)}",
     ]
     assert isinstance(engine.model, GPT)
     if windows := [window for window in model.layer_windows if window]:
