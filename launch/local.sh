@@ -49,6 +49,7 @@ fi
 if ((restarts > 0)) && why=$(not_resumed "$@") && [[ $why ]]; then
     refuse "--max-restarts $restarts: $why"
 fi
+[[ $1 == -m || -e $1 ]] || refuse "$1: no such file"
 
 export WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes MASTER_ADDR=127.0.0.1
 port=${MASTER_PORT:-}

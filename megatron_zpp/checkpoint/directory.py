@@ -79,7 +79,8 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
     """The committed checkpoints, newest first, or only that of `iteration`; empty for an empty directory.
 
     `flag` is the flag that named the directory, for errors. Raises ValueError if `iteration` is missing, if
-    another program wrote what is there, and if there are checkpoints but none is committed.
+    another program wrote what is there, if the directory is itself a checkpoint, and if there are
+    checkpoints but none is committed.
     """
     try:
         root = location(directory)
@@ -88,6 +89,7 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
     try:
         if root.exists() and not isinstance(root, ObjectPath):
             os.listdir(root)  # `glob` would take an unreadable directory for an empty one
+        _refuse_checkpoint(flag, directory, root)
         there = committed(root)
         foreign = None if there or isinstance(root, ObjectPath) else recognise(root)
     except ObjectError as error:
@@ -107,6 +109,14 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
                 problem = f"{path.name} has no {MARKER}: it is damaged, or another program wrote it"
                 raise option_error(flag, directory, f"{problem}; name another directory, or remove it")
     return list(there.values())
+
+
+def _refuse_checkpoint(flag: str, directory: str, root: Location) -> None:
+    """Raise ValueError if `root` is itself a checkpoint, and not the directory of a run's checkpoints."""
+    iteration = iteration_of(root)
+    if iteration is not None and root.name == checkpoint_name(iteration) and is_committed(root):
+        given = f"{flag} {root.parent}" if flag.startswith("-") else str(root.parent)
+        raise option_error(flag, directory, f"is a checkpoint; give {given} --ckpt-step {iteration}")
 
 
 def lost_newest(directory: Location) -> str | None:

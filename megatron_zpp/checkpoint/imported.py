@@ -33,6 +33,7 @@ from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.model_states import WEIGHTS
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_SAMPLE = 4096  # tokens, at most, of the --seq-length that is proposed; the longest text may not fit a GPU
 _TIMEOUT = timedelta(minutes=1)  # without progress of a file operation
 _TOLD_BY_RUN = (
     "attention_dropout",
@@ -145,6 +146,7 @@ def _flags(model: ModelConfig, tokenizer: TokenizerConfig) -> str:
     sizes = {name: getattr(model, name) for name in _SIZES}
     implied = asdict(ModelConfig(**sizes, seq_length=model.max_position_embeddings))
     told: dict[str, object] = {flag_name(name): value for name, value in sizes.items()}
+    told[flag_name("seq_length")] = min(model.max_position_embeddings, _SAMPLE)
     for name, value in asdict(model).items():
         if value != implied[name] and name not in _TOLD_BY_RUN:
             told[flag_name(name)] = "" if value is True else value

@@ -11,6 +11,7 @@ from megatron_zpp.checkpoint.read import STATE_LIMIT, CheckpointReader
 from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
 from megatron_zpp.checkpoint.unit_entries import describe_units, formats_of_units, sharing_of
 from megatron_zpp.checkpoint.write import STATE
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.object_path import Location
 from megatron_zpp.storage.regular import read_limited
@@ -36,7 +37,9 @@ def load_checkpoint(
     """
     with CheckpointReader(path, on_progress, partial=partial) as reader:
         check_tokenizer(path, reader.state["tokenizer"], tokenizer)
-        check_units(path, reader.units, describe_units(engine))
+        model = engine.model.config if isinstance(engine.model, GPT) else None
+        saved_model = reader.state["config"].get("model")
+        check_units(path, reader.units, describe_units(engine), saved_model, model)
         _load(WEIGHTS, reader, engine)
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:

@@ -1,8 +1,12 @@
 """Refuses a checkpoint of another model or tokenizer than the run's."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_zpp.checkpoint.unit_entries import split_of
+from megatron_zpp.config.checkpoint_arguments import MODEL
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.options import flag_name, option_error
 from megatron_zpp.storage.object_path import Location
 from megatron_zpp.tokenizer.base import in_words
 
@@ -16,15 +20,27 @@ def check_tokenizer(path: Location, saved: dict[str, Any], present: dict[str, An
         )
 
 
-def check_units(path: Location, saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
-    """Raise ValueError unless both have the same whole parameters; layouts and tensor ranks may differ."""
+def check_units(
+    path: Location,
+    saved: list[dict[str, Any]],
+    present: list[dict[str, Any]],
+    saved_model: Any = None,
+    model: ModelConfig | None = None,
+) -> None:
+    """Raise ValueError unless both have the same whole parameters; layouts and tensor ranks may differ.
+
+    The error names the flag that differs if the settings of both models tell it: `saved_model`, by field, of
+    a run that may be of another version, and `model`, of this run.
+    """
     theirs, ours = (
         {name: entry for unit in units for name, entry in unit["parameters"].items()}
         for units in (saved, present)
     )
     for name in sorted(theirs.keys() ^ ours.keys()):
         where = "missing from it" if name in ours else "not part of this model"
-        raise ValueError(f"{path}: {name} is {where}; use the model flags that it was saved with")
+        raise _other_flag(path, saved_model, model) or ValueError(
+            f"{path}: {name} is {where}; use the model flags that it was saved with"
+        )
     for name, entry in ours.items():
         saved_split, split = split_of(theirs[name]), split_of(entry)
         if saved_split and split and saved_split.dim != split.dim:
@@ -34,7 +50,33 @@ def check_units(path: Location, saved: list[dict[str, Any]], present: list[dict[
             )
         if theirs[name]["shape"] != entry["shape"]:
             shapes = tuple(theirs[name]["shape"]), tuple(entry["shape"])
-            raise ValueError(
+            raise _other_flag(path, saved_model, model) or ValueError(
                 f"{path}: {name} has shape {shapes[0]}, this model needs {shapes[1]}; use the model flags "
                 "that it was saved with"
             )
+
+
+_OF_PARAMETERS = (  # the flags that decide which parameters there are; first those that others follow from
+    *("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads"),
+    *("num_query_groups", "position_embedding_type", "max_position_embeddings", "normalization"),
+    *("swiglu", "disable_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    *("untie_embeddings_and_output_weights", "padded_vocab_size", "make_vocab_size_divisible_by"),
+)
+
+
+def _other_flag(path: Location, saved: Any, present: ModelConfig | None) -> ValueError | None:
+    """The error of the first flag that differs and changes parameters; None if no flag is known to."""
+    if not isinstance(saved, Mapping) or present is None:
+        return None
+    for name in _OF_PARAMETERS:
+        was, now, flag = saved.get(name), getattr(present, name), flag_name(name)
+        if was == now or was is None or now is None:
+            continue
+        if name == "max_position_embeddings" and present.position_embedding_type != "learned_absolute":
+            continue
+        if isinstance(now, bool):
+            shown, fix = ("(given)", "omit it, or give") if now else ("(not given)", "give it, or")
+            with_or_without = "without" if now else "with"
+            return option_error(flag, shown, f"{path} was saved {with_or_without} it; {fix} {MODEL}")
+        return option_error(flag, now, f"the model of {path} has {was}; give {was}, or {MODEL}")
+    return None

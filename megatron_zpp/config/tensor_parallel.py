@@ -4,6 +4,7 @@ import math
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
+from megatron_zpp.config.words import counted
 
 FLAG = "--tensor-model-parallel-size"
 _DIVIDED = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "seq_length")
@@ -30,7 +31,7 @@ def check_tensor_ranks(model: ModelConfig, ranks: int, *, fp8: bool, node_ranks:
     if fp8:  # a local width is a multiple of 16
         sizes[f"--ffn-hidden-size {model.ffn_hidden_size} / 16 (--fp8)"] = model.ffn_hidden_size // 16
     if node_ranks is not None:
-        sizes[f"the {node_ranks} ranks of a node"] = node_ranks
+        sizes[f"the {counted(node_ranks, 'rank')} of a node"] = node_ranks
     shared = divisors(math.gcd(*sizes.values()))
     possible = listed([one for one in shared if not fp8 or _keys(model, one) % 16 == 0])
     for name, size in sizes.items():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.words import counted, either
 
 # Elements per scale: gradients need the finer blocks, unless a rotation spreads their outliers.
 WEIGHT_BLOCK, GRADIENT_BLOCK, ROTATED_BLOCK = 256, 128, 256
@@ -223,8 +224,8 @@ class ZeroConfig(Options):
         """Whether gradients are rotated before they cross nodes."""
         return self.zero_quantized_gradients and self.zero_quantized_gradients_format.startswith("rotated")
 
-    def describe(self) -> str:
-        """Return what is switched on, for the first lines of the log."""
+    def describe(self, ranks: int | None = None) -> str:
+        """Return what is switched on, for the first lines of the log; `ranks` are the run's data ranks."""
         parts = [f"ZeRO stage {self.zero_stage}"]
         if self.zero_quantized_weights:
             parts.append(f"qwZ {self.zero_quantized_weights_format}")
@@ -233,7 +234,11 @@ class ZeroConfig(Options):
         if self.zero_quantized_gradients:
             parts.append(f"qgZ {self.zero_quantized_gradients_format}")
         if self.zero_gradient_partition_size != "off":
-            parts.append(f"gradients accumulated over {self.zero_gradient_partition_size}")
+            size = self.zero_gradient_partition_size
+            over = "a node" if size == "auto" else counted(int(size), "rank")
+            parts.append(f"gradients accumulated over {over}")
+        if ranks == 1 and len(parts) > 1:
+            parts[-1] += " (one rank: nothing to communicate)"
         if self.cuts_layers:
             parts.append("units of sublayers")
         if self.zero_table_rows is not None:
@@ -247,15 +252,15 @@ class ZeroConfig(Options):
         """
         if self.zero_hpz_partition_size == "auto":
             return ranks_of_a_node
-        size, world = int(self.zero_hpz_partition_size), ranks_of_a_node * nodes
+        size = int(self.zero_hpz_partition_size)
         inside = [n for n in range(1, ranks_of_a_node + 1) if ranks_of_a_node % n == 0]
         across = [n * ranks_of_a_node for n in range(2, nodes + 1) if nodes % n == 0]
         if size not in inside + across:
             raise option_error(
                 "--zero-hpz-partition-size",
                 size,
-                f"must divide the {ranks_of_a_node} data ranks of a node, or be whole nodes that divide the "
-                f"{world} data ranks: {', '.join(map(str, inside + across))}",
+                f"not possible on {counted(nodes, 'node')} of {counted(ranks_of_a_node, 'data rank')}; give "
+                f"{either([*inside, *across, 'auto'])}",
             )
         return size
 
@@ -284,7 +289,8 @@ class ZeroConfig(Options):
             raise option_error(
                 "--zero-gradient-partition-size",
                 size,
-                f"must divide the {ranks_of_a_node} data ranks of a node: {', '.join(map(str, sizes))}",
+                f"not possible on nodes of {counted(ranks_of_a_node, 'data rank')}; give "
+                f"{either([*sizes, 'auto'])}",
             )
         return size
 

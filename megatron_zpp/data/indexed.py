@@ -14,6 +14,7 @@ Both files are little-endian. PREFIX.bin holds the concatenated tokens. PREFIX.i
 """
 
 import hashlib
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,15 @@ def index_path(prefix: str) -> str:
 def tokens_path(prefix: str) -> str:
     """PREFIX.bin."""
     return prefix + ".bin"
+
+
+class NoDataset(ValueError):
+    """Neither file of a data set exists; `index` is the name of the first one."""
+
+    def __init__(self, index: str) -> None:
+        prefix = index[: -len(".idx")]
+        super().__init__(f"{index}: no such file; the data set {prefix} consists of {prefix}.bin and {index}")
+        self.index = index
 
 
 class IndexedDataset:
@@ -201,6 +211,9 @@ def _open(path: str, shown: str) -> OpenFile | ObjectFile:
         file = ObjectFile(named) if isinstance(named, ObjectPath) else OpenFile(named)
     except FileNotFoundError:
         prefix = shown[: -len(".idx")]
+        files = index_path(prefix), tokens_path(prefix)
+        if not isinstance(named, ObjectPath) and not any(map(os.path.lexists, files)):
+            raise NoDataset(shown) from None
         raise ValueError(
             f"{shown}: no such file; the data set {prefix} consists of {prefix}.bin and {prefix}.idx"
         ) from None

@@ -1,7 +1,7 @@
 """Opens the data of a run and checks it, so that errors appear before the first step."""
 
+import difflib
 import functools
-import glob
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.data import DEFAULT_SPLIT, SPLITS, DataConfig, weighted_prefixes
+from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import HUB, JSON_LINES, is_text, looks_like_hub
+from megatron_zpp.config.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
+from megatron_zpp.config.words import counted
 from megatron_zpp.data.blend import Blend, BlendedDataset
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.documents import check_ends, masked_samples
-from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed import IndexedDataset, NoDataset
 from megatron_zpp.data.megatron.compiled_orders import CompiledOrders, compiled_orders
 from megatron_zpp.data.megatron.dataset import MegatronOrders
 from megatron_zpp.data.megatron.split import build_split
@@ -27,7 +28,7 @@ from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.provenance import check_provenance
 from megatron_zpp.data.samples import KnownSamples, Samples
-from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split
+from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split, shown_split
 from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.windows import WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
@@ -178,10 +179,8 @@ class _Opening:
         text = self._text(flag, path)
         blocks = range_of_split(self.config, split, text.blocks)
         if blocks[0] == blocks[1]:
-            fix = f"leaves no {split} part of {path}, which is cut into {text.blocks} blocks"
-            raise option_error(
-                "--split", self.config.split or DEFAULT_SPLIT, f"{fix}; give it a larger share"
-            )
+            fix = f"leaves no {split} part of {path}, which is cut into {counted(text.blocks, 'block')}"
+            raise option_error("--split", shown_split(self.config), f"{fix}; give it a larger share")
         prepared = 1 if split == "train" else self.evaluated
         if prepared is not None:
             # A blend deviates from the shares by up to half a sample per level of its tree.
@@ -237,11 +236,10 @@ def _open(
         data = IndexedDataset(prefix, config.object_storage_cache_path)
     except DamagedFile as damage:
         raise option_error(flag, prefix, str(damage)) from None
+    except NoDataset as error:
+        raise option_error(flag, prefix, f"{error.index} does not exist; {_nearest(prefix)}") from None
     except ValueError as error:
-        fix = "name another data set, or preprocess it again"
-        if looks_like_hub(prefix) and not glob.glob(f"{glob.escape(prefix)}.*"):
-            fix += f"; a data set of Hugging Face is {HUB}{prefix}"
-        raise option_error(flag, prefix, f"{error}; {fix}") from None
+        raise option_error(flag, prefix, f"{error}; name another data set, or preprocess it again") from None
     except ObjectError as error:
         raise option_error(flag, prefix, str(error.strerror)) from None
     except OSError as error:
@@ -249,6 +247,22 @@ def _open(
     if tokenizer_description is not None:
         check_provenance(data.local, tokenizer_description)
     return data
+
+
+def _nearest(prefix: str) -> str:
+    """Return what to give in place of a prefix without files: data of a similar name beside it, if any."""
+    remedy = f"give the prefix of a .bin/.idx pair, a {JSON_LINES[0]} file or {HUB}"
+    directory, name = os.path.split(prefix)
+    try:
+        files = sorted(os.listdir(directory or "."))
+    except OSError:
+        return remedy + (prefix if looks_like_hub(prefix) else "NAME")
+    remedy += "NAME"
+    data = [file for file in files if file.endswith(".idx") or plain_suffix(file) == JSON_LINES[0]]
+    there = [file.removesuffix(".idx") for file in data]
+    close = [each for each in there if name and each.startswith(name)]
+    close += difflib.get_close_matches(name, there, n=1)
+    return f"did you mean {os.path.join(directory, close[0])}? Or {remedy}" if close else remedy
 
 
 def _cache(config: DataConfig, prefix: str, say: Callable[[str], None]) -> OrderCache:

@@ -41,12 +41,18 @@ def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None
     recorded = _parse(path, text)
     differing = [key for key in KEYS if recorded[key] != description[key]]
     if differing:
-        theirs = ", ".join(f"{key} {recorded[key]}" for key in differing)
-        ours = ", ".join(f"{key} {description[key]}" for key in differing)
+        theirs, ours = (
+            ", ".join(f"{key} {_shown(key, each[key])}" for key in differing)
+            for each in (recorded, description)
+        )
         raise ValueError(
             f"{path}: the data set was made with another tokenizer: {theirs}; --tokenizer-type "
             f"{description['tokenizer_type']} and its files give {ours}; use the tokenizer of the data"
         )
+
+
+def _shown(key: str, value: Any) -> str:
+    return str(value)[:12] if key == "fingerprint" else str(value)
 
 
 def _parse(path: str, text: bytes) -> dict[str, Any]:

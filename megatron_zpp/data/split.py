@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_zpp.config.data import SPLITS, DataConfig
+from megatron_zpp.config.data import DEFAULT_SPLIT, SPLITS, DataConfig, split_shares
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.words import counted
 from megatron_zpp.data.indexed import IndexedDataset
 
 _ALTERNATIVE = {"train": "", "valid": ", or --eval-iters 0", "test": ""}  # to data of a split
+_LARGER_SHARES = ("95,5,0", "90,10,0", "80,20,0", "50,50,0")  # without a test split, which no run needs
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class DatasetSlice:
         """Raise ValueError if the slice has fewer than the `needed` tokens of one sample."""
         first, last = self.tokens()
         if last - first < needed:
+            if self.first == self.last and config.data_path:
+                raise self._empty(split, config)
             fix = "a larger share in --split, " if config.data_path else ""
             raise option_error(
                 "--seq-length",
@@ -43,6 +47,22 @@ class DatasetSlice:
                 f"{last - first} ({self.last - self.first} of {self.source.num_sequences} sequences); give "
                 f"more data, {fix}or a shorter length",
             )
+
+    def _empty(self, split: str, config: DataConfig) -> ValueError:
+        """Return the error of a split without documents."""
+        count, whole = self.source.num_sequences, self.source.num_sequences == self.source.num_documents
+        fix = f"more {'documents' if whole else 'sequences'}"
+        for text in _LARGER_SHARES:
+            ranges = cut(split_shares(text), count)
+            if all(first < last for first, last in ranges[:2]):
+                fix = f"--split {text}, or {fix}"
+                break
+        return option_error(
+            "--split",
+            shown_split(config),
+            f"the {split} split of {self.source.prefix} has 0 of its "
+            f"{counted(count, 'document' if whole else 'sequence')}; give {fix}",
+        )
 
 
 def cut(shares: Sequence[float], sequences: int) -> tuple[tuple[int, int], ...]:
@@ -57,6 +77,11 @@ def cut(shares: Sequence[float], sequences: int) -> tuple[tuple[int, int], ...]:
         ends.append(round(total * sequences))
     assert ends[-1] == sequences, f"shares {shares} sum to {total}, not 1"
     return tuple(pairwise(ends))
+
+
+def shown_split(config: DataConfig) -> str:
+    """Return the value of --split for an error."""
+    return config.split or f"{DEFAULT_SPLIT} (the default)"
 
 
 def range_of_split(config: DataConfig, split: str, count: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from functools import cached_property
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tensor_parallel import FLAG, divisors, listed
+from megatron_zpp.config.words import counted
 from megatron_zpp.distributed.topology import Topology
 
 
@@ -25,7 +26,7 @@ class Grid:
         if local % self.tensor:
             possible = listed(divisors(local))
             raise option_error(
-                FLAG, self.tensor, f"must divide the {local} ranks of a node; possible: {possible}"
+                FLAG, self.tensor, f"must divide the {counted(local, 'rank')} of a node; possible: {possible}"
             )
 
     @property

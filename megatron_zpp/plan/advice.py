@@ -135,12 +135,12 @@ def least_that_pays(plans: list[Plan], gibibytes: float) -> Plan:
     return next(plan for plan in fitting if plan.time.seconds <= (1 + WORTH) * fastest)
 
 
-def why(plain: Plan, plan: Plan) -> str:
-    """Whether options shorten a step, and why, in words."""
+def why(plain: Plan, plan: Plan, gibibytes: float) -> str:
+    """Whether options shorten a step on GPUs of this memory, and why, in words."""
     before, after = plain.time.seconds, plan.time.seconds
     waits = f"{_milliseconds(plan.time.exposed)}, not {_milliseconds(plain.time.exposed)} ms"
     if before - after > WORTH * before:
-        return f"pays: waits for links {waits}"
+        return f"pays: waits for links {waits}" if plan.fits(gibibytes) else "would pay, but does not fit"
     if plain.time.exposed <= WORTH * before:
         costs = f", costs {_milliseconds(after - before)} ms" if after > (1 + WORTH) * before else ""
         return f"does not pay: the compute hides all that is sent{costs}"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from megatron_zpp.config.words import counted
 from megatron_zpp.model.flops import parameter_count, peak_tflops
 from megatron_zpp.plan.advice import (
     WORTH,
@@ -62,23 +63,24 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
     run = job.tokens_per_step * iterations / 1e9
     yield (
         f"plan for {job.nodes} × {job.local} {gpu.name}, {job.precision.compute_dtype('cuda')}"
-        f"{job.precision.describe_products()}, {job.zero.describe()}"
+        f"{job.precision.describe_products()}, {job.zero.describe(job.data_ranks)}"
     )
     yield (
-        f"  GPT of {parameters:,.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, sequence "
-        f"{model.seq_length}, vocabulary {job.vocab_size} padded to {job.padded_vocab_size}"
+        f"  GPT of {parameters:,.1f} M parameters: {counted(model.num_layers, 'layer')} × "
+        f"{model.hidden_size}, sequence {model.seq_length}, "
+        f"vocabulary {job.vocab_size} padded to {job.padded_vocab_size}"
     )
     yield (
-        f"  a step: {_data_ranks(job)} × {job.micro_batches} micro-batches × "
-        f"{job.micro_batch_size} samples = {job.tokens_per_step:,} tokens; "
-        f"{iterations:,} steps = {run:,.3f} B tokens"
+        f"  a step: {_data_ranks(job)} × {counted(job.micro_batches, 'micro-batch', 'micro-batches')} × "
+        f"{counted(job.micro_batch_size, 'sample')} = {job.tokens_per_step:,} tokens; "
+        f"{counted(iterations, 'step')} = {run:,.3f} B tokens"
     )
 
 
 def _data_ranks(job: Job) -> str:
     if job.tensor == 1:
-        return f"{job.ranks} ranks"
-    return f"{job.data_ranks} data ranks of {job.tensor} tensor ranks"
+        return counted(job.ranks, "rank")
+    return f"{counted(job.data_ranks, 'data rank')} of {job.tensor} tensor ranks"
 
 
 def _memory(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
@@ -153,7 +155,8 @@ def _time(plan: Plan, iterations: int) -> Iterator[str]:
     yield f"  busy meanwhile: the link of a node {link:,.1f} ms, NVLink {inside:,.1f} ms"
     yield f"  {tokens:,.0f} tokens/s, {tflops:,.1f} TFLOP/s per GPU (PaLM)"
     span = _span(iterations * seconds)
-    yield f"  {tokens * _DAY / 1e9:,.2f} B tokens per day; {iterations:,} steps take {span}"
+    steps = "1 step takes" if iterations == 1 else f"{iterations:,} steps take"
+    yield f"  {tokens * _DAY / 1e9:,.2f} B tokens per day; {steps} {span}"
 
 
 def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
@@ -166,7 +169,7 @@ def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
     yield f"{'ZeRO++ at this stage':32}{'ms per step':>13}{'GB per node':>13}{'GiB':>8}  (! does not fit)"
     for other in [plain, *alone, plans[-1]]:
         figures = f"{1e3 * other.time.seconds:13,.1f}{other.sent.inter / other.job.nodes / 1e9:13.3f}"
-        reason = "" if other is plain else why(plain, other)
+        reason = "" if other is plain else why(plain, other, gpu.memory)
         fits = " " if other.fits(gpu.memory) else "!"
         mark = "*" if other.job.zero == plan.job.zero else " "
         yield f"{mark} {other.name:30}{figures}{other.memory.peak / 2**30:8.2f}{fits} {reason}".rstrip()

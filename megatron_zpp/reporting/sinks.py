@@ -155,6 +155,8 @@ class WandB:
             config=config,
             id=os.environ.get("WANDB_RUN_ID", start.run),
             resume=None if mode == "offline" else "allow",  # offline there is no server to ask
+            # W&B's footer would name a command that uploads the last piece alone.
+            settings=wandb.Settings(quiet=True) if mode == "offline" else None,
         )
         if self._run.offline:
             say(f" W&B: recorded offline; to upload it later: {upload_command(self._run)}")

@@ -14,7 +14,7 @@ ATTEMPTS = 5  # of a request, with growing pauses: about 15 s until a server tha
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30  # without an answer, after which an attempt has failed
 _CONNECTIONS = 32  # per process
 _PAUSE = 0.5  # seconds before the second attempt to read a body; doubled for each further one
-INSTALL = "needs the package boto3; install it: pip install 'megatron_zpp[s3]'"
+INSTALL = "needs the package boto3; install it: pip install boto3"
 
 _DENIED = "the store denies {what}; give credentials that may do that"
 _REASONS = {  # error codes of S3; {what} is the request, {message} what the store says

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.config.words import counted
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.rendezvous import RankAddress, Rendezvous
 from megatron_zpp.distributed.topology import Topology
@@ -62,7 +63,7 @@ def preflight(
             if device.type == "cuda" or ring.name == BETWEEN:
                 warnings += slow_links(ring.name, received, _senders(topology, index), met.addresses)
         seconds = time.perf_counter() - started
-        said = f" preflight: {topology.world_size} ranks in {seconds:.1f} s; {', '.join(lines)}"
+        said = f" preflight: {counted(topology.world_size, 'rank')} in {seconds:.1f} s; {', '.join(lines)}"
         return [None, [said, *(f" WARNING: {warning}" for warning in warnings)]]
 
     problem, lines = exchange.combine("reports", [wrong, damaged, rates], results)

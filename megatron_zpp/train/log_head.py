@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.words import counted
 from megatron_zpp.data.open import Splits
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
@@ -27,11 +28,11 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     lines = [
         f" torch {torch.__version__}, python {platform.python_version()}, {topology.world_size} × {name}, "
         f"{config.precision.compute_dtype(engine.device.type)}"
-        f"{config.precision.describe_products()}, {config.zero.describe()}"
+        f"{config.precision.describe_products()}, {config.zero.describe(engine.grid.data.world_size)}"
         f"{', compiled layers' if engine.model.compiled else ''}{_tensor_ranks(engine)}",
-        f" GPT of {parameters / 1e6:.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, "
-        f"{model.num_attention_heads} heads{groups}, sequence {model.seq_length}, vocabulary "
-        f"{vocab_size} padded to {model.embedding_rows(vocab_size)}",
+        f" GPT of {parameters / 1e6:.1f} M parameters: {counted(model.num_layers, 'layer')} × "
+        f"{model.hidden_size}, {model.num_attention_heads} heads{groups}, sequence {model.seq_length}, "
+        f"vocabulary {vocab_size} padded to {model.embedding_rows(vocab_size)}",
     ]
     assert isinstance(engine.model, GPT)
     if windows := [window for window in model.layer_windows if window]:
@@ -51,7 +52,8 @@ def _tensor_ranks(engine: ZeroEngine) -> str:
     grid = engine.grid
     if grid.tensor == 1:
         return ""
-    return f", {grid.data.world_size} data ranks × {grid.tensor} tensor ranks with sequence parallelism"
+    data = counted(grid.data.world_size, "data rank")
+    return f", {data} × {grid.tensor} tensor ranks with sequence parallelism"
 
 
 def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: RunSchedule) -> list[str]:

@@ -238,7 +238,7 @@ def _check_differences(zero: ZeroConfig, topology: Topology) -> None:
     flag, format = "--zero-quantized-weights-format", zero.zero_quantized_weights_format
     if topology.nodes == 1:
         raise option_error(
-            flag, format, "needs 2 or more nodes, since it saves nothing inside one; int8 does"
+            flag, format, "needs 2 or more nodes; on one node use int8, or omit --zero-quantized-weights"
         )
     local = topology.local_world_size
     if not zero.holds_references(local, topology.nodes):

@@ -23,8 +23,9 @@ def test_any_difference_names_both_sides(tmp_path, key, value):
         check_provenance(tmp_path / "x", OURS)
     message = str(error.value)
     assert "\n" not in message
-    assert f"{key} {value}" in message
-    assert f"{key} {OURS[key]}" in message
+    assert f"{key} {value}"[:24] in message
+    assert f"{key} {OURS[key]}"[:24] in message
+    assert "a" * 13 not in message  # twelve digits tell fingerprints apart
     assert "--tokenizer-type" in message
 
 

@@ -74,7 +74,7 @@ MODEL = [
     ),
     bad(
         "--tensor-model-parallel-size 2",
-        "--tensor-model-parallel-size 2: must divide the 1 ranks of a node; possible: 1",
+        "--tensor-model-parallel-size 2: must divide the 1 rank of a node; possible: 1",
     ),
     Case(
         f"{EIGHT} --tensor-model-parallel-size 2 --make-vocab-size-divisible-by 1",

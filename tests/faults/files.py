@@ -30,8 +30,12 @@ ANEW = "preprocess it again"
 DEEP = "[" * 100_000
 
 DATA = [
-    Case("--data-path gone", "--data-path gone: gone.idx: no such file … preprocess … is hf:gone"),
-    Case("--data-path owner/gone", "no such file … preprocess … is hf:owner/gone"),
+    Case(
+        "--data-path gone",
+        "--data-path gone: gone.idx does not exist; give the prefix of a .bin/.idx pair, a .jsonl … hf:NAME",
+    ),
+    Case("--data-path owner/gone", "owner/gone.idx does not exist; give the prefix … file or hf:owner/gone"),
+    Case("--data-path tex", "--data-path tex: tex.idx does not exist; did you mean text? Or give"),
     Case(
         "--data-path text.txt",
         "--data-path text.txt: is not a tokenised data set; text must be JSON lines … build_corpus",
@@ -42,7 +46,7 @@ DATA = [
         "--data-path x.jsonl", "x.jsonl: is a directory; name", harm=lambda site: (site / "x.jsonl").mkdir()
     ),
     Case("--data-path hf:a:b:c:d", "--data-path hf:a:b:c:d: must be hf:NAME"),
-    Case("--data-path text gone", "--data-path gone: gone.idx: no such file … preprocess"),
+    Case("--data-path text gone", "--data-path gone: gone.idx does not exist; give"),
     Case("--data-path file/text", "--data-path file/text: … Not a directory; name"),
     Case("--data-path " + "x" * 300, "File name too long; name"),
     Case("", f"{OURS}.bin: no such file … {ANEW}", harm=remove("text.bin")),
@@ -90,7 +94,15 @@ DATA = [
     Case("", "text.tokenizer.json: Permission denied … preprocess", harm=locked("text.tokenizer.json")),
     Case("--seq-length 5000", "--seq-length 5000: … text has 4000 … give more data"),
     Case("--split 1,0,0", "--split 1,0,0: this run needs valid data, or --eval-iters 0"),
-    Case("--split 98,1,1", "the test split of text has 0 … a larger share in --split"),
+    Case(
+        "--split 98,1,1",
+        "--split 98,1,1: the test split of text has 0 of its 50 documents; give --split 95,5,0, or more",
+    ),
+    Case(
+        "",
+        "--split 969,30,1 (the default): the test split of text has 0 … give --split 95,5,0, or more",
+        without="--split",
+    ),
     Case(
         "--train-data-path text",
         "--valid-data-path (not given): this run needs valid data, or",
@@ -196,6 +208,7 @@ TOKENIZERS = [
 ]
 
 LOAD = "--load checkpoints"
+ARGUMENTS = "give {}, or --use-checkpoint-args"
 NEWEST = "checkpoints/iter_0000002"
 SHARDS, STATE, MANIFEST, MARKER = "rank_00000.safetensors", "state.json", "manifest.json", "COMMITTED"
 SIDECAR = f"{SHARDS}.sha256"
@@ -235,6 +248,11 @@ CHECKPOINTS = [
         "--load directory --save directory --exit-on-missing-checkpoint",
         "--load directory: holds no checkpoint, and --exit-on-missing-checkpoint is given",
     ),
+    Case(f"--load {NEWEST}", f"--load {NEWEST}: is a checkpoint; give --load checkpoints --ckpt-step 2"),
+    Case(
+        f"--load {NEWEST} --save {NEWEST} --ckpt-step 2",
+        f"--load {NEWEST}: is a checkpoint; give --load checkpoints --ckpt-step 2",
+    ),
     Case(f"{LOAD} --ckpt-step 7", "--ckpt-step 7: not in checkpoints; iterations there: 1, 2"),
     Case(
         f"{LOAD} --save ./checkpoints --ckpt-step 1",
@@ -248,10 +266,20 @@ CHECKPOINTS = [
         )
         for flags, without in (("", ""), (f"{LOAD} --finetune", " without --finetune"))
     ),
-    Case(f"{LOAD} --hidden-size 32", f"{NEWEST}: … shape … this model needs … use the model flags"),
-    Case(f"{LOAD} --num-layers 3", f"{NEWEST}: layers.2 … missing from it; use the model flags"),
-    Case(f"{LOAD} --num-layers 1", f"{NEWEST}: layers.1 … not part of this model; use the model flags"),
-    Case(f"{LOAD} --seq-length 16", f"{NEWEST}: embedding.positions … use the model flags"),
+    Case(
+        f"{LOAD} --hidden-size 32", f"--hidden-size 32: the model of {NEWEST} has 16; {ARGUMENTS.format(16)}"
+    ),
+    Case(f"{LOAD} --num-layers 3", f"--num-layers 3: the model of {NEWEST} has 2; {ARGUMENTS.format(2)}"),
+    Case(f"{LOAD} --num-layers 1", f"--num-layers 1: the model of {NEWEST} has 2; {ARGUMENTS.format(2)}"),
+    Case(f"{LOAD} --seq-length 16", f"--max-position-embeddings 16: the … has 32; {ARGUMENTS.format(32)}"),
+    Case(
+        f"{LOAD} --normalization RMSNorm",
+        f"--normalization RMSNorm: the … has LayerNorm; {ARGUMENTS.format('LayerNorm')}",
+    ),
+    Case(
+        f"{LOAD} --swiglu --ffn-hidden-size 64",
+        f"--swiglu (given): {NEWEST} was saved without it; omit it, or give --use-checkpoint-args",
+    ),
     Case(f"{LOAD} {PLAIN} --vocab-size 300", f"{NEWEST}: … 257 … 301 … give the tokenizer flags"),
     Case(LOAD, f"{LOAD}: … Permission denied; name a directory", harm=locked("checkpoints")),
     Case(LOAD, f"{LOAD}: … Permission denied; name a directory", harm=locked(NEWEST)),

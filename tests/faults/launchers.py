@@ -54,15 +54,20 @@ LAUNCHERS = [
     refused_on_four(
         "--global-batch-size 6", "--global-batch-size 6: … 4 data-parallel ranks = 16, such as 16"
     ),
-    refused_on_four("--zero-stage 3 --zero-hpz-partition-size 3", "--zero-hpz-partition-size 3: … 1, 2, 4"),
-    refused_on_four("--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … 1, 2, 4"),
     refused_on_four(
         "--zero-stage 3 --zero-hpz-partition-size 3",
-        "--zero-hpz-partition-size 3: … 2 data ranks of a node … 1, 2, 4",
+        "--zero-hpz-partition-size 3: not possible on 1 node of 4 data ranks; give 1, 2, 4 or auto",
+    ),
+    refused_on_four(
+        "--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … give 1, 2, 4 or auto"
+    ),
+    refused_on_four(
+        "--zero-stage 3 --zero-hpz-partition-size 3",
+        "--zero-hpz-partition-size 3: not possible on 2 nodes of 2 data ranks; give 1, 2, 4 or auto",
         LOCAL_WORLD_SIZE="2",
     ),
     refused_on_four(
         "--zero-stage 1 --zero-quantized-weights --zero-quantized-weights-format delta4",
-        "--zero-quantized-weights-format delta4: needs 2 or more nodes",
+        "--zero-quantized-weights-format delta4: needs 2 or more nodes; on one node use int8, or omit",
     ),
 ]

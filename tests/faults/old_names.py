@@ -12,7 +12,7 @@ OLD_FLAGS = [
     ),
     bad(
         "--model-parallel-size 2",
-        "--tensor-model-parallel-size 2: must divide the 1 ranks of a node; possible: 1",
+        "--tensor-model-parallel-size 2: must divide the 1 rank of a node; possible: 1",
     ),
     bad(
         "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: only 1 is … use --zero-stage 3"

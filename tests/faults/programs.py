@@ -41,6 +41,10 @@ EVALUATE = [
     evaluate("", "are required: --load", status=2, without="--load"),
     evaluate("", "are required: --valid-data", status=2, without="--valid-data"),
     evaluate("--load gone", "--load gone: holds no checkpoint; name"),
+    evaluate(
+        "--load checkpoints/iter_0000001",
+        "--load checkpoints/iter_0000001: is a checkpoint; give --load checkpoints --ckpt-step 1",
+    ),
     evaluate("--load file", "--load file: … Not a directory; name"),
     evaluate("--ckpt-step 9", "--ckpt-step 9: not in checkpoints; iterations there: 1, 2"),
     evaluate("--valid-data gone.txt", "--valid-data gone.txt: no such file … check the path"),

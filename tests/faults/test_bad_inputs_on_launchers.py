@@ -19,7 +19,7 @@ from tests.faults.test_bad_inputs import (  # noqa: F401 - fixtures
 from tests.support import free_port
 
 LAUNCHERS = ("torchrun", "srun")
-OF_ONE_RANK = ("must be 12", "the 1 ranks of a node")  # mistakes of one rank alone: two double both numbers
+OF_ONE_RANK = ("must be 12", "the 1 rank of a node")  # mistakes of one rank alone: two double both numbers
 ANYWHERE = [
     case
     for case in CASES

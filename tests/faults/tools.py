@@ -43,7 +43,7 @@ def strict(said: str, text: bytes | str) -> Case:
 PREPROCESS = [
     preprocess("--input gone.jsonl", "--input gone.jsonl: no such file … check the path"),
     preprocess("--input *.gone", "--input *.gone: no such file … check the path"),
-    preprocess("--input directory", "--input directory: no such file … check the path"),
+    preprocess("--input directory", "--input directory: holds no .txt, .jsonl, .json or .ndjson file"),
     preprocess("--input text.txt", "--input text.txt: is text … data/build_corpus.py --input converts it"),
     preprocess("", "--input text.jsonl: is a FIFO, not a regular file; save", harm=fifo("text.jsonl")),
     preprocess("", "--input text.jsonl: cannot be read; check its permissions", harm=locked("text.jsonl")),
@@ -108,6 +108,7 @@ OTHERS = [
     corpus("", "are required: --output", status=2, without="--output"),
     corpus("--output out.txt", "--output out.txt: must end in .jsonl", status=2),
     corpus("--input gone/*.txt", "--input gone/*.txt: no such file … check the path"),
+    corpus("--input directory", "--input directory: holds no .txt, .jsonl, .json or .ndjson file"),
     corpus("--input file", "--input file: its name must end in"),
     corpus("--hf-dataset json", "--hf-dataset json: cannot be combined with --input; give one", status=2),
     corpus("--hf-split test", "--hf-split test: needs --hf-dataset", status=2),
@@ -141,6 +142,10 @@ OTHERS = [
     tokenizer("--output-prefix file/x", f"--output-prefix file: Not a directory; {WRITABLE}"),
     tokenizer("", "--output-prefix out.model: is a directory … remove it", harm=directory("out.model")),
     sample("--load gone", "--load gone: holds no checkpoint; name"),
+    sample(
+        "--load checkpoints/iter_0000002/",
+        "--load checkpoints/iter_0000002/: is a checkpoint; give --load checkpoints --ckpt-step 2",
+    ),
     sample("--ckpt-step 9", "--ckpt-step 9: not in checkpoints; iterations there: 1, 2"),
     sample("--temperature -1", "--temperature -1.0: must be at least 0", status=2),
     sample("--prompt 999", "--prompt 999: id 999 is not in [0, 256)"),
@@ -169,6 +174,10 @@ HUGGINGFACE = [
         harm=cut("hf/model.safetensors", -1),
     ),
     huggingface("export gone new", "CHECKPOINT_DIR gone: holds no checkpoint; name"),
+    huggingface(
+        "export checkpoints/iter_0000001 new",
+        "CHECKPOINT_DIR checkpoints/iter_0000001: is a checkpoint; give checkpoints --ckpt-step 1",
+    ),
     huggingface("export file new", "CHECKPOINT_DIR file: file: Not a directory; name"),
     huggingface("export checkpoints hf", "HF_DIR hf: exists and is not an empty directory; name another"),
     huggingface("export checkpoints file", "HF_DIR file: exists and is not an empty directory; name another"),

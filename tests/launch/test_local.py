@@ -127,6 +127,12 @@ def test_bad_usage_is_status_2(argv: tuple[str, ...]) -> None:
     assert "launch/local.sh" in err
 
 
+def test_a_program_that_does_not_exist_is_named_once() -> None:
+    child = local("-n", "2", "pretrain_gpt3.py", "--flag")
+    _, err = child.communicate(timeout=PATIENCE)
+    assert (child.returncode, err) == (2, "launch/local.sh: pretrain_gpt3.py: no such file\n")
+
+
 SAVED = ("--save", "there", "--load=there")
 
 

@@ -35,7 +35,9 @@ def test_nothing_pays_where_the_compute_hides_all_that_is_sent() -> None:
     assert len(plans) == 8
     assert least_that_pays(plans, GPUS["h200"].memory) is plans[0]
     for plan in plans[1:]:
-        assert why(plans[0], plan).startswith("does not pay: the compute hides all that is sent")
+        assert why(plans[0], plan, GPUS["h200"].memory).startswith(
+            "does not pay: the compute hides all that is sent"
+        )
 
 
 def test_all_of_it_pays_on_a_slow_link() -> None:
@@ -44,7 +46,9 @@ def test_all_of_it_pays_on_a_slow_link() -> None:
     assert least_that_pays(list(plans.values()), GPUS["h200"].memory).name == "all of them"
     plain, everything = plans["none of them"], plans["all of them"]
     assert everything.sent.inter < 0.25 * plain.sent.inter
-    assert why(plain, everything).startswith("pays: waits for links")
+    assert why(plain, everything, GPUS["h200"].memory).startswith("pays: waits for links")
+    needed = everything.memory.peak / 2**30
+    assert why(plain, everything, needed) == "would pay, but does not fit"
 
 
 def test_an_option_that_leaves_the_wait_does_not_pay() -> None:

@@ -107,6 +107,7 @@ def test_the_pieces_of_an_offline_wandb_run_are_uploaded_as_one(tmp_path: Path) 
             assert done.returncode == 0, done.stderr
             (line,) = (line for line in done.stdout.splitlines() if "recorded offline" in line)
             commands.append(line.partition("to upload it later: ")[2])
+            assert "You can sync this run" not in done.stdout + done.stderr  # W&B's command for one piece
             sync(commands[-1], server.url)
     assert commands[0] == commands[1]
     assert commands[0].startswith(f"WANDB_RESUME=allow wandb sync {tmp_path}/wandb/offline-run-*-run12345")

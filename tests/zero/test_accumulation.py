@@ -297,8 +297,16 @@ def test_any_grid_loads_what_another_one_owned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("local", "settings", "message"),
     [
-        (4, {"zero_gradient_partition_size": "3"}, "must divide the 4 data ranks of a node: 1, 2, 4$"),
-        (4, {"zero_gradient_partition_size": "8"}, "must divide the 4 data ranks of a node: 1, 2, 4$"),
+        (
+            4,
+            {"zero_gradient_partition_size": "3"},
+            "not possible on nodes of 4 data ranks; give 1, 2, 4 or auto$",
+        ),
+        (
+            4,
+            {"zero_gradient_partition_size": "8"},
+            "not possible on nodes of 4 data ranks; give 1, 2, 4 or auto$",
+        ),
         (
             6,
             {"zero_gradient_partition_size": "3", "zero_hpz_partition_size": "2"},

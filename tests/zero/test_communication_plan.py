@@ -49,7 +49,7 @@ def test_hpz_groups_divide_nodes_or_are_whole_nodes(nodes: int, local: int, size
 def test_other_hpz_sizes_are_refused_with_the_valid_ones(
     nodes: int, local: int, size: str, would_do: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"--zero-hpz-partition-size {size}: .*: {would_do}$"):
+    with pytest.raises(ValueError, match=f"--zero-hpz-partition-size {size}: .*; give {would_do} or auto$"):
         check_topology(zero(zero_hpz_partition_size=size), Topology(0, nodes * local, 0, local))
 
 
@@ -71,7 +71,14 @@ def test_the_head_of_a_log_says_what_is_on() -> None:
         zero_quantized_gradients_format="rotated4",
     )
     assert everything.describe() == "ZeRO stage 3 + qwZ int8 + hpZ auto + qgZ rotated4"
-    assert zero().describe() == "ZeRO stage 3"
+    assert zero().describe() == zero().describe(1) == "ZeRO stage 3"
+    alone = "ZeRO stage 3 + qgZ int4 (one rank: nothing to communicate)"
+    assert zero(zero_quantized_gradients=True).describe(1) == alone
+    assert zero(zero_quantized_gradients=True).describe(2) == "ZeRO stage 3 + qgZ int4"
+    sizes = {"auto": "a node", "1": "1 rank", "4": "4 ranks"}
+    for size, over in sizes.items():
+        line = zero(zero_gradient_partition_size=size).describe()
+        assert line == f"ZeRO stage 3 + gradients accumulated over {over}"
 
 
 QWZ = {"zero_quantized_weights": True}

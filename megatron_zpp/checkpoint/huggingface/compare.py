@@ -12,7 +12,7 @@ _TOKENS = 1024  # at most, of the text that is compared: logits of 131,072 token
 LIMIT = 1e-5  # of a difference between logits in fp32; of the largest logit where that is above 1
 LEFT_OUT = (
     "weights are read back bit for bit; logits are not compared with transformers', which is not installed: "
-    "pip install transformers, and run this again"
+    "pip install transformers, and run it again to another directory"
 )
 
 

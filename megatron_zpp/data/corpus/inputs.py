@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import JSON_LINES, SUFFIXES, plain_suffix
+from megatron_zpp.config.words import either
 from megatron_zpp.data.corpus.compression import Decompressed
 from megatron_zpp.storage.regular import UnfitFile, open_regular, open_stream
 
@@ -46,7 +47,10 @@ def find_files(flag: str, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         found = _find(pattern)
         if not found:
-            raise option_error(flag, pattern, "no such file, and no file matches; check the path")
+            fix = "no such file, and no file matches; check the path"
+            if os.path.isdir(pattern):
+                fix = f"holds no {either(TEXT + JSON_LINES)} file"
+            raise option_error(flag, pattern, fix)
         for path in found:
             try:
                 os.close(open_regular(path))

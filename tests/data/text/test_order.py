@@ -174,7 +174,9 @@ def test_text_and_tokens_mix_by_weight(text: str, tmp_path: Path) -> None:
 
 def test_a_split_without_a_block_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "1 2 3 4 5 6 7 8 9"}\n')
-    with pytest.raises(ValueError, match=r"^--split 969,30,1: leaves no valid part of .*x\.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"^--split 969,30,1 \(the default\): leaves no valid part of .*x\.jsonl"
+    ):
         open_run(str(tmp_path / "x.jsonl"), needed=("train", "valid"))
 
 
