@@ -150,6 +150,15 @@ def test_bad_command_lines_are_refused(argv: str, said: str) -> None:
             "--zero-quantized-weights-format delta4",
             "needs 2 or more nodes",
         ),
+    ],
+)
+def test_the_plan_refuses_what_these_ranks_cannot_obey(argv: str, said: str) -> None:
+    refused(pretrain(*SMALL, "--dry-run", *argv.split()), 2, said)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
         ("--plan-gpu v100", "--plan-gpu v100: does not compute in bfloat16; add --fp16"),
         ("--finetune --load nowhere", "--load nowhere"),
         ("--save /proc/nowhere", "--save /proc/nowhere"),

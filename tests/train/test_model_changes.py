@@ -16,7 +16,7 @@ def test_flags_that_change_no_shape_are_named_with_both_values(
 ) -> None:
     save = str(tmp_path / "save")
     shape = ["--mock-data", *BYTES, *TINY, *SMALLEST]
-    train_here([*shape, *LLAMA.split(), "--save", save, "--train-iters", "1"])
+    train_here([*shape, *LLAMA.split(), "--save", save, "--train-iters", "2", "--exit-interval", "1"])
 
     def warnings(*flags: str) -> list[str]:
         capsys.readouterr()

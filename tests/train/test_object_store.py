@@ -196,7 +196,7 @@ def test_data_of_a_server_that_is_gone_ends_the_run_with_one_line(
         ),
         (
             ["--data-path", f"s3://{BUCKET}/none", "--object-storage-cache-path", "CACHE"],
-            f"--data-path s3://{BUCKET}/none: s3://{BUCKET}/none.idx: no such file; the data set",
+            f"--data-path s3://{BUCKET}/none: s3://{BUCKET}/none.idx does not exist; give the prefix",
         ),
         (
             ["--object-storage-cache-path", "CACHE"],
