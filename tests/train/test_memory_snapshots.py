@@ -261,6 +261,7 @@ def sending_slowly(name: str) -> None:
     socket.socket.sendfile = slowly
 
 
+@pytest.mark.nightly
 def test_copies_may_travel_for_longer_than_the_time_out(nodes: Nodes, whole: dict[str, bytes]) -> None:
     """To a node that was replaced, and to a buddy: other ranks wait for as long as bytes arrive."""
     nodes.crash(13, 10)
@@ -289,6 +290,7 @@ def stuck_before_fetching() -> None:
     buddy_memory.get_file = late
 
 
+@pytest.mark.nightly
 def test_a_silent_rank_is_not_taken_for_damaged_copies(nodes: Nodes) -> None:
     """Which stay for the next start."""
     nodes.crash(13, 10)
