@@ -49,11 +49,12 @@ def test_a_file_that_arrives_reports_progress(peer: Peer, directory: Path, tmp_p
 
 
 @pytest.mark.parametrize("host", ["127.0.1.1", "localhost", "::1"])
-def test_a_server_is_reached_at_every_address(peer: Peer, tmp_path: Path, host: str) -> None:
+def test_a_server_is_reached_at_every_address(peer: Peer, directory: Path, tmp_path: Path, host: str) -> None:
     if host == "::1" and not (INTERFACES.exists() and " lo\n" in INTERFACES.read_text()):
         pytest.skip("needs IPv6")
     (tmp_path / "sent").write_bytes(b"x")
     put_file(peer._replace(host=host), tmp_path / "sent", NAME)
+    assert (directory / NAME).read_bytes() == b"x"
 
 
 def test_a_stranger_gets_no_answer(peer: Peer, directory: Path, tmp_path: Path) -> None:
