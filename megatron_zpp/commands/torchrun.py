@@ -1,8 +1,9 @@
 """One node's torchrun in a SLURM step: `python -m megatron_zpp.commands.torchrun --nproc-per-node N FILE …`.
 
-It differs from torchrun in three ways. SLURM provides the number of nodes and the rendezvous address. USR1
+It differs from torchrun in four ways. SLURM provides the number of nodes and the rendezvous address. USR1
 and TERM are sent to the ranks, and torchrun waits for them. The exit status is that of the ranks, so that a
-job knows whether to resume.
+job knows whether to resume. The ranks' store has a port that follows from job and step: torchrun would choose
+one that is free while it starts, and any program may take that until rank 0 has imported torch.
 """
 
 import os
@@ -16,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.distributed.slurm import rendezvous_endpoint
+from megatron_zpp.distributed.slurm import RANKS_PORT, ranks_port, rendezvous_endpoint
 from megatron_zpp.train.stopping import NOT_FINITE, STOPPED
 
 PROG = "torchrun"
@@ -33,7 +34,9 @@ def main() -> None:
     # Ranks then use a store of rank 0, which outlives a torchrun that ends early.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
-        run(parse_args([*rendezvous_flags(os.environ), *sys.argv[1:]]))
+        flags = rendezvous_flags(os.environ)
+        os.environ[RANKS_PORT] = ranks_port(os.environ)
+        run(parse_args([*flags, *sys.argv[1:]]))
     except ChildFailedError as error:
         sys.exit(status_of([failure.exitcode for failure in by_time(error)]))
     except Exception as error:

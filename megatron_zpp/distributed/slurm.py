@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+RANKS_PORT = "ZPP_MASTER_PORT"  # replaces torchrun's MASTER_PORT; set by commands/torchrun.py, which says why
 _NOT_SRUNS = 0xFFFFFFF0  # step ids from here on are reserved: the shell of salloc, the batch script
 
 # Below the ports that Linux and Kubernetes assign (32768, 30000) and torchrun's 29500. The number of ports is
@@ -19,12 +20,16 @@ _TASKS = re.compile(r"([1-9]\d{0,5})(?:\(x([1-9]\d{0,5})\))?")
 def launcher_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
     """Return `environment`, with torchrun's variables added if only SLURM's are set.
 
-    Torchrun's variables take precedence, also if srun started torchrun. A process that srun did not start is
-    a single rank: in the shell of salloc or a batch script, SLURM's variables describe the job, not the
-    process. MASTER_ADDR and MASTER_PORT are kept if set. Raises ValueError if SLURM's variables are missing
-    or malformed, if nodes have different numbers of tasks, or if ranks are not numbered node by node.
+    Torchrun's variables take precedence, also if srun started torchrun, but for a port in RANKS_PORT. A
+    process that srun did not start is a single rank: in the shell of salloc or a batch script, SLURM's
+    variables describe the job, not the process. MASTER_ADDR and MASTER_PORT are kept if set. Raises
+    ValueError if SLURM's variables are missing or malformed, if nodes have different numbers of tasks, or
+    if ranks are not numbered node by node.
     """
-    if any(name in environment for name in TORCHRUN_VARIABLES) or not _is_task(environment):
+    if any(name in environment for name in TORCHRUN_VARIABLES):
+        port = environment.get(RANKS_PORT)
+        return {**environment, "MASTER_PORT": port} if port else environment
+    if not _is_task(environment):
         return environment
     rank, world_size = _number(environment, "SLURM_PROCID"), _tasks_of_step(environment)
     local_rank, node = _number(environment, "SLURM_LOCALID"), _number(environment, "SLURM_NODEID")
@@ -54,9 +59,15 @@ def rendezvous_endpoint(environment: Mapping[str, str]) -> dict[str, str]:
     return {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
-def port_of(job: int, step: int) -> int:
-    """Return the port of the rendezvous of a step, from 10000 to 29488."""
-    return _FIRST_PORT + (job * _STRIDE + step) % _PORTS
+def ranks_port(environment: Mapping[str, str]) -> str:
+    """A second port of a step: of the ranks' store, where torchrun has a store of its own."""
+    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
+    return str(port_of(job, step, second=True))
+
+
+def port_of(job: int, step: int, *, second: bool = False) -> int:
+    """Return the port of the rendezvous of a step, or its second one, from 10000 to 29488."""
+    return _FIRST_PORT + (job * _STRIDE + step + second * (_PORTS // 2)) % _PORTS
 
 
 def first_host(name: str, hosts: str) -> str:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from megatron_zpp.distributed.slurm import first_host, launcher_variables, port_of
+from megatron_zpp.distributed.slurm import (
+    RANKS_PORT,
+    first_host,
+    launcher_variables,
+    port_of,
+    ranks_port,
+    rendezvous_endpoint,
+)
 from megatron_zpp.distributed.topology import Topology
 
 # Task 5 of 8 on two nodes of four, in the job's second step; the job has a third node.
@@ -49,6 +56,14 @@ def test_torchruns_variables_win() -> None:
     }
     assert Topology.from_environment(TASK | torchrun) == Topology(3, 4, 1, 2)
     assert launcher_variables(TASK | torchrun)["MASTER_ADDR"] == "there"
+    assert launcher_variables(TASK | torchrun)["MASTER_PORT"] == "29500"
+
+
+def test_the_port_of_the_ranks_store_replaces_torchruns() -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "41234", RANKS_PORT: ranks_port(TASK)}
+    said = launcher_variables(TASK | rank)
+    assert said["MASTER_PORT"] == str(port_of(1234, 1, second=True))
+    assert said["MASTER_PORT"] != rendezvous_endpoint(TASK)["MASTER_PORT"]
 
 
 def test_a_meeting_place_that_is_set_is_kept() -> None:
@@ -139,5 +154,12 @@ def test_ports_are_apart() -> None:
     """Of jobs that may share a node, and of their restarts; none is privileged or ephemeral."""
     ports = [port_of(job, step) for job in range(70000, 70600) for step in range(30)]
     assert len(set(ports)) == len(ports)
+    both = [
+        port_of(job, step, second=second)
+        for job in range(70000, 70300)
+        for step in range(30)
+        for second in (False, True)
+    ]
+    assert len(set(both)) == len(both)
     assert min(ports) > 1024
     assert max(ports) < 29500

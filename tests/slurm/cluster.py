@@ -104,6 +104,11 @@ class Cluster:
             daemon = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
         self._daemons.append(daemon)
 
+    def logs(self) -> str:
+        """The last lines of each daemon."""
+        last = {file.name: file.read_text().splitlines()[-60:] for file in sorted(self._root.glob("*.log"))}
+        return "\n".join(f"{name}:\n" + "\n".join(lines) for name, lines in last.items())
+
     def ask(self, *argv: str, check: bool = True) -> str:
         """The output of one of SLURM's commands."""
         done = subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=_PATIENCE)
@@ -147,7 +152,10 @@ class Job:
         rank = self.rank(variable)
         os.kill(rank, signal.SIGSTOP)
         self.signal("--batch", "--signal=USR1", task=task)
-        wait_until(lambda: _pending(rank, signal.SIGUSR1), _PATIENCE)
+        try:
+            wait_until(lambda: _pending(rank, signal.SIGUSR1), _PATIENCE)
+        except AssertionError:
+            raise AssertionError(f"no USR1 at {rank}\n{self.log(task)}\n{self._cluster.logs()}") from None
         hold.unlink()
         os.kill(rank, signal.SIGCONT)
 
