@@ -33,6 +33,7 @@ def end_save(place: ObjectPath, final: ObjectPath) -> None:
     other = replacement_path(final) if place == final else final
     if is_committed(other):
         remove_committed(other)
+    place.abort_uploads()  # which were begun twice, because the answer to the first request was lost
     partial_path(place).unlink()
 
 

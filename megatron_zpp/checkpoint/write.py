@@ -84,7 +84,8 @@ def write_checkpoint(
         if problem is None:  # rank 0 has decided to commit, and only the result is missing
             problem = outcome(exchange)
     if problem and by_rank_0:
-        attempt(exchange, options, lambda on_progress: _remove(final, options.may_write))
+        if shards.directory is not None:  # else nothing was written
+            attempt(exchange, options, lambda on_progress: _remove(final, options.may_write))
         exchange.put("outcome", problem)
     if problem:  # rank 0 may still wait for values, which therefore stay
         raise SaveFailed(problem)

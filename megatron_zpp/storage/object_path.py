@@ -5,6 +5,7 @@ only the common beginning of keys, up to a slash: it exists as long as an object
 answered with what earlier requests wrote.
 """
 
+import contextlib
 import errno
 import fnmatch
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_zpp.storage.object_store import NoObject, ObjectError, get, request
+from megatron_zpp.storage.object_store import NoObject, NoUpload, ObjectError, get, request
 
 S3 = "s3://"
 _REMOVED_AT_ONCE = 1000  # objects; S3's limit
@@ -126,8 +127,11 @@ class ObjectPath:
                 for left in answer.get("Errors", []):
                     reason = f"cannot be removed: {left.get('Code')} {left.get('Message')}"
                     raise ObjectError(errno.EIO, reason, f"{S3}{self.bucket}/{left.get('Key')}")
-        uploads = request(str(self), "list_multipart_uploads", Bucket=self.bucket, Prefix=self._prefix)
-        for upload in uploads.get("Uploads", []):
+        self.abort_uploads()
+
+    def abort_uploads(self) -> None:
+        """Remove the parts of all uploads below this directory that have not ended."""
+        for upload in self._uploads():
             ObjectPath(self.bucket, upload["Key"]).abort_upload(upload["UploadId"])
 
     def begin_upload(self) -> str:
@@ -139,24 +143,20 @@ class ObjectPath:
         arguments = {"UploadId": upload, "PartNumber": number, "Body": content}
         return request(str(self), "upload_part", **self._named, **arguments)["ETag"]
 
-    def end_upload(self, upload: str, tags: list[str]) -> None:
-        """Make the object of all parts, by their tags; from then on it exists."""
+    def end_upload(self, upload: str, tags: list[str], size: int) -> None:
+        """Make the object of all parts, by their tags and their `size` together; from then on it exists."""
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, start=1)]
-        request(
-            str(self),
-            "complete_multipart_upload",
-            **self._named,
-            UploadId=upload,
-            MultipartUpload={"Parts": parts},
-        )
+        arguments = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
+        try:
+            request(str(self), "complete_multipart_upload", **self._named, **arguments)
+        except NoUpload:  # an earlier attempt ended it and its answer was lost, or another process aborted it
+            if not self.is_file() or self.status().size != size:
+                raise
 
     def abort_upload(self, upload: str) -> None:
         """Remove the parts of an upload that has not ended."""
-        try:
+        with contextlib.suppress(NoUpload):  # another process was faster
             request(str(self), "abort_multipart_upload", **self._named, UploadId=upload)
-        except ObjectError as error:
-            if "NoSuchUpload" not in str(error):  # another process was faster
-                raise
 
     @property
     def _prefix(self) -> str:
@@ -165,6 +165,18 @@ class ObjectPath:
     @property
     def _named(self) -> dict[str, Any]:
         return {"Bucket": self.bucket, "Key": self.key}
+
+    def _uploads(self) -> Iterator[dict[str, Any]]:
+        """Yield the uploads below this directory that have not ended."""
+        more: dict[str, str] = {}
+        while True:
+            page = request(
+                str(self), "list_multipart_uploads", Bucket=self.bucket, Prefix=self._prefix, **more
+            )
+            yield from page.get("Uploads", [])
+            if not page.get("IsTruncated"):
+                return
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def _pages(self, **arguments: str) -> Iterator[dict[str, Any]]:
         """Yield the answers that together list all objects below this directory."""

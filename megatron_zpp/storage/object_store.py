@@ -7,13 +7,15 @@ AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL and in the file
 import errno
 import functools
 import os
+import random
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-ATTEMPTS = 5  # of a request, with growing pauses: about 15 s until a server that refuses connections is gone
+ATTEMPTS = 5  # of a request
+_PAUSE = 1.0  # seconds on average before the second attempt; doubled for each further one: 15 s in all
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30  # without an answer, after which an attempt has failed
 _CONNECTIONS = 32  # per process
-_PAUSE = 0.5  # seconds before the second attempt to read a body; doubled for each further one
 INSTALL = "needs the package boto3; install it: pip install boto3"
 
 _DENIED = "the store denies {what}; give credentials that may do that"
@@ -26,6 +28,8 @@ _REASONS = {  # error codes of S3; {what} is the request, {message} what the sto
     "ExpiredToken": "the credentials have expired; renew them",
     "PermanentRedirect": "the bucket is in another region; correct AWS_REGION",
 }
+_BUSY = ("InternalError", "RequestLimitExceeded", "RequestTimeout", "SlowDown", "Throttling")  # error codes
+_Answer = TypeVar("_Answer")
 
 
 class ObjectError(OSError):
@@ -43,8 +47,43 @@ class Conflict(ObjectError):
     """The object is not the one that a conditional request was for."""
 
 
+class NoUpload(ObjectError):
+    """The upload has been completed or aborted."""
+
+
+class Unanswered(ObjectError):
+    """No answer came, or one that says to try again. The request may have been carried out all the same."""
+
+
 def request(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
-    """Return the answer to one request of boto3's client. Raises ObjectError, of which `url` is the file."""
+    """Return the answer to one request of boto3's client. Raises ObjectError, of which `url` is the file.
+
+    A request without an answer is sent again, also if it is not known whether it was carried out.
+    """
+    return _repeated(lambda: _attempt(url, operation, **arguments))
+
+
+def get(url: str, **arguments: Any) -> tuple[bytes, dict[str, Any]]:
+    """Return the body of an object, or of a range of it, and the rest of the answer. Raises like `request`.
+
+    A body that arrives incomplete is requested again.
+    """
+    return _repeated(lambda: _body(url, **arguments))
+
+
+def _repeated(attempt: Callable[[], _Answer]) -> _Answer:
+    for number in range(ATTEMPTS):
+        if number:  # ranks that were refused at the same moment do not come back at the same moment
+            time.sleep(_PAUSE * 2 ** (number - 1) * random.uniform(0.5, 1.5))
+        try:
+            return attempt()
+        except Unanswered as error:
+            last = error
+    last.strerror = f"{last.strerror}; tried {ATTEMPTS} times"
+    raise last
+
+
+def _attempt(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
     try:
         import botocore.exceptions
 
@@ -62,24 +101,16 @@ def request(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
         raise ObjectError(errno.EINVAL, _one_line(error), url) from None
 
 
-def get(url: str, **arguments: Any) -> tuple[bytes, dict[str, Any]]:
-    """Return the body of an object, or of a range of it, and the rest of the answer. Raises like `request`.
+def _body(url: str, **arguments: Any) -> tuple[bytes, dict[str, Any]]:
+    answer = _attempt(url, "get_object", **arguments)
+    import botocore.exceptions
+    import urllib3.exceptions  # of a connection that is lost in the middle of a body
 
-    A body that arrives incomplete is requested again.
-    """
-    for attempt in range(ATTEMPTS):
-        answer = request(url, "get_object", **arguments)
-        import botocore.exceptions
-        import urllib3.exceptions  # of a connection that is lost in the middle of a body
-
-        try:
-            with answer["Body"] as body:
-                return body.read(), answer
-        except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
-            if attempt == ATTEMPTS - 1:
-                raise _silent(url, error) from None
-        time.sleep(_PAUSE * 2**attempt)
-    raise AssertionError("unreachable")
+    try:
+        with answer["Body"] as body:
+            return body.read(), answer
+    except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
+        raise _silent(url, error) from None
 
 
 @functools.lru_cache(maxsize=1)
@@ -89,7 +120,7 @@ def _client(process: int) -> Any:
     from botocore.config import Config
 
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        retries={"mode": "standard", "total_max_attempts": 1},  # `_repeated` repeats, at a pace of its own
         connect_timeout=_CONNECT_SECONDS,
         read_timeout=_READ_SECONDS,
         max_pool_connections=_CONNECTIONS,
@@ -104,16 +135,19 @@ def _refused(url: str, operation: str, answer: dict[str, Any]) -> ObjectError:
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     if code in ("NoSuchKey", "404"):
         return NoObject(errno.ENOENT, "no such object", url)
+    if code == "NoSuchUpload":
+        return NoUpload(errno.ENOENT, f"the store refuses {operation}: {code} {message}".rstrip(), url)
     if status in (409, 412):
         return Conflict(errno.EEXIST, "another process has written it", url)
     if code in _REASONS:
         return ObjectError(errno.EACCES, _REASONS[code].format(what=operation), url)
-    return ObjectError(errno.EIO, f"the store refuses {operation}: {code} {message}".rstrip(), url)
+    busy = code in _BUSY or (status is not None and (status >= 500 or status == 429))
+    kind = Unanswered if busy else ObjectError
+    return kind(errno.EIO, f"the store refuses {operation}: {code} {message}".rstrip(), url)
 
 
 def _silent(url: str, error: BaseException) -> ObjectError:
-    reason = f"the server does not answer ({_one_line(error)}); tried {ATTEMPTS} times"
-    return ObjectError(errno.EIO, reason, url)
+    return Unanswered(errno.EIO, f"the server does not answer ({_one_line(error)})", url)
 
 
 def _one_line(error: BaseException) -> str:

@@ -48,7 +48,7 @@ class ChecksummedUpload:
             self._send()
         sent = [part.result() for part in self._sent]
         assert self._upload is not None, "finish comes once"
-        self._path.end_upload(self._upload, [tag for tag, _ in sent])
+        self._path.end_upload(self._upload, [tag for tag, _ in sent], self._size)
         self._upload = None
         self._on_progress()
         return Checksums(self._size, CHUNK_BYTES, tuple(digest for _, digests in sent for digest in digests))

@@ -5,7 +5,7 @@
 Every case is a run of pretrain_gpt.py, in forks of a process that has imported it, with one fault; it is
 started again, the same command, until it is complete, and must end with the checkpoint of the undisturbed
 run, bit for bit, after at most one line of error from each rank. Of `operations` it is a save, load, removal
-or cache in one process. A case follows from --seed and its number, and
+or cache in one process, of `requests` one in an object store. A case follows from --seed and its number, and
 DIRECTORY/KIND.jsonl has one line for each case that was run, so that a campaign can be continued, and a
 failure repeated with --only.
 """
@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
@@ -72,7 +72,19 @@ def operations(directory: Path) -> Run:
     """Saves, loads, removals and caches, at each of their calls and in the order of the cases."""
     from tests.faults.crash_operations import cases  # needs packages that other kinds do not
 
-    found, at = cases(directory), -1
+    return in_order(cases(directory))
+
+
+def requests(directory: Path) -> Run:
+    """Saves, loads, removals, leases and data in an object store, at each of their requests."""
+    from tests.faults.object_operations import cases
+
+    return in_order(cases(directory))
+
+
+def in_order(found: Iterator[tuple[str, Callable[[], tuple[str, str]]]]) -> Run:
+    """Run one case after the other."""
+    at = -1
 
     def run(number: int, seed: int) -> tuple[str, str, str]:
         nonlocal at
@@ -88,6 +100,7 @@ def operations(directory: Path) -> Run:
 
 KINDS = {
     "operations": operations,
+    "requests": requests,
     "crashes": crashes,
     "ranks": ranks,
     "offloaded": offloaded,

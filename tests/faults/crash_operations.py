@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
-from megatron_zpp.checkpoint.directory import TRACKER, checkpoint_path, committed, remove_old
+from megatron_zpp.checkpoint.directory import TRACKER, candidates, checkpoint_path, committed, remove_old
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.optimizer import PrecisionConfig
@@ -27,6 +27,8 @@ from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.sources import JsonLinesText
 from megatron_zpp.native.library_file import install, problem_of
+from megatron_zpp.storage.object_path import AnyLocation, Location
+from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save, small, train
 from tests.faults.flip_targets import write_lines
@@ -46,7 +48,7 @@ FAULTS = (
 
 
 @dataclass(frozen=True)
-class Operation:
+class Operation(Generic[AnyLocation]):
     """`act` works on a copy of `before`; `whole` says what is not whole after it was cut, or ''.
 
     `result` is what `act` leaves, without what the next save removes; `hint` what it leaves if nothing fails,
@@ -54,14 +56,17 @@ class Operation:
     """
 
     name: str
-    before: Path
-    act: Callable[[Path], object]
-    whole: Callable[[Path], str]
-    result: Callable[[Path], Any]
-    hint: Callable[[Path], Any] = lambda here: None
+    before: AnyLocation
+    act: Callable[[AnyLocation], object]
+    whole: Callable[[AnyLocation], str]
+    result: Callable[[AnyLocation], Any]
+    hint: Callable[[AnyLocation], Any] = lambda here: None
 
 
-def cases(directory: Path) -> Iterator[tuple[str, Callable[[], tuple[str, str]]]]:
+Case = Callable[[], tuple[str, str]]  # runs it, and returns the outcome and details
+
+
+def cases(directory: Path) -> Iterator[tuple[str, Case]]:
     """Every fault at every call of every operation: its name, and what runs it and returns the outcome."""
     calls, here = Calls(), directory / "here"
     for operation in operations(directory):
@@ -75,17 +80,37 @@ def cases(directory: Path) -> Iterator[tuple[str, Callable[[], tuple[str, str]]]
                 yield f"{operation.name}: {name}", partial(_case, operation, here, fault, calls, expected)
 
 
-def _fresh(here: Path, operation: Operation) -> None:
+def _fresh(here: Path, operation: Operation[Path]) -> None:
     shutil.rmtree(here, ignore_errors=True)
     shutil.copytree(operation.before, here)
 
 
 def _case(
-    operation: Operation, here: Path, fault: Fault, calls: Calls, expected: tuple[Any, Any]
+    operation: Operation[Path], here: Path, fault: Fault, calls: Calls, expected: tuple[Any, Any]
 ) -> tuple[str, str]:
     _fresh(here, operation)
+    passes = "half a read or write is an error" if fault.what == PART else None
+    arm, disarm = partial(calls.arm, here, fault), calls.disarm
+    return outcome_of(operation, here, expected, arm, disarm, passes=passes, kills=fault.argument == AFTER)
+
+
+def outcome_of(
+    operation: Operation[AnyLocation],
+    here: AnyLocation,
+    expected: tuple[Any, Any],
+    arm: Callable[[], object],
+    disarm: Callable[[], object],
+    *,
+    passes: str | None = None,
+    kills: bool = False,
+) -> tuple[str, str]:
+    """Run an operation between `arm` and `disarm`, and once more; returns the outcome and details.
+
+    `passes`: the outcome if the fault, which need not fail the operation, does. `kills`: what comes after the
+    fault is only the end of the process.
+    """
     error = None
-    calls.arm(here, fault)
+    arm()
     try:
         operation.act(here)
     except (OSError, ValueError) as raised:
@@ -93,14 +118,14 @@ def _case(
     except BaseException as other:
         return "another error", repr(other)
     finally:
-        calls.disarm()
+        disarm()
     if error is not None and ("\n" in str(error) or len(str(error)) > 900):
         return "not one clear line", str(error)
-    if fault.what == PART and error is not None:
-        return "half a read or write is an error", str(error)
+    if passes and error is not None:
+        return passes, str(error)
     if problem := operation.whole(here):
         return "damaged", problem
-    if error is None and fault.argument != AFTER and (found := operation.result(here)) != expected[0]:
+    if error is None and not kills and (found := operation.result(here)) != expected[0]:
         return "silent", str(found)[:300]
     try:
         operation.act(here)  # the same operation once more, with nothing in its way
@@ -114,7 +139,18 @@ def _case(
 
 def operations(directory: Path) -> Iterator[Operation]:
     """All of them, with the files that they begin with."""
-    engines = {
+    for number, (name, engine) in enumerate(engines().items()):
+        one, two = directory / str(number) / "one", directory / str(number) / "two"
+        one.mkdir(parents=True)
+        yield from checkpoints(one, two, name, engine, _others)
+        if number == 1:
+            for make in (_order, _tokens, _token_files, _library):
+                yield make(directory / make.__name__)
+
+
+def engines() -> dict[str, ZeroEngine]:
+    """An engine of each stage, by what it is."""
+    return {
         "stage 0, fp32": small(),
         "stage 1, bf16": small(precision=PrecisionConfig(bf16=True), zero_stage=1),
         "stage 2, fp16": small(precision=PrecisionConfig(fp16=True), zero_stage=2),
@@ -126,17 +162,20 @@ def operations(directory: Path) -> Iterator[Operation]:
             zero_quantized_gradients=True,
         ),
     }
-    for number, (name, engine) in enumerate(engines.items()):
-        yield from _checkpoints(directory / str(number), name, engine)
-        if number == 1:
-            for make in (_order, _tokens, _token_files, _library):
-                yield make(directory / make.__name__)
 
 
-def _checkpoints(directory: Path, name: str, engine: ZeroEngine) -> Iterator[Operation]:
-    """Save beside others, over one of the same iteration, remove old ones, load."""
-    one, two = directory / "one", directory / "two"
-    one.mkdir(parents=True)
+def checkpoints(
+    one: AnyLocation,
+    two: AnyLocation,
+    name: str,
+    engine: ZeroEngine,
+    rest: Callable[[AnyLocation], object] = lambda here: None,
+) -> Iterator[Operation[AnyLocation]]:
+    """Save beside others, over one of the same iteration, remove old ones, load.
+
+    `one` is an empty directory, and `two` becomes one with two checkpoints. `rest` is a part of results: what
+    is there besides checkpoints.
+    """
     known = {}
     for iteration in (1, 2):
         train(engine, 1, seed=iteration)
@@ -146,11 +185,11 @@ def _checkpoints(directory: Path, name: str, engine: ZeroEngine) -> Iterator[Ope
     third = _states(engine)
     other = small(seed=9, precision=engine_precision(name), **engine_zero(name))
 
-    def read(path: Path) -> list[bytes]:
+    def read(path: Location) -> list[bytes]:
         load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
         return _states(other)
 
-    def whole(allowed: dict[int, list[list[bytes]]], at_least: int, here: Path) -> str:
+    def whole(allowed: dict[int, list[list[bytes]]], at_least: int, here: AnyLocation) -> str:
         there = committed(here)
         for iteration, path in there.items():
             try:
@@ -160,23 +199,22 @@ def _checkpoints(directory: Path, name: str, engine: ZeroEngine) -> Iterator[Ope
                 return f"{path.name}: {error}"
         return "" if len(there) >= at_least else f"only {list(there)}"
 
-    def result(here: Path) -> Any:
-        states = {iteration: read(path) for iteration, path in committed(here).items()}
-        names = {path.name for path in here.iterdir() if not path.name.endswith((".partial", ".retired"))}
-        return names - {TRACKER}, states
+    def result(here: AnyLocation) -> Any:
+        return rest(here), {iteration: read(path) for iteration, path in committed(here).items()}
 
-    def tracked(here: Path) -> str:
-        return (here / TRACKER).read_text()
+    def tracked(here: AnyLocation) -> bytes:
+        return read_limited(here / TRACKER, 99)
 
-    def saving(iteration: int, here: Path) -> None:
+    def saving(iteration: int, here: AnyLocation) -> None:
         save(here, engine, Progress(iteration, iteration), reads_back=True)
 
-    def rotating(here: Path) -> None:
+    def rotating(here: AnyLocation) -> None:
         saving(3, here)
         remove_old(here, 1, None, newest=checkpoint_path(here, 3))
 
-    def loading(here: Path) -> None:
-        if read(checkpoint_path(here, 2)) != known[2]:
+    def loading(here: AnyLocation) -> None:
+        (newest, _) = candidates(str(here))
+        if read(newest) != known[2]:
             raise AssertionError("other weights were loaded")
 
     olds = {iteration: [states] for iteration, states in known.items()}
@@ -190,6 +228,12 @@ def _checkpoints(directory: Path, name: str, engine: ZeroEngine) -> Iterator[Ope
     kept = partial(whole, olds | {3: [third]}, 1)
     yield Operation(f"save, {name}, one kept", two, rotating, kept, result, tracked)
     yield Operation(f"load, {name}", two, loading, partial(whole, olds, 2), result)
+
+
+def _others(here: Path) -> set[str]:
+    """What is in a directory of checkpoints besides them, and what the next save does not remove."""
+    names = {path.name for path in here.iterdir() if not path.name.endswith((".partial", ".retired"))}
+    return names - {path.name for path in committed(here).values()} - {TRACKER}
 
 
 def engine_precision(name: str) -> PrecisionConfig | None:

@@ -194,6 +194,7 @@ def test_without_the_package_the_line_says_what_to_install(monkeypatch: pytest.M
 
 def test_a_server_that_is_gone_is_named_after_some_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "ATTEMPTS", 2)
+    monkeypatch.setattr(object_store, "_PAUSE", 0.001)
     with object_server() as server:
         server.process.kill()
         object_store._client.cache_clear()

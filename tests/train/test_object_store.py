@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from megatron_zpp.storage import object_path
+from megatron_zpp.storage import object_path, object_store
 from megatron_zpp.storage.object_store import ObjectError
 from tests.object_server import BUCKET, ObjectServer, object_server
 from tests.support import Run, pretrain, wait_until
@@ -21,6 +21,11 @@ from tests.train.in_process import SMALLEST, train_here
 
 RUN = [*BYTES, *TINY, *SMALLEST, "--split", "90,10,0", "--device", "cpu", "--zero-stage", "3"]
 RUN += ["--eval-iters", "1"]
+
+
+def hurry() -> None:
+    """Let attempts follow one another quickly; the pauses have a test of their own."""
+    object_store._PAUSE = 0.01
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +120,7 @@ def test_a_server_that_is_gone_fails_the_saves_and_not_the_training(corpus: str,
     with object_server() as server, Run(tmp_path, 1) as run:
         url = f"s3://{BUCKET}/gone"
         flags = [*RUN, "--data-path", corpus, "--save", url, "--load", url, "--save-interval", "20"]
-        run.start(0, *flags, "--train-iters", "10000")
+        run.start(0, *flags, "--train-iters", "10000", change=hurry)
         run.wait_for(f" saved {url}/iter_0000020")
         server.process.kill()
         run.wait_for("WARNING: a checkpoint could not be saved: rank 0 on ")
@@ -164,7 +169,7 @@ def test_data_of_a_server_that_is_gone_ends_the_run_with_one_line(
         for path in Path(corpus).parent.glob("bytes.*"):
             other.put(f"corpus/{path.name}", path.read_bytes())
         flags = [*RUN, "--data-path", stored, "--object-storage-cache-path", str(tmp_path / "cache")]
-        run.start(0, *flags, "--train-iters", "1000000")
+        run.start(0, *flags, "--train-iters", "1000000", change=hurry)
         run.wait_for("iteration        2/")
         other.process.kill()
         assert run.statuses() == {0: 1}
