@@ -1,4 +1,8 @@
-"""An object store, moto's, as a server in this process, that fails at one request or from one on."""
+"""An object store, moto's, as a server in this process, that fails at one request or from one on.
+
+Where moto forgives more than S3's protocol demands, it answers like MinIO: an upload that has been completed
+or removed does not exist.
+"""
 
 import contextlib
 import logging
@@ -10,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import boto3
+from moto.core import DEFAULT_ACCOUNT_ID
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3.models import s3_backends
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
 
@@ -94,14 +100,13 @@ class FaultyStore:
                 parts = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"]
                 self.requests.append("{} {}?{}".format(*parts))
                 what = self._fault.at(len(self.requests)) if self._fault else None
+        refused = _SAID.get(what, (404, "NoSuchUpload") if _is_of_no_upload(environ) else None)
+        if refused is not None:
+            Request(environ).get_data()
+            said = f"<Error><Code>{refused[1]}</Code><Message>as told</Message></Error>"
+            return Response(said, refused[0], content_type="application/xml")(environ, start)
         if what is None:
             return app(environ, start)
-        request = Request(environ)
-        if what in _SAID:
-            request.get_data()
-            status, code = _SAID[what]
-            said = f"<Error><Code>{code}</Code><Message>as told</Message></Error>"
-            return Response(said, status, content_type="application/xml")(environ, start)
         if what == UNSENT:
             return _hang_up(environ)
         response = Response.from_app(app, environ)
@@ -114,6 +119,12 @@ class FaultyStore:
         headers = [(name, value) for name, value in response.headers.items() if name != "Content-Length"]
         start(response.status, [*headers, ("Content-Length", length or str(len(content)))])
         return _half(environ, content)
+
+
+def _is_of_no_upload(environ: dict[str, Any]) -> bool:
+    name = Request(environ).args.get("uploadId")
+    buckets = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets
+    return name is not None and BUCKET in buckets and name not in buckets[BUCKET].multiparts
 
 
 def _hang_up(environ: dict[str, Any]) -> Iterable[bytes]:
