@@ -40,7 +40,8 @@ def tables() -> dict[str, list[str]]:
         for row in socket_rows()
     ]
     nvlink = [
-        f"| {row['run']} | {row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
+        f"| {row['model'].upper()} | {row['run']} | "
+        f"{row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
         for row in nvlink_rows()
     ]
     links = [

@@ -47,7 +47,7 @@ SHAPES: dict[tuple[str, int], str] = {  # model and micro-batch size on one GPU 
 GPU_VOCAB = 50304
 # Results of steps between nodes of one H100. They have the rates of collectives there, and one GPU alone.
 SOCKETS = ("mbs8_acc1_2x1_default_h100", "mbs8_acc1_2x1_4sockets_h100", "mbs8_acc8_2x1_default")
-NVLINK = "6.7b_mbs4_acc1_1x2_default"  # of a larger model on two H100s of one node
+NVLINK = ("1.3b_mbs8_acc1_1x2_default", "6.7b_mbs4_acc1_1x2_default")  # on two H100s of one node
 ONE_H100 = "1.3b_mbs8_acc1_2x1_default_h100"  # has one GPU alone
 EARLIER_LOSS = 12  # fp32 softmax, gradient of its output, gradient of its input
 INFINITE = float("inf")
@@ -188,22 +188,27 @@ def socket_rows() -> list[Row]:
 
 
 def nvlink_rows() -> list[Row]:
-    """Rows of a larger model on two H100s. The share of the peak is that of another H100 alone, at 1.3B."""
-    figures, alone = _zero_speed(NVLINK), _zero_speed(ONE_H100)
+    """Rows of two models on two H100s. The share of the peak is that of another H100 alone, at 1.3B."""
+    alone = _zero_speed(ONE_H100)
     size, count = alone["settings"]["micro_batch_size"], alone["settings"]["micro_batches"]
     one = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, size, micro_batches=count)
     gpu = fitted(one, alone["contestants"]["one_gpu"]["milliseconds"] / 1e3, _h100, 0.2, 1.0)
+    return [row for name in NVLINK for row in _nvlink_rows_of(_zero_speed(name), gpu)]
+
+
+def _nvlink_rows_of(figures: Row, gpu: Machine) -> list[Row]:
     settings, rows = figures["settings"], []
     model = _measured_model(settings["preset"])
     grid = (figures["nodes"], figures["ranks_per_node"], settings["micro_batch_size"])
     for contestant, figure in figures["contestants"].items():
-        if contestant not in CONTESTANTS:
+        if contestant not in CONTESTANTS or contestant == "one_gpu":
             continue
         zero, count = CONTESTANTS[contestant], settings["micro_batches"]
         job = job_of(model, GPU_VOCAB, zero, *grid, micro_batches=count)
         planned = memory_of(job).peak + counted_otherwise(job, compiled=True)
         rows.append(
             {
+                "model": settings["preset"],
                 "run": contestant,
                 "gib": round(planned / 2**30, 2),
                 "measured_gib": round(figure["peak_gib"], 2),

@@ -121,10 +121,12 @@ def test_measured_runs_of_two_h100s_are_predicted() -> None:
     ]
 
 
-def test_a_larger_model_on_nvlink_is_predicted() -> None:
+def test_steps_on_nvlink_are_predicted() -> None:
     """Memory within 1%, and time within 5% by the share of the peak that 1.3B had on another machine."""
     rows = nvlink_rows()
-    assert [row["run"] for row in rows] == ["stage_3", "zeropp"]
+    assert [(row["model"], row["run"]) for row in rows] == [
+        (model, run) for model in ("1.3b", "6.7b") for run in ("stage_3", "zeropp")
+    ]
     for row in rows:
         assert row["gib"] == pytest.approx(row["measured_gib"], rel=0.01), row
         assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.05), row
