@@ -1,6 +1,7 @@
 """Loads a checkpoint into an engine of any stage, data and tensor ranks."""
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -39,17 +40,17 @@ def load_checkpoint(
         check_tokenizer(path, reader.state["tokenizer"], tokenizer)
         model = engine.model.config if isinstance(engine.model, GPT) else None
         saved_model = reader.state["config"].get("model")
-        check_units(path, reader.units, describe_units(engine), saved_model, model)
-        _load(WEIGHTS, reader, engine)
+        padded = check_units(path, reader.units, describe_units(engine), saved_model, model)
+        _load(WEIGHTS, reader, engine, padded)
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
                 raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
             for kind in engine.states.kinds[1:]:
                 if kind == REFERENCE:
                     if kind in reader.state.get("kinds", []):  # otherwise the reference starts as the weights
-                        _load(kind, reader, engine)
+                        _load(kind, reader, engine, padded)
                 elif reader.state["with_optimizer"]:
-                    _load(kind, reader, engine)
+                    _load(kind, reader, engine, padded)
                 else:  # imported weights: no step has been taken, so the moments are zero
                     engine.states.load(kind, lambda unit, elements: torch.zeros(len(elements)))
             has_references = REFERENCE in reader.state.get("kinds", [])
@@ -72,12 +73,16 @@ def saved_settings(path: Location) -> tuple[dict[str, Any], int]:
     return state["config"], state["ranks"] // state.get("tensor", 1)
 
 
-def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
+def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Collection[str]) -> None:
+    """Read one kind of states; tables of `padded` may have more rows than saved, which are zero, or fewer."""
     sharing = sharing_of(engine)
 
     def fill(index: int, elements: range, target: Tensor) -> None:
         unit = engine.units[index]
         first = unit.first_element
+        for piece in unit.layout.parameter_slices(elements) if padded else ():
+            if unit.names[piece.parameter] in padded:
+                target[piece.destination : piece.destination + piece.length].zero_()
         reader.read_shard(kind, unit.names, unit.layout, elements, target, sharing, first=first)
 
     engine.states.fill(kind, fill)

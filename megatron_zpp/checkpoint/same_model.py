@@ -10,6 +10,8 @@ from megatron_zpp.config.options import flag_name, option_error
 from megatron_zpp.storage.object_path import Location
 from megatron_zpp.tokenizer.base import in_words
 
+TABLES = ("embedding.tokens.weight", "head.output.weight")  # with a row for each entry of the vocabulary
+
 
 def check_tokenizer(path: Location, saved: dict[str, Any], present: dict[str, Any]) -> None:
     """Raise ValueError unless both tokenizers are the same."""
@@ -26,11 +28,12 @@ def check_units(
     present: list[dict[str, Any]],
     saved_model: Any = None,
     model: ModelConfig | None = None,
-) -> None:
+) -> set[str]:
     """Raise ValueError unless both have the same whole parameters; layouts and tensor ranks may differ.
 
-    The error names the flag that differs if the settings of both models tell it: `saved_model`, by field, of
-    a run that may be of another version, and `model`, of this run.
+    Returns the names of tables whose vocabulary is the same and was padded to another multiple. The error
+    names the flag that differs if the settings of both models tell it: `saved_model`, by field, of a run that
+    may be of another version, and `model`, of this run.
     """
     theirs, ours = (
         {name: entry for unit in units for name, entry in unit["parameters"].items()}
@@ -41,6 +44,7 @@ def check_units(
         raise _other_flag(path, saved_model, model) or ValueError(
             f"{path}: {name} is {where}; use the model flags that it was saved with"
         )
+    padded_otherwise = set()
     for name, entry in ours.items():
         saved_split, split = split_of(theirs[name]), split_of(entry)
         if saved_split and split and saved_split.dim != split.dim:
@@ -50,10 +54,21 @@ def check_units(
             )
         if theirs[name]["shape"] != entry["shape"]:
             shapes = tuple(theirs[name]["shape"]), tuple(entry["shape"])
+            if name in TABLES and shapes[0][1:] == shapes[1][1:] and _same_vocabulary(saved_model, model):
+                padded_otherwise.add(name)
+                continue
             raise _other_flag(path, saved_model, model) or ValueError(
                 f"{path}: {name} has shape {shapes[0]}, this model needs {shapes[1]}; use the model flags "
                 "that it was saved with"
             )
+    return padded_otherwise
+
+
+def _same_vocabulary(saved: Any, present: ModelConfig | None) -> bool:
+    """Whether two models, whose tokenizers are the same, have as many rows before these are padded."""
+    if not isinstance(saved, Mapping) or present is None or "padded_vocab_size" not in saved:
+        return False
+    return saved["padded_vocab_size"] == present.padded_vocab_size
 
 
 _OF_PARAMETERS = (  # the flags that decide which parameters there are; first those that others follow from

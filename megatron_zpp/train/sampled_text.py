@@ -17,12 +17,14 @@ _SAMPLING, _SEED = Sampling(temperature=0.8, top_k=50), 1234
 
 
 def check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
-    """Raise ValueError for a --sample-prompt that `tokenizer` has no ids for."""
+    """Raise ValueError for a --sample-prompt that `tokenizer` has no ids for, or that has no tokens."""
     if prompt is not None:
         try:
-            tokenizer.encode(prompt)
+            ids = tokenizer.encode(prompt)
         except ValueError as error:
             raise option_error("--sample-prompt", prompt, str(error)) from None
+        if not ids:
+            raise option_error("--sample-prompt", prompt, "has no tokens; give text that has some")
 
 
 def text_writer(

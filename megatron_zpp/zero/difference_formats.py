@@ -17,8 +17,9 @@ sound run whose learning rate ends at 0.
     step t + 2    the host, which never waits for the device here, reads the decision: 8 bits in this step
 
 A raised unit is coded with its own format as well, to find out whether that suffices again. Where nothing was
-coded, as in a skipped step, the decision before it stays. Decisions depend on whole units, not on how they
-are sharded, and all ranks take the same ones.
+coded, as in a skipped step, the decision before it stays. Decisions depend on whole units, not on how data
+ranks shard them, and all ranks take the same ones. What all tensor ranks have, such as norms, counts once for
+each of them.
 """
 
 from collections.abc import Sequence

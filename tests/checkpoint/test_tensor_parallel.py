@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.same_model import TABLES
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -41,6 +42,8 @@ class Case:
     stage: int = 0
     precision: PrecisionConfig = PrecisionConfig(fp32=True)
     delta4: bool = False
+    multiple: int = 128  # of the rows of the tables
+    table_rows: int | None = None
 
     @property
     def path(self) -> Path:
@@ -59,11 +62,12 @@ class Continued:
 
 
 def build(case: Case, topology: Topology, *, seed: int) -> ZeroEngine:
+    blocks = {} if case.table_rows is None else {"zero_table_rows": case.table_rows}
     return engine_of(
-        MODELS[case.model],
+        replace(MODELS[case.model], make_vocab_size_divisible_by=case.multiple),
         VOCAB,
         seed=seed,
-        zero=ZeroConfig(zero_stage=case.stage, **(DELTA4 if case.delta4 else {})),
+        zero=ZeroConfig(zero_stage=case.stage, **blocks, **(DELTA4 if case.delta4 else {})),
         precision=case.precision,
         topology=topology,
         tensor=case.tensor,
@@ -204,3 +208,65 @@ def test_references_of_weight_differences_move_between_grids(tmp_path: Path, loc
         for ours, theirs in zip(found, saved, strict=True):
             assert (ours.states, ours.optimizer_steps) == (theirs.states, theirs.optimizer_steps)
             assert ours.losses == pytest.approx(theirs.losses, rel=1e-2)  # bf16, and other blocks of codes
+
+
+def entries(engine: ZeroEngine) -> dict[str, str]:
+    """Hashes like those of `states`, of tables without the rows of padding, which are zero."""
+    found = {}
+    for kind in engine.states.kinds:
+        for name, state in states_of(engine, kind).items():
+            if name in TABLES:
+                assert not state[VOCAB:].any(), f"{kind} of {name} is zero in padding"
+                state = state[:VOCAB]
+            found[f"{kind}/{name}"] = digest(state)
+    return found
+
+
+def save_padded(topology: Topology, case: Case) -> tuple[dict[str, str], list[float]]:
+    engine = build(case, topology, seed=3)
+    train(engine, range(BEFORE))
+    save(Path(case.directory), engine, config={"model": asdict(engine.model.config)})
+    return entries(engine), train(engine, range(BEFORE, BEFORE + AFTER))[0]
+
+
+def resume_padded(topology: Topology, cases: Iterable[Case]) -> list[tuple[dict[str, str], list[float]]]:
+    found = []
+    for case in cases:
+        engine = build(case, topology, seed=99)
+        load_checkpoint(case.path, engine, TOKENIZER, with_optimizer=True)
+        found.append((entries(engine), train(engine, range(BEFORE, BEFORE + AFTER))[0]))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("multiple", "tensor"), [(128, 1), (1, 1), (130, 2)])
+def test_a_vocabulary_may_be_padded_to_another_multiple(
+    tmp_path: Path, model: str, multiple: int, tensor: int
+) -> None:
+    """So that any number of tensor ranks can share it: to more rows and fewer, in one table and in blocks."""
+    case = Case(str(tmp_path), model, tensor, stage=3, multiple=multiple)
+    saved, losses = on_ranks(tensor, save_padded, case)[0]
+    for ranks, others in (
+        (
+            1,
+            [
+                replace(case, tensor=1, multiple=each, table_rows=rows)
+                for each, rows in ((384, None), (7, 60))
+            ],
+        ),
+        (2, [replace(case, tensor=2, stage=stage, multiple=each) for each, stage in ((384, 3), (2, 1))]),
+    ):
+        for states, continued in on_ranks(ranks, resume_padded, others)[0]:
+            assert states == saved
+            assert continued == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Rows that were padding would take part in the softmax."""
+    case = Case(str(tmp_path), stage=3)
+    save_padded(Topology(), case)
+    config = replace(MODELS["gpt2"], padded_vocab_size=300, make_vocab_size_divisible_by=384)
+    engine = engine_of(config, VOCAB, zero=ZeroConfig(zero_stage=3))
+    with pytest.raises(ValueError, match=r"^--make-vocab-size-divisible-by 384: the model of .* has 128"):
+        load_checkpoint(case.path, engine, TOKENIZER, with_optimizer=True)

@@ -1,0 +1,17 @@
+"""Prompts of --sample-prompt that a tokenizer can make nothing of."""
+
+import pytest
+
+from megatron_zpp.tokenizer.null import NullTokenizer
+from megatron_zpp.train.sampled_text import check_prompt
+
+
+@pytest.mark.parametrize(("prompt", "reason"), [(" ", "has no tokens; give text"), ("1 x", "x")])
+def test_a_prompt_is_refused_before_the_run(prompt: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^--sample-prompt {prompt}: .*{reason}"):
+        check_prompt(prompt, NullTokenizer(49))
+
+
+@pytest.mark.parametrize("prompt", [None, "1 2"])
+def test_others_are_accepted(prompt: str | None) -> None:
+    check_prompt(prompt, NullTokenizer(49))
