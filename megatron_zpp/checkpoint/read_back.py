@@ -20,8 +20,8 @@ def read_back(path: Location, checksums: Checksums, exchange: Exchange, options:
     """Read the checkpoint `path` from the disk, on each rank the file that the rank has just written.
 
     `checksums` are those that `write_checkpoint` returned. All ranks return, or all raise the same error:
-    SaveFailed if a file is damaged, and the checkpoint is then removed; NotReadBack if a file could not be
-    read, or if no rank made progress for the exchange's time-out.
+    SaveFailed if a file is damaged both times that it is read, and the checkpoint is then removed;
+    NotReadBack if a file could not be read, or if no rank made progress for the exchange's time-out.
     """
     try:
         damage = _lead if exchange.topology.rank == 0 else _follow
@@ -70,8 +70,11 @@ def _read_and_report(path: Location, checksums: Checksums, exchange: Exchange, o
     def read(on_progress: OnProgress) -> None:
         try:
             _verify(file, checksums, on_progress)
-        except DamagedFile as found:
-            damage.append(f"rank {exchange.topology.rank} on {platform.node()} read back {found}")
+        except DamagedFile:
+            try:
+                _verify(file, checksums, on_progress)  # the bytes may have changed on their way here
+            except DamagedFile as found:
+                damage.append(f"rank {exchange.topology.rank} on {platform.node()} read back {found}")
 
     problem = attempt(exchange, options, read)
     exchange.contribute("read", {"problem": problem, "damage": next(iter(damage), None)})

@@ -32,12 +32,17 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def before_reading(act: Callable[[Path], None]) -> None:
-    """`act` is called with the file that is read back next; until the process or the test ends."""
-    verify = module._verify
+def before_reading(act: Callable[[Path], None], *, again: bool = False) -> None:
+    """`act` is called with the file that is read back next; until the process or the test ends.
+
+    `again`: also when a damaged file is read for the second time.
+    """
+    verify, seen = module._verify, set[Path]()
 
     def acting(path: Path, *arguments: Any) -> None:
-        act(path)
+        if again or path not in seen:
+            act(path)
+        seen.add(path)
         verify(path, *arguments)
 
     module._verify = acting
@@ -63,10 +68,10 @@ def outcome_of(topology: Topology, directory: str, what: str) -> str:
             time.sleep(3.5)
         elif what == "missing":
             path.unlink()
-        else:
-            flip(path if what == "shards" else path.with_name(f"{path.name}.sha256"))
+        else:  # and back, if it is flipped on its way here
+            flip(path.with_name(f"{path.name}.sha256") if what == "sidecar" else path)
 
-    before_reading(change)
+    before_reading(change, again=what == "on its way")
     try:
         timeout = timedelta(seconds=1.5 if what == "silent" else LIMIT)
         save(Path(directory), engine, SECOND, reads_back=True, timeout=timeout)
@@ -85,6 +90,7 @@ def outcome_of(topology: Topology, directory: str, what: str) -> str:
         ("missing", "SaveFailed: rank 1 on .*rank_00001.safetensors: missing"),
         ("unreadable", "NotReadBack: rank 1 on .*Permission denied"),
         ("silent", "NotReadBack: rank 1 .*progress for 0:00:01.5"),
+        ("on its way", "read back"),
     ],
 )
 def test_damage_on_one_rank_is_known_to_all_and_the_checkpoint_removed(
