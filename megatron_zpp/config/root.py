@@ -14,6 +14,7 @@ from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile, obey_file
 from megatron_zpp.config.legacy.translate import (
     GROUP,
     add_old_flags,
+    check_old_flags,
     obey_old_flags,
     refuse_features,
     settle_old_flags,
@@ -217,6 +218,7 @@ def parse_command_line(
             notes += obey_file(file, provided, max(1, data_ranks))
         settle_old_flags(typed[GROUP], provided)
         parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
+        check_old_flags(typed[GROUP], parsed)
         check_tensor_ranks(  # before Config does, which cannot name the sizes that suit a node too
             parsed["model"],
             parsed["distributed"].tensor_model_parallel_size,

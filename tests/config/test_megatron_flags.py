@@ -9,7 +9,7 @@ import pytest
 from megatron_zpp.config.legacy.megatron_features import FEATURES
 from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, REFUSED_TODAY, RENAMED_TODAY
 from megatron_zpp.config.legacy.old_flags import OLD_FLAGS
-from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.options import UsageError, flag_name
 from megatron_zpp.config.root import parse_args, parse_command_line
 from tests.config.command_line import MINIMAL
 from tests.config.tables import MEGATRON_FLAGS, MEGATRON_PAGE, current_flags, fate, megatron_table, page
@@ -32,9 +32,12 @@ def test_a_flag_that_is_not_obeyed_has_the_fate_of_its_row(name: str) -> None:
     flag = BY_NAME.get(name)
     if status == "no effect":
         assert flag is not None
-        parsed = parse_command_line([*MINIMAL, *f"{name} {VALUES[flag.takes]}".split()])
-        assert parsed.config == BASELINE
-        assert parsed.notes == (f"{name}: no effect here: {note}",)
+        needs = [f"{flag_name(path.split('.')[1])} {value}" for path, value in flag.needs.items()]
+        argv = [*MINIMAL, *" ".join(needs).split()]
+        parsed = parse_command_line([*argv, *f"{name} {VALUES[flag.takes]}".split()])
+        assert parsed.config == parse_args(argv)
+        assert parsed.notes == (f"{name}: no effect here: {flag.why}",)
+        assert note.startswith(flag.why)
         return
     if status == "one value":
         assert flag is not None
@@ -59,7 +62,6 @@ TODAY = [
     ("--use-torch-fsdp2", "--zero-stage 3"),
     ("--save a --save-retain-interval 50", "--save a --keep-last 1 --keep-every 50"),
     ("--bf16 --fp8-format hybrid", "--bf16 --fp8"),
-    ("--no-position-embedding", "--position-embedding-type none"),
     ("--no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
     ("--disable-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
     ("--encoder-num-layers 2", ""),
@@ -90,6 +92,31 @@ def test_a_value_that_a_flag_does_not_have() -> None:
         parse_args(
             [*MINIMAL, *"--data-parallel-sharding-strategy no_shard --use-distributed-optimizer".split()]
         )
+
+
+ROTARY = (
+    "--use-rotary-position-embeddings --no-position-embedding",
+    "--no-position-embedding --use-rotary-position-embeddings",
+    "--position-embedding-type rope --no-position-embedding",
+)
+
+
+@pytest.mark.parametrize("argv", ROTARY)
+def test_rope_has_no_table_of_positions_to_omit(argv: str) -> None:
+    """As in published Llama scripts, in either order."""
+    parsed = parse_command_line([*MINIMAL, *argv.split()])
+    assert parsed.config.model.position_embedding_type == "rope"
+    notes = [note for note in parsed.notes if note.startswith("--no-position-embedding")]
+    assert len(notes) == 1
+    assert "no effect here: with --position-embedding-type rope" in notes[0]
+
+
+@pytest.mark.parametrize("kind", ["", "learned_absolute", "none"])
+def test_a_table_of_positions_is_not_omitted_by_that_flag_alone(kind: str) -> None:
+    typed = ["--position-embedding-type", kind] if kind else []
+    said = "^--no-position-embedding .given.: .*; use --position-embedding-type none or rope$"
+    with pytest.raises(UsageError, match=said):
+        parse_args([*MINIMAL, "--no-position-embedding", *typed])
 
 
 @pytest.mark.parametrize("name", ["--moe-of-the-future", "--rl-x=3"])
@@ -165,7 +192,8 @@ SCRIPTS = {
     "per-token loss": FUNCTIONAL + "--calculate-per-token-loss --attention-backend unfused",
     "decoupled rate": FUNCTIONAL + "--decoupled-lr 0.0002 --attention-backend unfused",
     "fsdp2": FUNCTIONAL + "--use-torch-fsdp2 --no-async-tensor-model-parallel-allreduce",
-    "no bias": FUNCTIONAL + "--disable-bias-linear --no-position-embedding --log-progress --manual-gc",
+    "no bias": FUNCTIONAL + "--disable-bias-linear --log-progress --manual-gc "
+    "--use-rotary-position-embeddings --no-position-embedding",
 }
 
 
