@@ -11,7 +11,7 @@ from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, RE
 from megatron_zpp.config.legacy.old_flags import OLD_FLAGS
 from megatron_zpp.config.options import UsageError, flag_name
 from megatron_zpp.config.root import parse_args, parse_command_line
-from tests.config.command_line import MINIMAL
+from tests.config.command_line import MINIMAL, without
 from tests.config.tables import MEGATRON_FLAGS, MEGATRON_PAGE, current_flags, fate, megatron_table, page
 
 BASELINE, CURRENT = parse_args(MINIMAL), current_flags()
@@ -94,6 +94,29 @@ def test_a_value_that_a_flag_does_not_have() -> None:
         )
 
 
+FILES = (
+    "HuggingFaceTokenizer --tokenizer-model x",
+    "GPT2BPETokenizer --vocab-file x --merge-file y",
+    "Llama2Tokenizer --tokenizer-model x",
+)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_tokenizer_with_files_has_its_own_size(kind: str) -> None:
+    argv = [*without("--tokenizer-type", "--vocab-size"), "--tokenizer-type", *kind.split()]
+    parsed = parse_command_line([*argv, "--vocab-size", "128256"])
+    assert parsed.config == parse_args(argv)
+    (note,) = parsed.notes
+    assert note.startswith("--vocab-size 128256: no effect: ")
+    with pytest.raises(UsageError, match=r"^--vocab-size 128256: .*--no-pad-vocab-size; use --padded-voc"):
+        parse_args([*argv, "--vocab-size", "128256", "--no-pad-vocab-size"])
+
+
+def test_the_type_may_follow_from_the_files_beside_a_size() -> None:
+    argv = [*without("--tokenizer-type"), "--vocab-file", "x", "--merge-file", "y"]
+    assert parse_args(argv).tokenizer.tokenizer_type == "GPT2BPETokenizer"
+
+
 ROTARY = (
     "--use-rotary-position-embeddings --no-position-embedding",
     "--no-position-embedding --use-rotary-position-embeddings",
@@ -153,7 +176,7 @@ LLAMA3_8B_FP8 = """
     --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
     --tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --mock-data
     --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2
-    --split 99,1,0 --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1
+    --split "'99,1,0'" --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1
     --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile
     --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
     --distributed-timeout-minutes 60 --save ckpt --load ckpt --tensorboard-dir tb
@@ -180,10 +203,14 @@ FUNCTIONAL = """
     --attention-softmax-in-fp32 --use-mcore-models --ckpt-format torch_dist
     --dist-ckpt-strictness log_all --data-cache-path cache --bf16 --log-memory-to-tensorboard
 """
+LLAMA3_8B_TEXT = LLAMA3_8B_FP8.replace("--mock-data", "--data-path data").replace(
+    "NullTokenizer", "HuggingFaceTokenizer --tokenizer-model model"
+)
 SCRIPTS = {
     "gpt3": GPT3,
     "llama3 8b fp8": LLAMA3_8B_FP8,
     "llama3 8b fsdp fp8": LLAMA3_8B_FSDP,
+    "llama3 8b fp8 with data": LLAMA3_8B_TEXT,
     "resume": FUNCTIONAL + "--use-distributed-optimizer --no-ckpt-fully-parallel-save --async-save "
     "--use-checkpoint-opt_param-scheduler --use-persistent-ckpt-worker",
     "uniform full recompute": FUNCTIONAL
