@@ -147,7 +147,8 @@ class CheckpointConfig(Options):
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
-        "Take the learning rate and its schedule from the checkpoint of --load, in place of flags.",
+        "Take the learning rate, its schedule and the weight decay from the checkpoint of --load, in place "
+        "of flags.",
     )
     finetune: bool = option(False, "Load weights only, and start at iteration 0.")
     exit_on_missing_checkpoint: bool = option(
