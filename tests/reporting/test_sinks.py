@@ -60,6 +60,7 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
         20,
     )
     sink.write({"iteration": 5, "valid_loss": 3.0, "valid_perplexity": 20.0}, 20)
+    sink.write({"iteration": 5, "num_zeros": 9, "params_norm": 1.5}, 20)
     sink.close()
     for tag, value in (
         ("lm loss", 3.5),
@@ -67,6 +68,8 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
         ("learning-rate", 1e-3),
         ("loss-scale", 1.0),
         ("batch-size", 4.0),
+        ("num-zeros", 9.0),
+        ("params-norm", 1.5),
         ("lm loss validation", 3.0),
         ("lm loss validation ppl", 20.0),
     ):
