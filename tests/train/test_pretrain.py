@@ -142,7 +142,7 @@ def wandb_to(directory: Path) -> tuple[str, str]:
 
 
 def wandb_points(path: Path) -> list[tuple[int, float]]:
-    """The lm_loss curve of an offline run, by iteration."""
+    """The curve "lm loss" of an offline run, by iteration."""
     from wandb.proto import wandb_internal_pb2
 
     points = []
@@ -150,9 +150,9 @@ def wandb_points(path: Path) -> list[tuple[int, float]]:
         record = wandb_internal_pb2.Record()
         record.ParseFromString(content)
         values = {"/".join([item.key, *item.nested_key]).strip("/"): item for item in record.history.item}
-        if "lm_loss" in values:
+        if "lm loss" in values:
             points.append(
-                (json.loads(values["iteration"].value_json), json.loads(values["lm_loss"].value_json))
+                (json.loads(values["iteration"].value_json), json.loads(values["lm loss"].value_json))
             )
     return points
 
