@@ -139,7 +139,11 @@ class CheckpointConfig(Options):
         metavar="DIR",
     )
     ckpt_step: int | None = option(None, "Load this iteration instead of the newest.", at_least=0)
-    load_optim: bool = option(True, "Load weights and progress without the optimizer's state.")
+    load_optim: bool = option(
+        True,
+        "Load weights and progress without the optimizer's state. The learning rate continues its schedule; "
+        "--finetune restarts schedule and iteration.",
+    )
     use_checkpoint_args: bool = option(
         False,
         "Take the model's shape from the checkpoint of --load, and the tokenizer where no --tokenizer-type "
