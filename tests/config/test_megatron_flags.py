@@ -94,6 +94,15 @@ def test_a_value_that_a_flag_does_not_have() -> None:
         )
 
 
+def test_a_window_of_the_loss_scale_may_be_written_as_a_float() -> None:
+    """Megatron-LM's parser takes one. It counts steps, so nothing else than a whole number can be meant."""
+    whole = parse_args([*MINIMAL, "--fp16", "--loss-scale-window", "500.0"])
+    assert whole == parse_args([*MINIMAL, "--fp16", "--loss-scale-window", "500"])
+    assert whole.to_json()["precision"]["loss_scale_window"] == 500
+    with pytest.raises(UsageError, match=r"^--loss-scale-window 500.5: must be a whole number of steps$"):
+        parse_args([*MINIMAL, "--fp16", "--loss-scale-window", "500.5"])
+
+
 FILES = (
     "HuggingFaceTokenizer --tokenizer-model x",
     "GPT2BPETokenizer --vocab-file x --merge-file y",
