@@ -24,6 +24,7 @@ class CheckpointArguments:
     model: ModelConfig
     tokenizer: TokenizerConfig
     learning_rate: LearningRateConfig
+    weight_decay: float
     training: TrainingConfig
 
 
@@ -58,12 +59,14 @@ def _obey_model(provided: Provided, arguments: CheckpointArguments) -> list[str]
 
 
 def _obey_schedule(provided: Provided, arguments: CheckpointArguments) -> list[str]:
-    """The learning rate; a decay that ended with the saved run still ends there."""
+    """The learning rate and the weight decay; a decay that ended with the saved run still ends there."""
     settings = {field.name: getattr(arguments.learning_rate, field.name) for field in _FIELDS}
     for unit in ("iters", "samples"):
         if settings[f"lr_decay_{unit}"] is None:
             settings[f"lr_decay_{unit}"] = getattr(arguments.training, f"train_{unit}")
-    return _replace(provided, "learning_rate", settings, SCHEDULE, arguments.name)
+    notes = _replace(provided, "learning_rate", settings, SCHEDULE, arguments.name)
+    decay = {"weight_decay": arguments.weight_decay}
+    return notes + _replace(provided, "optimizer", decay, SCHEDULE, arguments.name)
 
 
 _FIELDS = dataclasses.fields(LearningRateConfig)

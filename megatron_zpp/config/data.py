@@ -1,6 +1,8 @@
 """Which tokens a run reads, and how they are split into train, valid and test."""
 
 import math
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -166,17 +168,22 @@ class DataConfig(Options):
         return split_shares(self.split or DEFAULT_SPLIT)
 
 
+_SHARES = r"""[.0-9\s,;:/|%'"()\[\]]*"""  # numbers, and what may be between and around them
+
+
 def split_shares(text: str) -> tuple[float, float, float]:
-    """Return '969,30,1' as shares that sum to 1; shares omitted at the end are 0. Raises ValueError."""
-    parts = text.split(",")
-    try:
-        numbers = [float(part) for part in parts]
-    except ValueError:
-        numbers = []
+    """Return '969,30,1' as shares that sum to 1; shares omitted at the end are 0. Raises ValueError.
+
+    Numbers may be between other marks than commas, such as the quotes of "'99,1,0'" in Megatron-LM's scripts.
+    An empty share, as in '1,,1', is refused.
+    """
+    numbers: list[float] = []
+    if re.fullmatch(_SHARES, text) and not re.search(r",\s*,", text):
+        with suppress(ValueError):  # such as 1.2.3
+            numbers = [float(number) for number in re.findall(r"[.0-9]+", text)]
     padded = [*numbers, 0.0, 0.0, 0.0][: len(SPLITS)]
     total = padded[0] + padded[1] + padded[2]
-    usable = all(number >= 0 and math.isfinite(number) for number in numbers)
-    if not (1 <= len(numbers) <= len(SPLITS) and usable and 0 < total < math.inf):
+    if not (1 <= len(numbers) <= len(SPLITS) and 0 < total < math.inf):
         raise option_error("--split", text, f"must be up to three shares of 0 or more, as in {DEFAULT_SPLIT}")
     train, valid, test = (number / total for number in padded)
     return train, valid, test

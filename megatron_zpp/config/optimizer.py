@@ -148,7 +148,7 @@ class PrecisionConfig(Options):
     )
     initial_loss_scale: float = option(2.0**32, "fp16: initial dynamic loss scale.", above=0)
     min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale.", above=0)
-    loss_scale_window: int = option(
+    loss_scale_window: float = option(
         1000, "fp16: steps without overflow after which the loss scale doubles.", at_least=1
     )
     grad_reduce_in_bf16: bool = option(
@@ -168,6 +168,10 @@ class PrecisionConfig(Options):
         self._check_recipe()
         if self.loss_scale is not None and not self.fp16:
             raise option_error("--loss-scale", self.loss_scale, "needs --fp16")
+        if self.loss_scale_window % 1:
+            fix = "must be a whole number of steps"
+            raise option_error("--loss-scale-window", self.loss_scale_window, fix)
+        object.__setattr__(self, "loss_scale_window", int(self.loss_scale_window))  # 500.0, as in Megatron-LM
         if self.min_loss_scale > self.initial_loss_scale:
             raise option_error(
                 "--min-loss-scale",

@@ -75,6 +75,12 @@ class Provided:
         self._names[f"{part}.{field}"] = name
         self._filled.add(f"{part}.{field}")
 
+    def drop(self, field_path: str) -> None:
+        """Forget the value of a field path."""
+        part, field = field_path.split(".")
+        del self.values[part][field]
+        self._names.pop(field_path, None)
+
     def _has_alternative(self, part: str, field: str) -> bool:
         """Whether another field that excludes this one was given by something else than `fill`."""
         others = {

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile, obey_file
 from megatron_zpp.config.legacy.translate import (
     GROUP,
     add_old_flags,
+    check_old_flags,
     obey_old_flags,
     refuse_features,
     settle_old_flags,
@@ -43,7 +44,7 @@ from megatron_zpp.config.settings_file import SettingsFile, read_settings, write
 from megatron_zpp.config.tensor_parallel import check_overlap, check_tensor_ranks
 from megatron_zpp.config.text import is_text
 from megatron_zpp.config.timing import TimingConfig
-from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.config.tokenizer import TokenizerConfig, resolved_type
 from megatron_zpp.config.zero import ZeroConfig
 
 
@@ -216,7 +217,9 @@ def parse_command_line(
             data_ranks = ranks(PlanConfig(**provided.values["plan"])) // tensor_ranks
             notes += obey_file(file, provided, max(1, data_ranks))
         settle_old_flags(typed[GROUP], provided)
+        notes += _drop_vocab_size(provided, own_size=_UNPADDED & typed[GROUP].keys())
         parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
+        check_old_flags(typed[GROUP], parsed)
         check_tensor_ranks(  # before Config does, which cannot name the sizes that suit a node too
             parsed["model"],
             parsed["distributed"].tensor_model_parallel_size,
@@ -226,6 +229,24 @@ def parse_command_line(
         return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]))
     except ValueError as error:
         raise UsageError(provided.explain(str(error))) from error
+
+
+_VOCAB_SIZE = "tokenizer.vocab_size"
+_UNPADDED = {"--no-pad-vocab-size", "--disable-pad-vocab-size"}  # with these Megatron-LM reads --vocab-size
+
+
+def _drop_vocab_size(provided: Provided, own_size: Collection[str]) -> tuple[str, ...]:
+    """Drop a --vocab-size beside a tokenizer that has files, as Megatron-LM does, and return a note on it.
+
+    Raises ValueError if it is there the size of the model, because a flag of `own_size` is given.
+    """
+    flag, kind, size = "--vocab-size", resolved_type(provided.values["tokenizer"]), provided.get(_VOCAB_SIZE)
+    if size is None or kind in (None, "NullTokenizer"):
+        return ()
+    for other in own_size:
+        raise option_error(flag, size, f"is the model's size beside {other}; use --padded-vocab-size {size}")
+    provided.drop(_VOCAB_SIZE)
+    return (f"{flag} {size}: no effect: the vocabulary is that of the {kind}",)
 
 
 def _without_effect(data: DataConfig) -> tuple[str, ...]:

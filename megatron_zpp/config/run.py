@@ -139,7 +139,11 @@ class CheckpointConfig(Options):
         metavar="DIR",
     )
     ckpt_step: int | None = option(None, "Load this iteration instead of the newest.", at_least=0)
-    load_optim: bool = option(True, "Load weights and progress without the optimizer's state.")
+    load_optim: bool = option(
+        True,
+        "Load weights and progress without the optimizer's state. The learning rate continues its schedule; "
+        "--finetune restarts schedule and iteration.",
+    )
     use_checkpoint_args: bool = option(
         False,
         "Take the model's shape from the checkpoint of --load, and the tokenizer where no --tokenizer-type "
@@ -147,7 +151,8 @@ class CheckpointConfig(Options):
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
-        "Take the learning rate and its schedule from the checkpoint of --load, in place of flags.",
+        "Take the learning rate, its schedule and the weight decay from the checkpoint of --load, in place "
+        "of flags.",
     )
     finetune: bool = option(False, "Load weights only, and start at iteration 0.")
     exit_on_missing_checkpoint: bool = option(

@@ -1,17 +1,20 @@
 """Which tokenizer turns text into ids."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_zpp.config.options import Options, option, option_error
 
 TokenizerType = Literal[
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
     "GPT2BPETokenizer",
     "HuggingFaceTokenizer",
     "NullTokenizer",
 ]
+_SENTENCEPIECE = ("GPTSentencePieceTokenizer", "Llama2Tokenizer")  # other names, which Megatron-LM has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,8 @@ class TokenizerConfig(Options):
     tokenizer_type: TokenizerType | None = option(
         None,
         "Kind of tokenizer; default GPT2BPETokenizer with --vocab-file and --merge-file. "
-        "GPTSentencePieceTokenizer is Megatron-LM's other name for SentencePieceTokenizer.",
+        "GPTSentencePieceTokenizer and Llama2Tokenizer are Megatron-LM's other names for "
+        "SentencePieceTokenizer.",
     )
     tokenizer_model: str | None = option(
         None,
@@ -35,18 +39,15 @@ class TokenizerConfig(Options):
 
     def check(self) -> None:
         """Fill in the type, then require its files and refuse those of other types."""
-        if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
-            object.__setattr__(self, "tokenizer_type", "GPT2BPETokenizer")  # nobody has seen the old value
-        if self.tokenizer_type == "GPTSentencePieceTokenizer":
-            object.__setattr__(self, "tokenizer_type", "SentencePieceTokenizer")
+        kind = resolved_type(vars(self))
+        object.__setattr__(self, "tokenizer_type", kind)  # nobody has seen the old value
         needs = {
             "SentencePieceTokenizer": ("tokenizer_model",),
-            "GPTSentencePieceTokenizer": ("tokenizer_model",),
             "GPT2BPETokenizer": ("vocab_file", "merge_file"),
             "HuggingFaceTokenizer": ("tokenizer_model",),
             "NullTokenizer": ("vocab_size",),
             None: (),
-        }[self.tokenizer_type]
+        }[kind]
         for name in ("tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
             flag, value = "--" + name.replace("_", "-"), getattr(self, name)
             if name in needs and value is None:
@@ -58,3 +59,11 @@ class TokenizerConfig(Options):
                     else "no --tokenizer-type"
                 )
                 raise option_error(flag, value, f"has no meaning with {whose}; omit it")
+
+
+def resolved_type(settings: Mapping[str, Any]) -> str | None:
+    """Return the type that values of TokenizerConfig give: that of --tokenizer-type, or of the files."""
+    kind = settings.get("tokenizer_type")
+    if kind is None and None not in (settings.get("vocab_file"), settings.get("merge_file")):
+        return "GPT2BPETokenizer"
+    return "SentencePieceTokenizer" if kind in _SENTENCEPIECE else kind

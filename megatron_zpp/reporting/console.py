@@ -82,9 +82,9 @@ class Console:
         self._set_postfix()
 
     def evaluation(self, record: Record, split: str, where: str) -> None:
-        """The line of an evaluation."""
+        """Megatron-LM's line of an evaluation, which says "validation" for every split."""
         loss, perplexity = record[f"{split}_loss"], record[f"{split}_perplexity"]
-        line = f" {split} loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+        line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         self._print(paint_log_line(line) if self._colour else line)
 
     def close(self) -> None:

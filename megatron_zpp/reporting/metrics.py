@@ -108,15 +108,14 @@ class Interval:
     iterations: int = 0
     samples: int = 0
     batch: int = 0  # samples of the newest step
-    loss_sum: Tensor = field(init=False)  # these stay on the device: reading them would wait for it
-    skipped: Tensor = field(init=False)
+    skipped: Tensor = field(init=False)  # stays on the device: reading it would wait for the device
     raised_units: int | None = None  # the most of any step; None where no weight differences are sent
     traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     def __post_init__(self) -> None:
         self._losses = torch.zeros(_LOSSES, device=self.device)  # of each step; it doubles when it is full
-        self.loss_sum = self.skipped = torch.zeros((), device=self.device)
+        self._loss_sum = self.skipped = torch.zeros((), device=self.device)
 
     def add(self, loss: Tensor, result: StepResult, samples: int, traffic: tuple[int, int]) -> None:
         """Add one step; `loss` is this rank's mean over its micro-batches."""
@@ -127,7 +126,8 @@ class Interval:
         self.traffic = (self.traffic[0] + traffic[0], self.traffic[1] + traffic[1])
         if result.raised_units is not None:
             self.raised_units = max(self.raised_units or 0, result.raised_units)
-        self.loss_sum = self.loss_sum + loss
+        left_out = result.skipped.bool() & torch.isfinite(loss)  # as in Megatron-LM, but for NaN and Inf
+        self._loss_sum = self._loss_sum + torch.where(left_out, 0.0, loss)
         if self.iterations > len(self._losses):
             self._losses = torch.cat((self._losses, torch.zeros_like(self._losses)))
         self._losses[self.iterations - 1] = loss
@@ -138,6 +138,16 @@ class Interval:
         return self._losses[self.iterations - 1]
 
     @property
+    def mean_loss(self) -> Tensor:
+        """This rank's mean loss of the steps that were not skipped, a scalar on the device.
+
+        It is NaN or Inf if the loss of any step was. If all steps were skipped, it is the mean over all.
+        """
+        taken = self.iterations - self.skipped
+        whole = self._losses[: self.iterations].mean()
+        return torch.where(taken > 0, self._loss_sum / taken.clamp(min=1), whole)
+
+    @property
     def not_finite(self) -> Tensor:
         """(iterations,) fp32: 1 where the loss of this rank was NaN or Inf, else 0."""
         return 1.0 - torch.isfinite(self._losses[: self.iterations]).float()
@@ -145,7 +155,7 @@ class Interval:
     def restart(self) -> None:
         """Begin the next interval; the caller has lapped the stopwatch."""
         self.iterations = self.samples = self.batch = 0
-        self.loss_sum = self.skipped = torch.zeros((), device=self.device)
+        self._loss_sum = self.skipped = torch.zeros((), device=self.device)
         self.traffic, self.raised_units = (0, 0), None
 
 

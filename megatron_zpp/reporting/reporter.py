@@ -62,11 +62,13 @@ class Reporter:
             self._console.log(record)
         self._write(record, int(number(record, "consumed_samples")))
 
-    def evaluation(self, progress: Progress, split: str, loss: float) -> None:
-        """The result of an evaluation."""
+    def evaluation(self, progress: Progress, split: str, loss: float, *, last: bool) -> None:
+        """The result of an evaluation; `last`: of one after the training."""
         record = evaluation_record(progress.iteration, split, loss)
         if self._console:
-            self._console.evaluation(record, split, f"iteration {progress.iteration}")
+            name = {"valid": "validation", "test": "test"}[split]
+            whose = f" on {name} set" if last else ""
+            self._console.evaluation(record, split, f"iteration {progress.iteration}{whose}")
         self._write(record, progress.consumed_samples)
 
     def text(self, progress: Progress, text: str) -> None:

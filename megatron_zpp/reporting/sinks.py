@@ -76,6 +76,11 @@ class Tag:
     by_samples: bool = False
     factor: float = 1.0
 
+    @classmethod
+    def of(cls, name: str) -> "Tag":
+        """The tag of a number of a record; its own name if Megatron-LM does not have it."""
+        return MEGATRON_TAGS.get(name, cls(name))
+
 
 MEGATRON_TAGS = {
     "lm_loss": Tag("lm loss", True),
@@ -83,6 +88,8 @@ MEGATRON_TAGS = {
     "global_batch_size": Tag("batch-size", True),
     "loss_scale": Tag("loss-scale", True),
     "grad_norm": Tag("grad-norm", True),
+    "num_zeros": Tag("num-zeros", True),
+    "params_norm": Tag("params-norm", True),
     "valid_loss": Tag("lm loss validation", True),
     "valid_perplexity": Tag("lm loss validation ppl", True),
     "test_loss": Tag("lm loss test", True),
@@ -93,6 +100,7 @@ MEGATRON_TAGS = {
     "memory_peak_bytes": Tag("mem-max-allocated-bytes"),
     "power_watts": Tag("power/gpu"),
 }
+_WANDB_TAGS = {"consumed_samples": Tag("samples vs steps")}  # in Megatron-LM W&B alone gets it
 BY_SAMPLES = "vs_samples"  # the directory of curves by samples, which TensorBoard shows as another run
 
 
@@ -120,7 +128,7 @@ class TensorBoard:
             if isinstance(value, str):
                 self._writer.add_text(name, value, iteration)
             elif name != "iteration" and value is not None:
-                tag = MEGATRON_TAGS.get(name, Tag(name))
+                tag = Tag.of(name)
                 self._writer.add_scalar(tag.name, tag.factor * value, iteration)
                 if tag.by_samples:
                     self._by_samples.add_scalar(f"{tag.name} vs samples", tag.factor * value, samples)
@@ -133,6 +141,8 @@ class TensorBoard:
 
 class WandB:
     """A Weights & Biases run: the same one for all starts of a run, unless WANDB_RUN_ID names another.
+
+    Names are Megatron-LM's where it has the same number, as TensorBoard's are.
 
     Offline each start records a piece in a directory of its own, and `say` gets the command that uploads all
     of them as one run.
@@ -165,11 +175,20 @@ class WandB:
 
     def write(self, record: Record, samples: int) -> None:
         """Log one record; its iteration is the axis of all curves."""
-        self._run.log(record)
+        self._run.log(wandb_record(record))
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def wandb_record(record: Record) -> Record:
+    """A record under the names that Megatron-LM gives W&B, or TensorBoard; other numbers keep their names."""
+    named: Record = {}
+    for name, value in record.items():
+        tag = _WANDB_TAGS.get(name, Tag.of(name))
+        named[tag.name] = tag.factor * value if isinstance(value, float) else value
+    return named
 
 
 def upload_command(run: Any) -> str:

@@ -19,7 +19,12 @@ def read_arguments(load: str, iteration: int | None) -> CheckpointArguments | No
                 _, tokenizer = trained_tokenizer(reader)
                 config = reader.config()
                 return CheckpointArguments(
-                    str(path), config.model, tokenizer, config.learning_rate, config.training
+                    name=str(path),
+                    model=config.model,
+                    tokenizer=tokenizer,
+                    learning_rate=config.learning_rate,
+                    weight_decay=config.optimizer.weight_decay,
+                    training=config.training,
                 )
         except DamagedFile as damage:
             problem = problem or damage

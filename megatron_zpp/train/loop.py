@@ -98,8 +98,8 @@ class Trainer:
         try:
             self._train()
             self._save()
-            self._evaluate("valid")
-            self._evaluate("test")
+            self._evaluate("valid", last=True)
+            self._evaluate("test", last=True)
             self._finish_saving()
         except Stop as stop:
             if not stop.saves:
@@ -245,7 +245,8 @@ class Trainer:
         """Mark the activity; the first step is patient because it builds kernels and allocates buffers."""
         self._activity.now(text, patient=not self._warm)
 
-    def _evaluate(self, split: str) -> None:
+    def _evaluate(self, split: str, *, last: bool = False) -> None:
+        """Evaluate a split, unless it was in this iteration; `last`: after the training."""
         samples: Samples | None = getattr(self._splits, split)
         iteration = self.progress.iteration
         if samples is None or self._evaluated.get(split) == iteration:
@@ -273,7 +274,7 @@ class Trainer:
             per_token=self._per_token,
         )
         self._evaluated[split] = iteration
-        self._reporter.evaluation(self.progress, split, loss)
+        self._reporter.evaluation(self.progress, split, loss, last=last)
         if split == "valid" and self._write_text is not None:
             self._activity.now(f"writes text at iteration {iteration}", patient=True)
             self._reporter.text(self.progress, self._write_text())

@@ -49,6 +49,11 @@ from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.setting_changes import rate_change, setting_changes
 from megatron_zpp.zero.engine import ZeroEngine
 
+_SCHEDULE_GOES_ON = (
+    " --no-load-optim: the learning rate continues its schedule, and the moments start at zero; --finetune "
+    "restarts schedule and iteration"
+)
+
 
 @dataclass(frozen=True)
 class Start:
@@ -315,6 +320,8 @@ def _load(
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0", *changes])
     if progress.iteration:  # otherwise the weights are imported, and no products were computed
         changes += product_changes(saved, config.precision)
+        if not with_optimizer:
+            changes += [_SCHEDULE_GOES_ON]
     without = "" if with_optimizer else " without the optimizer's state"
     line = (
         f" loaded {source}{without}; resuming at iteration {progress.iteration}, "

@@ -57,7 +57,7 @@ class StepLog:
     def interval(self, progress: Progress, result: StepResult) -> None:
         """Log the interval that ends with `result`; every rank must call it, for the mean of the loss."""
         interval = self._interval
-        loss = self._engine.mean_over_ranks(interval.loss_sum / interval.iterations).item()
+        loss = self._engine.mean_over_ranks(interval.mean_loss).item()
         nans = self._engine.sum_over_ranks(interval.not_finite) > 0  # on any rank, in each iteration
         traffic = self._engine.sum_over_ranks(torch.tensor(interval.traffic, device=self._engine.device))
         intra_node, inter_node = (traffic // interval.iterations).tolist()

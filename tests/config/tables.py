@@ -59,6 +59,8 @@ def fate(name: str, current: dict[str, str]) -> tuple[str, str]:
         return "refused", flag.otherwise
     if flag.allowed:
         return "one value", f"{' or '.join(f'`{value}`' for value in flag.allowed)}; else: {flag.otherwise}"
+    if flag.needs:
+        return "no effect", f"{flag.why}; refused with another value: {flag.otherwise}"
     if flag.why:
         return "no effect", flag.why
     return "obeyed", f"as {flag.today}"

@@ -84,7 +84,11 @@ def test_default_split_is_megatrons():
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "1,,1", "1,2,3,4", "0,0,0", "-1,2", "nan", "inf,1", "1;2", "1e308,1e308"]
+    "text",
+    [
+        *("", ",", "1,,1", "1,2,3,4", "1/2/3/4", "0,0,0", "-1,2", "+1,2", "nan", "inf,1", "1e3,1", "1_0,1"),
+        *("1.2.3", ".", "9" * 400, "train", "80%,train"),
+    ],
 )
 def test_invalid_splits_are_refused(text):
     with pytest.raises(
@@ -95,9 +99,20 @@ def test_invalid_splits_are_refused(text):
 
 @pytest.mark.parametrize(
     ("text", "shares"),
-    [("1", (1, 0, 0)), ("8,1,1", (0.8, 0.1, 0.1)), ("0,3", (0, 1, 0)), (" 98 , 2 , 0 ", (0.98, 0.02, 0))],
+    [
+        ("1", (1, 0, 0)),
+        ("8,1,1", (0.8, 0.1, 0.1)),
+        ("0,3", (0, 1, 0)),
+        (" 98 , 2 , 0 ", (0.98, 0.02, 0)),
+        ("'99,1,0'", (0.99, 0.01, 0)),
+        ("949/50/1", (0.949, 0.05, 0.001)),
+        ("98 2 0", (0.98, 0.02, 0)),
+        ("[.9, .1]", (0.9, 0.1, 0)),
+    ],
 )
-def test_shares(text, shares):
+def test_shares_are_those_of_megatron(text, shares):
+    theirs = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    assert theirs.parse_and_normalize_split(text) == pytest.approx(shares)
     assert all(math.isclose(a, b) for a, b in zip(split_shares(text), shares, strict=True))
 
 

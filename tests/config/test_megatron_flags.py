@@ -9,9 +9,9 @@ import pytest
 from megatron_zpp.config.legacy.megatron_features import FEATURES
 from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, REFUSED_TODAY, RENAMED_TODAY
 from megatron_zpp.config.legacy.old_flags import OLD_FLAGS
-from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.options import UsageError, flag_name
 from megatron_zpp.config.root import parse_args, parse_command_line
-from tests.config.command_line import MINIMAL
+from tests.config.command_line import MINIMAL, without
 from tests.config.tables import MEGATRON_FLAGS, MEGATRON_PAGE, current_flags, fate, megatron_table, page
 
 BASELINE, CURRENT = parse_args(MINIMAL), current_flags()
@@ -32,9 +32,12 @@ def test_a_flag_that_is_not_obeyed_has_the_fate_of_its_row(name: str) -> None:
     flag = BY_NAME.get(name)
     if status == "no effect":
         assert flag is not None
-        parsed = parse_command_line([*MINIMAL, *f"{name} {VALUES[flag.takes]}".split()])
-        assert parsed.config == BASELINE
-        assert parsed.notes == (f"{name}: no effect here: {note}",)
+        needs = [f"{flag_name(path.split('.')[1])} {value}" for path, value in flag.needs.items()]
+        argv = [*MINIMAL, *" ".join(needs).split()]
+        parsed = parse_command_line([*argv, *f"{name} {VALUES[flag.takes]}".split()])
+        assert parsed.config == parse_args(argv)
+        assert parsed.notes == (f"{name}: no effect here: {flag.why}",)
+        assert note.startswith(flag.why)
         return
     if status == "one value":
         assert flag is not None
@@ -59,7 +62,6 @@ TODAY = [
     ("--use-torch-fsdp2", "--zero-stage 3"),
     ("--save a --save-retain-interval 50", "--save a --keep-last 1 --keep-every 50"),
     ("--bf16 --fp8-format hybrid", "--bf16 --fp8"),
-    ("--no-position-embedding", "--position-embedding-type none"),
     ("--no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
     ("--disable-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
     ("--encoder-num-layers 2", ""),
@@ -90,6 +92,63 @@ def test_a_value_that_a_flag_does_not_have() -> None:
         parse_args(
             [*MINIMAL, *"--data-parallel-sharding-strategy no_shard --use-distributed-optimizer".split()]
         )
+
+
+def test_a_window_of_the_loss_scale_may_be_written_as_a_float() -> None:
+    """Megatron-LM's parser takes one. It counts steps, so nothing else than a whole number can be meant."""
+    whole = parse_args([*MINIMAL, "--fp16", "--loss-scale-window", "500.0"])
+    assert whole == parse_args([*MINIMAL, "--fp16", "--loss-scale-window", "500"])
+    assert whole.to_json()["precision"]["loss_scale_window"] == 500
+    with pytest.raises(UsageError, match=r"^--loss-scale-window 500.5: must be a whole number of steps$"):
+        parse_args([*MINIMAL, "--fp16", "--loss-scale-window", "500.5"])
+
+
+FILES = (
+    "HuggingFaceTokenizer --tokenizer-model x",
+    "GPT2BPETokenizer --vocab-file x --merge-file y",
+    "Llama2Tokenizer --tokenizer-model x",
+)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_tokenizer_with_files_has_its_own_size(kind: str) -> None:
+    argv = [*without("--tokenizer-type", "--vocab-size"), "--tokenizer-type", *kind.split()]
+    parsed = parse_command_line([*argv, "--vocab-size", "128256"])
+    assert parsed.config == parse_args(argv)
+    (note,) = parsed.notes
+    assert note.startswith("--vocab-size 128256: no effect: ")
+    with pytest.raises(UsageError, match=r"^--vocab-size 128256: .*--no-pad-vocab-size; use --padded-voc"):
+        parse_args([*argv, "--vocab-size", "128256", "--no-pad-vocab-size"])
+
+
+def test_the_type_may_follow_from_the_files_beside_a_size() -> None:
+    argv = [*without("--tokenizer-type"), "--vocab-file", "x", "--merge-file", "y"]
+    assert parse_args(argv).tokenizer.tokenizer_type == "GPT2BPETokenizer"
+
+
+ROTARY = (
+    "--use-rotary-position-embeddings --no-position-embedding",
+    "--no-position-embedding --use-rotary-position-embeddings",
+    "--position-embedding-type rope --no-position-embedding",
+)
+
+
+@pytest.mark.parametrize("argv", ROTARY)
+def test_rope_has_no_table_of_positions_to_omit(argv: str) -> None:
+    """As in published Llama scripts, in either order."""
+    parsed = parse_command_line([*MINIMAL, *argv.split()])
+    assert parsed.config.model.position_embedding_type == "rope"
+    notes = [note for note in parsed.notes if note.startswith("--no-position-embedding")]
+    assert len(notes) == 1
+    assert "no effect here: with --position-embedding-type rope" in notes[0]
+
+
+@pytest.mark.parametrize("kind", ["", "learned_absolute", "none"])
+def test_a_table_of_positions_is_not_omitted_by_that_flag_alone(kind: str) -> None:
+    typed = ["--position-embedding-type", kind] if kind else []
+    said = "^--no-position-embedding .given.: .*; use --position-embedding-type none or rope$"
+    with pytest.raises(UsageError, match=said):
+        parse_args([*MINIMAL, "--no-position-embedding", *typed])
 
 
 @pytest.mark.parametrize("name", ["--moe-of-the-future", "--rl-x=3"])
@@ -126,7 +185,7 @@ LLAMA3_8B_FP8 = """
     --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
     --tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --mock-data
     --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2
-    --split 99,1,0 --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1
+    --split "'99,1,0'" --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1
     --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile
     --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
     --distributed-timeout-minutes 60 --save ckpt --load ckpt --tensorboard-dir tb
@@ -153,10 +212,14 @@ FUNCTIONAL = """
     --attention-softmax-in-fp32 --use-mcore-models --ckpt-format torch_dist
     --dist-ckpt-strictness log_all --data-cache-path cache --bf16 --log-memory-to-tensorboard
 """
+LLAMA3_8B_TEXT = LLAMA3_8B_FP8.replace("--mock-data", "--data-path data").replace(
+    "NullTokenizer", "HuggingFaceTokenizer --tokenizer-model model"
+)
 SCRIPTS = {
     "gpt3": GPT3,
     "llama3 8b fp8": LLAMA3_8B_FP8,
     "llama3 8b fsdp fp8": LLAMA3_8B_FSDP,
+    "llama3 8b fp8 with data": LLAMA3_8B_TEXT,
     "resume": FUNCTIONAL + "--use-distributed-optimizer --no-ckpt-fully-parallel-save --async-save "
     "--use-checkpoint-opt_param-scheduler --use-persistent-ckpt-worker",
     "uniform full recompute": FUNCTIONAL
@@ -165,7 +228,8 @@ SCRIPTS = {
     "per-token loss": FUNCTIONAL + "--calculate-per-token-loss --attention-backend unfused",
     "decoupled rate": FUNCTIONAL + "--decoupled-lr 0.0002 --attention-backend unfused",
     "fsdp2": FUNCTIONAL + "--use-torch-fsdp2 --no-async-tensor-model-parallel-allreduce",
-    "no bias": FUNCTIONAL + "--disable-bias-linear --no-position-embedding --log-progress --manual-gc",
+    "no bias": FUNCTIONAL + "--disable-bias-linear --log-progress --manual-gc "
+    "--use-rotary-position-embeddings --no-position-embedding",
 }
 
 

@@ -28,7 +28,7 @@ def test_two_calls_make_one_run(tmp_path: Path) -> None:
     second = quickstart(tmp_path, *short)
     assert second.count("already there") == 3
     assert "resuming at iteration 1, 8 samples" in second
-    assert "test loss at iteration 2" in second
+    assert " validation loss at iteration 2 on test set | lm loss value: " in second
     assert "--- sample 2 ---" in second
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

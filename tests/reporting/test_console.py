@@ -10,9 +10,14 @@ import threading
 from dataclasses import dataclass
 
 import pytest
+import torch
 
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.colour import wants_colour
+from megatron_zpp.config.run import LoggingConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import Console, log_line
+from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.reporting.slow_work import SlowWork
 
 RECORD = {
@@ -109,6 +114,27 @@ def test_lines_have_colours_on_a_terminal_and_nowhere_else(
     for coloured in ("\x1b[1;32m3.250000E+00\x1b[0m", "\x1b[1;31m  2\x1b[0m", "\x1b[33mWARNING:\x1b[0m"):
         assert coloured in terminal.seen
     assert "\x1b" not in plain
+
+
+@pytest.mark.parametrize(
+    ("split", "last", "where"),
+    [
+        ("valid", False, "iteration 5"),
+        ("valid", True, "iteration 5 on validation set"),
+        ("test", True, "iteration 5 on test set"),
+    ],
+)
+def test_the_line_of_an_evaluation_is_megatrons(
+    split: str, last: bool, where: str, capsys: pytest.CaptureFixture
+) -> None:
+    start = Progress(iteration=5)
+    reporter = Reporter(
+        LoggingConfig(), {}, Topology(), iterations=5, start=start, device=torch.device("cpu")
+    )
+    with reporter:
+        reporter.evaluation(start, split, 3.0, last=last)
+    line = f" validation loss at {where} | lm loss value: 3.000000E+00 | lm loss PPL: 2.008554E+01 |"
+    assert capsys.readouterr().out.splitlines() == [line]
 
 
 def test_no_color_and_dumb_terminals_are_respected() -> None:

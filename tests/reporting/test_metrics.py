@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_zpp.model.flops import peak_tflops
-from megatron_zpp.reporting.metrics import NewestLoss, PowerMeter, Throughput
+from megatron_zpp.reporting.metrics import Interval, NewestLoss, PowerMeter, Throughput
+from megatron_zpp.zero.engine import StepResult
 
 CPU = torch.device("cpu")
 
@@ -46,3 +47,39 @@ def test_mfu_is_relative_to_the_peak_of_the_products() -> None:
     assert "mfu_16bit" not in of_16_bits
     assert of_8_bits["mfu"] == pytest.approx(600 / 1979)
     assert of_8_bits["mfu_16bit"] == of_16_bits["mfu"]
+
+
+def interval_of(*steps: tuple[float, int], device: str = "cpu") -> Interval:
+    """Steps with (loss, skipped)."""
+    interval = Interval(torch.device(device))
+    for loss, skipped in steps:
+        zero, flag = torch.zeros((), device=device), torch.full((), float(skipped), device=device)
+        result = StepResult(grad_norm=zero, skipped=flag, loss_scale=zero)
+        interval.add(torch.full((), loss, device=device), result, samples=1, traffic=(0, 0))
+    return interval
+
+
+@pytest.mark.parametrize(
+    ("steps", "mean"),
+    [
+        ([(1.0, 0), (2.0, 0)], 1.5),
+        ([(1.0, 0), (9.0, 1), (2.0, 0)], 1.5),
+        ([(9.0, 1), (7.0, 1)], 8.0),  # none to tell of but these
+        ([(1.0, 0), (float("nan"), 1), (2.0, 0)], float("nan")),
+        ([(1.0, 0), (float("inf"), 1), (9.0, 1)], float("inf")),
+    ],
+)
+def test_the_loss_of_an_interval_leaves_out_skipped_steps(
+    steps: list[tuple[float, int]], mean: float
+) -> None:
+    interval = interval_of(*steps)
+    assert interval.mean_loss.item() == pytest.approx(mean, nan_ok=True)
+    interval.restart()
+    zero = torch.zeros(())
+    interval.add(torch.tensor(4.0), StepResult(zero, zero, zero), samples=1, traffic=(0, 0))
+    assert interval.mean_loss.item() == 4.0
+
+
+def test_the_loss_of_an_interval_is_not_read_from_the_device() -> None:
+    """A number of a tensor on the meta device cannot be read."""
+    assert interval_of((1.0, 0), (2.0, 1), device="meta").mean_loss.is_meta

@@ -22,6 +22,7 @@ from megatron_zpp.reporting.sinks import (
     TensorBoard,
     ThreadedSink,
     check_sinks,
+    wandb_record,
 )
 from megatron_zpp.storage.files import check_replaceable
 from megatron_zpp.train.compiling import check_cache
@@ -60,6 +61,7 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
         20,
     )
     sink.write({"iteration": 5, "valid_loss": 3.0, "valid_perplexity": 20.0}, 20)
+    sink.write({"iteration": 5, "num_zeros": 9, "params_norm": 1.5}, 20)
     sink.close()
     for tag, value in (
         ("lm loss", 3.5),
@@ -67,6 +69,8 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
         ("learning-rate", 1e-3),
         ("loss-scale", 1.0),
         ("batch-size", 4.0),
+        ("num-zeros", 9.0),
+        ("params-norm", 1.5),
         ("lm loss validation", 3.0),
         ("lm loss validation ppl", 20.0),
     ):
@@ -76,6 +80,32 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
     assert scalars(tmp_path, "inter_node_bytes") == [(5, 7.0)]
     assert scalars(tmp_path, "tokens_per_second") == [(5, 32.0)]
     assert len({tag.name for tag in MEGATRON_TAGS.values()}) == len(MEGATRON_TAGS)
+
+
+def test_wandb_gets_megatrons_names() -> None:
+    """Those of wandb_writer.log in Megatron-LM's training.py; other numbers keep their names."""
+    logged = wandb_record(
+        {**step(5, 3.5), "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "num_zeros": 9}
+        | {"consumed_samples": 20, "params_norm": 1.5, "tflops_per_gpu": 7.0, "power_watts": 612.5}
+        | {"mfu": None, "skipped": 1, "memory_allocated_bytes": 2**60 + 1}
+    )
+    theirs = {
+        "samples vs steps": 20,
+        "learning-rate": 1e-3,
+        "batch-size": 4,
+        "lm loss": 3.5,
+        "loss-scale": 1.0,
+        "grad-norm": 0.5,
+        "num-zeros": 9,
+        "params-norm": 1.5,
+        "iteration-time": 2.0,  # seconds
+        "throughput": 7.0,
+        "power/gpu": 612.5,
+    }
+    ours = {"iteration": 5, "tokens_per_second": 32.0, "mfu": None, "skipped": 1, "sample": "text"}
+    assert logged == theirs | ours | {"mem-allocated-bytes": 2**60 + 1}
+    evaluated = wandb_record({"iteration": 5, "valid_loss": 3.0, "valid_perplexity": 20.0})
+    assert evaluated == {"iteration": 5, "lm loss validation": 3.0, "lm loss validation ppl": 20.0}
 
 
 def test_a_step_back_hides_later_values_on_both_axes(tmp_path: Path) -> None:
@@ -113,7 +143,7 @@ def test_the_pieces_of_an_offline_wandb_run_are_uploaded_as_one(tmp_path: Path) 
     assert commands[0].startswith(f"WANDB_RESUME=allow wandb sync {tmp_path}/wandb/offline-run-*-run12345")
     assert len(list(tmp_path.glob("wandb/offline-run-*-run12345"))) == 2
     assert [line["iteration"] for line in server.history] == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert [line["lm_loss"] for line in server.history] == [10.0 / i for i in (1, 2, 3, 4, 3, 4, 5, 6)]
+    assert [line["lm loss"] for line in server.history] == [10.0 / i for i in (1, 2, 3, 4, 3, 4, 5, 6)]
     assert [line["_step"] for line in server.history] == list(range(8))
     assert server.offsets == [0, 4]
 

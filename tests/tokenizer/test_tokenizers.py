@@ -198,6 +198,28 @@ def test_sentencepiece_without_end_of_sentence(tmp_path: Path) -> None:
         sentencepiece(tmp_path / "t.model")
 
 
+def test_llama2_is_sentencepiece_without_a_beginning_as_in_megatron(tmp_path: Path) -> None:
+    """A model like Llama's, which has <s>. Megatron-LM's own class is the oracle."""
+    import sentencepiece as library
+
+    path = tmp_path / "t.model"
+    with path.open("wb") as model:
+        library.SentencePieceTrainer.train(
+            sentence_iterator=iter(ORDINARY),
+            model_writer=model,
+            vocab_size=400,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            minloglevel=3,
+        )
+    ours = build_tokenizer(TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(path)))
+    assert describe(ours) == describe(sentencepiece(path))
+    library_path = "megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer"
+    theirs = pytest.importorskip(library_path).SentencePieceTokenizer(str(path))
+    assert ours.encode_batch(ORDINARY) == [theirs.text_to_ids(text) for text in ORDINARY]
+    assert (ours.eod, ours.vocab_size) == (theirs.eos_id, theirs.vocab_size)
+
+
 def test_null() -> None:
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
     assert tokenizer.encode(" 0 5\n99 ") == [0, 5, 99]

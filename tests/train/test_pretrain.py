@@ -71,6 +71,11 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     assert valid[-1] < -sum(share * math.log(share) for share in shares if share)
     assert metrics(tmp_path / "metrics.jsonl", "valid_perplexity")[-1] == pytest.approx(math.exp(valid[-1]))
     assert len(metrics(tmp_path / "metrics.jsonl", "test_loss")) == 1
+    line = r"^ validation loss at (.*?) \| lm loss value: ([\d.E+-]+) \| lm loss PPL: [\d.E+-]+ \|$"
+    evaluated = re.findall(line, out, re.MULTILINE)
+    places = ["iteration 0", "iteration 75", "iteration 150", "iteration 150 on test set"]
+    assert [where for where, _ in evaluated] == places
+    assert [float(loss) for _, loss in evaluated[:3]] == pytest.approx(valid, rel=1e-6)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     first = json.loads(next(line for line in lines if "lm_loss" in line))
     promised = "iteration consumed_samples lm_loss grad_norm learning_rate loss_scale skipped elapsed_ms"
@@ -137,7 +142,7 @@ def wandb_to(directory: Path) -> tuple[str, str]:
 
 
 def wandb_points(path: Path) -> list[tuple[int, float]]:
-    """The lm_loss curve of an offline run, by iteration."""
+    """The curve "lm loss" of an offline run, by iteration."""
     from wandb.proto import wandb_internal_pb2
 
     points = []
@@ -145,9 +150,9 @@ def wandb_points(path: Path) -> list[tuple[int, float]]:
         record = wandb_internal_pb2.Record()
         record.ParseFromString(content)
         values = {"/".join([item.key, *item.nested_key]).strip("/"): item for item in record.history.item}
-        if "lm_loss" in values:
+        if "lm loss" in values:
             points.append(
-                (json.loads(values["iteration"].value_json), json.loads(values["lm_loss"].value_json))
+                (json.loads(values["iteration"].value_json), json.loads(values["lm loss"].value_json))
             )
     return points
 

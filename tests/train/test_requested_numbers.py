@@ -131,18 +131,24 @@ def test_arguments_come_from_the_checkpoint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shape = [*TINY, *SMALLEST, "--swiglu", "--position-embedding-type", "rope", "--lr-decay-style", "cosine"]
-    train_here(["--data-path", corpus, *BYTES, *shape, "--train-iters", "2", "--save", "run"])
+    saved = ["--train-iters", "2", "--save", "run", "--weight-decay", "0.1"]
+    train_here(["--data-path", corpus, *BYTES, *shape, *saved])
     rest = ["--data-path", corpus, "--micro-batch-size", "1", "--train-iters", "4", "--eval-iters", "0"]
     rest += ["--load", "run", "--lr", "1e-3", "--seq-length", "32", "--device", "cpu", "--num-workers", "0"]
     from_checkpoint = ["--use-checkpoint-args", "--use-checkpoint-opt-param-scheduler"]
-    parsed = parse_command_line([*rest, *from_checkpoint, "--num-layers", "7"], saved=read_arguments)
+    parsed = parse_command_line([*rest, *from_checkpoint], saved=read_arguments)
+    assert parsed.config.optimizer.weight_decay == 0.1, "also in place of the default"
+    replaced = ["--num-layers", "7", "--weight-decay", "0.2"]
+    parsed = parse_command_line([*rest, *from_checkpoint, *replaced], saved=read_arguments)
     assert parsed.notes == (
         "--use-checkpoint-args: --num-layers 1 of run/iter_0000002 replaces 7",
         "--use-checkpoint-opt-param-scheduler: --lr 0.003 of run/iter_0000002 replaces 0.001",
+        "--use-checkpoint-opt-param-scheduler: --weight-decay 0.1 of run/iter_0000002 replaces 0.2",
     )
     config = parsed.config
     assert (config.model.num_layers, config.model.swiglu, config.model.rotary_base) == (1, True, 10_000)
     assert config.tokenizer.vocab_size == 256
+    assert config.optimizer.weight_decay == 0.1
     assert (config.learning_rate.lr_decay_style, config.learning_rate.lr_decay_iters) == ("cosine", 2)
     done = pretrain(*rest, *from_checkpoint, "--log-interval", "1")
     assert done.returncode == 2, "the checkpoint is elsewhere: ranks run in the repository"

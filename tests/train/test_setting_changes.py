@@ -32,3 +32,19 @@ def test_nothing_is_said_where_nothing_changed(
     assert "resuming at iteration 2" in said
     assert "changed" not in said
     assert "WARNING" not in said
+
+
+def test_a_run_without_its_moments_says_that_the_schedule_goes_on(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In Megatron-LM it starts again, so a user of its flag may expect a warm-up."""
+    resume, line = Resumed(corpus, tmp_path), " --no-load-optim: the learning rate continues its schedule"
+    steps = ["--train-iters", "4", "--lr-warmup-iters", "2"]
+    resume(*steps, "--exit-interval", "1", "--no-save-optim")
+    resume(*steps, "--exit-interval", "3", "--no-load-optim")
+    said = capsys.readouterr().out
+    assert said.count(line) == 1
+    assert "--finetune restarts schedule and iteration\n" in said
+    records = resume(*steps)
+    assert line not in capsys.readouterr().out
+    assert of(records, "learning_rate") == pytest.approx([0.0, 1.5e-3, 3e-3, 1.5e-3])

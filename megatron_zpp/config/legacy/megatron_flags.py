@@ -45,11 +45,6 @@ RENAMED_TODAY = (
         today="--fp8",
     ),
     OldFlag(
-        name="--no-position-embedding",
-        gives={"model.position_embedding_type": "none"},
-        today="--position-embedding-type none",
-    ),
-    OldFlag(
         name="--no-pad-vocab-size",
         gives={"model.make_vocab_size_divisible_by": 1},
         today="--make-vocab-size-divisible-by 1",
@@ -85,6 +80,12 @@ ONLY_TODAY = (
 )
 
 IDLE_TODAY = (
+    OldFlag(
+        name="--no-position-embedding",
+        needs={"model.position_embedding_type": "rope"},
+        why="with --position-embedding-type rope there is no table of positions",
+        otherwise="use --position-embedding-type none or rope",
+    ),
     # Logs
     *idle(_ALWAYS, "--log-throughput --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard"),
     *idle(_ALWAYS, "--log-memory-interval", takes=int),

@@ -17,6 +17,7 @@ class OldFlag:
     allowed    the values that it may have, which describe what happens anyway
     otherwise  what to do instead of another value; without `allowed` values the flag is refused
     why        the reason why the flag has no effect
+    needs      the settings, by field path, that it has no effect with; with others it is refused
     """
 
     name: str
@@ -28,12 +29,13 @@ class OldFlag:
     today: str = ""
     allowed: tuple[Any, ...] = ()
     why: str = ""
+    needs: Mapping[str, Any] = field(default_factory=dict)
     otherwise: str = ""
 
     @property
     def refused(self) -> bool:
         """Whether the flag is refused with any value."""
-        return bool(self.otherwise) and not self.allowed
+        return bool(self.otherwise) and not self.allowed and not self.needs
 
 
 VALUE = object()

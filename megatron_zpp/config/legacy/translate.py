@@ -9,7 +9,7 @@ from typing import Any
 from megatron_zpp.config.legacy.megatron_features import feature_flag
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag
 from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED
-from megatron_zpp.config.options import option_error
+from megatron_zpp.config.options import flag_name, option_error
 from megatron_zpp.config.provided import Provided
 
 GROUP = "old"
@@ -80,6 +80,18 @@ def settle_old_flags(typed: Mapping[str, Any], provided: Provided) -> None:
                 raise option_error(
                     name, "(given)", f"contradicts {provided.name(field_path)} {value}; omit one"
                 )
+
+
+def check_old_flags(typed: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Raise ValueError for an old flag that needs another value of a setting; `parts` are all settings."""
+    for name in typed:
+        flag = _BY_NAME[name]
+        for field_path, needed in flag.needs.items():
+            part, field = field_path.split(".")
+            value = getattr(parts[part], field)
+            if value != needed:
+                fix = f"cannot be obeyed with {flag_name(field)} {value}; {flag.otherwise}"
+                raise option_error(name, "(given)", fix)
 
 
 def _note(name: str, flag: OldFlag) -> list[str]:

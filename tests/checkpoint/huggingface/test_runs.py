@@ -99,7 +99,7 @@ def test_a_run_starts_from_hugging_face_weights(
     assert f" loaded the weights of hf:{source}; starting at iteration 0" in out[0]
     assert "resuming at iteration 0, 0 samples" in out[1]
     first, second = (
-        [line for line in text.splitlines() if "valid loss at iteration 0" in line] for text in out
+        [line for line in text.splitlines() if "validation loss at iteration 0" in line] for text in out
     )
     assert first == second != []
 
