@@ -158,7 +158,7 @@ def open_shards(flag: str, name: str, paths: Sequence[str], key: str, directory:
     """Open the files `paths` of the data set `name`: Parquet, or JSON lines.
 
     Indexes of remote files are kept in `directory`. Raises ValueError if there is no text, a file cannot be
-    read, or a Parquet file has no column `key`.
+    read, a compressed file is empty, or a Parquet file has no column `key`.
     """
     formats = {path.endswith(PARQUET) for path in paths}
     if len(formats) > 1:
@@ -175,6 +175,10 @@ def open_shards(flag: str, name: str, paths: Sequence[str], key: str, directory:
             ParquetShard(file, key, index, block_bytes) for file, index in zip(files, indexes, strict=True)
         ]
     else:
+        for file in files:
+            if is_compressed(file.path) and not file.size:
+                fix = "the file ends in the middle of its compressed data; create it again"
+                raise option_error(flag, file.path, fix)
         size = sum(map(text_bytes, files))
         block_bytes = _bytes_of_block(size)
         shards += [

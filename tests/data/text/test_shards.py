@@ -323,6 +323,11 @@ def test_unusable_shards_are_an_error(documents: list[list[int]], tmp_path: Path
     ):
         with pytest.raises(ValueError, match=message):
             opened(str(tmp_path / path))
+    for ending in ("gz", "zst"):
+        write_shards(tmp_path / ending, f"jsonl.{ending}", documents)
+        (tmp_path / ending / f"03.jsonl.{ending}").write_bytes(b"")
+        with pytest.raises(ValueError, match=rf"03\.jsonl\.{ending}: the file ends in the middle of its com"):
+            opened(str(tmp_path / ending / "*"))
     (tmp_path / "zero.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match=r"zero\.parquet: is no Parquet file"):
         opened(str(tmp_path / "zero.parquet"))
