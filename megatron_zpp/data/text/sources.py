@@ -65,7 +65,13 @@ class JsonLinesText:
         self.group = max(GROUP_BLOCKS, _GROUP_BYTES // self._bytes)
 
     def read(self, block: int) -> bytes:
-        status = os.stat(self._path)
+        try:
+            status = os.stat(self._path)
+        except OSError as error:
+            fix = "the file was there when the run began: restore it"
+            if self._path != self.name:  # an unpacked copy
+                fix = "start the run again"
+            raise ValueError(f"{self._path}: {error.strerror}; {fix}") from None
         if (status.st_size, status.st_mtime_ns) != (self.size, self.made_of["mtime_ns"]):
             raise ValueError(f"{self.name}: has changed since the run began; start the run again")
         return b"".join(piece.content for piece in read_blocks(self._span(block), self._bytes))
