@@ -186,8 +186,11 @@ class _Opening:
         text = self._text(flag, path)
         blocks = range_of_split(self.config, split, text.blocks)
         if blocks[0] == blocks[1]:
-            fix = f"leaves no {split} part of {path}, which is cut into {counted(text.blocks, 'block')}"
-            raise option_error("--split", shown_split(self.config), f"{fix}; give it a larger share")
+            what = f"leaves no {split} part of {path}, which is cut into {counted(text.blocks, 'block')}"
+            fix = "give it a larger share"
+            if text.blocks == 1:
+                fix = "give more text, or text of its own to each split: --train-data-path, --valid-data-path"
+            raise option_error("--split", shown_split(self.config), f"{what}; {fix}")
         prepared = 1 if split == "train" else self.evaluated
         if prepared is not None:
             # A blend deviates from the shares by up to half a sample per level of its tree.

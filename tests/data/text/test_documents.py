@@ -88,6 +88,11 @@ def test_lines_without_a_document_are_skipped_on_request(tmp_path: Path) -> None
         documents_of(opened(str(tmp_path / "x.jsonl"), append_eod=True), 70_000)  # from the same cache
 
 
+def test_a_line_of_a_byte_order_mark_is_blank(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf\r\n{"text": "1 2"}\n')
+    assert documents_of(opened(str(tmp_path / "x.jsonl"), append_eod=True), 70_000) == [[1, 2, 70_000]]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
 def test_a_bad_line_is_named(documents: list[list[int]], tmp_path: Path, ending: str, workers: int) -> None:

@@ -188,8 +188,11 @@ def test_full_validation_reads_each_window_of_each_text_once(tmp_path: Path) -> 
 def test_a_split_without_a_block_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "1 2 3 4 5 6 7 8 9"}\n')
     with pytest.raises(
-        ValueError, match=r"^--split 969,30,1 \(the default\): leaves no valid part of .*x\.jsonl"
+        ValueError, match=r"^--split 969,30,1 \(the default\): leaves no valid part of .*x\.jsonl.* more text"
     ):
+        open_run(str(tmp_path / "x.jsonl"), needed=("train", "valid"))
+    (tmp_path / "x.jsonl").write_bytes(json_lines([[7] * 900]))
+    with pytest.raises(ValueError, match=r"cut into 2 blocks; give it a larger share$"):
         open_run(str(tmp_path / "x.jsonl"), needed=("train", "valid"))
 
 
