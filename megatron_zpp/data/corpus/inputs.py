@@ -50,9 +50,11 @@ def find_files(flag: str, patterns: Sequence[str], *, output: str | None = None)
     files: list[str] = []
     written = None if output is None else os.path.realpath(output)
     for pattern in patterns:
-        found = [path for path in _find(pattern) if os.path.realpath(path) != written]
-        if not found and os.path.realpath(pattern) == written and os.path.isfile(pattern):
-            raise option_error(flag, pattern, "is --output as well; give another file to one of them")
+        found = _find(pattern)
+        if written is not None:
+            if os.path.isfile(pattern) and os.path.realpath(pattern) == written:
+                raise option_error(flag, pattern, "is --output as well; give another file to one of them")
+            found = [path for path in found if os.path.realpath(path) != written]
         if not found:
             fix = "no such file, and no file matches; check the path"
             if os.path.isdir(pattern):
