@@ -98,7 +98,7 @@ def main() -> None:
 def open_source(config: CorpusConfig) -> Source:
     """Return the source of the text. Raises ValueError if it does not exist."""
     if config.input:
-        files = find_files("--input", config.input)
+        files = find_files("--input", config.input, output=config.output)
         for path in files:
             check_suffix("--input", path)
         documents = (texts for path in files for texts in read_documents(path, config.json_key))

@@ -98,6 +98,30 @@ class BlendOrder(Protocol):
 
 
 @dataclass(frozen=True)
+class Concatenation:
+    """The order that reads K data sets one after another, sample 0 to `counts_of_sets[k]` - 1 of each."""
+
+    counts_of_sets: tuple[int, ...]
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of the data sets, (K,): their numbers of samples."""
+        return tuple(map(float, self.counts_of_sets))
+
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (data set, its sample number), each (len,) int64, for (len,) numbers below the sum."""
+        ends = np.cumsum(self.counts_of_sets)
+        numbers = np.asarray(indices, np.int64)
+        which = np.searchsorted(ends, numbers, side="right")
+        return which, numbers - (ends - self.counts_of_sets)[which]
+
+    def counts(self, samples: int) -> np.ndarray:
+        """Return how many of the first `samples` come from each data set: (K,) int64."""
+        begins = np.cumsum(self.counts_of_sets) - self.counts_of_sets
+        return np.clip(samples - begins, 0, self.counts_of_sets)
+
+
+@dataclass(frozen=True)
 class BlendedDataset:
     """Samples of several data sets, mixed by weight."""
 
@@ -108,7 +132,7 @@ class BlendedDataset:
     def windows_per_epoch(self) -> int | None:
         """The sum over the sources, None if one of them does not know its own.
 
-        By then a source whose weight exceeds its share of the tokens has repeated.
+        By then a source of a `Blend` whose weight exceeds its share of the tokens has repeated.
         """
         total = 0
         for source in self.sources:

@@ -18,6 +18,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
 DTYPE_CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 _FINGERPRINTED = 1 << 14  # sequences at either end whose lengths are part of the fingerprint
+_FINGERPRINTED_BYTES = 64 << 10  # of PREFIX.bin, at either end
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -138,11 +140,25 @@ class IndexedDataset:
         return both[:, 0], ends
 
     def fingerprint(self) -> str:
-        """An identifier of the contents: SHA-256 of the dtype, both counts, and the lengths at both ends."""
+        """An identifier of the contents: SHA-256 of dtype, both counts, and lengths and tokens at both ends.
+
+        It is the same with and without PREFIX.checksums.json, which may be added or lost between two runs.
+        """
+        digest = self._digest_of_lengths()
+        ends = _FINGERPRINTED_BYTES // self.dtype.itemsize
+        digest.update(self.tokens[:ends].tobytes())
+        digest.update(self.tokens[-ends:].tobytes())
+        return digest.hexdigest()[:32]
+
+    def older_fingerprints(self) -> tuple[str, ...]:
+        """The identifier in checkpoints of earlier versions, which did not depend on the tokens."""
+        return (self._digest_of_lengths().hexdigest()[:32],)
+
+    def _digest_of_lengths(self) -> Any:
         digest = hashlib.sha256(f"{self.num_sequences} {self.num_tokens} {self.dtype}".encode())
         digest.update(self.lengths[:_FINGERPRINTED].tobytes())
         digest.update(self.lengths[-_FINGERPRINTED:].tobytes())
-        return digest.hexdigest()[:32]
+        return digest
 
     def check_token_ids(
         self, batch: np.ndarray, vocab_size: int, position: Callable[[int, int], int]

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.documents import ModelInputs, as_tensors
 from megatron_zpp.data.samples import BatchSource
@@ -37,7 +38,7 @@ class MicroBatches:
     process reads. `pin_memory` places batches in memory that a GPU can fetch asynchronously.
 
     Use it in a `with` block or call `close`; it is also closed when the process exits. Raises the ValueError
-    of `samples`, whichever process read them.
+    of `samples`, and a ValueError for its OSError, whichever process read them.
     """
 
     def __init__(
@@ -129,8 +130,8 @@ class _Ranges(Dataset):
     """Ranges of samples.
 
     Batches are sent as arrays through a pipe: tensors would need shared memory, which containers limit, and a
-    connection per batch, which took three times as long with torch 2.13. A ValueError is sent as its text,
-    because torch would wrap the exception in the worker's traceback.
+    connection per batch, which took three times as long with torch 2.13. A ValueError or OSError is sent as
+    its text, because torch would wrap the exception in the worker's traceback.
     """
 
     def __init__(self, samples: BatchSource) -> None:
@@ -142,6 +143,8 @@ class _Ranges(Dataset):
             return self._samples.batch(np.arange(first, first + count))
         except ValueError as error:
             return str(error)
+        except OSError as error:
+            return f"{one_line(error)}; check the data and its file system, and start the run again"
 
 
 def _kill_workers(batches: Any) -> None:

@@ -17,7 +17,7 @@ from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
 from megatron_zpp.config.words import counted
-from megatron_zpp.data.blend import Blend, BlendedDataset
+from megatron_zpp.data.blend import Blend, BlendedDataset, Concatenation
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.documents import check_ends, masked_samples
 from megatron_zpp.data.indexed import IndexedDataset, NoDataset
@@ -90,7 +90,8 @@ def open_splits(
                             Megatron-LM's order
     say                     gets a line when an order is built
     open_text               (flag, path) opens a text
-    evaluated               samples that an evaluation reads, None for one epoch; text is tokenised for them
+    evaluated               samples that an evaluation reads; text is tokenised for them. None is one epoch,
+                            of one data set after another, which weights contradict
 
     Raises ValueError, one line, if a file is missing or damaged, was made with another tokenizer, holds a
     token outside the vocabulary, has too few tokens for one sample of a needed split, or lacks checksums for
@@ -145,6 +146,9 @@ class _Opening:
         weighted = weighted_prefixes(flag, entries)
         if self.config.dataset_order == "megatron":
             return self._megatron(split, flag, [self._part(split, flag, *each) for each in weighted])
+        whole = split != "train" and self.evaluated is None
+        if whole:
+            _check_unweighted(flag, weighted)
         weights = [self._size(split, flag, path) if weight is None else weight for weight, path in weighted]
         sources: list[KnownSamples] = []
         for number, (_, path) in enumerate(weighted):
@@ -153,7 +157,10 @@ class _Opening:
                 sources.append(self._text_samples(split, flag, path, seed, weights[number], weights))
             else:
                 sources.append(self._windows(split, self._part(split, flag, None, path), seed))
-        return sources[0] if len(sources) == 1 else BlendedDataset(tuple(sources), Blend(tuple(weights)))
+        if len(sources) == 1:
+            return sources[0]
+        order = _concatenation(sources) if whole else Blend(tuple(weights))
+        return BlendedDataset(tuple(sources), order)
 
     def _size(self, split: str, flag: str, path: str) -> float:
         """Return the weight of a data set without one: bytes of text, or tokens of the split."""
@@ -179,8 +186,11 @@ class _Opening:
         text = self._text(flag, path)
         blocks = range_of_split(self.config, split, text.blocks)
         if blocks[0] == blocks[1]:
-            fix = f"leaves no {split} part of {path}, which is cut into {counted(text.blocks, 'block')}"
-            raise option_error("--split", shown_split(self.config), f"{fix}; give it a larger share")
+            what = f"leaves no {split} part of {path}, which is cut into {counted(text.blocks, 'block')}"
+            fix = "give it a larger share"
+            if text.blocks == 1:
+                fix = "give more text, or text of its own to each split: --train-data-path, --valid-data-path"
+            raise option_error("--split", shown_split(self.config), f"{what}; {fix}")
         prepared = 1 if split == "train" else self.evaluated
         if prepared is not None:
             # A blend deviates from the shares by up to half a sample per level of its tree.
@@ -217,6 +227,23 @@ class _Opening:
         if path not in self.texts:
             self.texts[path] = self.open_text(flag, path)
         return self.texts[path]
+
+
+def _check_unweighted(flag: str, weighted: Sequence[tuple[float | None, str]]) -> None:
+    """Raise ValueError for a blend with weights, of which there is no epoch."""
+    if len(weighted) > 1 and weighted[0][0] is not None:
+        fix = "or name the validation data without weights"
+        if flag == "--data-path":
+            fix = "or --train-data-path and, without weights, --valid-data-path"
+        fix = f"{flag} has weights, and a blend with weights never ends; use --eval-iters, {fix}"
+        raise option_error("--full-validation", "(given)", fix)
+
+
+def _concatenation(sources: Sequence[KnownSamples]) -> Concatenation:
+    """Return the order that reads every sample of all sources once."""
+    counts = [source.windows_per_epoch for source in sources]
+    assert None not in counts, "each source of an evaluation of one epoch is prepared as a whole"
+    return Concatenation(tuple(count for count in counts if count is not None))
 
 
 def seed_of(split: str, seed: int) -> int:

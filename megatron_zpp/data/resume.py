@@ -58,7 +58,7 @@ def resume_data(
         return ResumedData(samples, beginning, [])
     flag = "--data-path" if data.data_path else "--train-data-path"
     _check_shards(flag, saved, beginning)
-    partners = _partners(saved.sets, beginning.sets)
+    partners = _partners(saved.sets, beginning.sets, [source.older_fingerprints() for source in sources])
     if _same_shares(saved, partners, weights):
         dataset_progress = _renamed(saved, beginning)
         return ResumedData(_arranged(samples, dataset_progress, train_seed), dataset_progress, [])
@@ -115,20 +115,27 @@ def _check_shards(flag: str, saved: DatasetProgress, beginning: DatasetProgress)
             raise option_error(flag, new.prefix, fix)
 
 
-def _partners(saved: Sequence[SourceProgress], present: Sequence[SourceProgress]) -> list[int | None]:
-    """Return the index of each present data set among the saved ones, None for a new data set."""
-    rules: tuple[Callable[[SourceProgress, SourceProgress], bool], ...] = (
-        lambda old, new: old.fingerprint == new.fingerprint and old.prefix == new.prefix,
-        lambda old, new: old.fingerprint == new.fingerprint,
-        lambda old, new: not old.fingerprint and old.prefix == new.prefix,
-        lambda old, new: not old.fingerprint and Path(old.prefix).name == Path(new.prefix).name,
+def _partners(
+    saved: Sequence[SourceProgress], present: Sequence[SourceProgress], older: Sequence[tuple[str, ...]]
+) -> list[int | None]:
+    """Return the index of each present data set among the saved ones, None for a new data set.
+
+    `older` are the fingerprints that earlier versions gave each present data set.
+    """
+    rules: tuple[Callable[[SourceProgress, SourceProgress, tuple[str, ...]], bool], ...] = (
+        lambda old, new, _: old.fingerprint == new.fingerprint and old.prefix == new.prefix,
+        lambda old, new, former: old.fingerprint in former and old.prefix == new.prefix,
+        lambda old, new, _: old.fingerprint == new.fingerprint,
+        lambda old, new, former: old.fingerprint in former,
+        lambda old, new, _: not old.fingerprint and old.prefix == new.prefix,
+        lambda old, new, _: not old.fingerprint and Path(old.prefix).name == Path(new.prefix).name,
     )
     found: list[int | None] = [None] * len(present)
     free = dict(enumerate(saved))
     for same in rules:
         for number, new in enumerate(present):
             if found[number] is None:
-                partner = next((k for k, old in free.items() if same(old, new)), None)
+                partner = next((k for k, old in free.items() if same(old, new, older[number])), None)
                 if partner is not None:
                     found[number] = partner
                     del free[partner]

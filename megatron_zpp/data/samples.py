@@ -59,6 +59,9 @@ class KnownSamples(Samples, Protocol):
     def fingerprint(self) -> str:
         """An identifier that is kept in checkpoints: equal for copies, different for other contents."""
 
+    def older_fingerprints(self) -> tuple[str, ...]:
+        """The identifiers of the same contents in checkpoints of earlier versions."""
+
 
 @runtime_checkable
 class SeededSamples(KnownSamples, Protocol):

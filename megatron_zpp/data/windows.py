@@ -70,6 +70,10 @@ class WindowDataset:
         """An identifier of the whole data set's contents."""
         return self.source.fingerprint()
 
+    def older_fingerprints(self) -> tuple[str, ...]:
+        """The identifiers of the same contents in checkpoints of earlier versions."""
+        return self.source.older_fingerprints()
+
     def with_seed(self, seed: int) -> "WindowDataset":
         """The same tokens in the order of another seed."""
         return replace(self, seed=seed)

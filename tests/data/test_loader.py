@@ -1,6 +1,7 @@
 """The loader: one order for any number of ranks, resumable anywhere, and workers that end quietly."""
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import re
@@ -98,6 +99,21 @@ def test_an_error_arrives_as_one_plain_line(by_hand, num_workers):
             next(iter(batches))
         assert "\n" not in str(error.value)
         assert "worker" not in str(error.value)
+
+
+class Unreadable:
+    """A source on a disk that has failed."""
+
+    def batch(self, indices):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "x.bin")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_failing_disk_is_one_plain_line(num_workers):
+    with MicroBatches(Unreadable(), BatchSchedule(1, 1, 1), rank=0, num_workers=num_workers) as batches:
+        with pytest.raises(ValueError, match=r"^x\.bin: Input/output error; check the data .* again$") as e:
+            next(iter(batches))
+        assert "\n" not in str(e.value)
 
 
 def test_data_set_works_in_a_process_that_did_not_inherit_it(text):

@@ -49,6 +49,31 @@ def test_split_cuts_one_data_set(text):
     assert splits.train.describe() == f"{text}: 800 tokens, 100 samples of 8"
 
 
+def test_an_evaluation_of_one_epoch_reads_each_window_once(by_hand):
+    """With each rounding of windows per data set, and in any order of batches."""
+    sizes = (81, 17, 300, 9)
+    paths = tuple(by_hand(f"{k}", [list(range(300 * k, 300 * k + size))]) for k, size in enumerate(sizes))
+    valid = open_all(DataConfig(valid_data_path=paths), vocab_size=1200, needed=("valid",)).valid
+    count = valid.windows_per_epoch
+    assert count == sum(size // 8 for size in sizes)
+    read = np.concatenate([valid.batch(np.arange(n, min(n + 7, count)))[:, :-1] for n in range(0, count, 7)])
+    assert np.unique(read).size == read.size
+    assert [each.times for each in valid.epochs(count)] == [1.0] * len(sizes)
+    assert [each.times for each in valid.epochs(11)] == [1.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("flag", ["data_path", "valid_data_path"])
+def test_an_evaluation_of_one_epoch_contradicts_weights(text, by_hand, flag):
+    other = by_hand("other", [[500] * 30])
+    config = DataConfig(**{flag: ("0.3", text, "0.7", other)}, split="0,1" if flag == "data_path" else None)
+    error = refused(config, needed=("valid",))
+    shown = "--" + flag.replace("_", "-")
+    assert error.startswith(f"--full-validation (given): {shown} has weights, and ")
+    assert "use --eval-iters, or" in error
+    alone = DataConfig(valid_data_path=("0.3", text))
+    assert open_all(alone, needed=("valid",)).valid.windows_per_epoch == 125
+
+
 def test_per_split_paths_are_read_whole(text, by_hand):
     other = by_hand("other", [[500] * 30])
     splits = open_all(

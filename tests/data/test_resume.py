@@ -1,5 +1,6 @@
 """A run that resumes with other weights or data sets continues each data set where it was."""
 
+import hashlib
 import json
 from dataclasses import asdict, replace
 from functools import cache
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.blend import Blend
 from megatron_zpp.data.dataset_progress import DatasetProgress
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.open import open_splits, seed_of
 from megatron_zpp.data.resume import resume_data
 from megatron_zpp.data.windows import order_seed
@@ -211,6 +213,51 @@ def test_data_rebuilt_under_its_name_starts_at_its_beginning(folder, tmp_path):
         f"   0.00% -> 100.00% {tmp_path}/set, from its beginning, because its contents have changed",
         f"   100.00% -> 0 {tmp_path}/set, omitted after 3 samples",
     ]
+
+
+def fixed_lengths(path, first):
+    """Write 20 documents of 4 tokens, which begin with `first`: any two such sets have the same lengths."""
+    write_by_hand(path, (np.arange(80) + first).reshape(20, 4).tolist())
+
+
+def test_another_data_set_of_the_same_lengths_starts_at_its_beginning(tmp_path):
+    fixed_lengths(tmp_path / "one", 0)
+    fixed_lengths(tmp_path / "two", 1000)
+    first = resumed(tmp_path, [(1, "one")], None, 0)
+    on = resumed(tmp_path, [(1, "two")], first.dataset_progress, 7)
+    assert on.lines[1] == f"   0.00% -> 100.00% {tmp_path}/two, from its beginning"
+    (tmp_path / "one.bin").rename(tmp_path / "moved.bin")
+    (tmp_path / "one.idx").rename(tmp_path / "moved.idx")
+    back = resumed(tmp_path, [(1, "two"), (1, "moved")], on.dataset_progress, 12)
+    assert [part.consumed_before for part in back.dataset_progress.sets] == [5, 7]
+
+
+@pytest.mark.parametrize("order", ["windows", "megatron"])
+def test_a_checkpoint_of_version_0_1_continues(tmp_path, order):
+    """Its fingerprints do not depend on tokens: the same name decides between data sets of equal lengths."""
+    for name, token in (("one", 0), ("two", 1000)):
+        fixed_lengths(tmp_path / name, token)
+    parts = [(0.5, "two"), (0.5, "one")]
+    first = resumed(tmp_path, parts, None, 0, order=order)
+    dtype, lengths = np.dtype("<u2"), np.full(20, 4, "<i4").tobytes()
+    digest = hashlib.sha256(f"20 80 {dtype}".encode() + lengths + lengths).hexdigest()[:32]
+    sets = tuple(replace(part, fingerprint=digest) for part in first.dataset_progress.sets)
+    on = resumed(tmp_path, parts, replace(first.dataset_progress, sets=sets), 10, order=order)
+    assert (on.lines, on.dataset_progress) == ([], first.dataset_progress)
+    if order == "windows":
+        on = resumed(tmp_path, [(1, "one")], replace(first.dataset_progress, sets=sets), 10)
+        (part,) = on.dataset_progress.reading
+        assert (part.prefix, part.stream, part.consumed_before) == (f"{tmp_path}/one", 1, 5)
+
+
+def test_checksums_are_no_part_of_the_contents(tmp_path):
+    """A run resumes with data whose PREFIX.checksums.json was lost or has been added."""
+    with IndexedDatasetWriter(str(tmp_path / "set"), np.dtype("<u2")) as writer:
+        writer.add_document(np.arange(80, dtype=np.uint16))
+    first = resumed(tmp_path, [(1, "set")], None, 0)
+    (tmp_path / "set.checksums.json").unlink()
+    on = resumed(tmp_path, [(1, "set")], first.dataset_progress, 5)
+    assert (on.lines, on.dataset_progress) == ([], first.dataset_progress)
 
 
 def test_one_data_set_given_twice_is_two(folder):

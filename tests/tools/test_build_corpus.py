@@ -50,6 +50,18 @@ def test_standard_library(standard_library: Path) -> None:
     assert [path.name for path in standard_library.parent.iterdir()] == ["corpus.jsonl.zst"]
 
 
+@pytest.mark.parametrize("name", ["", "*.jsonl"])
+def test_a_repeated_call_does_not_read_its_own_output(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    output = tmp_path / "corpus.jsonl"
+    for _ in range(2):
+        succeed(TOOL, "--input", tmp_path / name, "--output", output)
+        assert [record["text"] for record in read(output)] == ["one"]
+    error = fail(TOOL, "--input", tmp_path / "a.jsonl", output, "--output", output)
+    assert f"--input {output}: is --output as well; give another file to one of them" in error
+    assert [record["text"] for record in read(output)] == ["one"]
+
+
 def test_files(tmp_path: Path) -> None:
     """Text files are a document each, JSON lines a document a line, in the order given."""
     (tmp_path / "b.txt").write_bytes("\ufefféine\r\nZeile ".encode())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 _CHUNK = 32 << 10  # compressed bytes; a whole decompressed chunk is in memory
+_LONGEST_WINDOW = 1 << 31  # bytes; the most that `zstd --long=31` writes, and takes as much memory
 
 
 class Writable(Protocol):
@@ -48,18 +49,26 @@ class Decompressed(io.RawIOBase):
 
 
 class Decompressor:
-    """Decompresses consecutive pieces of a .gz or .zst file; raises the errors of `Decompressed`."""
+    """Decompresses consecutive pieces of a .gz or .zst file; raises the errors of `Decompressed`.
+
+    As in `gzip`, zero bytes after a member of a .gz file are padding.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._member: Any = None  # decoder of zlib or zstandard; None between members
         self._begun = False
+        self._padded = False  # whether zero bytes may come before the next member
 
     def feed(self, compressed: bytes) -> bytes:
         """Return everything that `compressed` adds to what was decompressed before."""
         plain = []
         self._begun = self._begun or bool(compressed)
         while compressed:
+            if self._member is None and self._padded:
+                compressed = compressed.lstrip(b"\0")
+                if not compressed:
+                    break
             if self._member is None:
                 self._member = _member_decoder(self._path)
             try:
@@ -70,7 +79,7 @@ class Decompressor:
                 ) from None
             compressed = self._member.unused_data if self._member.eof else b""
             if self._member.eof:
-                self._member = None
+                self._member, self._padded = None, self._path.endswith(".gz")
         return b"".join(plain)
 
     def finish(self) -> None:
@@ -86,7 +95,7 @@ def _member_decoder(path: str) -> Any:
         return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     import zstandard
 
-    return zstandard.ZstdDecompressor().decompressobj()
+    return zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
 
 
 @contextmanager

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import JSON_LINES, SUFFIXES, plain_suffix
+from megatron_zpp.config.text import JSON_LINES, SUFFIXES, fixed_directory, plain_suffix
 from megatron_zpp.config.words import either
 from megatron_zpp.data.corpus.compression import Decompressed
 from megatron_zpp.storage.regular import UnfitFile, open_regular, open_stream
 
 TEXT = (".txt",)
+_CACHES = (".tokens", ".orders")  # ends of the names of directories that this program writes beside data
+_RECORDS = (".checksums.json", ".tokenizer.json")  # ends of the files that it writes beside PREFIX.idx
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,23 @@ class Block:
     disk_bytes: int  # size of the block in the file, which may be compressed
 
 
-def find_files(flag: str, patterns: Sequence[str]) -> list[str]:
+def find_files(flag: str, patterns: Sequence[str], *, output: str | None = None) -> list[str]:
     """Return the files that match names, globs and directories: in the order given, sorted within each.
 
-    A directory stands for every file below it with a suffix of text or JSON lines. Raises ValueError if a
-    pattern matches nothing, or if a file cannot be read or is not regular: parts of a file are read in
+    A directory stands for every file below it with a suffix of text or JSON lines. Globs and directories omit
+    what this program wrote: caches of tokens and orders, records of tokenised data, and the file `output` of
+    the flag --output. Directories also omit hidden directories. Raises ValueError if a pattern matches
+    nothing or is `output`, or if a file cannot be read or is not regular: parts of a file are read in
     parallel, so a pipe has to be saved to a file first.
     """
     files: list[str] = []
+    written = None if output is None else os.path.realpath(output)
     for pattern in patterns:
         found = _find(pattern)
+        if written is not None:
+            if os.path.isfile(pattern) and os.path.realpath(pattern) == written:
+                raise option_error(flag, pattern, "is --output as well; give another file to one of them")
+            found = [path for path in found if os.path.realpath(path) != written]
         if not found:
             fix = "no such file, and no file matches; check the path"
             if os.path.isdir(pattern):
@@ -64,11 +73,28 @@ def find_files(flag: str, patterns: Sequence[str]) -> list[str]:
 
 def _find(pattern: str) -> list[str]:
     if os.path.isdir(pattern):
-        below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
-        return sorted(path for path in below if plain_suffix(path) in JSON_LINES + TEXT)
+        below = (path for path in Path(pattern).rglob("*") if path.is_file())
+        texts = [path for path in below if plain_suffix(str(path)) in JSON_LINES + TEXT]
+        shown = (path for path in texts if not _is_hidden(path.relative_to(pattern).parent))
+        return sorted(str(path) for path in shown if not _is_own(path, pattern))
     if os.path.exists(pattern):
         return [pattern]
-    return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+    matches = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+    if any(ending in pattern for ending in _CACHES):
+        return sorted(matches)
+    return sorted(path for path in matches if not _is_own(Path(path), fixed_directory(pattern)))
+
+
+def _is_hidden(directory: Path) -> bool:
+    return any(part.startswith(".") for part in directory.parts)
+
+
+def _is_own(path: Path, start: str) -> bool:
+    """Whether this program wrote a file below the directory `start` into a cache or beside tokenised data."""
+    if any(part.endswith(_CACHES) for part in path.relative_to(start).parent.parts):
+        return True
+    prefixes = [path.name.removesuffix(ending) for ending in _RECORDS if path.name.endswith(ending)]
+    return any(path.with_name(f"{prefix}.idx").exists() for prefix in prefixes)
 
 
 def whole(path: str) -> Span:

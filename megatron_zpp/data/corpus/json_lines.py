@@ -31,7 +31,7 @@ def split_lines(content: bytes) -> list[bytes]:
 def parse_lines(lines: Sequence[bytes], keys: Sequence[str]) -> Iterator[tuple[int, list[str]] | Problem]:
     """Yield for each nonblank line its number from 1 and its texts, one per key, or its problem."""
     for number, line in enumerate(lines, start=1):
-        if not line or line.isspace():
+        if not line.removeprefix(_BYTE_ORDER_MARK).strip():
             continue
         try:
             yield number, _parse(line, keys)

@@ -53,6 +53,10 @@ class MegatronDataset:
         """An identifier of the whole data set's contents."""
         return self.source.fingerprint()
 
+    def older_fingerprints(self) -> tuple[str, ...]:
+        """The identifiers of the same contents in checkpoints of earlier versions."""
+        return self.source.older_fingerprints()
+
     def __len__(self) -> int:
         return self.sizes.samples
 

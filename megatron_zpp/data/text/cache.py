@@ -169,24 +169,35 @@ class TokenCache:
             fix = "correct the line, or skip such lines with --skip-bad-lines"
             raise ValueError(f"{where}: {problem.kind}: {problem.detail}; {fix}")
         tokens = np.ascontiguousarray(encoded.tokens[0], self._dtype).tobytes()
-        path = self._path(block)
-        path.parent.mkdir(exist_ok=True)
-        # Without locks between hosts, two processes of one number may tokenise this block.
-        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-        try:
-            write_durably(unfinished, _digest(tokens) + tokens)
-            os.replace(unfinished, path)
-        except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            fix = f"{error.strerror}; name a directory with free space in --data-cache-path"
-            raise option_error("--data-cache-path", self._directory, fix) from None
+        self._write(self._path(block), _digest(tokens) + tokens)
         record = np.zeros(1, _RECORD)
         record["tokens"], record["skipped"] = encoded.tokens[0].size, skipped
         record["check"] = _check(record["tokens"], record["skipped"], np.array([block]))
         self._record(block, record.tobytes())
 
+    def _write(self, path: Path, content: bytes) -> None:
+        # Without locks between hosts, two processes of one number may tokenise this block.
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_durably(unfinished, content)
+            os.replace(unfinished, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise self._unwritable(error) from None
+
     def _record(self, block: int, record: bytes) -> None:
-        os.pwrite(self._counts, record, block * _RECORD.itemsize)
+        try:
+            os.pwrite(self._counts, record, block * _RECORD.itemsize)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ValueError:
+        fix = f"{error.strerror}; name a directory with free space in --data-cache-path"
+        if isinstance(error, FileNotFoundError):
+            fix = "was removed during the run; start the run again"
+        return option_error("--data-cache-path", self._directory, fix)
 
     def _path(self, block: int) -> Path:
         return self._directory / f"{block // 1000:03}" / f"{block:07}"

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import HUB, JSON_LINES, PARQUET, plain_suffix
 from megatron_zpp.data.samples import ShardRecord
+from megatron_zpp.data.text.parquet_shards import json_line
 from megatron_zpp.data.text.shard_files import first_bytes
 from megatron_zpp.data.text.shards import open_shards
 from megatron_zpp.data.text.sources import GROUP_BLOCKS, TextSource, size_of_block
@@ -60,11 +61,14 @@ class HubText:
         probed = [rows[count * index // _PROBED][key] for index in range(_PROBED)]
         digest = hashlib.sha256(json.dumps([*probed, rows[count - 1][key]], default=str).encode())
         self.made_of: Mapping[str, Any] = {"name": name, "rows": count, "probed": digest.hexdigest()}
+        kind = getattr(rows.features[key], "dtype", "")
+        if kind not in ("string", "large_string"):
+            self.made_of = {**self.made_of, "column": kind}
 
     def read(self, block: int) -> bytes:
         first = block * self._rows_of_block
         column = self._rows[first : first + self._rows_of_block][self._key]
-        return b"".join(json.dumps({self._key: text}, default=str).encode() + b"\n" for text in column)
+        return b"".join(json_line(self._key, text) for text in column)
 
     def location(self, block: int, line: int) -> str:
         return f"{self.name} row {block * self._rows_of_block + line}"

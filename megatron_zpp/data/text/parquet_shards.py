@@ -29,6 +29,7 @@ class RowGroups:
 
     rows: tuple[int, ...]  # (groups + 1,), from 0
     size: tuple[int, ...]  # (groups + 1,), from 0
+    kind: str = ""  # type of the column, if it is not a string
 
     def row_at(self, offset: int) -> int:
         """Return the row at a byte of the column, as if the rows of a group had equal sizes."""
@@ -134,27 +135,37 @@ def _batches(file: Any, key: str, group: int) -> Iterator[Any]:
 
 
 def json_lines(key: str, column: Any) -> list[bytes]:
-    """Return the values of a column of Arrow as JSON lines; text that is not UTF-8 becomes a bad line."""
+    """Return the values of a column of Arrow as JSON lines, bytes as UTF-8.
+
+    Text that is not UTF-8 becomes a bad line, and a value of a type that is not text one without a string.
+    """
     import pyarrow
 
-    kind = column.type
-    if pyarrow.types.is_dictionary(kind):
-        column, kind = column.dictionary_decode(), kind.value_type
-    textual = any(
-        check(kind)
-        for check in (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
-    )
-    values = column.cast(pyarrow.large_binary()).to_pylist() if textual else column.to_pylist()
-    return [_json_line(key, value, textual) for value in values]
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if _is_string(column.type):
+        column = column.cast(pyarrow.large_binary())
+    return [json_line(key, value) for value in column.to_pylist()]
 
 
-def _json_line(key: str, value: Any, textual: bool) -> bytes:
-    if textual and value is not None:
+def json_line(key: str, value: Any) -> bytes:
+    """Return the JSON line of one value; see `json_lines`."""
+    if isinstance(value, bytes):
         try:
             value = value.decode()
         except UnicodeDecodeError:  # the encoder reports the bytes
             return b"{%s: " % json.dumps(key).encode() + value.replace(b"\n", b" ") + b"}\n"
-    return json.dumps({key: value}, default=str).encode() + b"\n"
+    return json.dumps({key: value}, default=_not_text).encode() + b"\n"
+
+
+def _not_text(value: Any) -> dict[str, str]:
+    return {type(value).__name__: str(value)}
+
+
+def _is_string(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def _damaged(file: ShardFile, row: int, why: str) -> ValueError:
@@ -190,23 +201,25 @@ def _kept(directory: Path, made_of: list[str], read_all: Callable[[], list[RowGr
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory / "lock"):
         try:
-            return [RowGroups(tuple(rows), tuple(size)) for rows, size in json.loads(path.read_text())]
+            kept = json.loads(path.read_text())
+            return [RowGroups(tuple(rows), tuple(size), kind) for rows, size, kind in kept]
         except (OSError, ValueError):
             groups = read_all()
         with suppress(FileNotFoundError):  # without locks, another process was faster
-            write_text(path, json.dumps([[each.rows, each.size] for each in groups]))
+            write_text(path, json.dumps([[each.rows, each.size, each.kind] for each in groups]))
         return groups
 
 
 def _read_index(flag: str, where: str, file: ShardFile, key: str) -> RowGroups:
     try:
-        import pyarrow.parquet  # noqa: F401
+        import pyarrow.parquet
     except ModuleNotFoundError:
         raise option_error(flag, where, "needs the package pyarrow; pip install pyarrow") from None
     try:
         with file.open() as raw:
             parquet = _open(raw)
-            index, columns = parquet.metadata, parquet.schema_arrow.names
+            index, schema = parquet.metadata, parquet.schema_arrow
+            names = schema.names
             paths = [index.schema.column(number).path for number in range(index.num_columns)]
             numbers = [n for n, path in enumerate(paths) if path == key or path.startswith(f"{key}.")]
             if numbers:
@@ -214,8 +227,10 @@ def _read_index(flag: str, where: str, file: ShardFile, key: str) -> RowGroups:
     except Exception as error:  # pyarrow raises subclasses of several built-in errors
         fix = f"is no Parquet file, or its index is damaged ({one_line(error)}); create it again"
         raise option_error(flag, file.path, fix) from None
-    if key not in columns:
-        raise option_error("--json-key", key, f"{where} has no such column; it has {', '.join(columns)}")
+    if key not in names:
+        raise option_error("--json-key", key, f"{where} has no such column; it has {', '.join(names)}")
+    kind = schema.types[names.index(key)]
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     rows, size, end = [0], [0], 0
     for group in range(index.num_row_groups):
         described = index.row_group(group)
@@ -235,7 +250,7 @@ def _read_index(flag: str, where: str, file: ShardFile, key: str) -> RowGroups:
     if rows[-1] != index.num_rows:
         fix = f"its index has {index.num_rows:,} rows, and {rows[-1]:,} in its row groups; create it again"
         raise option_error(flag, file.path, fix)
-    return RowGroups(tuple(rows), tuple(size))
+    return RowGroups(tuple(rows), tuple(size), "" if _is_string(kind) else str(kind))
 
 
 def _check_columns(parquet: Any, numbers: list[int]) -> None:

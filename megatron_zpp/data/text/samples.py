@@ -59,6 +59,10 @@ class TextDataset:
         """An identifier of the whole text's contents."""
         return fingerprint_of(self._source)
 
+    def older_fingerprints(self) -> tuple[str, ...]:
+        """None: earlier versions had the same identifier."""
+        return ()
+
     def shards(self) -> tuple[ShardRecord, ...]:
         """The files of a text in shards, in their order; none for other text."""
         return self._source.shard_records()

@@ -49,8 +49,13 @@ class Shard(Protocol):
 class ShardedText:
     """The pieces of all shards, in the order of the shards."""
 
-    def __init__(self, name: str, shards: Sequence[Shard], size: int, block_bytes: int) -> None:
-        """`size` is the bytes of text in all shards, about `block_bytes` of them per piece."""
+    def __init__(
+        self, name: str, shards: Sequence[Shard], size: int, block_bytes: int, kinds: Sequence[str] = ()
+    ) -> None:
+        """`size` is the bytes of text in all shards, about `block_bytes` of them per piece.
+
+        `kinds` names the types of the column in Parquet files in which it is not of strings.
+        """
         self.name, self.size = name, size
         self._shards, self._block_bytes = shards, block_bytes
         self._ends = np.cumsum([shard.pieces for shard in shards])  # block after the last one of each shard
@@ -65,6 +70,7 @@ class ShardedText:
             "contents": contents.hexdigest(),
             "modified": modified.hexdigest(),
             "blocks": self.blocks,
+            **({"column": ", ".join(kinds)} if kinds else {}),
         }
         self._open: dict[int, Shard] = {}  # by stretch, the last one used at the end
         self._process = 0
@@ -152,21 +158,27 @@ def open_shards(flag: str, name: str, paths: Sequence[str], key: str, directory:
     """Open the files `paths` of the data set `name`: Parquet, or JSON lines.
 
     Indexes of remote files are kept in `directory`. Raises ValueError if there is no text, a file cannot be
-    read, or a Parquet file has no column `key`.
+    read, a compressed file is empty, or a Parquet file has no column `key`.
     """
     formats = {path.endswith(PARQUET) for path in paths}
     if len(formats) > 1:
         raise option_error(flag, name, "has both Parquet and JSON lines; give each its own path and weight")
     files = examine_files(flag, paths)
     shards: list[Shard] = []
+    kinds: set[str] = set()
     if formats == {True}:
         indexes = read_indexes(flag, name, files, key, directory)
+        kinds = {index.kind for index in indexes if index.kind}
         size = sum(index.size[-1] for index in indexes)
         block_bytes = _bytes_of_block(size)
         shards += [
             ParquetShard(file, key, index, block_bytes) for file, index in zip(files, indexes, strict=True)
         ]
     else:
+        for file in files:
+            if is_compressed(file.path) and not file.size:
+                fix = "the file ends in the middle of its compressed data; create it again"
+                raise option_error(flag, file.path, fix)
         size = sum(map(text_bytes, files))
         block_bytes = _bytes_of_block(size)
         shards += [
@@ -176,7 +188,7 @@ def open_shards(flag: str, name: str, paths: Sequence[str], key: str, directory:
     if not sum(shard.pieces for shard in shards):
         what = "rows" if formats == {True} else "bytes"
         raise option_error(flag, name, f"its {len(files):,} files have no {what}; name others")
-    return ShardedText(name, shards, size, block_bytes)
+    return ShardedText(name, shards, size, block_bytes, sorted(kinds))
 
 
 def _bytes_of_block(size: int) -> int:

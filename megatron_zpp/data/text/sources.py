@@ -17,7 +17,9 @@ from megatron_zpp.data.samples import ShardRecord
 _BLOCKS, _MOST_BLOCKS = 1024, 1 << 16
 _LEAST_BYTES, _MOST_BYTES = 1 << 10, 1 << 20
 _GROUP_BYTES = 16 << 20
-_NOT_CONTENTS = ("name", "mtime_ns", "modified")  # keys of `made_of` that may differ in a copy
+# Keys of `made_of` that may differ in a copy. "column" is the type of a column that is not of strings: its
+# tokens cached before bytes were decoded must not be used again, but a resumed run finds the same data set.
+_NOT_CONTENTS = ("name", "mtime_ns", "modified", "column")
 GROUP_BLOCKS = 4
 
 
@@ -63,7 +65,13 @@ class JsonLinesText:
         self.group = max(GROUP_BLOCKS, _GROUP_BYTES // self._bytes)
 
     def read(self, block: int) -> bytes:
-        status = os.stat(self._path)
+        try:
+            status = os.stat(self._path)
+        except OSError as error:
+            fix = "the file was there when the run began: restore it"
+            if self._path != self.name:  # an unpacked copy
+                fix = "start the run again"
+            raise ValueError(f"{self._path}: {error.strerror}; {fix}") from None
         if (status.st_size, status.st_mtime_ns) != (self.size, self.made_of["mtime_ns"]):
             raise ValueError(f"{self.name}: has changed since the run began; start the run again")
         return b"".join(piece.content for piece in read_blocks(self._span(block), self._bytes))

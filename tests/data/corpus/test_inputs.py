@@ -57,6 +57,22 @@ def test_find_files(tmp_path: Path, monkeypatch) -> None:
         find_files("--input", ["x*"])
 
 
+@pytest.mark.parametrize("pattern", ["c", "c/**/*.json*"])
+def test_what_the_program_writes_beside_text_is_not_text(tmp_path: Path, monkeypatch, pattern: str) -> None:
+    """Otherwise a cached copy would double its documents."""
+    monkeypatch.chdir(tmp_path)
+    text = ["c/a.jsonl", "c/d/b.jsonl.gz", "c/notes.tokenizer.json"]
+    caches = ["c/a.jsonl.tokens/1.jsonl", "c/d/e.tokens/2/made_of.json", "c/x.orders/1/made_of.json"]
+    others = ["c/.git/a.jsonl", "c/x.idx", "c/x.checksums.json", "c/x.tokenizer.json"]
+    for name in text + caches + others:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("{}")
+    assert find_files("--input", [pattern]) == text
+    assert find_files("--input", [str(tmp_path / pattern)]) == [str(tmp_path / name) for name in text]
+    assert find_files("--input", ["c/a.jsonl.tokens", "c/.git"]) == [caches[0], others[0]]
+    assert find_files("--input", ["c/*.tokens/*"]) == [caches[0]]
+
+
 @given(st.lists(st.text(alphabet="ab\né", max_size=50)))
 def test_a_sample_of_everything_is_everything(texts: list[str]) -> None:
     assert "".join(sample_text(texts, 10**6)) == "".join(texts)

@@ -7,7 +7,9 @@ import inspect
 import json
 import os
 import re
+import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +18,11 @@ import pytest
 import zstandard
 
 from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.data.text.group_order import GroupOrder
+from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.tokenizer import build_tokenizer
 from tests.data.text.conftest import documents_of, json_lines, opened
 from tests.tools.run import succeed
@@ -82,6 +88,11 @@ def test_lines_without_a_document_are_skipped_on_request(tmp_path: Path) -> None
         documents_of(opened(str(tmp_path / "x.jsonl"), append_eod=True), 70_000)  # from the same cache
 
 
+def test_a_line_of_a_byte_order_mark_is_blank(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf\r\n{"text": "1 2"}\n')
+    assert documents_of(opened(str(tmp_path / "x.jsonl"), append_eod=True), 70_000) == [[1, 2, 70_000]]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
 def test_a_bad_line_is_named(documents: list[list[int]], tmp_path: Path, ending: str, workers: int) -> None:
@@ -129,6 +140,35 @@ def test_text_that_changes_under_a_run_is_noticed(text: str) -> None:
         file.write(b'{"text": "1"}\n')
     with pytest.raises(ValueError, match=r"text\.jsonl: has changed since the run began"):
         source.cache.tokens(np.arange(3))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+def test_text_or_cache_that_vanishes_under_a_run_ends_it_with_a_line(
+    documents: list[list[int]], tmp_path: Path, workers: int, ending: str
+) -> None:
+    path = tmp_path / f"x.{ending}"
+    path.write_bytes(gzip.compress(json_lines(documents)) if ending == "jsonl.gz" else json_lines(documents))
+
+    def error_after(remove: Callable[[], object]) -> str:
+        text = opened(str(path), data_cache_path=str(tmp_path / "cache"), num_workers=workers)
+        samples = TextDataset("train", text.source, text.cache, GroupOrder(0, text.blocks, 4, 1), 8)
+        remove()
+        with (
+            MicroBatches(samples, BatchSchedule(1, 1, 1), rank=0, num_workers=workers) as batches,
+            pytest.raises(ValueError, match=r".") as error,
+        ):
+            next(iter(batches))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    removed = error_after(lambda: shutil.rmtree(tmp_path / "cache"))
+    if ending == "jsonl":
+        assert re.fullmatch(r"--data-cache-path .*: was removed during the run; start the run again", removed)
+        fix = f"{path}: No such file or directory; the file was there when the run began: restore it"
+        assert error_after(path.unlink) == fix
+    else:
+        assert re.search(r"/cache/\w+\.jsonl: No such file or directory; start the run again$", removed)
 
 
 def test_another_tokenizer_or_key_gets_other_tokens(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.tokenizer import build_tokenizer, describe
 from megatron_zpp.train.run_schedule import RunSchedule
 from tests.data.format_by_hand import write_by_hand
-from tests.data.text.conftest import NULL, NotingEncoder, opened
+from tests.data.text.conftest import NULL, NotingEncoder, json_lines, opened
 from tests.support import ROOT, ended, environment, wait_until
 
 S, GROUP = 8, 16  # tokens, blocks
@@ -142,7 +142,9 @@ def test_splits_share_no_document(text: str, documents: list[list[int]]) -> None
     assert [round(10 * len(part) / len(document_of)) for part in parts] == [6, 3, 1]
 
 
-def open_run(path: str, *paths: str, needed: tuple[str, ...] = ("train",), **settings) -> Splits:
+def open_run(
+    path: str, *paths: str, needed: tuple[str, ...] = ("train",), evaluated: int | None = 20, **settings
+) -> Splits:
     """Open the text as pretrain_gpt.py does."""
     data = DataConfig(**{"data_path": (path, *paths), "num_workers": 0, **settings})
     description = describe(build_tokenizer(NULL))
@@ -156,7 +158,7 @@ def open_run(path: str, *paths: str, needed: tuple[str, ...] = ("train",), **set
         open_text=partial(
             open_text, data=data, tokenizer=NULL, description=description, say=lambda line: None
         ),
-        evaluated=20,
+        evaluated=evaluated,
     )
 
 
@@ -172,11 +174,25 @@ def test_text_and_tokens_mix_by_weight(text: str, tmp_path: Path) -> None:
     assert by_size.blend.counts(300) == pytest.approx([200, 100], abs=1)
 
 
+def test_full_validation_reads_each_window_of_each_text_once(tmp_path: Path) -> None:
+    """Though the second text has twice as many bytes per token."""
+    for name, first, count in (("short", 10, 400), ("long", 60_000, 900)):
+        lines = json_lines([list(range(first + n, first + n + 10)) for n in range(0, count, 10)])
+        (tmp_path / f"{name}.jsonl").write_bytes(lines)
+    paths = [str(tmp_path / f"{name}.jsonl") for name in ("short", "long")]
+    windows = open_run(*paths, needed=("valid",), evaluated=None, split="0,1").valid
+    read = windows.batch(np.arange(windows.windows_per_epoch))[:, :-1].ravel()
+    assert np.unique(read).size == read.size == sum(count // S * S for count in (400, 900))
+
+
 def test_a_split_without_a_block_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "1 2 3 4 5 6 7 8 9"}\n')
     with pytest.raises(
-        ValueError, match=r"^--split 969,30,1 \(the default\): leaves no valid part of .*x\.jsonl"
+        ValueError, match=r"^--split 969,30,1 \(the default\): leaves no valid part of .*x\.jsonl.* more text"
     ):
+        open_run(str(tmp_path / "x.jsonl"), needed=("train", "valid"))
+    (tmp_path / "x.jsonl").write_bytes(json_lines([[7] * 900]))
+    with pytest.raises(ValueError, match=r"cut into 2 blocks; give it a larger share$"):
         open_run(str(tmp_path / "x.jsonl"), needed=("train", "valid"))
 
 

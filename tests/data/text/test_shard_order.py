@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.dataset_progress import DatasetProgress
+from megatron_zpp.data.shard_changes import changed_shard
 from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.shard_order import ShardOrder
 from tests.data.format_by_hand import write_by_hand
-from tests.data.text.conftest import opened
+from tests.data.text.conftest import json_lines, opened
 from tests.data.text.test_blends import EOD, resumed
 from tests.data.text.test_order import GROUP, S, steps
 from tests.data.text.test_shards import write_shards
@@ -111,6 +112,36 @@ def test_moved_shards_continue(shards: str, tmp_path: Path) -> None:
     assert on.lines == []
     numbers = np.arange(100, 200)
     assert np.array_equal(on.samples.batch(numbers), first.samples.batch(numbers))
+
+
+def in_two_languages(directory: Path) -> str:
+    """Write shards whose names repeat in subdirectories, as downloads have them; return their glob."""
+    for number, language in enumerate(("de", "en")):
+        for shard in range(2):
+            part = directory / language / f"train-{shard}.jsonl"
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(json_lines([[9 * number + 3 * shard + 1] * 40] * 60))
+    return str(directory / "*" / "*.jsonl")
+
+
+def test_moved_shards_of_several_directories_continue_or_are_named(tmp_path: Path) -> None:
+    first = resumed(None, 0, in_two_languages(tmp_path / "shards"))
+    shutil.copytree(tmp_path / "shards", tmp_path / "b" / "c")
+    assert resumed(first, 100, str(tmp_path / "b" / "c" / "*" / "*.jsonl")).lines == []
+    (tmp_path / "flat").mkdir()
+    for number, path in enumerate(sorted((tmp_path / "shards").rglob("*.jsonl"))):
+        shutil.copy(path, tmp_path / "flat" / f"{number}.jsonl")
+    assert resumed(first, 100, str(tmp_path / "flat" / "*.jsonl")).lines == []
+    saved, present = (
+        [record for part in resumed(None, 0, pattern).dataset_progress.sets for record in part.shards]
+        for pattern in (str(tmp_path / name / "*" / "*.jsonl") for name in ("shards", "b/c"))
+    )
+    assert changed_shard(saved, present) is None
+    changed = [*present[:2], replace(present[2], contents="0"), present[3]]
+    assert changed_shard(saved, changed) == f"{present[2].name} has changed since the checkpoint"
+    assert changed_shard(saved, present[:3]) == f"{saved[3].name} is missing since the checkpoint"
+    assert changed_shard(saved[:3], present) == f"{present[3].name} is new since the checkpoint"
+    assert changed_shard(saved, present[::-1]) == f"{present[3].name} and others have another order"
 
 
 def replace_shard(path: Path, other: Path) -> None:

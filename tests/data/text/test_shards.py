@@ -1,5 +1,7 @@
 """Text in shards: the documents of all files, read as far as samples need, and errors that name the shard."""
 
+import datetime
+import decimal
 import gzip
 import io
 import json
@@ -10,6 +12,7 @@ import sys
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +23,7 @@ import zstandard
 from megatron_zpp.data.text.json_shards import lines_by_chunk
 from megatron_zpp.data.text.open import OpenText
 from megatron_zpp.data.text.shards import ShardedText, open_shards
+from megatron_zpp.data.text.sources import fingerprint_of
 from tests.data.text.conftest import documents_of, json_lines, opened
 from tests.support import ROOT, environment
 
@@ -91,6 +95,21 @@ def test_other_formats_of_the_hub_are_downloaded(tmp_path: Path, monkeypatch: py
         text = opened(f"hf:{tmp_path / name}", append_eod=True, say=lines.append)
         assert documents_of(text, EOD) == [[1, 2, EOD], [3, 4, EOD]]
         assert "cannot be streamed" in lines[0]
+
+
+def test_bytes_of_other_formats_of_the_hub_are_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    table = pa.table({"text": pa.array([b"1 2", b"\xff"], pa.binary())})
+    with pa.ipc.new_stream(tmp_path / "set" / "train.arrow", table.schema) as writer:
+        writer.write_table(table)
+    text = opened(f"hf:{tmp_path / 'set'}", append_eod=True, skip_bad_lines=True)
+    assert documents_of(text, EOD) == [[1, 2, EOD]]
+    assert text.source.made_of["column"] == "binary"
+    with pytest.raises(ValueError, match="row 2: malformed line: not UTF-8"):
+        documents_of(opened(f"hf:{tmp_path / 'set'}"), EOD)
 
 
 def test_lines_belong_to_the_chunk_in_which_they_begin() -> None:
@@ -217,6 +236,50 @@ def test_a_row_without_text_is_named_or_skipped(tmp_path: Path) -> None:
         documents_of(opened(pattern), EOD)
 
 
+BYTES = [
+    pa.binary(),
+    pa.large_binary(),
+    pa.binary_view(),
+    pa.binary(3),
+    pa.dictionary(pa.int32(), pa.binary()),
+]
+
+
+@pytest.mark.parametrize("kind", BYTES, ids=str)
+def test_bytes_of_a_parquet_column_are_utf_8(tmp_path: Path, kind: pa.DataType) -> None:
+    """Not what Python prints for bytes."""
+    column = pa.array([b"1 2", b"3 4", b"\xff 6"], pa.binary(3) if kind == pa.binary(3) else pa.binary())
+    pq.write_table(pa.table({"text": column.cast(kind)}), tmp_path / "a.parquet")
+    path = str(tmp_path / "a.parquet")
+    text = opened(path, append_eod=True, skip_bad_lines=True)
+    assert documents_of(text, EOD) == [[1, 2, EOD], [3, 4, EOD]]
+    with pytest.raises(ValueError, match=r"a\.parquet row 3: malformed line: not UTF-8 .*--skip-bad-lines$"):
+        documents_of(opened(path), EOD)
+
+
+@pytest.mark.parametrize("value", [datetime.date(2020, 1, 1), decimal.Decimal("12"), datetime.time(1)])
+def test_a_column_that_is_not_text_is_refused(tmp_path: Path, value: object) -> None:
+    pq.write_table(pa.table({"text": [value]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet row 1: value that is not text: 'text' is an object; "):
+        documents_of(opened(str(tmp_path / "a.parquet")), EOD)
+
+
+def test_tokens_cached_before_bytes_were_decoded_are_not_used(tmp_path: Path) -> None:
+    """A column of strings keeps its tokens, and a resumed run finds the data set of its checkpoint."""
+
+    def source(name: str, kind: pa.DataType) -> ShardedText:
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"text": pa.array(["1 2"]).cast(kind)}), path)
+        return open_shards("--data-path", name, [str(path)], "text", tmp_path / "cache")
+
+    keys = {"name", "shards", "contents", "modified", "blocks"}  # of version 0.1
+    of_bytes = source("bytes", pa.binary())
+    assert set(source("strings", pa.large_string()).made_of) == keys
+    assert set(of_bytes.made_of) > keys
+    before = {key: value for key, value in of_bytes.made_of.items() if key in keys}
+    assert fingerprint_of(of_bytes) == fingerprint_of(SimpleNamespace(made_of=before))
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
 def test_a_bad_line_of_a_shard_is_named(documents: list[list[int]], tmp_path: Path, kind: str) -> None:
     pattern = write_shards(tmp_path, kind, documents)
@@ -260,6 +323,11 @@ def test_unusable_shards_are_an_error(documents: list[list[int]], tmp_path: Path
     ):
         with pytest.raises(ValueError, match=message):
             opened(str(tmp_path / path))
+    for ending in ("gz", "zst"):
+        write_shards(tmp_path / ending, f"jsonl.{ending}", documents)
+        (tmp_path / ending / f"03.jsonl.{ending}").write_bytes(b"")
+        with pytest.raises(ValueError, match=rf"03\.jsonl\.{ending}: the file ends in the middle of its com"):
+            opened(str(tmp_path / ending / "*"))
     (tmp_path / "zero.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match=r"zero\.parquet: is no Parquet file"):
         opened(str(tmp_path / "zero.parquet"))
