@@ -1,15 +1,20 @@
 """The server and clients that are slow, many, gone or hostile; in this process, with a model that waits."""
 
 import asyncio
+import contextlib
 import gzip
 import json
-from typing import Any
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 import pytest
+import torch
 
 pytest.importorskip("aiohttp", reason="the server's package; pip install -r launch/requirements-serve.txt")
 
-from tests.generate.http_site import Connection, Gate, complete, run, serving, status_of, until
+from tests.generate.http_site import IDS, Connection, Gate, complete, run, serving, status_of, until
 from tests.generate.http_site import connect as connect_with
 
 CHUNKED = b"PUT /api HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -84,6 +89,40 @@ def test_a_client_that_leaves_is_forgotten_without_a_word(
 
     run(client())
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture(params=["a pipe that nobody reads", "closed"])
+def deaf(request: pytest.FixtureRequest) -> Iterator[TextIO | None]:
+    """What stdout or stderr is when nobody can read it: None if it was closed before Python began."""
+    if request.param == "closed":
+        yield None
+        return
+    reads, writes = os.pipe()
+    os.close(reads)
+    with contextlib.suppress(BrokenPipeError), open(writes, "w") as stream:
+        yield stream
+
+
+def test_requests_are_answered_after_the_terminal_is_closed(
+    gate: Gate, deaf: TextIO | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", deaf)
+    monkeypatch.setattr(sys, "stderr", deaf)
+
+    async def client() -> None:
+        async with serving(gate) as site:
+            logged = json.dumps({"prompts": ["1"], "tokens_to_generate": 4}).encode()
+            for _ in range(2):
+                assert (await status_of(await connect(site.port, logged)))[0] == 200
+                assert (await status_of(await complete(site.port, prompt="1")))[0] == 200
+            with torch.no_grad():
+                gate.model.embedding.tokens.weight[13] = torch.nan
+                gate.model.head.output = torch.nn.Linear(32, IDS + 1, bias=False)
+            status, said = await status_of(await complete(site.port, prompt="1 13"))
+            assert (status, "not finite" in said["error"]["message"]) == (500, True)
+            assert (await status_of(await connect(site.port, logged)))[0] == 200
+
+    run(client())
 
 
 def test_what_is_no_http_gets_one_line(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:
