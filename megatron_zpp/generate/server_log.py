@@ -11,6 +11,7 @@ import traceback
 from typing import TextIO
 
 from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.options import printable
 
 
 def say(line: str) -> None:
@@ -47,5 +48,5 @@ def _write(stream: TextIO | None, text: str) -> None:
     if stream is None:  # the program was started without it
         return
     with contextlib.suppress(OSError):  # BrokenPipeError would look like a client that left
-        stream.write(text)
+        stream.write(printable(text))
         stream.flush()

@@ -161,6 +161,23 @@ def test_a_compressed_request_is_refused_and_never_expanded(gate: Gate) -> None:
     run(client())
 
 
+def test_headers_that_are_not_utf_8_are_refused_in_a_line(
+    gate: Gate, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def client() -> None:
+        async with serving(gate) as site:
+            status, said = await status_of(await connect(site.port, host="caf\udce9"))
+            assert (status, said["message"].split(": ")[0]) == (403, "Host caf\\udce9")
+            how = {"start": "POST /v1/completions", "more": "Content-Type: caf\udce9\r\n"}
+            status, said = await status_of(await connect(site.port, **how))
+            assert status == 415
+            status, said = await status_of(await connect(site.port, more="Content-Encoding: caf\udce9\r\n"))
+            assert (status, said["message"].split(": ")[0]) == (415, "Content-Encoding caf\\udce9")
+
+    run(client())
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("options", "allowed", "refused"),
     [
