@@ -5,6 +5,7 @@ share of the batches, and the figures are the same.
 """
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -137,14 +138,19 @@ def score_together(
 
 
 def report(figures: dict[str, Any], config: EvaluateConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Write one line per figure to stdout, and all figures to --output."""
+    """Write one line per figure to stdout, and all figures to --output, with null for NaN and inf."""
     said = {"task": config.task, "valid_data": list(config.valid_data), "device": device.type}
     said |= {"precision": str(dtype).removeprefix("torch."), **figures}
     for name, value in said.items():
         sys.stdout.write(f"{name:>17}: {_shown(value)}\n")
     sys.stdout.flush()
     if config.output:
-        write_text(Path(config.output), json.dumps(said, indent=2) + "\n")
+        finite = {name: value if _is_json(value) else None for name, value in said.items()}
+        write_text(Path(config.output), json.dumps(finite, indent=2, allow_nan=False) + "\n")
+
+
+def _is_json(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _shown(value: Any) -> str:

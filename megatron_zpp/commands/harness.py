@@ -5,7 +5,8 @@ Without `--device` it runs on the first GPU, or on the CPU where there is none.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,54 @@ from megatron_zpp.generate.text import Stop
 
 PROG = "harness"
 _NEW_TOKENS = 256  # default of tasks that set no number, as in the harness's own models
+# Names of the number of new tokens; the first one that is given counts, as in lm_eval's normalize_gen_kwargs.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# Settings of transformers that are not available here, and their values without effect on the text.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "num_beams": (1, None),
+    "num_beam_groups": (1, None),
+    "num_return_sequences": (1, None),
+    "repetition_penalty": (1, None),
+    "encoder_repetition_penalty": (1, None),
+    "no_repeat_ngram_size": (0, None),
+    "diversity_penalty": (0, None),
+    "penalty_alpha": (0, None),
+    "typical_p": (1, None),
+    "min_p": (0, None),
+    "epsilon_cutoff": (0, None),
+    "eta_cutoff": (0, None),
+    "min_new_tokens": (0, None),
+    "use_cache": (True, False, None),
+}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How a task wants texts continued."""
+
+    new_tokens: int
+    sampling: Sampling
+    stops: tuple[str, ...]
+
+
+def generation_of(settings: Mapping[str, Any]) -> Generation:
+    """What a task's generation settings mean. Raises ValueError, in one line, for an unsupported one."""
+    left = dict(settings)
+    until: str | Sequence[str] = left.pop("until", None) or ()
+    temperature = left.pop("temperature", 1.0 if left.get("do_sample") else 0.0)
+    if not left.pop("do_sample", True):
+        temperature = 0.0
+    sampling = Sampling(temperature, left.pop("top_k", None) or 0, left.pop("top_p", None) or 0.0)
+    lengths = [left.pop(name, None) for name in _LENGTHS]
+    new_tokens = next((int(each) for each in lengths if each is not None), _NEW_TOKENS)
+    for name, value in left.items():
+        if name not in _NEUTRAL:
+            known = ", ".join(("until", "do_sample", "temperature", "top_k", "top_p", *_LENGTHS))
+            raise option_error(name, value, f"unsupported generation setting; supported are {known}")
+        if value not in _NEUTRAL[name]:
+            neutral = _NEUTRAL[name][0]
+            raise option_error(name, value, f"not available; run without it by --gen_kwargs {name}={neutral}")
+    return Generation(new_tokens, sampling, (until,) if isinstance(until, str) else tuple(until))
 
 
 @register_model("megatron_zpp")
@@ -91,8 +140,19 @@ class CheckpointLM(LM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The model's continuation of each context up to one of the task's stop strings."""
-        return [self._continue(*instance.args) for instance in requests]
+        """The model's continuation of each context up to one of the task's stop strings.
+
+        Copies of a request, which the harness makes for a task with `repeats`, get texts of their own.
+        """
+        groups: dict[Generation, list[int]] = {}  # places of the requests with the same settings
+        for place, instance in enumerate(requests):
+            groups.setdefault(generation_of(instance.args[1]), []).append(place)
+        found = [""] * len(requests)
+        for generation, places in groups.items():
+            texts = self._continue([requests[place].args[0] for place in places], generation)
+            for place, text in zip(places, texts, strict=True):
+                found[place] = text
+        return found
 
     def _passage(self, context: str, continuation: str) -> Passage:
         """The tokens to score. Trailing spaces of a context join the continuation: tokens begin with them."""
@@ -105,30 +165,21 @@ class CheckpointLM(LM):
             raise ValueError(f"a continuation has {scored} tokens; the model has {self._positions} positions")
         return Passage(whole[-(self._positions + 1) :], scored)
 
-    def _continue(self, context: str, settings: dict[str, Any]) -> str:
-        settings = dict(settings)
-        until: str | Sequence[str] = settings.pop("until", None) or ()
-        stop = (until,) if isinstance(until, str) else tuple(until)
-        temperature = settings.pop("temperature", 1.0 if settings.get("do_sample") else 0.0)
-        if not settings.pop("do_sample", True):
-            temperature = 0.0
-        sampling = Sampling(temperature, settings.pop("top_k", 0), settings.pop("top_p", 0.0))
-        new_tokens = settings.pop("max_gen_toks", _NEW_TOKENS)
-        if settings:
-            raise ValueError(f"{', '.join(settings)}: unsupported generation settings")
+    def _continue(self, contexts: Sequence[str], generation: Generation) -> list[str]:
         # If both do not fit, the context is cut; if that is not possible, the window slides.
-        room = self._positions - new_tokens if new_tokens < self._positions else self._positions
+        new_tokens, positions = generation.new_tokens, self._positions
+        room = positions - new_tokens if new_tokens < positions else positions
         written = continue_texts(
             self._model,
             self._tokenizer,
-            [self._tokenizer.encode(context)[-room:]],
+            [self._tokenizer.encode(context)[-room:] for context in contexts],
             new_tokens=new_tokens,
-            sampling=sampling,
+            sampling=generation.sampling,
             seed=1234,
-            stop=Stop(frozenset([self._tokenizer.eod]), stop),
-            batch_size=1,
+            stop=Stop(frozenset([self._tokenizer.eod]), generation.stops),
+            batch_size=self._batch_size,
         )
-        return next(written).text
+        return [text.text for text in written]
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.checkpoint.directory import candidates
-from megatron_zpp.checkpoint.huggingface.exporting import export_checkpoint
+from megatron_zpp.checkpoint.huggingface.exporting import check_target, export_checkpoint
 from megatron_zpp.checkpoint.huggingface.importing import import_checkpoint
-from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, check_empty
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_all, parse_options
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -83,7 +83,7 @@ def _export(argv: list[str]) -> list[str]:
     found = candidates(config.checkpoint_dir, config.ckpt_step, named.flag)
     if not found:
         raise named.error("holds no checkpoint; name what pretrain_gpt.py --save wrote to")
-    check_empty("HF_DIR", local_path("HF_DIR", config.hf_dir))
+    check_target("HF_DIR", local_path("HF_DIR", config.hf_dir))
     try:
         return export_checkpoint(
             named,

@@ -124,7 +124,7 @@ def _draw_metric(
     """One metric of the runs of one label: lines, and for the loss the dots of evaluations."""
     having = [run for run in records if by_iteration(run, metric)]
     loss, colour = metric == "lm_loss", f"C{number % 10}"
-    name = f"{label}: training" if loss else label
+    name = f"{_in_legend(label)}: training" if loss else _in_legend(label)
     if len(having) > 1:
         joined = _band(having, metric, label, config)
         axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
@@ -148,10 +148,15 @@ def _draw_evaluations(
     joined = _band(having, "valid_loss", label, config)
     if len(having) > 1:
         axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
-    axes.plot(joined.x, joined.mean, "o-", color=colour, label=f"{label}: validation")
+    axes.plot(joined.x, joined.mean, "o-", color=colour, label=f"{_in_legend(label)}: validation")
     last = (joined.x[-1], joined.mean[-1])
     beside = (4, 8 + 12 * number)  # the last values of runs are often close to each other
     axes.annotate(f"{last[1]:.3f}", last, xytext=beside, textcoords="offset points", ha="right", color=colour)
+
+
+def _in_legend(label: str) -> str:
+    """The label, not beginning with `_`: matplotlib omits such names from legends."""
+    return f" {label}" if label.startswith("_") else label
 
 
 def _band(runs: list[list[dict[str, Any]]], metric: str, label: str, config: PlotConfig) -> Band:

@@ -22,7 +22,8 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
     """
     try:
         main()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a program may be started without it
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

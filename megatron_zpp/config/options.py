@@ -46,7 +46,15 @@ def option(
 def option_error(flag: str, value: object, fix: str) -> ValueError:
     """Return the error for a refused setting: the flag, its value, and what would be right."""
     shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-    return ValueError(f"{flag} {shown}: {fix}")
+    return ValueError(printable(f"{flag} {shown}: {fix}"))
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes for halves of surrogate pairs, which no stream or answer could take.
+
+    Python reads bytes of a command line or an HTTP header that are not UTF-8 as such.
+    """
+    return text.encode(errors="backslashreplace").decode()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

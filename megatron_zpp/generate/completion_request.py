@@ -1,5 +1,6 @@
 """Requests of OpenAI's `POST /v1/completions`: the fields that are obeyed, and those that are refused."""
 
+import dataclasses
 import secrets
 from dataclasses import dataclass
 
@@ -67,6 +68,12 @@ class CompletionRequest(Options):
     def stops(self) -> tuple[str, ...]:
         """All strings that end a text."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+
+# Names of fields that a client may know, and with which the message of a refusal can begin.
+FIELDS = frozenset(
+    [*(field.name for field in dataclasses.fields(CompletionRequest)), *_UNSUPPORTED, "best_of"]
+)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:

@@ -1,13 +1,14 @@
 """Refusals and failures as JSON: in OpenAI's form below /v1, else as Megatron-LM's client prints them."""
 
 import re
-import traceback
 
 from aiohttp import web
 
 from megatron_zpp.config.command_line import one_line
+from megatron_zpp.generate.completion_request import FIELDS
 from megatron_zpp.generate.http_limits import Handler
 from megatron_zpp.generate.scheduler import GenerationFailed
+from megatron_zpp.generate.server_log import say_traceback
 
 _OPENAI = "/v1/"
 _FIELD = re.compile(r"(\w+)(\[\d+\])? ")  # with which the message of a refused field begins
@@ -34,7 +35,7 @@ async def errors_as_json(http: web.Request, handler: Handler) -> web.StreamRespo
     except GenerationFailed as failure:  # the scheduler has said more on the server's terminal
         return error_response(http, 500, str(failure))
     except Exception as error:
-        traceback.print_exc()  # a bug of ours
+        say_traceback()  # a bug of ours
         return error_response(http, 500, one_line(error))
 
 
@@ -47,13 +48,13 @@ def error_response(
 
 
 def openai_error(status: int, message: str) -> dict[str, object]:
-    """OpenAI's form of an error; `param` is the refused field."""
+    """OpenAI's form of an error; `param` is the refused field, if the message begins with one."""
     field = _FIELD.match(message) if status in (400, 404) else None
     return {
         "error": {
             "message": message,
             "type": "invalid_request_error" if status < 500 else "server_error",
-            "param": field[1] if field else None,
+            "param": field[1] if field and field[1] in FIELDS else None,
             "code": _CODES.get(status),
         }
     }

@@ -7,6 +7,7 @@ from ipaddress import ip_address
 
 from aiohttp import web
 
+from megatron_zpp.config.options import printable
 from megatron_zpp.generate.server_options import ServerOptions
 
 _MOST_BODIES = 256  # that are received at a time: each is held in memory, up to --max-request-bytes
@@ -28,7 +29,7 @@ class Bodies:
         encoding = http.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise web.HTTPUnsupportedMediaType(
-                text=f"Content-Encoding {encoding[:40]}: send the request as it is, not compressed"
+                text=printable(f"Content-Encoding {encoding[:40]}: send the request as it is, not compressed")
             )
         if self._arriving >= _MOST_BODIES:
             raise unavailable(f"{self._arriving} requests are arriving already")
@@ -62,9 +63,8 @@ class AllowedHosts:
         name = _bare(match["name"]) if match else ""
         if name in self._names or (self._addresses and _is_address(name)):
             return await handler(http)
-        raise web.HTTPForbidden(
-            text=f"Host {given[:100] or '(not given)'}: is not this server; --allowed-hosts adds names"
-        )
+        shown = printable(given[:100]) or "(not given)"
+        raise web.HTTPForbidden(text=f"Host {shown}: is not this server; --allowed-hosts adds names")
 
 
 def require_json(http: web.Request) -> None:
@@ -73,7 +73,7 @@ def require_json(http: web.Request) -> None:
     A page of another site can make a browser POST plain text to this server, but JSON only with its consent.
     """
     if http.content_type != "application/json":
-        given = http.headers.get("Content-Type", "(not given)")[:80]
+        given = printable(http.headers.get("Content-Type", "(not given)")[:80])
         raise web.HTTPUnsupportedMediaType(text=f"Content-Type {given}: send application/json")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from megatron_zpp.config.options import option_error
 from megatron_zpp.generate.completion_answer import DONE, Choice, Completion, event, usage_of
 from megatron_zpp.generate.completion_request import (
     CompletionRequest,
@@ -125,7 +126,8 @@ class OpenaiApi:
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._service.name):
-            raise web.HTTPNotFound(text=f"model {name}: is not served; {self._service.name} is")
+            error = option_error("model", name, f"is not served; {self._service.name} is")
+            raise web.HTTPNotFound(text=str(error))
 
     def _model(self) -> dict[str, object]:
         fixed = {"object": "model", "created": self._since, "owned_by": "megatron_zpp"}

@@ -5,14 +5,13 @@ batch where there is room, and hands out what the last pass has made certain. Re
 many texts holds up no other.
 """
 
-import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.generate.batch import Batch
+from megatron_zpp.generate.server_log import say_failure, say_traceback
 from megatron_zpp.generate.text import Continuation, Piece
 from megatron_zpp.model.gpt import GPT
 
@@ -86,7 +85,7 @@ class Scheduler:
             try:
                 changed = self._batch.step()
             except Exception as error:  # a bug of ours, or a device without memory: nobody waits for ever
-                traceback.print_exc()
+                say_traceback()
                 self._fail_all(one_line(error))
                 continue
             for text in changed:
@@ -133,7 +132,7 @@ class Scheduler:
     def _hand_out(self, text: Continuation) -> None:
         job = self._jobs[text]
         if text.failure:
-            sys.stderr.write(f"{text.failure}\n")
+            say_failure(text.failure)
             del self._jobs[text]
             self._end(job, GenerationFailed(text.failure))
             return

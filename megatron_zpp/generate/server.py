@@ -29,7 +29,8 @@ def run(model: GPT, tokenizer: Tokenizer, options: ServerOptions, name: str) -> 
             print=lambda *_: say(f"listening on http://{options.host}:{options.port}/api and /v1"),
             access_log=None,
             handler_cancellation=True,  # when the client leaves
-            shutdown_timeout=_GRACE,
+            # aiohttp waits so long for the handlers, then once more for those that it has told to end.
+            shutdown_timeout=_GRACE / 2,
         )
     finally:
         service.close()

@@ -138,4 +138,4 @@ def _encode(tokenizer: Tokenizer, path: str, text: str) -> list[int]:
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)  # NaN stays NaN

@@ -45,6 +45,8 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
 
     Lines that are not JSON are skipped, and `warn` gets one line about them: a run that is killed or whose
     disk is full can cut a line. Nothing is said of an incomplete last line: a live run may be writing it.
+    Records of steps that a run repeated, or never reached again, after a resume from an earlier checkpoint
+    are omitted, so the iterations never decrease.
     """
     records: list[dict[str, Any]] = []
     skipped: list[int] = []  # line numbers
@@ -62,6 +64,7 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
                 continue
             if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
                 raise _foreign(path, number)
+            _drop_abandoned(records, record)
             records.append(record)
     if not records and (skipped or incomplete):
         raise _foreign(path, 1)
@@ -72,6 +75,17 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
         numbers = ", ".join(map(str, skipped[:_NUMBERS])) + (", …" if len(skipped) > _NUMBERS else "")
         warn(f"{path}: skipped {lines} not JSON: {numbers}")
     return records
+
+
+def _drop_abandoned(records: list[dict[str, Any]], newest: Values) -> None:
+    """Remove from the end of `records` what the run that wrote `newest` does not follow from.
+
+    A run logs a step before it evaluates at that iteration: what was evaluated there before a logged step is
+    of a line that was abandoned, and an evaluation keeps the records of its own iteration.
+    """
+    last = newest["iteration"] - 1 if "lm_loss" in newest else newest["iteration"]
+    while records and records[-1]["iteration"] > last:
+        records.pop()
 
 
 def _foreign(path: str, number: int) -> ValueError:
@@ -102,10 +116,10 @@ def axis_of(records: Sequence[Values], axis: Axis) -> Callable[[int], float]:
         return float
     if axis == "hours":
         known = _hours(records)
+    elif axis == "tokens":
+        known = tokens_trained(records)
     else:
         known = by_iteration(records, "consumed_samples")
-        scale = sequence_length(records) if axis == "tokens" else 1
-        known = {iteration: scale * samples for iteration, samples in known.items()}
     if not known:
         raise ValueError(f"no logged step says how many {axis} it took")
     known = {0: 0.0, **known} if min(known) > 0 else known
@@ -113,17 +127,45 @@ def axis_of(records: Sequence[Values], axis: Axis) -> Callable[[int], float]:
     return lambda iteration: _interpolated(iterations, places, iteration)
 
 
+def tokens_trained(records: Sequence[Values]) -> dict[int, float]:
+    """Tokens up to each logged step. Each interval counts with its own length of samples, if it has rates.
+
+    A resumed run may have another sequence length. Raises ValueError if no logged step has rates.
+    """
+    usual = sequence_length(records)
+    latest = {record["iteration"]: record for record in records if _is_number(record.get("consumed_samples"))}
+    total, found = 0.0, {}
+    before: Values = {"iteration": 0, "consumed_samples": 0}
+    for iteration, record in sorted(latest.items()):
+        samples, per_step = record["consumed_samples"] - before["consumed_samples"], _tokens_per_step(record)
+        if per_step is None:
+            total += usual * samples
+        elif before.get("global_batch_size") in (None, record["global_batch_size"]):
+            total += round(per_step / record["global_batch_size"]) * samples
+        else:  # the batch grew within the interval: its last size is not that of all steps
+            total += per_step * (iteration - before["iteration"])
+        found[iteration], before = total, record
+    return found
+
+
 def sequence_length(records: Sequence[Values]) -> int:
-    """Tokens per sample, from the rate and the batch of each logged step. Raises ValueError without these."""
+    """Tokens per sample: the median over logged steps. Raises ValueError if none of them has rates."""
     found = [
-        record["tokens_per_second"] * record["elapsed_ms"] / 1000 / record["global_batch_size"]
+        per_step / record["global_batch_size"]
         for record in records
-        if all(_is_number(record.get(name)) for name in ("tokens_per_second", "elapsed_ms"))
-        and record.get("global_batch_size")
+        if (per_step := _tokens_per_step(record)) is not None
     ]
     if not found:
         raise ValueError("no logged step says how many tokens it took")
     return round(median(found))
+
+
+def _tokens_per_step(record: Values) -> float | None:
+    """The mean over the interval of a logged step, from its rate; None without a rate or a batch."""
+    if not all(_is_number(record.get(name)) for name in ("tokens_per_second", "elapsed_ms")):
+        return None
+    tokens: float = record["tokens_per_second"] * record["elapsed_ms"] / 1000
+    return tokens if record.get("global_batch_size") else None
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:

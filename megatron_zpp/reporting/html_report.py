@@ -13,8 +13,8 @@ from megatron_zpp.reporting.curves import (
     Curve,
     by_iteration,
     curve,
-    sequence_length,
     smoothed,
+    tokens_trained,
 )
 from megatron_zpp.reporting.page_style import SCRIPT, STYLE
 from megatron_zpp.reporting.step_trace import Lane, draw_lanes
@@ -95,8 +95,9 @@ def _tiles(report: Report) -> str:
     newest = max(record["iteration"] for record in records)
     of = f" of {report.iterations:,}" if report.iterations else ""
     tiles = [(f"{newest:,}", f"iterations{of}")]
-    if samples := list(by_iteration(records, "consumed_samples").values()):
-        tiles.append((short(samples[-1] * sequence_length(records)), "tokens trained on"))
+    if by_iteration(records, "consumed_samples"):
+        tokens = list(tokens_trained(records).values())
+        tiles.append((short(tokens[-1]), "tokens trained on"))
     if losses := list(by_iteration(records, "lm_loss").values()):
         tiles.append((f"{losses[-1]:.4f}", "training loss, last"))
     if valid := list(by_iteration(records, "valid_loss").values()):

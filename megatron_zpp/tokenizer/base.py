@@ -49,6 +49,19 @@ class Tokenizer(ABC):
         """
 
 
+def check_unicode(texts: Sequence[str]) -> None:
+    """Raise ValueError for a text with half a surrogate pair, which UTF-8 has no bytes for.
+
+    JSON can spell one, and Python reads bytes of a command line that are not UTF-8 as such.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            lone = ascii(text[error.start])[1:-1]
+            raise ValueError(f"holds half a surrogate pair, {lone}; give text in UTF-8") from None
+
+
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the record by which a data set or checkpoint recognises its tokenizer."""
     return {

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
+from megatron_zpp.tokenizer.base import Tokenizer, check_unicode, fingerprint_of
 from megatron_zpp.tokenizer.files import MERGES, VOCAB, parse_json, read_bytes
 
 _EOD = "<|endoftext|>"
@@ -50,7 +50,11 @@ class GPT2BPETokenizer(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._pipeline.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self._pipeline.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:  # what `tokenizers` says of half a surrogate pair
+            check_unicode(texts)
+            raise
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.object_path import Location, location
-from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
+from megatron_zpp.tokenizer.base import Tokenizer, check_unicode, fingerprint_of
 from megatron_zpp.tokenizer.files import TOKENIZER, TOKENIZER_CONFIG, parse_json, read_bytes
 
 _FLAG = "--tokenizer-model"
@@ -63,7 +63,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._pipeline.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self._pipeline.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:  # what `tokenizers` says of half a surrogate pair
+            check_unicode(texts)
+            raise
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.tokenizer.base import Tokenizer, check_unicode
 from megatron_zpp.tokenizer.files import SENTENCEPIECE_MODEL, read_bytes
 
 _FIX = "give a SentencePiece .model file, such as data/train_tokenizer.py writes"
@@ -35,10 +35,14 @@ class SentencePieceTokenizer(Tokenizer):
         self._digest = hashlib.sha256(self.kind.encode() + b"\0" + content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text)
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._model.encode(list(texts), num_threads=1)
+        try:
+            return self._model.encode(list(texts), num_threads=1)
+        except (RuntimeError, TypeError):  # what `sentencepiece` says of half a surrogate pair
+            check_unicode(texts)
+            raise
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(list(ids))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
@@ -36,7 +37,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
-# Parameters of GPT that --decoupled-lr is for, as in Megatron-LM. If they are tied there is only the first.
+# Parameters of GPT that --decoupled-lr is for, as in Megatron-LM.
 DECOUPLED = ("embedding.tokens.weight", "head.output.weight")
 
 
@@ -68,10 +69,15 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         timeout=config.distributed.timeout,
         sections=TimedSections(device.device) if config.timing.level else UNTIMED,
         say=device.say,
-        decoupled=DECOUPLED if config.learning_rate.decoupled_lr is not None else (),
+        decoupled=() if config.learning_rate.decoupled_lr is None else decoupled_of(config.model),
         scaling=scaling,
         codes=codes,
     )
+
+
+def decoupled_of(model: ModelConfig) -> tuple[str, ...]:
+    """The parameters with a learning rate of their own. Tied output weights are the table of tokens."""
+    return DECOUPLED if model.untie_embeddings_and_output_weights else DECOUPLED[:1]
 
 
 def build_model(

@@ -29,7 +29,7 @@ from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
-from megatron_zpp.zero.model_checks import check_parameters, check_unit
+from megatron_zpp.zero.model_checks import check_decoupled, check_parameters, check_unit
 from megatron_zpp.zero.model_states import ModelStates
 from megatron_zpp.zero.plan_communication import check_topology
 from megatron_zpp.zero.prefetch import Phase
@@ -77,8 +77,8 @@ class ZeroEngine:
     learning rate of their own. `scaling` has the scales of 8-bit products if they follow from earlier steps.
     `codes` encodes the weights that are held as codes, by these scales.
 
-    Raises ValueError for a model whose parameters cannot all be trained, and for settings that these ranks
-    cannot obey.
+    Raises ValueError for a model whose parameters cannot all be trained, for a `decoupled` name that it does
+    not have, and for settings that these ranks cannot obey.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class ZeroEngine:
         check_unit(zero, model)
         named_modules = named_units(model)
         check_parameters(model, named_modules)
+        check_decoupled(decoupled, named_modules)
         self.model, self.topology, self.device, self.share = model, topology, device, share
         self.scaling, self.sections = scaling, sections
         self.grid = Grid(topology, 1 if share.group is None else share.group.size)
@@ -112,7 +113,7 @@ class ZeroEngine:
             fix = f'codes need them; give load_operations("{device.type}", require_kernels=False, say=print)'
             raise option_error("operations", operations, fix)
         self._ledger = TrafficLedger(self.grid.data)
-        self._clip_grad = optimizer.clip_grad
+        self._clip_grad, self._decouples = optimizer.clip_grad, bool(decoupled)
         dtype = getattr(torch, precision.compute_dtype(device.type))
         self.copy_engines = self._choose_copy_engines(zero, timeout, say)
         plan = plan_of(
@@ -218,8 +219,12 @@ class ZeroEngine:
         """One optimizer step on the mean gradient of the micro-batches since the last step.
 
         A NaN or Inf in the gradients of any rank skips the step on every rank: all see the same norm.
-        `decoupled_rate` is the learning rate of the decoupled parameters, by default the same.
+        `decoupled_rate` is the learning rate of the decoupled parameters, by default the same. Raises
+        ValueError if it is given and no parameter is decoupled.
         """
+        if decoupled_rate is not None and not self._decouples:
+            fix = "no parameter is decoupled; name some in ZeroEngine's decoupled"
+            raise option_error("decoupled_rate", decoupled_rate, fix)
         scale = self.loss_scale.scale
         formats = self.weights.formats
         norm, zeros, weight = self._sums.of_gradients(self._weight, formats, count_zeros=count_zeros)

@@ -1,12 +1,13 @@
 """Refuses models that an engine cannot train as they are."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.zero.reads import key_of
+from megatron_zpp.zero.reads import distinct, key_of
 
 
 def check_unit(zero: ZeroConfig, model: nn.Module) -> None:
@@ -58,6 +59,19 @@ def check_parameters(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -
         if id(owner) not in of_units:
             for name, _ in _own_parameters(path, owner):
                 raise ValueError(f"{name}: belongs to no unit; units() must list a module that has it")
+
+
+def check_decoupled(decoupled: Collection[str], units: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise ValueError unless all names of `decoupled` are those of parameters of `units`.
+
+    A parameter that several units share has its name in the first of them.
+    """
+    known = [name for unit, module in distinct(units) for name, _ in module.named_parameters(unit)]
+    for name in decoupled:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(known[:3])} …"
+            raise option_error("decoupled", name, f"no parameter of the model's units; {fix}")
 
 
 def _own_parameters(path: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:

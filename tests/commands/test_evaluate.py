@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.commands.evaluate import GROUPS, build_task
+from megatron_zpp.commands.evaluate import GROUPS, build_task, report
 from megatron_zpp.config.options import parse_all
 from megatron_zpp.generate.loading import load_model
-from megatron_zpp.generate.scoring import score_passages
-from megatron_zpp.generate.tasks import find_texts, last_word
+from megatron_zpp.generate.scoring import Passage, score_passages
+from megatron_zpp.generate.tasks import Task, find_texts, last_word
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.null import NullTokenizer
@@ -205,6 +205,32 @@ def test_an_error_is_one_line_and_its_status(checkpoint: Path, tmp_path: Path) -
     assert (status, out) == (2, "")
     assert err.startswith("evaluate: error: unrecognized argument --strides")
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("nats", "loss", "printed"),
+    [(math.nan, None, "nan"), (math.inf, None, "inf"), (2000.0, 1000.0, "inf")],
+)
+def test_figures_that_are_not_finite_are_null_in_the_file(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    nats: float,
+    loss: float | None,
+    printed: str,
+) -> None:
+    """Of weights that are NaN, or of a text that the model finds impossible. JSON has no Infinity."""
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is not JSON")
+
+    task = Task("perplexity", [Passage([0, 1, 2], 2)], documents=1, words=1, characters_utf8=3)
+    argv = ["--load", "x", "--valid-data", "x", "--output", str(tmp_path / "figures.json")]
+    config = parse_all(GROUPS, "", "", argv)["evaluation"]
+    report(task.figures([(-nats, 0)]), config, torch.device("cpu"), torch.float32)
+    found = json.loads((tmp_path / "figures.json").read_text(), parse_constant=refuse)
+    assert (found["loss"], found["token_perplexity"]) == (loss, None)
+    assert found["tokens"] == 2
+    assert f"token_perplexity: {printed}\n" in capsys.readouterr().out
 
 
 def test_the_tokenizer_is_that_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def test_each_prompt_gets_its_samples(
     assert len(texts(capsys, monkeypatch, *argv)) == 1  # no prompt begins a document
 
 
+def test_a_prompt_that_is_not_utf_8_is_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"^--prompt caf\\udce9: holds half a surrogate pair, \\udce9; give"):
+        texts(capsys, monkeypatch, "--load", checkpoint, "--prompt", "caf\udce9")
+
+
 def test_temperature_0_is_the_models_choice(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

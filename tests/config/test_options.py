@@ -1,5 +1,7 @@
 """The mechanism that turns dataclass fields into flags."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +17,7 @@ from megatron_zpp.config.options import (
     option_error,
     parse_options,
 )
-from tests.support import run
+from tests.support import environment, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,3 +129,6 @@ def test_a_tool_exits_with_the_documented_statuses(tmp_path: Path) -> None:
     for argument, (status, text) in expected.items():
         done = run(program, argument)
         assert (done.returncode, done.stderr) == (status, text)
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, str(program), "0"]
+    done = subprocess.run(closed, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

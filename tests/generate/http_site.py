@@ -84,7 +84,7 @@ async def connect(
     """Sends a request whose body is said to have `length` bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"{start} HTTP/1.1\r\nHost: {host}\r\n{more}Content-Length: {length or len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    writer.write(head.encode(errors="surrogateescape") + body)
     await writer.drain()
     return reader, writer
 

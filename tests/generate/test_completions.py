@@ -214,6 +214,11 @@ def test_seed_n_and_stop(gate: Gate) -> None:
         ({"prompt": "1", "n": 5}, 400, "n (list of 5): at most 4", "n"),
         ({"prompt": "1", "suffix": "2"}, 400, 'suffix "2": text is only written at the end', "suffix"),
         ({"prompt": "1", "model": "gpt-9"}, 404, "model gpt-9: is not served; tiny is", "model"),
+        ({"prompt": "\ud800"}, 400, 'prompt "\\ud800": text of a NullTokenizer', "prompt"),
+        ({"prompt": "1", "model": "\ud800"}, 404, "model \\ud800: is not served; tiny is", "model"),
+        ({"prompt": "1", "\ud800": 1}, 400, "\\ud800 1: no such key", None),
+        ({"prompt": "1", "best_of": 3}, 400, "best_of 3: all texts are returned; give n", "best_of"),
+        ({"prompt": "1", "the": 1}, 400, "the 1: no such key", None),
         ({"prompt": "1 " * 2000}, 413, "2000", None),
     ],
     ids=str,
@@ -260,6 +265,11 @@ def test_models_other_paths_and_what_is_not_json(gate: Gate) -> None:
             status, found = await ask("POST", "completions", data='{"prompt": "1"}')
             assert status == 415
             assert "send application/json" in found["error"]["message"]
+            kind = {"Content-Type": "application/json"}
+            for sent, said in ((b"{", "the request is not JSON"), (b"[]", "the request is not a JSON obj")):
+                status, found = await ask("POST", "completions", data=sent, headers=kind)
+                assert (status, found["error"]["param"]) == (400, None)
+                assert found["error"]["message"].startswith(said)
 
     run(client())
 

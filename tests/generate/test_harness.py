@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 
+from megatron_zpp.generate import continuation
+from megatron_zpp.generate.batch import Batch
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from tests.generate.models import POSITIONS
@@ -86,8 +88,70 @@ def test_generation(ours: object, reference: object, model: GPT, tokenizer: Toke
     assert mine == other
     stop = {**settings, "until": [mine[0][2:4]]}
     assert ask(ours, "generate_until", [(contexts[0][0], stop)]) == [mine[0].split(mine[0][2:4])[0]]
-    with pytest.raises(ValueError, match="repetition_penalty: unsupported generation settings"):
-        ask(ours, "generate_until", [("a", {"repetition_penalty": 2.0})])
+
+
+@pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
+def test_copies_of_a_sampled_request_differ_and_answers_keep_their_order(
+    ours: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task with `repeats` hands over the same request several times. `--batch_size` is obeyed."""
+    sizes = []
+
+    def recorded(model: GPT, size: int) -> Batch:
+        sizes.append(size)
+        return Batch(model, size)
+
+    monkeypatch.setattr(continuation, "Batch", recorded)
+    greedy = {"max_gen_toks": 8, "do_sample": False}
+    sampled = {"max_gen_toks": 8, "do_sample": True, "temperature": 1.0, "top_p": 0.95}
+    words = ["The quick brown fox", "jumps over", "a"]
+    alone = [ask(ours, "generate_until", [(word, greedy)])[0] for word in words]
+    mixed = [(words[0], greedy), ("a", sampled), (words[1], greedy), ("a", sampled), (words[2], greedy)]
+    found = ask(ours, "generate_until", [*mixed, ("a", sampled), ("a", sampled), (words[0], greedy)])
+    assert [found[place] for place in (0, 2, 4, 7)] == [*alone, alone[0]]
+    copies = [found[place] for place in (1, 3, 5, 6)]
+    assert len(set(copies)) > 1
+    assert copies == ask(ours, "generate_until", [("a", sampled)] * 4)  # the same in every evaluation
+    assert set(sizes) == {3}
+
+
+@pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
+def test_settings_of_published_tasks(ours: object, reference: object) -> None:
+    """Other names of the number of tokens, and values that change nothing, as transformers takes them."""
+    for settings in (
+        {"max_new_tokens": 5, "num_beams": 1, "until": "zzz"},
+        {"max_tokens": 5, "repetition_penalty": 1.0, "temperature": 0, "until": ["zzz"]},
+        {"max_completion_tokens": 5, "do_sample": False, "until": ["zzz"]},
+        {"max_gen_toks": 5, "max_new_tokens": 9, "until": ["zzz"]},
+    ):
+        mine, other = (ask(each, "generate_until", [("jumps", settings)]) for each in (ours, reference))
+        assert mine == other, settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"num_beams": 10},
+            "num_beams 10: not available; run without it by --gen_kwargs num_beams=1",
+        ),
+        (
+            {"repetition_penalty": 2.0},
+            "repetition_penalty 2.0: not available; run without it by --gen_kwargs repetition_penalty=1",
+        ),
+        (
+            {"max_length": 9},
+            "max_length 9: unsupported generation setting; supported are until, do_sample, temperature, "
+            "top_k, top_p, max_gen_toks, max_new_tokens, max_tokens, max_completion_tokens",
+        ),
+    ],
+    ids=str,
+)
+def test_a_setting_that_would_change_the_text_is_refused(settings: dict, said: str) -> None:
+    from megatron_zpp.commands.harness import generation_of
+
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        generation_of(settings)
 
 
 @pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)

@@ -149,6 +149,12 @@ def test_completions_stream_the_text_that_the_whole_answer_has(server: Server) -
         ({"prompts": ["a"] * 5}, 400, "prompts (list of 5): at most 4"),
         ({"prompts": ["a"], "top_k": -1}, 400, "top_k -1: must be at least 0"),
         ({"prompts": ["a"], "tokens_to_generate": 99}, 400, f"the model {POSITIONS} positions: at most"),
+        (
+            {"prompts": ["\ud800"]},
+            400,
+            "prompts[0] '\\ud800': holds half a surrogate pair, \\ud800; give",
+        ),
+        ({"prompts": ["a"], "\ud800": 1}, 400, "\\ud800 1: no such key"),
         ({"prompts": ["a" * 3000]}, 413, "2000"),
         ({"body": b"{"}, 400, "the request is not JSON"),
         ({"method": "POST", "prompts": ["a"]}, 405, "POST /api: use PUT"),

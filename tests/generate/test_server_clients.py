@@ -1,16 +1,29 @@
 """The server and clients that are slow, many, gone or hostile; in this process, with a model that waits."""
 
 import asyncio
+import contextlib
 import gzip
+import http.client
 import json
-from typing import Any
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 import pytest
+import torch
 
 pytest.importorskip("aiohttp", reason="the server's package; pip install -r launch/requirements-serve.txt")
 
-from tests.generate.http_site import Connection, Gate, complete, run, serving, status_of, until
+from megatron_zpp.generate import server
+from megatron_zpp.generate.server_options import ServerOptions
+from tests.generate.http_site import IDS, Connection, Gate, complete, run, serving, status_of, until
 from tests.generate.http_site import connect as connect_with
+from tests.support import free_port
 
 CHUNKED = b"PUT /api HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 GOOD = json.dumps({"prompts": ["1"], "tokens_to_generate": 4, "no_log": True}).encode()
@@ -86,6 +99,88 @@ def test_a_client_that_leaves_is_forgotten_without_a_word(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.fixture(params=["a pipe that nobody reads", "closed"])
+def deaf(request: pytest.FixtureRequest) -> Iterator[TextIO | None]:
+    """What stdout or stderr is when nobody can read it: None if it was closed before Python began."""
+    if request.param == "closed":
+        yield None
+        return
+    reads, writes = os.pipe()
+    os.close(reads)
+    with contextlib.suppress(BrokenPipeError), open(writes, "w") as stream:
+        yield stream
+
+
+def test_requests_are_answered_after_the_terminal_is_closed(
+    gate: Gate, deaf: TextIO | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", deaf)
+    monkeypatch.setattr(sys, "stderr", deaf)
+
+    async def client() -> None:
+        async with serving(gate) as site:
+            logged = json.dumps({"prompts": ["1"], "tokens_to_generate": 4}).encode()
+            for _ in range(2):
+                assert (await status_of(await connect(site.port, logged)))[0] == 200
+                assert (await status_of(await complete(site.port, prompt="1")))[0] == 200
+            with torch.no_grad():
+                gate.model.embedding.tokens.weight[13] = torch.nan
+                gate.model.head.output = torch.nn.Linear(32, IDS + 1, bias=False)
+            status, said = await status_of(await complete(site.port, prompt="1 13"))
+            assert (status, "not finite" in said["error"]["message"]) == (500, True)
+            assert (await status_of(await connect(site.port, logged)))[0] == 200
+
+    run(client())
+
+
+def answers_at(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_sigterm_gives_running_requests_five_seconds(gate: Gate) -> None:
+    """One that ends within them is answered; one of 18 s is not waited for."""
+    port, gate.pause = free_port(), 0.2
+    answers: dict[int, object] = {}
+    told: list[float] = []
+    ended = threading.Event()
+
+    def ask(tokens: int) -> None:
+        body = json.dumps({"prompts": ["1"], "tokens_to_generate": tokens, "temperature": 0})
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        try:
+            connection.request("PUT", "/api", body)
+            answers[tokens] = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            answers[tokens] = error
+
+    def terminate() -> None:
+        asking = [threading.Thread(target=ask, args=(tokens,), daemon=True) for tokens in (5, 90)]
+        while not ended.is_set() and not answers_at(port):
+            time.sleep(0.05)
+        for thread in asking:
+            thread.start()
+        gate.busy.wait(60)
+        time.sleep(0.3)  # until the other has joined
+        told.append(time.monotonic())
+        if not ended.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+        for thread in asking:
+            thread.join(60)
+
+    thread = threading.Thread(target=terminate, daemon=True)
+    thread.start()
+    try:
+        server.run(gate.model, gate.tokenizer, ServerOptions(port=port), "tiny")
+        seconds = time.monotonic() - told[0]
+    finally:
+        ended.set()
+    thread.join(60)
+    assert answers[5] == 200
+    assert isinstance(answers[90], OSError | http.client.HTTPException)
+    assert 4 < seconds < 9  # aiohttp waits twice, which made it ten
+
+
 def test_what_is_no_http_gets_one_line(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:
     async def client() -> None:
         async with serving(gate) as site:
@@ -120,6 +215,23 @@ def test_a_compressed_request_is_refused_and_never_expanded(gate: Gate) -> None:
             ] == 200
 
     run(client())
+
+
+def test_headers_that_are_not_utf_8_are_refused_in_a_line(
+    gate: Gate, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def client() -> None:
+        async with serving(gate) as site:
+            status, said = await status_of(await connect(site.port, host="caf\udce9"))
+            assert (status, said["message"].split(": ")[0]) == (403, "Host caf\\udce9")
+            how = {"start": "POST /v1/completions", "more": "Content-Type: caf\udce9\r\n"}
+            status, said = await status_of(await connect(site.port, **how))
+            assert status == 415
+            status, said = await status_of(await connect(site.port, more="Content-Encoding: caf\udce9\r\n"))
+            assert (status, said["message"].split(": ")[0]) == (415, "Content-Encoding caf\\udce9")
+
+    run(client())
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -77,3 +77,13 @@ def test_the_program_trains_as_plain_torch_does(program: Path, ranks: int) -> No
     found = losses(program, *launcher)
     assert found == pytest.approx(expected(program, ranks), abs=1e-3)  # printed with four digits
     assert found[-1] < 0.3 * found[0]
+
+
+def test_the_program_trains_in_bf16(program: Path, tmp_path: Path) -> None:
+    """With the precision that the page names for GPUs; 8 bits of mantissa change the loss a little."""
+    assert "`PrecisionConfig(bf16=True)`" in PAGE.read_text()
+    changed = tmp_path / "own_model.py"
+    changed.write_text(
+        program.read_text().replace("PrecisionConfig(fp32=True)", "PrecisionConfig(bf16=True)")
+    )
+    assert losses(changed) == pytest.approx(expected(program, 1), rel=0.1)

@@ -1,5 +1,8 @@
 """Curves of metrics files along every axis."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,19 +12,20 @@ from megatron_zpp.reporting.curves import (
     by_iteration,
     curve,
     metric_names,
+    read_metrics,
     sequence_length,
     smoothed,
 )
 
 
-def step(iteration: int, loss: float | None = 1.0, seconds: float = 2.0) -> dict:
-    """A logged step of 4 samples of 16 tokens."""
+def step(iteration: int, loss: float | None = 1.0, seconds: float = 2.0, length: int = 16) -> dict:
+    """A logged step of 4 samples of `length` tokens."""
     return {
         "iteration": iteration,
         "consumed_samples": 4 * iteration,
         "lm_loss": loss,
         "elapsed_ms": 1000 * seconds,
-        "tokens_per_second": 64 / seconds,
+        "tokens_per_second": 4 * length / seconds,
         "global_batch_size": 4,
         "mfu": None,
         "sample": "text",
@@ -76,6 +80,51 @@ def test_tokens_per_sample_follow_from_the_rate() -> None:
         axis_of([{"iteration": 1, "consumed_samples": 4}], "tokens")
     with pytest.raises(ValueError, match="no logged step says how many hours"):
         axis_of([{"iteration": 1}], "hours")
+
+
+def test_tokens_after_a_change_of_the_sequence_length() -> None:
+    """Each interval counts with its own; an evaluation between two logged steps is between their places."""
+    run = [step(10), step(20), *(step(iteration, length=64) for iteration in (30, 40, 50, 60))]
+    first, then = 10 * 4 * 16, 10 * 4 * 64
+    wanted = [first, *(2 * first + steps * then for steps in range(5))]
+    assert curve(run, "lm_loss", "tokens").x == wanted
+    assert axis_of(run, "tokens")(25) == 2 * first + then / 2
+    del run[2]["tokens_per_second"]  # then the usual length counts
+    assert curve(run, "lm_loss", "tokens").x == wanted
+
+
+def test_tokens_where_the_batch_grows_within_an_interval() -> None:
+    """`global_batch_size` is that of the last step, the rate that of all."""
+    grown = {
+        "iteration": 20,
+        "consumed_samples": 40 + 5 * 4 + 5 * 8,
+        "global_batch_size": 8,
+        "elapsed_ms": 1000,
+        "tokens_per_second": 16 * 6,
+        "lm_loss": 1.0,
+    }
+    assert curve([step(10), grown], "lm_loss", "tokens").x == [640, 640 + 60 * 16]
+
+
+def test_what_was_abandoned_by_a_step_back_is_omitted(tmp_path: Path) -> None:
+    """The run stopped behind iteration 45, resumed from a checkpoint at 20, and is at 32 now."""
+    abandoned = [step(30, 9.0), {"iteration": 30, "valid_loss": 8.0}, step(40, 9.0), step(45, 9.0)]
+    kept = [{"iteration": 0, "valid_loss": 5.0}, step(10, 4.0), step(20, 3.0)]
+    kept.append({"iteration": 20, "valid_loss": 3.5})
+    repeated = [{"iteration": 25, "valid_loss": 2.5}, step(30, 2.0), {"iteration": 30, "valid_loss": 2.2}]
+    file = tmp_path / "run.jsonl"
+
+    def read(*lines: dict) -> list[dict]:
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return read_metrics(str(file), pytest.fail)
+
+    assert read(*kept, *abandoned) == kept + abandoned
+    assert read(*kept, *abandoned, *repeated) == kept + repeated
+    assert read(*kept, *abandoned, *repeated[1:]) == kept + repeated[1:]
+    assert read(*kept, *abandoned, repeated[0]) == [*kept, repeated[0]]  # not yet at its first logged step
+    # A run that has nothing left to do evaluates at its checkpoint, whose logged step stays.
+    again = {"iteration": 20, "valid_loss": 3.5}
+    assert read(*kept, *abandoned, again) == [*kept, again]
 
 
 def test_smoothing_is_a_weighted_mean_of_the_past() -> None:

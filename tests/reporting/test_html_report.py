@@ -95,6 +95,12 @@ def test_a_section_without_content_is_left_out() -> None:
         assert heading not in text
 
 
+def test_the_tile_of_tokens_counts_each_sequence_length() -> None:
+    records = [step(10), step(20, length=64), step(30, length=64)]
+    found = Page(page(Report(title="run", source="", records=records)))
+    assert found.texts[found.texts.index("tokens trained on") - 1] == short(40 * 16 + 80 * 64)
+
+
 def test_a_chart_keeps_spikes_and_leaves_out_what_is_not_finite() -> None:
     ys = [1.0] * 5000
     ys[1234], ys[4321], ys[7] = 9.0, -9.0, math.nan

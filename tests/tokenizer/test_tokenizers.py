@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer, describe, huggingface_tokenizer
+from megatron_zpp.train.sampled_text import check_prompt
 
 ORDINARY = [
     "Hello, world! It's 2024; we'll see.",
@@ -182,20 +183,41 @@ def test_a_directory_where_a_file_should_be(tmp_path: Path) -> None:
         sentencepiece(tmp_path)
 
 
-def test_sentencepiece_without_end_of_sentence(tmp_path: Path) -> None:
+def train_sentencepiece(path: Path, **more: int) -> Path:
     import sentencepiece as library
 
-    with (tmp_path / "t.model").open("wb") as model:
+    with path.open("wb") as model:
         library.SentencePieceTrainer.train(
             sentence_iterator=iter(["some words to train on"]),
             model_writer=model,
             vocab_size=20,
             hard_vocab_limit=False,
-            eos_id=-1,
             minloglevel=3,
+            **more,
         )
+    return path
+
+
+def test_sentencepiece_without_end_of_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no end-of-sentence piece"):
-        sentencepiece(tmp_path / "t.model")
+        sentencepiece(train_sentencepiece(tmp_path / "t.model", eos_id=-1))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "hugging_face", "sentencepiece"])
+def test_half_a_surrogate_pair_has_no_ids(bpe_files: Path, tmp_path: Path, kind: str) -> None:
+    """JSON can spell it, and Python reads an argument that is not UTF-8 as such."""
+    if kind == "sentencepiece":
+        tokenizer = sentencepiece(train_sentencepiece(tmp_path / "t.model"))
+    else:
+        tokenizer = gpt2(bpe_files) if kind == "gpt2" else hugging_face(bpe_files)
+    for text, lone in (("caf\udce9", "udce9"), ("\ud800", "ud800")):
+        said = rf"^holds half a surrogate pair, \\{lone}; give text in UTF-8$"
+        with pytest.raises(ValueError, match=said):
+            tokenizer.encode(text)
+        with pytest.raises(ValueError, match=said):
+            tokenizer.encode_batch(["words", text])
+    with pytest.raises(ValueError, match=r"^--sample-prompt caf\\udce9: holds half a surrogate pair, "):
+        check_prompt("caf\udce9", tokenizer)
 
 
 def test_llama2_is_sentencepiece_without_a_beginning_as_in_megatron(tmp_path: Path) -> None:

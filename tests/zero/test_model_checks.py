@@ -50,6 +50,7 @@ def initial(name: str, like: Tensor) -> Tensor:
 def engine_of(
     change: Callable[[Model], object] = lambda model: None,
     with_operations: Operations | None = None,
+    decoupled: tuple[str, ...] = (),
     **zero: Any,
 ) -> ZeroEngine:
     with torch.device("meta"):
@@ -64,6 +65,7 @@ def engine_of(
         topology=Topology(),
         device=torch.device("cpu"),
         operations=with_operations,
+        decoupled=decoupled,
     )
 
 
@@ -131,6 +133,33 @@ def test_modules_with_the_same_parameters_stay_tied(change: Callable[[Model], No
     assert engine.accumulate((data, 2 * data), index=0, micro_batches=1).item() == pytest.approx(loss.item())
     norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm()
     assert engine.step(1e-2).grad_norm.item() == pytest.approx(norm.item())
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "fix"),
+    [
+        (lambda model: None, "head.output.wieght", r"did you mean head.output.weight\?"),
+        (lambda model: None, "lm", "there are first.weight, middle.0.weight, middle.0.bias …"),
+        (tie_units, "head.output.weight", r"did you mean .*"),  # its name is first.weight
+    ],
+)
+def test_a_decoupled_name_that_no_parameter_has_is_refused(
+    change: Callable[[Model], None], name: str, fix: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^decoupled {name}: no parameter of the model's units; {fix}$"):
+        engine_of(change, decoupled=("first.weight", name))
+
+
+def test_a_second_rate_without_decoupled_parameters_is_refused() -> None:
+    data = torch.ones(4, WIDTH)
+    for decoupled in ((), ("first.weight",)):
+        engine = engine_of(decoupled=decoupled)
+        engine.accumulate((data, data), index=0, micro_batches=1)
+        if decoupled:
+            engine.step(1e-2, 1e-3)
+            continue
+        with pytest.raises(ValueError, match=r"^decoupled_rate 0.001: no parameter is decoupled; name some"):
+            engine.step(1e-2, 1e-3)
 
 
 @pytest.mark.parametrize("setting", ["zero_quantized_weights", "zero_quantized_gradients"])

@@ -12,7 +12,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.train.build_engine import DECOUPLED
+from megatron_zpp.train.build_engine import DECOUPLED, decoupled_of
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -93,7 +93,7 @@ def train(
             zero=ZeroConfig(zero_stage=stage, zero_table_rows=rows),
             optimizer=OPTIMIZER,
             topology=topology,
-            decoupled=DECOUPLED if decoupled else (),
+            decoupled=decoupled_of(model_of(untied)) if decoupled else (),
         )
         numbers: Numbers = []
         for step in range(STEPS):
@@ -171,7 +171,7 @@ def same_rate_twice(topology: Topology, formats: list[str]) -> list[list[bool]]:
             )
             for step in range(STEPS):
                 engine.accumulate(batch_of(step, 0, topology.rank), index=0, micro_batches=1)
-                engine.step(RATE, RATE)
+                engine.step(RATE, RATE if decoupled else None)
             weights.append(weights_of(engine))
             engine.close()
         found.append([torch.equal(weight, weights[1][key]) for key, weight in weights[0].items()])

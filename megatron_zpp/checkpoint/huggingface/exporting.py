@@ -15,6 +15,7 @@ from megatron_zpp.checkpoint.huggingface.named_directory import (
     WEIGHTS_FILE,
     WEIGHTS_INDEX,
     NamedDirectory,
+    check_empty,
 )
 from megatron_zpp.checkpoint.huggingface.names import OUTPUT, TOKENS, names_of
 from megatron_zpp.checkpoint.huggingface.tokenizer_files import (
@@ -28,6 +29,7 @@ from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.huggingface_config import CONFIG
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.options import option_error
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import commit_directory, fsync, write_durably
@@ -65,7 +67,7 @@ def export_checkpoint(
             raise named.error(str(error)) from None
         rows = config.model.vocabulary(tokenizer.vocab_size)
         described = config_json(named, config.model, rows, tokenizer.eod)
-        partial = target.with_name(f"{target.name}.partial")
+        partial = _beside(target, "partial")
         shutil.rmtree(partial, ignore_errors=True)  # what a killed export left
         partial.mkdir(parents=True)
         try:
@@ -83,7 +85,7 @@ def export_checkpoint(
                 fsync(path)
             if target.exists():
                 target.rmdir()  # empty, or it was refused
-            commit_directory(partial, target, target.with_name(f"{target.name}.retired"))
+            commit_directory(partial, target, _beside(target, "retired"))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -91,6 +93,20 @@ def export_checkpoint(
         f"{target}: {described['architectures'][0]} of {checkpoint}, vocab_size {rows}",
         *lines,
     ]
+
+
+def check_target(flag: str, target: Path) -> None:
+    """Raise ValueError unless an export can get the name `target`: it is free, or an empty directory."""
+    if target.name in ("", ".."):
+        raise option_error(flag, target, "has no name that an export can get; name a new directory")
+    if target.is_symlink():
+        raise option_error(flag, target, "is a symbolic link; name a new directory")
+    check_empty(flag, target)
+
+
+def _beside(target: Path, what: str) -> Path:
+    """A directory that only exports of this program make and remove."""
+    return target.with_name(f".{target.name}.megatron_zpp-export.{what}")
 
 
 def _generation(described: dict) -> dict:

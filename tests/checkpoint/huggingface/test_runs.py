@@ -9,6 +9,7 @@ import transformers
 
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.commands import huggingface
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.checkpoint.huggingface.gpt2 import SHAPE_FLAGS, SOURCE, check_equal, logits, save, tensors, theirs
@@ -122,6 +123,52 @@ def test_a_run_with_equal_save_and_load_starts_from_the_import_and_resumes(
             assert reader.state["with_optimizer"]
             weights.append(reader.parameters())
     check_equal(*weights)
+
+
+def test_an_export_touches_nothing_beside_its_directory(
+    tool: Callable[..., str], good: Path, tmp_path: Path
+) -> None:
+    """It removes what a killed export left, and no directory of the user."""
+    tool("import", good, tmp_path / "run")
+    kept = [tmp_path / name / "config.json" for name in ("out.partial", "out.retired")]
+    left = tmp_path / ".out.megatron_zpp-export.partial" / "config.json"
+    for path in (*kept, left):
+        path.parent.mkdir()
+        path.write_text("mine")
+    (tmp_path / "out").mkdir()  # an empty one is replaced
+    tool("export", tmp_path / "run", tmp_path / "out")
+    assert [path.read_text() for path in kept] == ["mine", "mine"]
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out", "out.partial", "out.retired"}
+    assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (".", r"HF_DIR \.: has no name that an export can get; name a new directory"),
+        ("link", "HF_DIR link: is a symbolic link; name a new directory"),
+        ("dangling", "HF_DIR dangling: is a symbolic link; name a new directory"),
+    ],
+)
+def test_an_export_that_could_not_get_its_name_is_refused_before_it_begins(
+    tool: Callable[..., str],
+    good: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    said: str,
+) -> None:
+    tool("import", good, tmp_path / "run")
+    here, empty = tmp_path / "here", tmp_path / "empty"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    if name == "link":
+        empty.mkdir()
+    if name != ".":
+        Path(name).symlink_to(empty)
+    monkeypatch.setattr(huggingface, "export_checkpoint", lambda *_, **__: pytest.fail("began"))
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        tool("export", tmp_path / "run", name)
 
 
 def test_heads_of_another_width_are_refused(tool: Callable[..., str], tmp_path: Path) -> None:
