@@ -20,7 +20,7 @@ from megatron_zpp.config.presets import PRESETS
 _WIDEST = 2**20  # more than any model has, so that a typing error is refused before memory is allocated
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
-Normalization = Literal["LayerNorm", "RMSNorm"]
+Normalization = Literal["LayerNorm", "RMSNorm", "layernorm", "rmsnorm"]
 AttentionBackend = Literal[
     "auto", "math", "efficient", "flash", "cudnn", "flash3", "fused", "unfused", "local"
 ]
@@ -35,6 +35,7 @@ NOT_SHAPE = (
     "padded_vocab_size",
 )
 
+_OTHER_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # names that Megatron-DeepSpeed has
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
@@ -138,7 +139,9 @@ class ModelConfig(Options):
         None, "The original length in tokens; default 8192.", at_least=1, at_most=2**31 - 1
     )
     normalization: Normalization = option(
-        None, "Normalisation before attention, MLP and output; default LayerNorm."
+        None,
+        "Normalisation before attention, MLP and output; default LayerNorm. layernorm and rmsnorm are "
+        "Megatron-DeepSpeed's names.",
     )
     norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", above=0)
     swiglu: bool = option(False, "Gated MLP: SiLU of one projection times another (Llama).")
@@ -175,6 +178,8 @@ class ModelConfig(Options):
 
     def check(self) -> None:
         """Fill fields that a preset or another field implies, then refuse shapes that cannot be built."""
+        norm = _OTHER_NORMS.get(self.normalization, self.normalization)
+        object.__setattr__(self, "normalization", norm)  # nobody has seen the other name
         self._obey_preset()
         for name in _REQUIRED:
             if getattr(self, name) is None:
