@@ -1,5 +1,6 @@
 """The transformer: shape, regularisation, attention kernel, and activation recomputation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +20,22 @@ from megatron_zpp.config.presets import PRESETS
 _WIDEST = 2**20  # more than any model has, so that a typing error is refused before memory is allocated
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
-Normalization = Literal["LayerNorm", "RMSNorm"]
+Normalization = Literal["LayerNorm", "RMSNorm", "layernorm", "rmsnorm"]
 AttentionBackend = Literal[
     "auto", "math", "efficient", "flash", "cudnn", "flash3", "fused", "unfused", "local"
 ]
 
+# Fields of ModelConfig that a run chooses for a published shape, unless a preset has them.
+NOT_SHAPE = (
+    "seq_length",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "padded_vocab_size",
+)
+
+_OTHER_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # names that Megatron-DeepSpeed has
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
@@ -127,7 +139,9 @@ class ModelConfig(Options):
         None, "The original length in tokens; default 8192.", at_least=1, at_most=2**31 - 1
     )
     normalization: Normalization = option(
-        None, "Normalisation before attention, MLP and output; default LayerNorm."
+        None,
+        "Normalisation before attention, MLP and output; default LayerNorm. layernorm and rmsnorm are "
+        "Megatron-DeepSpeed's names.",
     )
     norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", above=0)
     swiglu: bool = option(False, "Gated MLP: SiLU of one projection times another (Llama).")
@@ -164,6 +178,8 @@ class ModelConfig(Options):
 
     def check(self) -> None:
         """Fill fields that a preset or another field implies, then refuse shapes that cannot be built."""
+        norm = _OTHER_NORMS.get(self.normalization, self.normalization)
+        object.__setattr__(self, "normalization", norm)  # nobody has seen the other name
         self._obey_preset()
         for name in _REQUIRED:
             if getattr(self, name) is None:
@@ -229,30 +245,14 @@ class ModelConfig(Options):
     def _obey_preset(self) -> None:
         if self.model_preset is None:
             return
-        values = PRESETS.get(self.model_preset)
-        if values is None:
-            values = self._read_preset(Path(self.model_preset))
+        values = preset_fields(self.model_preset)
+        if self.model_preset not in PRESETS:
             object.__setattr__(self, "model_preset", None)  # a checkpoint must not depend on the file
         if self.position_embedding_type not in (None, values.get("position_embedding_type")):
             values = {name: value for name, value in values.items() if name not in _ROTARY | _SCALING}
             values.pop("use_rope_scaling", None)
         for name, value in values.items():
             self._fill(name, value)
-
-    def _read_preset(self, path: Path) -> dict[str, Any]:
-        """Return the fields that config.json describes; `path` is that file or its directory."""
-        flag, shown = "--model-preset", self.model_preset
-        if path.is_dir():
-            path /= CONFIG
-        if not path.exists():
-            raise option_error(
-                flag, shown, f"is neither a file nor a preset; use one of {', '.join(PRESETS)}"
-            )
-        try:
-            described = describe_model(read_json_object(flag, str(path)))
-        except ValueError as error:
-            raise error if str(error).startswith(flag) else option_error(flag, shown, str(error)) from None
-        return described.fields
 
     def _inner_width(self) -> int:
         width = 4 * self.hidden_size
@@ -311,6 +311,25 @@ class ModelConfig(Options):
     def _fill(self, name: str, value: Any) -> None:
         if getattr(self, name) is None or getattr(self, name) is False:
             object.__setattr__(self, name, value)  # __post_init__ is running: nobody has seen the old value
+
+
+def preset_fields(preset: str) -> Mapping[str, Any]:
+    """Return the fields of ModelConfig that a preset, or a config.json or its directory, gives.
+
+    Raises ValueError if there is no such preset or file.
+    """
+    if preset in PRESETS:
+        return PRESETS[preset]
+    flag, path = "--model-preset", Path(preset)
+    if path.is_dir():
+        path /= CONFIG
+    if not path.exists():
+        raise option_error(flag, preset, f"is neither a file nor a preset; use one of {', '.join(PRESETS)}")
+    try:
+        described = describe_model(read_json_object(flag, str(path)))
+    except ValueError as error:
+        raise error if str(error).startswith(flag) else option_error(flag, preset, str(error)) from None
+    return described.fields
 
 
 @dataclass(frozen=True, kw_only=True)

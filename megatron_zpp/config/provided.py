@@ -11,6 +11,11 @@ from megatron_zpp.config.options import Options, fits, flag_of, option_error
 # Fields of a part in groups: giving one of a group excludes the fields of the other groups.
 _ALTERNATIVES = (
     ("precision", "bf16", "fp16", "fp32"),
+    (
+        "recompute",
+        "recompute_activations",
+        "recompute_granularity recompute_method recompute_num_layers recompute_offload",
+    ),
     ("training", "train_iters", "train_samples"),
     ("data", "data_path split", "mock_data", "train_data_path valid_data_path test_data_path"),
     ("learning_rate", "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),

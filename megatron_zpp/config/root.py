@@ -40,7 +40,7 @@ from megatron_zpp.config.run import (
     LoggingConfig,
     TrainingConfig,
 )
-from megatron_zpp.config.settings_file import SettingsFile, read_settings, write_settings
+from megatron_zpp.config.settings_file import SettingsFile, obey_settings, write_settings
 from megatron_zpp.config.tensor_parallel import check_overlap, check_tensor_ranks
 from megatron_zpp.config.text import is_text
 from megatron_zpp.config.timing import TimingConfig
@@ -208,8 +208,8 @@ def parse_command_line(
     try:
         notes = obey_old_flags(typed[GROUP], provided)
         settings = SettingsFile(**typed["settings"]).config
-        for setting in read_settings(settings, parts) if settings is not None else ():
-            provided.fill(setting.part, setting.field, setting.value, setting.place)
+        if settings is not None:
+            notes += obey_settings(settings, parts, provided)
         notes += obey_checkpoint(provided, saved)
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:

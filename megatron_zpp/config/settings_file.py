@@ -9,6 +9,7 @@ A field may also be at the top level, because no two parts have a field of the s
 place of underscores. Values are read as flags are: by the field's type, whatever YAML calls them.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import types
@@ -17,7 +18,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
 from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.provided import Provided
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
 FLAG = "--config"
@@ -50,17 +53,53 @@ def read_settings(path: str, parts: Mapping[str, type[Options]]) -> list[Setting
     return list(_File(path, parts).settings())
 
 
+def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provided) -> tuple[str, ...]:
+    """Fill `provided` from a file; return a note on settings that a --model-preset beside it replaces.
+
+    Raises ValueError for a file that cannot be obeyed, and for an unknown preset.
+    """
+    preset = provided.get("model.model_preset")
+    replaced = _replaced_by(preset) if preset is not None else frozenset()
+    not_used = []
+    for setting in read_settings(path, parts):
+        if setting.part == "model" and setting.field in replaced:
+            not_used += [setting.field] if setting.field not in provided.values["model"] else []
+        else:
+            provided.fill(setting.part, setting.field, setting.value, setting.place)
+    return (f"--model-preset {preset}: replaces {', '.join(not_used)} of {path}",) if not_used else ()
+
+
+def _replaced_by(preset: str) -> frozenset[str]:
+    """Return the fields of ModelConfig that a file has in vain beside a flag --model-preset.
+
+    These are the whole shape: a GPT preset names four fields and means the defaults of the others.
+    """
+    values = preset_fields(preset)
+    kept = {name for name in NOT_SHAPE if values.get(name) is None}
+    return frozenset(field.name for field in dataclasses.fields(ModelConfig)) - kept
+
+
 def write_settings(values: Mapping[str, Options], comments: list[str]) -> str:
-    """Return the YAML text of all settings that differ from their defaults, by part."""
+    """Return the YAML text, by part, of settings that neither a default nor other settings imply."""
     lines = [f"# {comment}" for comment in comments]
     for part, options in values.items():
-        given = [
-            f"  {field.name}: {_yaml(getattr(options, field.name))}"
-            for field in dataclasses.fields(options)
-            if getattr(options, field.name) != field.default
-        ]
+        given = [f"  {name}: {_yaml(value)}" for name, value in _not_implied(options).items()]
         lines += [f"{part}:", *given] if given else []
     return "\n".join(lines) + "\n"
+
+
+def _not_implied(options: Options) -> dict[str, Any]:
+    """Return the fields without which `options` would not be the same.
+
+    A value that another one implies, such as a preset's, must not win over a flag that changes the other one.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(options)}
+    values = {name: getattr(options, name) for name in fields if getattr(options, name) != fields[name]}
+    for name in tuple(values):
+        others = {other: value for other, value in values.items() if other != name}
+        with contextlib.suppress(ValueError):  # the field is required, or another one needs it
+            values = others if type(options)(**others) == options else values
+    return values
 
 
 class _File:

@@ -13,6 +13,7 @@ from tests.config.tables import PAGE, page, tables
 
 BASELINE = parse_args(MINIMAL)
 FULL = "--recompute-granularity full --recompute-method uniform"
+ROPE = "--position-embedding-type rope"
 OLD = [  # what was typed, and what says the same today
     ("--batch-size 2", "--micro-batch-size 2"),
     ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
@@ -33,6 +34,9 @@ OLD = [  # what was typed, and what says the same today
     ("--load a --use-checkpoint-lr-scheduler", "--load a --use-checkpoint-opt-param-scheduler"),
     ("--load a --use-checkpoint-opt_param-scheduler", "--load a --use-checkpoint-opt-param-scheduler"),
     ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
+    ("--num-key-value-heads 2", "--group-query-attention --num-query-groups 2"),
+    (f"{ROPE} --rotary-position-embeddings-theta 5", f"{ROPE} --rotary-base 5"),
+    ("--bf16 --fp8-hybrid", "--bf16 --fp8"),
     ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),
 ]
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.presets import PRESETS
 from megatron_zpp.config.root import parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
 
@@ -132,10 +133,79 @@ def test_a_file_that_cannot_be_read(path: str) -> None:
         parse_args(["--config", path])
 
 
+ROPE = "--position-embedding-type rope"
+FULL = "--recompute-granularity full --recompute-method uniform"
+
+
+@pytest.mark.parametrize(
+    ("before", "beside"),
+    [
+        ("", "--hidden-size 128"),
+        ("", "--swiglu"),
+        ("", "--num-attention-heads 8"),
+        ("", "--group-query-attention"),
+        ("--group-query-attention --num-query-groups 4", "--num-query-groups 2"),
+        ("", "--seq-length 64"),
+        ("", ROPE),
+        (ROPE, "--position-embedding-type none"),
+        ("--normalization RMSNorm", "--norm-epsilon 1e-6"),
+        ("--zero-stage 3", "--zero-stage 2"),
+        ("--zero-stage 2", "--zero-stage 3"),
+    ],
+)
+def test_flags_beside_the_file_of_a_run_change_what_follows_from_them(before: str, beside: str) -> None:
+    written = parse_args([*MINIMAL, *before.split()]).to_yaml([])
+    assert parse_file(written, *beside.split()) == parse_args([*MINIMAL, *before.split(), *beside.split()])
+
+
+@pytest.mark.parametrize("flags", [f"{ROPE} --use-rope-scaling", FULL, "--recompute-activations"])
+def test_values_that_follow_from_others_are_not_written(flags: str) -> None:
+    config = parse_args([*MINIMAL, *flags.split()])
+    given = {flag.strip("-").replace("-", "_") for flag in [*MINIMAL, *flags.split()] if flag[:2] == "--"}
+    written = yaml.safe_load(config.to_yaml([]))
+    assert {name for part in written.values() for name in part} == given
+
+
+@pytest.mark.parametrize(
+    ("before", "beside"), [(FULL, "--recompute-activations"), ("--recompute-activations", FULL)]
+)
+def test_recomputation_beside_the_file_replaces_that_of_the_file(before: str, beside: str) -> None:
+    written = parse_args([*MINIMAL, *before.split()]).to_yaml([])
+    assert parse_file(written, *beside.split()) == parse_args([*MINIMAL, *beside.split()])
+
+
+WITHOUT_SHAPE = without("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_beside_the_file_of_a_run_trains_that_preset(preset: str) -> None:
+    for shape in (["--model-preset", "llama3.2-1b"], MINIMAL):
+        written = parse_args([*WITHOUT_SHAPE, *shape]).to_yaml([])
+        wanted = parse_args([*WITHOUT_SHAPE, "--model-preset", preset])
+        assert parse_file(written, "--model-preset", preset) == wanted
+
+
+def test_a_preset_beside_the_file_replaces_its_preset_and_its_shape() -> None:
+    text = f"{TEXT}swiglu: true\nmodel_preset: llama3.2-1b\nhidden_dropout: 0.2\n"
+    Path("run.yaml").write_text(text)
+    flags = "--config run.yaml --model-preset gpt2-125m --num-layers 3"
+    parsed = parse_command_line(flags.split())
+    shape = "--model-preset gpt2-125m --num-layers 3 --hidden-dropout 0.2"
+    assert parsed.config == parse_args([*WITHOUT_SHAPE, *shape.split()])
+    replaced = "hidden_size, num_attention_heads, seq_length, swiglu"
+    assert parsed.notes == (f"--model-preset gpt2-125m: replaces {replaced} of run.yaml",)
+
+
+def test_an_unknown_preset_beside_the_file_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^--model-preset gpt5: is neither a file nor a preset"):
+        parse_file(TEXT, "--model-preset", "gpt5")
+
+
 SHAPE = "--tokenizer-type NullTokenizer --vocab-size 9 --seq-length 16 --micro-batch-size 2 --lr 1e-4"
 WHOLE = [
     " ".join(MINIMAL),
     f"{SHAPE} --model-preset 345m --mock-data --train-iters 5 --min-lr 1e-5 --max-position-embeddings 16",
+    *(f"{SHAPE} --model-preset {preset} --mock-data --train-iters 5" for preset in PRESETS),
     f"{SHAPE} --model-preset llama3.1-8b --data-path .7 a .3 b --train-samples 999 --global-batch-size 8 "
     "--rampup-batch-size 4 2 100 --bf16 --zero-stage 3 --zero-quantized-weights --split 9,1 --save x "
     "--load x --keep-last 2 --no-save-optim --no-load-optim",

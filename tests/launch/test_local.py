@@ -169,11 +169,11 @@ def test_a_crashed_job_is_restarted_with_all_its_ranks(tmp_path: Path) -> None:
     assert [len((tmp_path / f"starts{rank}").read_text()) for rank in (0, 1)] == [3, 3]
 
 
-def settings(save: str, load: str) -> str:
+def settings(save: str, load: str, *more: str) -> str:
     """The config.yaml that a run writes to --save."""
     flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
     flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1"
-    return parse_args([*flags.split(), "--save", save, "--load", load]).to_yaml(["by a test"])
+    return parse_args([*flags.split(), "--save", save, "--load", load, *more]).to_yaml(["by a test"])
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,10 @@ def settings(save: str, load: str) -> str:
         settings("two words", "two words"),
         "save: there  # where it is\nload: 'there'\n",
         'checkpoint:\n  load: there\n  save: "there"\n  save-interval: 5\n',
+        "checkpoint: {async_save: true, save: there, 'load': \"there\"}  # {save: elsewhere}\n",
+        "save: a\nload: a\nfinetune: false\nload_optim: true\nckpt_step: null\n# save_optim: false\n",
     ],
-    ids=["written by a run", "by hand", "in a section"],
+    ids=["written by a run", "by hand", "in a section", "in braces", "with settings that resume"],
 )
 def test_settings_of_a_file_tell_that_a_job_resumes(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
@@ -200,6 +202,8 @@ def test_settings_of_a_file_tell_that_a_job_resumes(tmp_path: Path, text: str) -
         (settings("there", "elsewhere"), ()),
         (settings("there", "there"), ("--save", "elsewhere")),
         ("save: null\nload: null\n", ()),
+        ("save: NULL\nload: ~\n", ()),
+        ("checkpoint: {save: there, load: elsewhere}\n", ()),
         ("# save: there\n# load: there\n", ()),
     ],
 )
@@ -261,3 +265,37 @@ def test_restarts_need_flags_that_resume() -> None:
     assert (
         "--max-restarts 1: --ckpt-step: a second start would not go on from where the first one ended" in err
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "finetune: true",
+        "finetune : True  # from here",
+        "load_optim: false",
+        "load-optim: 'FALSE'",
+        '"save_optim": false',
+        "ckpt_step: 0",
+        "finetune: true\r",
+        "checkpoint: {keep_last: 2, finetune: true}",
+        "checkpoint: {\n  load_optim: false,\n  keep_last: 2}",
+    ],
+)
+def test_restarts_need_settings_of_a_file_that_resume(tmp_path: Path, line: str) -> None:
+    """They are refused as their flags are."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{line}\nsave: a\nload: a\n")
+    for flags in (("--config", str(file)), (f"--config={file}", "--save", "b", "--load", "b")):
+        child = local("--max-restarts", "1", "-n", "1", "x.py", *flags)
+        _, err = child.communicate(timeout=PATIENCE)
+        assert (child.returncode, err.count("\n")) == (2, 1)
+        assert f"in --config {file}: a second start would not go on" in err
+
+
+def test_what_a_run_without_its_optimizer_writes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(settings("there", "there", "--no-load-optim", "--lr-warmup-iters", "1"))
+    child = local("--max-restarts", "1", "-n", "1", "x.py", "--config", str(file))
+    _, err = child.communicate(timeout=PATIENCE)
+    assert child.returncode == 2
+    assert f"--max-restarts 1: load_optim: false in --config {file}: a second start" in err

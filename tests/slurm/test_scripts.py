@@ -55,6 +55,7 @@ def test_every_script_is_requeued_and_told_of_its_time_limit(name: str) -> None:
         ("pretrain_gpt", (), {}, "MAX_REQUEUES 100: needs --save DIRECTORY and a --load equal to it"),
         ("pretrain_gpt", ("--save", "a", "--load", "b"), {}, "MAX_REQUEUES 100: needs --save DIRECTORY"),
         ("pretrain_gpt", (*SAVED, "--finetune"), {}, "--finetune: a second start would not go on"),
+        ("pretrain_gpt", (*SAVED, "--config=run.yaml"), {}, "finetune: true in --config run.yaml: a second"),
         ("pretrain_gpt", ("--save", "a"), {"MAX_RESTARTS": "0"}, "MAX_RESTARTS 0, MAX_REQUEUES 100: needs"),
         ("pretrain_gpt", SAVED, {"MAX_RESTARTS": "many"}, "MAX_RESTARTS many: must be a whole number"),
         ("pretrain_gpt", SAVED, {"MAX_REQUEUES": "-1"}, "MAX_REQUEUES -1: must be a whole number"),
@@ -81,6 +82,7 @@ def test_mistakes_are_refused_in_one_line(
     name: str, flags: tuple[str, ...], variables: dict[str, str], said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "points").write_text("--lr 1e-3\n\n")
+    (tmp_path / "run.yaml").write_text("checkpoint:\n  finetune: true\n")
     done, given = script(tmp_path, f"{name}.sbatch", *flags, **JOB | variables)
     assert (done.returncode, done.stderr.count("\n"), given) == (2, 1, []), done.stderr
     assert said in done.stderr

@@ -23,6 +23,10 @@ _FEEDBACK = (
 )
 _ENGINE = "the ZeRO engine is built in"
 _SCHEDULE = "the schedule always follows the flags"
+_GROUPED = {"model.group_query_attention": True, "model.num_query_groups": VALUE}
+_TEACHER = "nothing is distilled; omit it"
+_RETRO = "the model retrieves nothing; omit it"
+_SAMPLES = "samples are neither chosen nor shortened; omit it"
 _TOKENS = "lengths are given in samples or iterations: divide by --seq-length and use the flag with -samples"
 
 RENAMED = (
@@ -60,6 +64,14 @@ RENAMED = (
     renamed("--checkpoint-in-cpu", "--recompute-offload", "recompute.recompute_offload"),
     renamed("--cpu-optimizer", "--zero-offload-optimizer", "zero.zero_offload_optimizer"),
     renamed("--optimizer-cpu-offload", "--zero-offload-optimizer", "zero.zero_offload_optimizer"),
+    renamed("--rotary-position-embeddings-theta", "--rotary-base", "model.rotary_base", float),
+    OldFlag(
+        name="--num-key-value-heads",
+        takes=int,
+        gives=_GROUPED,
+        today="--group-query-attention --num-query-groups",
+    ),
+    renamed("--fp8-hybrid", "--fp8", "precision.fp8"),
     OldFlag(
         name="--use-rotary-position-embeddings",
         gives={"model.position_embedding_type": "rope"},
@@ -126,6 +138,21 @@ IDLE = (
     *idle(
         "checkpoints have one format, described in docs/internals/checkpoints.md", "--ckpt-format", takes=str
     ),
+    *idle(_FUSED, "--use-flash-attn-triton --use-flash-attn-builder"),
+    *idle("--fused-backend selects the norms", "--disable-mem-efficient-ln"),
+    *idle("--fused-backend selects the AdamW implementation", "--ds_fused_adam"),
+    *idle(_NO_PP, "--enable-zbh1-pipeline --enable-zbh1-exact-semantics --overlap-p2p-communication"),
+    *idle(_NO_PP, "--standalone-embedding-stage"),
+    *idle(_NO_PP, "--pipeline-model-parallel-split-rank", takes=int),
+    *idle("data are read again for as long as the run lasts", "--repeated-dataloader"),
+    *idle(
+        "always written to TensorBoard, W&B and --metrics-file",
+        "--log-batch-size-to-tensorboard --no-log-learnig-rate-to-tensorboard",
+    ),
+    *idle(
+        "only reports, and norms of moments are not logged; --log-params-norm logs that of the weights",
+        "--log-optimizer-states-to-tensorboard",
+    ),
     *idle(_SCHEDULE, "--override-lr-scheduler", "--override-opt_param-scheduler", "--no-load-lr-state"),
 )
 
@@ -144,6 +171,31 @@ REFUSED = (
     *refused("linear layers are whole; use --zero-stage 3 to shard them", "--memory-centric-tiled-linear"),
     *refused("embeddings are whole; use --zero-stage 3 to shard them", "--scattered-embeddings"),
     *refused(_FEEDBACK, "--zero-gradient-error-feedback"),
+    *refused("8-bit gradients need the hybrid format; use --fp8", "--fp8-e4m3"),
+    *refused(_EXPERTS, "--mlp-type --topk --expert-interval --num-experts-switch --use-tutel"),
+    *refused(_EXPERTS, "--create-moe-param-group --enable-expert-tensor-parallelism"),
+    *refused(_EXPERTS, "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling"),
+    *refused(_TEACHER, "--load-teacher --num-layers-teacher --hidden-size-teacher --num-experts-teacher"),
+    *refused(_TEACHER, "--num-attention-heads-teacher --mos --kd --kd-alpha-ce --kd-beta-ce --kd-temp"),
+    *refused(_RETRO, "--retro-workdir --retro-add-retriever --retro-cyclic-train-iters"),
+    *refused(_RETRO, "--retro-encoder-layers --retro-encoder-hidden-dropout"),
+    *refused(_RETRO, "--retro-encoder-attention-dropout --retro-num-neighbors"),
+    *refused(_RETRO, "--retro-num-retrieved-chunks --retro-return-doc-ids"),
+    *refused("every layer computes all tokens; omit it", "--random-ltd"),
+    *refused(_SAMPLES, "--data-efficiency-curriculum-learning --return-data-index --train-idx-path"),
+    *refused(_SAMPLES, "--train-desc-path --train-doc-idx-path --train-sample-idx-path"),
+    *refused(_SAMPLES, "--train-shuffle-idx-path"),
+    *refused("use --train-samples or --train-iters", "--train-data-exact-num-epochs"),
+    *refused("name the data in --data-path", "--aml-data-download-path"),
+    *refused("this program is the trainer; omit it", "--use-dataset-only"),
+    *refused(_LONG, "--force-ds-sequence-parallel --ds-sequence-parallel-fpdt"),
+    *refused(_LONG, "--ds-sequence-parallel-fpdt-chunk-size --ds-sequence-parallel-fpdt-offloading"),
+    *refused("embeddings have the compute format; use --fp32", "--embedding-weights-in-fp32"),
+    *refused("use --ckpt-step", "--load-tag"),
+    *refused("every checkpoint loads at any number of ranks; omit it", "--universal-checkpoint"),
+    *refused("use --finetune, which loads weights only and starts at iteration 0", "--reset-iteration"),
+    *refused("a signal, such as SIGTERM, saves and stops the run; omit it", "--kill-switch-file"),
+    *refused("use --profile --profile-step-start N --profile-step-end N", "--profile_steps"),
     *refused(_PP, "--num-layers-per-virtual-pipeline-stage"),
     *refused("weight decay is constant; use --weight-decay", "--start-weight-decay", "--end-weight-decay"),
 )
