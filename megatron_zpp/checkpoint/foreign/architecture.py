@@ -27,7 +27,17 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "no_rope_freq": (None,),
     "softmax_type": (None, "vanilla"),
     "experimental_attention_variant": (None,),
+    "attention_output_gate": (None, False),
+    "qk_l2_norm": (None, False),
+    "glu_linear_offset": (None, 0),
+    "activation_func_clamp_value": (None,),
+    "use_mup": (None, False),
+    "rope_type": (None, "rope"),
+    "enable_mhc_connections": (None, False),
+    "hybrid_layer_pattern": (None,),
     "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None, ""),
+    "spec": (None, [], ()),
 }
 _COPIED = (
     *("kv_channels", "ffn_hidden_size", "max_position_embeddings", "qk_layernorm", "swiglu"),
