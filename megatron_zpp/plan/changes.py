@@ -8,7 +8,7 @@ from megatron_zpp.config.options import flag_name
 from megatron_zpp.plan.job import Job
 
 # Fields that are None unless another flag is given, and what they are then if nothing is given for them.
-_RESOLVED = {"zero_prefetch_units": 1, "recompute_num_layers": 1}
+_RESOLVED = {"recompute_num_layers": 1}
 _OF_AN_OPTION = {  # fields that are refused, unless they have their default, without another
     "zero_quantized_weights_format": "zero_quantized_weights",
     "zero_quantized_gradients_format": "zero_quantized_gradients",

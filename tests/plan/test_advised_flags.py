@@ -27,6 +27,7 @@ CASES = {  # a command line, and a part of what is said of it
     f"{FITS} {STAGE_3} --plan-link-gbit 400 --grad-reduce-in-bf16": "  take ",
     f"{FITS} {STAGE_3} --grad-reduce-in-bf16": "--zero-quantized-gradients without --grad-reduce-in-bf16\n",
     f"{FITS} {STAGE_3} --zero-prefetch-units 2": "  --zero-stage 1 without --zero-prefetch-units fits as",
+    f"{FITS} {STAGE_3} --zero-prefetch-units 1": "  --zero-stage 1 without --zero-prefetch-units fits as",
     f"{FITS} {STAGE_3} --zero-hpz-partition-size auto": "--zero-stage 1 --zero-hpz-partition-size 1 fits as",
     f"{FITS} {EVERYTHING} --zero-quantization-block 64": "  take all of them: ",
     f"{FITS} {EVERYTHING} --zero-quantization-block 64 --plan-nodes 1": "none of them (--zero-hpz-partition-"
