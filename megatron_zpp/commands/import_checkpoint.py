@@ -96,9 +96,7 @@ def _find(config: ImportOptions) -> Foreign:
             "holds no checkpoint of Megatron-LM or DeepSpeed; name one that does",
         )
     if found.layout not in _READERS:
-        raise option_error(
-            "DIRECTORY", config.directory, f"{found.words}; use megatron_zpp.commands.huggingface import"
-        )
+        raise option_error("DIRECTORY", config.directory, f"{found.words}; {found.remedy}")
     if config.program not in ("auto", found.program):
         raise option_error("--from", config.program, f"{found.words}; omit the flag")
     return found

@@ -118,10 +118,7 @@ class ZeroConfig(Options):
 
     def check(self) -> None:
         """Refuse flags without the flag that they refine, and without the stage that they need."""
-        if self.zero_stage >= 3:
-            if self.zero_prefetch_units is None:
-                object.__setattr__(self, "zero_prefetch_units", 1)
-        elif self.zero_prefetch_units is not None:
+        if self.zero_stage < 3 and self.zero_prefetch_units is not None:
             raise option_error("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")
         spare = self.zero_spare_multiprocessors
         if spare != "auto" and not re.fullmatch(r"0|[1-9]\d?", spare):
@@ -177,6 +174,13 @@ class ZeroConfig(Options):
                 raise option_error(
                     "--zero-quantization-block", block, "must be a power of two from 32 to 2048"
                 )
+
+    @property
+    def prefetched_units(self) -> int:
+        """Units that are gathered ahead of the unit that computes: none below stage 3, and 1 by default."""
+        if self.zero_stage < 3:
+            return 0
+        return 1 if self.zero_prefetch_units is None else self.zero_prefetch_units
 
     @property
     def cuts_layers(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.plan.changes import Changes, changes
 from megatron_zpp.plan.hardware import USABLE, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import Memory, memory_of
@@ -16,6 +17,8 @@ WORTH = 0.01  # of a step's time: the model is not accurate enough for smaller d
 HPZ, _WEIGHTS = "--zero-hpz-partition-size", "--zero-quantized-weights"
 ACCUMULATE = "--zero-gradient-partition-size"
 _OPTIONS = (_WEIGHTS, HPZ, "--zero-quantized-gradients", ACCUMULATE)
+EVERYTHING = "all of them"
+_FIELDS = {flag: flag.removeprefix("--").replace("-", "_") for flag in _OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,16 @@ def zeropp_plans(job: Job, machine: Machine) -> list[Plan]:
         alternative = _with(job, *(flag in chosen for flag in _OPTIONS))
         if _WEIGHTS in chosen and not alternative.zero.zero_quantized_weights:
             continue  # it would be refused with these
-        name = "all of them" if chosen and chosen == options else " ".join(chosen) or "none of them"
+        name = EVERYTHING if chosen and chosen == options else " ".join(chosen) or "none of them"
         plans.append(plan_of(name, alternative, machine))
     return plans
+
+
+def options_of(plan: Plan, run: Job) -> Changes:
+    """The options of ZeRO++ of a plan of `zeropp_plans`, and what else it changes in the run's flags."""
+    zero = plan.job.zero
+    on = (zero.zero_quantized_weights, zero.hpz, zero.zero_quantized_gradients, accumulates(zero))
+    return changes(run, plan.job, tuple(_FIELDS[flag] for flag, has in zip(_OPTIONS, on, strict=True) if has))
 
 
 def _means_something(flag: str, job: Job) -> bool:
@@ -214,7 +224,12 @@ def _options(
         settings["zero_gradient_partition_size"] = size if accumulates(given) else "auto"
     if weights or gradients:
         settings["zero_quantization_block"] = given.zero_quantization_block
-    return dataclasses.replace(plain, **settings)
+    changed = dataclasses.replace(plain, **settings)
+    if changed.sends_differences:
+        changed = dataclasses.replace(changed, zero_check_interval=given.zero_check_interval)
+    if changed.narrows_differences:
+        changed = dataclasses.replace(changed, zero_delta4_iterations=given.zero_delta4_iterations)
+    return changed
 
 
 def without_hpz(job: Job) -> Job:

@@ -8,8 +8,6 @@ from megatron_zpp.config.model import RecomputeConfig
 from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.plan.advice import (
-    ACCUMULATE,
-    HPZ,
     WORTH,
     Plan,
     accumulates,
@@ -18,28 +16,34 @@ from megatron_zpp.plan.advice import (
     without_accumulation,
     without_hpz,
 )
+from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.job import Job, units_of
 
 _MUCH = 0.1  # of the peak: less memory than that is not worth another order of sums
 _MULTIPLE = 64  # rows of a block: whole tiles of matrix products
 
-_MICRO, _RECOMPUTE = "--micro-batch-size", "--recompute-granularity full --recompute-method uniform"
-_STAGE, _UNIT, _ROWS = "--zero-stage", "--zero-unit", flag_name("zero_table_rows")
+_ROWS = flag_name("zero_table_rows")
 _Change = Callable[[Job], Job]
 
 
 def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
-    """Plans that take less memory: each change alone, then the furthest value of all of them together."""
+    """Plans that take less memory: each change alone, then the furthest value of all of them together.
+
+    A plan is named by the flags that its change gives and omits.
+    """
     higher = range(job.zero.zero_stage + 1, 4) if job.data_ranks > 1 else range(0)
-    stages: dict[str, _Change] = {f"{_STAGE} {stage}": partial(at_stage, stage=stage) for stage in higher}
-    micro_batches: dict[str, _Change] = {
-        f"{_MICRO} {size}": partial(_in_micro_batches_of, size=size) for size in _halves(job.micro_batch_size)
-    }
-    others = _other_changes(job)
-    for name, change in {**stages, **micro_batches, **others}.items():
-        yield plan_of(name, change(job), machine)
-    furthest = [*list(stages.values())[-1:], *list(micro_batches.values())[-1:], *others.values()]
+    stages: list[_Change] = [partial(at_stage, stage=stage) for stage in higher]
+    micro_batches: list[_Change] = [
+        partial(_in_micro_batches_of, size=size)
+        for size in _halves(job.micro_batch_size)
+        if job.may_have_samples(size)
+    ]
+    others = list(_other_changes(job))
+    for change in (*stages, *micro_batches, *others):
+        changed = change(job)
+        yield plan_of(str(changes(job, changed)), changed, machine)
+    furthest = [*stages[-1:], *micro_batches[-1:], *others]
     if len(furthest) > 1:
         together = job
         for change in furthest:
@@ -47,24 +51,28 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
         yield plan_of("all of these", together, machine)
 
 
-def _other_changes(job: Job) -> dict[str, _Change]:
+def _other_changes(job: Job) -> Iterator[_Change]:
     """The changes of flags that have one value which takes less memory."""
-    rows = suggested_rows(job)
-    return {
-        **({f"without {HPZ}": without_hpz} if job.zero.hpz else {}),
-        **({f"without {ACCUMULATE}": without_accumulation} if accumulates(job.zero) else {}),
-        **({f"{_UNIT} sublayer": _in_sublayers} if _can_cut(job) else {}),
-        **({f"{_ROWS} {rows}": partial(in_row_blocks, rows=rows)} if rows else {}),
-        **({_RECOMPUTE: _recomputed} if job.recompute.recompute_granularity != "full" else {}),
-        **({"--zero-offload-optimizer": _offloaded} if _can_offload(job) else {}),
-    }
+    if job.zero.hpz:
+        yield without_hpz
+    if accumulates(job.zero):
+        yield without_accumulation
+    if _can_cut(job):
+        yield _in_sublayers
+    if rows := suggested_rows(job):
+        yield partial(in_row_blocks, rows=rows)
+    if job.recompute.recompute_granularity != "full":
+        yield _recomputed
+    if _can_offload(job):
+        yield _offloaded
 
 
 def faster_stage(plan: Plan, machine: Machine, gibibytes: float) -> Plan | None:
-    """The fastest plan of another stage that fits; None if it is not faster than `plan`."""
+    """The fastest plan of another stage that fits, named by flags; None if it is not faster than `plan`."""
     job = plan.job
     stages = [stage for stage in range(4) if stage != job.zero.zero_stage] if job.data_ranks > 1 else []
-    others = [plan_of(f"{_STAGE} {stage}", at_stage(job, stage), machine) for stage in stages]
+    jobs = [at_stage(job, stage) for stage in stages]
+    others = [plan_of(str(changes(job, other)), other, machine) for other in jobs]
     fitting = [other for other in others if other.fits(gibibytes)]
     best = min(fitting, key=lambda other: other.time.seconds, default=None)
     return best if best and best.time.seconds < (1 - WORTH) * plan.time.seconds else None
@@ -139,7 +147,7 @@ def _can_cut(job: Job) -> bool:
 
 def _can_offload(job: Job) -> bool:
     """Whether the run could have its optimizer on the CPU and has not."""
-    return not (job.zero.zero_offload_optimizer or job.precision.fp8_param_gather)
+    return job.may_offload and not (job.zero.zero_offload_optimizer or job.precision.fp8_param_gather)
 
 
 def _in_sublayers(job: Job) -> Job:

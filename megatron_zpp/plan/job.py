@@ -35,7 +35,9 @@ class Job:
     Layouts, and all that ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled,
     as by default. `memory_snapshots`: the run takes some. `async_save`: it saves beside the
     training, with `save_optim` the optimizer's states too. `overlapped`: tensor ranks, if there are several,
-    compute beside their exchanges.
+    compute beside their exchanges. `demands_overlap`: --tp-comm-overlap is given, which one rank alone is
+    refused. `may_offload`: no setting refuses the optimizer on the CPU. `times_layers`: a measurement of
+    whole layers chooses their products, so tensor ranks are refused.
     """
 
     model: ModelConfig
@@ -54,6 +56,9 @@ class Job:
     save_optim: bool = True
     tensor: int = 1
     overlapped: bool = False
+    demands_overlap: bool = False
+    may_offload: bool = True
+    times_layers: bool = False
 
     @property
     def ranks(self) -> int:
@@ -89,6 +94,10 @@ class Job:
     def tokens_per_step(self) -> int:
         """Tokens of all data ranks."""
         return self.samples_per_step * self.model.seq_length
+
+    def may_have_samples(self, size: int) -> bool:
+        """Whether a micro-batch may have so many samples: 8-bit products need multiples of 16 tokens."""
+        return not (self.precision.fp8 and size * self.model.seq_length % 16)
 
     @property
     def flops_per_token(self) -> float:

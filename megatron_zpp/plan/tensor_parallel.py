@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.tensor_parallel import FLAG, check_tensor_ranks, check_vocabulary
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.activations import ends_bytes, layer_bytes, loss_bytes, stored_bytes, working_bytes
 from megatron_zpp.plan.advice import Plan, at_stage, least_that_pays, plan_of
+from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes
 from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, USABLE, Machine
 from megatron_zpp.plan.job import Job, units_of
@@ -26,10 +26,6 @@ from megatron_zpp.zero.plan_communication import check_topology
 
 _GB, _GIB = 1e9, 2**30
 _NAME = 40  # columns of the name of a row
-_CHANGED = (  # of a run's ZeroConfig
-    *("zero_stage", "zero_hpz_partition_size", "zero_gradient_partition_size"),
-    "zero_quantized_weights_format",
-)
 
 
 def tensor_plans(plan: Plan, machine: Machine, gibibytes: float) -> list[Plan]:
@@ -65,18 +61,8 @@ def _largest_that_fits(jobs: list[Job], run: Job, machine: Machine, gibibytes: f
 
 
 def _named(plan: Plan, run: Job) -> Plan:
-    """The plan, named by the value of FLAG and the other flags that are not those of the run."""
-    job, name = plan.job, str(plan.job.tensor)
-    for field in _CHANGED:
-        if (value := getattr(job.zero, field)) != getattr(run.zero, field):
-            name += f" {flag_name(field)} {value}"
-    if job.micro_batch_size != run.micro_batch_size:
-        name += f" --micro-batch-size {job.micro_batch_size}"
-    if job.zero.zero_table_rows != run.zero.zero_table_rows:
-        name += f" without {flag_name('zero_table_rows')}"
-    if job.precision.fp8_output_layer != run.precision.fp8_output_layer:
-        name += f" without {flag_name('fp8_output_layer')}"
-    return dataclasses.replace(plan, name=name)
+    """The plan, named by the value of FLAG and the flags that it changes in the run's command line."""
+    return dataclasses.replace(plan, name=f"{plan.job.tensor} {changes(run, plan.job)}".rstrip())
 
 
 def at_tensor(job: Job, size: int) -> list[Job]:
@@ -93,7 +79,9 @@ def at_tensor(job: Job, size: int) -> list[Job]:
     )
     shared = dataclasses.replace(job, tensor=size, units=units, zero=_zero_of(job, size), precision=precision)
     most = max(1, job.micro_batch_size * size // job.tensor)
-    sizes = [one for one in range(1, min(most, samples) + 1) if samples % one == 0]
+    sizes = [
+        one for one in range(1, min(most, samples) + 1) if samples % one == 0 and job.may_have_samples(one)
+    ]
     return [
         dataclasses.replace(shared, micro_batch_size=one, micro_batches=samples // one)
         for one in reversed(sizes)
@@ -105,7 +93,9 @@ def _units_of(job: Job, size: int) -> list[tuple[str, nn.Module]]:
 
 
 def _divides(job: Job, size: int) -> bool:
-    """Whether `size` ranks of a node can share each layer."""
+    """Whether `size` ranks of a node can share each layer, and a run with so many is not refused."""
+    if size > 1 and job.times_layers:
+        return False
     try:
         check_tensor_ranks(job.model, size, fp8=job.precision.fp8)
         check_vocabulary(job.model, job.vocab_size, size)

@@ -62,6 +62,9 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -
         async_save=config.checkpoint.async_save,
         save_optim=config.checkpoint.save_optim,
         overlapped=config.overlaps_exchanges("cuda"),
+        demands_overlap=bool(config.distributed.tp_comm_overlap),
+        may_offload=config.learning_rate.decoupled_lr is None and config.optimizer.fused_backend != "apex",
+        times_layers=config.compilation.measures_products or config.precision.measures_fp8,
     )
 
 

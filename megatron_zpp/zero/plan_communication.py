@@ -61,10 +61,8 @@ def plan_communication(
         secondary=gathers.secondary,
         among_groups=gathers.among_groups,
         reduction=reduction,
-        prefetch=zero.zero_prefetch_units or 0,  # None below stage 3, where no gather is ahead of its unit
-        slots=tuple(
-            _slots(layouts, orders, zero.zero_prefetch_units if residency.parameters_sharded else None)
-        ),
+        prefetch=zero.prefetched_units,
+        slots=tuple(_slots(layouts, orders, zero.prefetched_units if residency.parameters_sharded else None)),
         slot_stream=gathers.slot_stream,
         reduction_slots=tuple(_slots(layouts, (forward,), 1)),  # for two units in a row
         reads=reads,

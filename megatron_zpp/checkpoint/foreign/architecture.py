@@ -27,13 +27,23 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "no_rope_freq": (None,),
     "softmax_type": (None, "vanilla"),
     "experimental_attention_variant": (None,),
+    "attention_output_gate": (None, False),
+    "qk_l2_norm": (None, False),
+    "glu_linear_offset": (None, 0),
+    "activation_func_clamp_value": (None,),
+    "use_mup": (None, False),
+    "rope_type": (None, "rope"),
+    "enable_mhc_connections": (None, False),
+    "hybrid_layer_pattern": (None,),
     "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None, ""),
+    "spec": (None, [], ()),
 }
 _COPIED = (
     *("kv_channels", "ffn_hidden_size", "max_position_embeddings", "qk_layernorm", "swiglu"),
     *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights"),
 )
-_ROPE = ("rotary_base", "rotary_percent")
+_BASES = ("rotary_base", "rope_theta")  # the second of Megatron-DeepSpeed
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 
 
@@ -97,7 +107,10 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
         )
     found = {"position_embedding_type": kind}
     if kind == "rope":
-        found |= {name: _number(path, name, args[name]) for name in _ROPE if args.get(name) is not None}
+        if bases := _rotary_bases(path, args):
+            found |= {"rotary_base": bases.pop()}
+        if args.get("rotary_percent") is not None:
+            found |= {"rotary_percent": _number(path, "rotary_percent", args["rotary_percent"])}
         if args.get("use_rope_scaling"):
             found |= {"use_rope_scaling": True}
             found |= {
@@ -106,6 +119,15 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
                 )
             }
     return found
+
+
+def _rotary_bases(path: Path, args: Mapping[str, Any]) -> set[float]:
+    """The base of rope's wavelengths; empty if `args` do not say it. Raises ValueError if they say two."""
+    said = {name: _number(path, name, args[name]) for name in _BASES if args.get(name) is not None}
+    if len(bases := set(said.values())) > 1:
+        both = " and ".join(f"{name} {base:g}" for name, base in said.items())
+        raise ValueError(f"{path}: its args say {both}, two names of one setting; remove the wrong one")
+    return bases
 
 
 def _number(path: Path, name: str, value: Any) -> float:

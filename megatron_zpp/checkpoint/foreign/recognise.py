@@ -5,16 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEGATRON, DEEPSPEED, TRANSFORMERS = "megatron", "deepspeed", "transformers"
+TORCH = "torch.distributed.checkpoint"  # of torchtitan, and of loops with FSDP2
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 _LIMIT = 64  # bytes of a tracker
-_ITERATION = re.compile(r"(?:iter_|global_step)(\d+)(_universal)?|release()")
+_ITERATION = re.compile(r"(?:iter_|global_step|step-)(\d+)(_universal)?|release()")
 
 
 @dataclass(frozen=True)
 class Foreign:
     """A checkpoint of another program: `path` is an iteration's directory."""
 
-    program: str  # MEGATRON, DEEPSPEED or TRANSFORMERS
+    program: str  # MEGATRON, DEEPSPEED, TRANSFORMERS or TORCH
     layout: str  # one of _LAYOUTS
     path: Path
     iteration: int | None = None
@@ -28,6 +29,11 @@ class Foreign:
     @property
     def remedy(self) -> str:
         """How to use it here."""
+        if self.program == TORCH:
+            return (
+                "save its weights in Hugging Face's format, as safetensors with a config.json; then python "
+                "-m megatron_zpp.commands.huggingface import makes a checkpoint of this program from them"
+            )
         module = "huggingface import" if self.program == TRANSFORMERS else "import_checkpoint"
         return f"python -m megatron_zpp.commands.{module} makes a checkpoint of this program from it"
 
@@ -39,6 +45,7 @@ _LAYOUTS = {
     "universal": "Universal",
     "safetensors": "safetensors",
     "pickled": "pytorch_model.bin",
+    "dcp": ".distcp files",
 }
 
 
@@ -79,6 +86,8 @@ def _layout(path: Path) -> Foreign | None:
             return Foreign(TRANSFORMERS, "safetensors", path)
         if any(path.glob("pytorch_model*.bin")):
             return Foreign(TRANSFORMERS, "pickled", path)
+    if (path / ".metadata").is_file() and any(path.glob("*.distcp")):
+        return Foreign(TORCH, "dcp", path, number)
     return None
 
 

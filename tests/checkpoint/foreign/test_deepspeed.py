@@ -3,6 +3,7 @@
 DeepSpeed itself is not needed: its files are made from megatron-core's weights, shared as ZeRO shares them.
 """
 
+from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_zpp.generate.loading import load_model
 from tests.checkpoint.foreign.conftest import Saved
 from tests.checkpoint.foreign.imports import TOKENIZER, assert_same_logits, run_import
 from tests.checkpoint.foreign.test_megatron import legacy, nested
@@ -101,6 +103,27 @@ def test_fp32_weights_are_joined_from_data_and_tensor_ranks(
     assert_same_logits(tmp_path / "new", root)
     (tmp_path / "theirs/global_step7/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(ValueError, match=r"has optim_states of data ranks \[0, 2\]; copy all of them"):
+        run_import(monkeypatch, capsys, tmp_path / "theirs", "--output", tmp_path / "newer", *TOKENIZER)
+
+
+def test_the_rotary_base_is_read_by_megatron_deepspeeds_name(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--rotary-position-embeddings-theta is `rope_theta` in its args, and there is no `rotary_base`."""
+    root = saved("llama", 1)
+    write_zero(root, tmp_path / "theirs", 2, 1)
+    file = tmp_path / "theirs/global_step7/mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    state["args"].rope_theta = 500_000
+    with_both = dict(vars(state["args"]))
+    del state["args"].rotary_base
+    torch.save(state, file)
+    run_import(monkeypatch, capsys, tmp_path / "theirs", "--output", tmp_path / "new", *TOKENIZER)
+    model, _ = load_model(str(tmp_path / "new"), None)
+    assert model.config.rotary_base == 500_000
+    state["args"] = Namespace(**with_both)
+    torch.save(state, file)
+    with pytest.raises(ValueError, match=r"its args say rotary_base 10000 and rope_theta 500000, two names"):
         run_import(monkeypatch, capsys, tmp_path / "theirs", "--output", tmp_path / "newer", *TOKENIZER)
 
 

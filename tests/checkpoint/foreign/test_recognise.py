@@ -9,7 +9,7 @@ import pytest
 
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.foreign.recognise import recognise
-from megatron_zpp.commands import huggingface, sample, serve
+from megatron_zpp.commands import huggingface, import_checkpoint, sample, serve
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.train.restore import check_start
@@ -24,8 +24,11 @@ LAYOUTS = {
     "Universal": ["global_step100_universal/zero/a/fp32.pt", "latest_universal=global_step100_universal"],
     "safetensors": ["config.json", "model.safetensors"],
     "pytorch_model.bin": ["config.json", "pytorch_model.bin"],
+    ".distcp files": ["step-10/.metadata", "step-10/__0_0.distcp", "step-9/.metadata", "step-9/__0_0.distcp"],
+    ".distcp files ": [".metadata", "__0_0.distcp"],
 }
-WORDS = r"is a checkpoint of (Megatron-LM|DeepSpeed|transformers) \(.+\); python -m megatron_zpp.commands.\w+"
+PROGRAMS = r"Megatron-LM|DeepSpeed|transformers|torch\.distributed\.checkpoint"
+WORDS = rf"is a checkpoint of ({PROGRAMS}) \(.+\); .*python -m megatron_zpp\.commands\.\w+"
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -82,6 +85,20 @@ def test_a_run_names_it(foreign: Path) -> None:
     for settings in ({"load": str(foreign)}, {"load": str(foreign), "save": str(foreign)}):
         with pytest.raises(ValueError, match=f"^--load .*{WORDS}"):
             check_start(CheckpointConfig(**settings), model, {})
+
+
+def test_the_newest_step_of_torchtitan_is_named_with_a_way_for_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in LAYOUTS[".distcp files"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    said = r"step-10 is a checkpoint of torch\.distributed\.checkpoint .*; save its weights in Hugging Face's"
+    with pytest.raises(ValueError, match=said):
+        candidates(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["import_checkpoint", str(tmp_path), "--output", str(tmp_path / "new")])
+    with pytest.raises(ValueError, match=said):
+        import_checkpoint.main()
 
 
 def test_directories_of_ours_and_others_are_not_taken_for_it(tmp_path: Path) -> None:

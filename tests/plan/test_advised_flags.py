@@ -1,0 +1,109 @@
+"""What a plan advises is accepted: each set of flags that it prints, in the command line that was planned."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train.dry_run import dry_run, planned
+from megatron_zpp.train.inputs import check_inputs
+
+PLAN = (
+    "--dry-run --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --lr 1e-4 --train-iters 9 "
+    "--model-preset 1.3b --plan-nodes 4 --plan-gpus-per-node 8 --plan-link-gbit 50"
+)
+FITS = f"{PLAN} --micro-batch-size 2 --global-batch-size 128"
+TOO_LARGE = f"{PLAN} --micro-batch-size 64 --global-batch-size 2048"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform"
+STAGE_3 = "--zero-stage 3"
+EVERYTHING = f"{STAGE_3} --zero-quantized-weights --zero-hpz-partition-size auto --zero-quantized-gradients"
+DELTAS = f"{EVERYTHING} --zero-quantized-weights-format delta3 --zero-quantized-gradients-format rotated4"
+CASES = {  # a command line, and a part of what is said of it
+    f"{FITS} {STAGE_3}": "  take all of them: ",
+    f"{FITS} {STAGE_3} --plan-link-gbit 400": " --zero-quantized-weights --zero-hpz-partition-size auto",
+    f"{FITS} {STAGE_3} --plan-link-gbit 400 --grad-reduce-in-bf16": "  take ",
+    f"{FITS} {STAGE_3} --grad-reduce-in-bf16": "--zero-quantized-gradients without --grad-reduce-in-bf16\n",
+    f"{FITS} {STAGE_3} --zero-prefetch-units 2": "  --zero-stage 1 without --zero-prefetch-units fits as",
+    f"{FITS} {STAGE_3} --zero-prefetch-units 1": "  --zero-stage 1 without --zero-prefetch-units fits as",
+    f"{FITS} {STAGE_3} --zero-hpz-partition-size auto": "--zero-stage 1 --zero-hpz-partition-size 1 fits as",
+    f"{FITS} {EVERYTHING} --zero-quantization-block 64": "  take all of them: ",
+    f"{FITS} {EVERYTHING} --zero-quantization-block 64 --plan-nodes 1": "none of them (--zero-hpz-partition-"
+    "size 1 without --zero-quantized-weights --zero-quantized-gradients --zero-quantization-block):\n",
+    f"{FITS} {EVERYTHING} --zero-hpz-secondary quantized": "--zero-hpz-secondary bf16",
+    f"{FITS} {DELTAS} --zero-check-interval 5 --zero-delta4-iterations 3": "  take all of them: ",
+    f"{FITS} {DELTAS} --zero-check-interval 5 --plan-link-gbit 9000": " --zero-check-interval):\n    no ",
+    f"{FITS} {STAGE_3} --gemm-algorithms measured": "take ",
+    f"{FITS} {STAGE_3} --fp8 --fp8-products measured": "take ",
+    f"{FITS} {STAGE_3} --fp8 --fp8-recipe delayed --fp8-param-gather --fp8-output-layer": "take ",
+    f"{TOO_LARGE} {STAGE_3} --zero-table-rows 4096": " without --zero-table-rows",
+    f"{FITS} --zero-stage 1 --zero-gradient-partition-size auto": "take ",
+    f"{FITS} {STAGE_3} --tensor-model-parallel-size 2 --tp-comm-overlap": "  1 --micro-batch-size 1 without",
+    f"{TOO_LARGE} --zero-stage 1 --decoupled-lr 1e-4": "does NOT fit",
+    f"{TOO_LARGE} --zero-stage 1 --grad-reduce-in-bf16": "does NOT fit",
+    f"{TOO_LARGE} {DELTAS} --recompute-activations": f"    {RECOMPUTED} without --recompute-activations",
+    f"{TOO_LARGE} {STAGE_3} --zero-gradient-partition-size 4": "    --zero-gradient-partition-size off ",
+}
+
+
+def check(argv: list[str]) -> None:
+    """Raise ValueError if the plan, and so the run, would refuse the command line."""
+    config = parse_args(argv)
+    grid = Grid(planned(config.plan, Topology()), config.distributed.tensor_model_parallel_size)
+    inputs = check_inputs(config, grid.data.world_size, print)
+    dry_run(inputs, grid, speaks=False)
+
+
+def advised(lines: list[str]) -> Iterator[list[str]]:
+    """Every set of flags that the lines advise, as the names of the changes that it consists of."""
+    table, rows = "", list[str]()
+    for line in lines:
+        row = re.match(r"(?: {4}|[ *] )(\S.*?)(?: {2,}|$)", line)
+        if line.endswith("would change that:") or line.startswith(("ZeRO++ at", "tensor ranks, same")):
+            table, rows = line, []
+        elif not line or line.startswith("  advice: --zero-table-rows"):
+            table = ""
+        if found := re.match(r"  (\S.*) fits as well, in ", line):
+            yield [found[1]]
+        elif found := re.match(r"  advice: (\S.*?) (?:would|pays|does not pay)", line):
+            yield found[1].split(" and ")
+        elif found := re.match(r"  take (?:none of them)?(?:all of them)?(.*?):(?: |$)", line):
+            everything = rows if "all of them" in line else []
+            yield [*everything, found[1].strip(" ()")]
+        elif table and row and line != table and not row[1].startswith("of ") and "ms per step" not in line:
+            if row[1] == "all of these":
+                yield rows
+            elif table.startswith("tensor ranks"):
+                yield [f"--tensor-model-parallel-size {row[1]}"]
+            elif " of them" not in row[1]:
+                rows.append(row[1])
+                yield [row[1]]
+
+
+def applied(argv: list[str], names: list[str]) -> list[str]:
+    """The command line with the flags to give, and without those to omit."""
+    for name in names:
+        given, _, omitted = name.partition("without ")
+        for flag in set(omitted.split()) & set(argv):
+            start = argv.index(flag)
+            end = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("--")), len(argv))
+            argv = argv[:start] + argv[end:]
+        argv = [*argv, *given.split()]
+    return argv
+
+
+@pytest.mark.parametrize("command", CASES, ids=lambda command: command.split("size ", 2)[2])
+def test_every_set_of_flags_is_accepted_by_the_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_args(command.split())
+    grid = Grid(planned(config.plan, Topology()), config.distributed.tensor_model_parallel_size)
+    dry_run(check_inputs(config, grid.data.world_size, print), grid, speaks=True)
+    said = capsys.readouterr().out
+    assert CASES[command] in said, said
+    sets = list(advised(said.splitlines()))
+    assert len(sets) >= 2
+    for names in sets:
+        omitted = " ".join(name.partition("without ")[2] for name in names)
+        assert set(omitted.split()) <= set(command.split())
+        check(applied(command.split(), names))
