@@ -10,6 +10,8 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from megatron_zpp.checkpoint.foreign.recognise import recognise
@@ -25,6 +27,7 @@ from megatron_zpp.storage.regular import read_limited
 TRACKER = "latest_checkpointed_iteration.txt"
 _TRACKER_LIMIT = 32  # bytes
 _NAME = re.compile(r"iter_(\d{7,})(\.retired|\.replacement)?")
+_SUFFIXES = ("", ".replacement", ".retired")  # in the order in which they count
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -59,13 +62,32 @@ def replacement_path(final: ObjectPath) -> ObjectPath:
 
 
 def committed(directory: Location) -> dict[int, Location]:
-    """The committed checkpoints by iteration, the newest first. Raises OSError of an object store."""
-    found: dict[int, Location] = {}
+    """The committed checkpoints by iteration, the newest first. Raises OSError of an object store.
+
+    In an object store this takes a request per checkpoint; see `newest_first` and `committed_of` for fewer.
+    """
+    return {
+        iteration: path for path in newest_first(directory) if (iteration := iteration_of(path)) is not None
+    }
+
+
+def newest_first(directory: Location) -> Iterator[Location]:
+    """Yield the committed checkpoints, looking for the marker of one only when it is asked for.
+
+    The directory is listed once. Raises OSError of an object store.
+    """
+    found: dict[int, list[Location]] = {}
     for path in _entries(directory):  # a name sorts before the same name with .retired or .replacement
-        iteration = iteration_of(path)
-        if iteration is not None and is_committed(path):
-            found.setdefault(iteration, path)
-    return dict(sorted(found.items(), reverse=True))
+        if (iteration := iteration_of(path)) is not None:
+            found.setdefault(iteration, []).append(path)
+    for _, paths in sorted(found.items(), reverse=True):
+        yield from islice(filter(is_committed, paths), 1)
+
+
+def committed_of(directory: Location, iteration: int) -> Location | None:
+    """The committed checkpoint of an iteration, without listing the directory. Raises OSError as above."""
+    name = checkpoint_name(iteration)
+    return next(filter(is_committed, (directory / f"{name}{suffix}" for suffix in _SUFFIXES)), None)
 
 
 def _entries(directory: Location) -> list[Location]:
@@ -82,16 +104,32 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
     another program wrote what is there, if the directory is itself a checkpoint, and if there are
     checkpoints but none is committed.
     """
+    return list(each_candidate(directory, iteration, flag))
+
+
+def each_candidate(directory: str, iteration: int | None = None, flag: str = "--load") -> Iterator[Location]:
+    """Yield `candidates` one by one: who needs the newest alone does not ask for the marker of each.
+
+    Raises ValueError as `candidates` does, before the first.
+    """
     try:
         root = location(directory)
     except ValueError as error:
         raise option_error(flag, directory, str(error)) from None
     try:
-        if root.exists() and not isinstance(root, ObjectPath):
+        if not isinstance(root, ObjectPath) and root.exists():
             os.listdir(root)  # `glob` would take an unreadable directory for an empty one
         _refuse_checkpoint(flag, directory, root)
-        there = committed(root)
-        foreign = None if there or isinstance(root, ObjectPath) else recognise(root)
+        if iteration is not None and (path := committed_of(root, iteration)):
+            yield path
+            return
+        there = committed(root) if iteration is not None else {}
+        any_there = bool(there)
+        if iteration is None:
+            for path in newest_first(root):
+                any_there = True
+                yield path
+        foreign = None if any_there or isinstance(root, ObjectPath) else recognise(root)
     except ObjectError as error:
         raise option_error(flag, directory, f"{error.strerror}") from None
     except OSError as error:
@@ -99,16 +137,13 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
     if foreign:
         raise option_error(flag, directory, f"{foreign.words}; {foreign.remedy}")
     if iteration is not None:
-        if iteration not in there:
-            shown = ", ".join(map(str, sorted(there))) or "none"
-            raise option_error("--ckpt-step", iteration, f"not in {directory}; iterations there: {shown}")
-        return [there[iteration]]
-    if not there:
+        shown = ", ".join(map(str, sorted(there))) or "none"
+        raise option_error("--ckpt-step", iteration, f"not in {directory}; iterations there: {shown}")
+    if not any_there:
         for path in _entries(root):
             if iteration_of(path) is not None and not is_unfinished(path):
                 problem = f"{path.name} has no {MARKER}: it is damaged, or another program wrote it"
                 raise option_error(flag, directory, f"{problem}; name another directory, or remove it")
-    return list(there.values())
 
 
 def _refuse_checkpoint(flag: str, directory: str, root: Location) -> None:
@@ -129,7 +164,7 @@ def lost_newest(directory: Location) -> str | None:
     except (OSError, ValueError):
         return None
     path = directory / checkpoint_name(named)
-    if named < 0 or named in committed(directory):
+    if named < 0 or committed_of(directory, named):
         return None
     gone = f"has no {MARKER}, so it is not whole" if path.exists() else "is not there"
     return f"{path}, which {TRACKER} names, {gone}"
@@ -142,11 +177,10 @@ def write_tracker(directory: Location) -> None:
     and fails neither the checkpoint that has just been committed nor a start.
     """
     with contextlib.suppress(OSError):
-        newest = next(iter(committed(directory)), None)
-        path = directory / TRACKER
-        text = f"{newest}\n"
-        if newest is not None and not _holds(path, text.encode()):
-            write_text(path, text)
+        if newest := next(newest_first(directory), None):
+            path, text = directory / TRACKER, f"{iteration_of(newest)}\n"
+            if not _holds(path, text.encode()):
+                write_text(path, text)
 
 
 def _holds(path: Location, content: bytes) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.directory import each_candidate
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, parse_options
@@ -93,7 +93,7 @@ def make_report(config: ReportConfig) -> Report:
 
 def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> SavedRun:
     """The run that wrote a checkpoint. `on_cpus`: it computes in fp32 unless its flags say otherwise."""
-    path = next(iter(candidates(directory, iteration, "--checkpoint")), None)
+    path = next(each_candidate(directory, iteration, "--checkpoint"), None)
     if path is None:
         raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
     with CheckpointReader(path) as reader:

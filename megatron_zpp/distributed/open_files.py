@@ -9,8 +9,9 @@ from contextlib import suppress
 
 from megatron_zpp.config.options import option_error
 
-# Per rank: rendezvous, heartbeat, preflight, one save, load or data check, and the progress of the latter.
-STORE_CONNECTIONS = 5
+# Per rank: rendezvous, heartbeat, and two exchanges at once, each with another connection for its progress: a
+# save or its read-back beside the training (--async-save), and the agreement on a memory snapshot.
+STORE_CONNECTIONS = 6
 _BEFORE_THE_FIRST_STEP = 3  # of these, on every rank
 _OTHER_FILES = 256  # libraries, devices, data and logs of the process
 

@@ -39,6 +39,28 @@ class RankAddress:
         return f"{self.host}, {self.interface} {self.address}"
 
 
+@dataclass
+class _Deadline:
+    """The time, on the clock of this process, at which this rank stops waiting for the others."""
+
+    at: float
+    limit: float  # --preflight-timeout
+
+    @property
+    def left(self) -> float:
+        """Seconds from now on; at least 1, for a last answer."""
+        return max(1.0, self.at - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time has come."""
+        return time.monotonic() > self.at
+
+    def wait_as_long_as(self, seconds: float) -> None:
+        """Wait for as many seconds from now on, at least."""
+        self.at = max(self.at, time.monotonic() + seconds)
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """The store that all ranks share, the address of this rank, and on rank 0 the addresses of all ranks.
@@ -64,6 +86,7 @@ def rendezvous(
 ) -> Rendezvous:
     """Connect to the store at MASTER_ADDR:MASTER_PORT and wait for all ranks, for at most `limit` seconds.
 
+    `limit` counts from the start of this rank, or if rank 0 started later, from the start of rank 0.
     Rank 0 or torchrun hosts the store; its limit of open files is raised for the connections of all ranks.
     `say` receives a message about missing ranks every 10 s; `ended` one about a rank that has connected and
     was killed, see `Lifelines`; all ranks give it or none does. `timeout` is the store's time-out for later
@@ -73,7 +96,7 @@ def rendezvous(
         alone = RankAddress(platform.node(), os.getpid(), "127.0.0.1", "lo")
         return Rendezvous(dist.HashStore(), alone, (alone,))
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    deadline = time.monotonic() + limit
+    deadline = _Deadline(time.monotonic() + limit, limit)
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -87,8 +110,8 @@ def rendezvous(
         reserve_connections(os.getpid(), topology.world_size, say, len(children_of(topology)))
         store, own = _host(address, port, found, topology), str(found[0][4][0])
     else:
-        own = _reach(address, port, topology, deadline, say)
-        store = _join(address, port, deadline)
+        own = _reach(address, port, topology, deadline.at, say)
+        store = _join(address, port, deadline.at)
     store.set_timeout(timeout)
     # The launcher's store outlives a failed attempt: this attempt must not read that attempt's keys.
     store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -96,13 +119,14 @@ def rendezvous(
     lifelines = None if ended is None else Lifelines(topology, ended, say)
 
     def join() -> tuple[RankAddress, ...]:
-        if lifelines:
-            _start_lifelines(lifelines, store, topology, address, rank_address.host, deadline)
-        return _exchange_addresses(store, topology, rank_address, deadline, limit, say)
+        root = _meet_rank_0(store, topology, rank_address.host, deadline, lifelines)
+        if lifelines and root:
+            lifelines.start(root, address)
+        return _exchange_addresses(store, topology, rank_address, deadline, say)
 
     silence = f"RANK 0: does not answer rank {topology.rank} on {rank_address.host}; see rank 0's output"
     try:
-        addresses = _within(deadline + 2 * SAY_AFTER, join, silence)
+        addresses = _within(deadline, join, silence)
     except BaseException:
         if lifelines:
             lifelines.leave()
@@ -112,22 +136,28 @@ def rendezvous(
     return Rendezvous(store, rank_address, addresses, lifelines, address)
 
 
-def _start_lifelines(
-    lifelines: Lifelines, store: dist.Store, topology: Topology, address: str, host: str, deadline: float
-) -> None:
-    """Connect this rank's lifelines; rank 0, at `address`, publishes where it listens."""
+def _meet_rank_0(
+    store: dist.Store, topology: Topology, host: str, deadline: _Deadline, lifelines: Lifelines | None
+) -> Root | None:
+    """Publish on rank 0, and learn on others, where rank 0 listens for lifelines and how long it will wait.
+
+    The others wait as long as rank 0: those that gave up earlier would be counted as present. What they read
+    are seconds, because the clocks of hosts differ; rank 0 may have fewer left by then.
+    """
     if topology.rank == 0:
-        root = lifelines.listen()
-        store.set("lifelines", json.dumps(asdict(root)))
-    else:
-        root = Root(**_await_rank_0(store, "lifelines", topology, host, deadline))
-    lifelines.start(root, address)
+        root = lifelines.listen() if lifelines else None
+        store.set("rank_0", json.dumps({"seconds": deadline.left, "root": root and asdict(root)}))
+        return root
+    rank_0 = _await_rank_0(store, "rank_0", topology, host, deadline)
+    deadline.wait_as_long_as(rank_0["seconds"])
+    return Root(**rank_0["root"]) if rank_0["root"] else None
 
 
-def _within(deadline: float, ask: Callable[[], _Answer], silence: str) -> _Answer:
-    """Return what `ask` returns. Raises what it raises, and ValueError(`silence`) after the deadline.
+def _within(deadline: _Deadline, ask: Callable[[], _Answer], silence: str) -> _Answer:
+    """Return what `ask` returns. Raises what it raises, and ValueError(`silence`) 20 s after the deadline.
 
-    A request to a store whose process is stopped, or behind a link that is cut, waits without a limit.
+    `ask` may move the deadline. A request to a store whose process is stopped, or behind a link that is cut,
+    waits without a limit.
     """
     answers: list[_Answer] = []
     errors: list[BaseException] = []
@@ -140,7 +170,8 @@ def _within(deadline: float, ask: Callable[[], _Answer], silence: str) -> _Answe
 
     asking = threading.Thread(target=run, daemon=True)
     asking.start()
-    asking.join(max(0.0, deadline - time.monotonic()))
+    while asking.is_alive() and (left := deadline.at + 2 * SAY_AFTER - time.monotonic()) > 0:
+        asking.join(left)
     if errors:
         raise errors[0]
     if not answers:
@@ -247,8 +278,7 @@ def _exchange_addresses(
     store: dist.Store,
     topology: Topology,
     rank_address: RankAddress,
-    deadline: float,
-    limit: float,
+    deadline: _Deadline,
     say: Callable[[str], None],
 ) -> tuple[RankAddress, ...]:
     """Publish this rank's address and wait for all ranks. Rank 0 returns their addresses, others nothing."""
@@ -258,30 +288,50 @@ def _exchange_addresses(
         other = _parse_rank_address(store.get(f"here/{rank}"))
         both = " and ".join(f"process {one.process} on {one.host}" for one in (other, rank_address))
         fix = f"is taken by {both}; give every process its own rank"
-        store.compare_set("verdict", "", json.dumps(f"RANK {rank}: {fix}"))  # unless the ranks have met
+        _decide(store, f"RANK {rank}: {fix}")  # unless the ranks have met
         raise option_error("RANK", rank, fix)
     store.set(f"here/{rank}", text)
     if rank > 0:
         if problem := _await_rank_0(store, "verdict", topology, rank_address.host, deadline):
             raise ValueError(problem)
         return ()
-    problem = _await_all(store, topology, deadline, limit, say)
-    store.set("verdict", json.dumps(problem))
+    problem = _decide(store, _await_all(store, topology, deadline, say))
     if problem:
         time.sleep(0.3)  # this process may host the store, from which others still read the verdict
         raise ValueError(problem)
     return tuple(map(_parse_rank_address, store.multi_get(_keys(topology))))
 
 
-def _await_rank_0(store: dist.Store, key: str, topology: Topology, host: str, deadline: float) -> Any:
-    """On ranks other than 0: wait for a value that rank 0 publishes. Raises ValueError if it does not."""
-    seconds = max(1.0, deadline - time.monotonic()) + SAY_AFTER
+def _decide(store: dist.Store, verdict: str | None) -> str | None:
+    """Publish how the rendezvous ends: None if all ranks are there, or a problem.
+
+    Returns what counts, the first verdict.
+    """
+    return json.loads(store.compare_set("verdict", "", json.dumps(verdict)))
+
+
+def _await_rank_0(store: dist.Store, key: str, topology: Topology, host: str, deadline: _Deadline) -> Any:
+    """On ranks other than 0: wait for a value that rank 0 publishes.
+
+    If it does not, this rank gives up, and makes that the verdict: the others, which may have seen this rank,
+    then end too. Raises ValueError with the verdict, unless that is that all ranks are there.
+    """
+    problem = (
+        f"RANK 0: has ended, or did not answer rank {topology.rank} on {host} within "
+        f"--preflight-timeout {deadline.limit:g} s; see rank 0's output"
+    )
     try:
-        store.wait([key], timedelta(seconds=seconds))
+        store.wait([key], timedelta(seconds=deadline.left + SAY_AFTER))
         return json.loads(store.get(key))
     except dist.DistError:
-        who = f"rank {topology.rank} on {host}"
-        raise ValueError(f"RANK 0: has ended, or does not answer {who}; see rank 0's output") from None
+        pass
+    try:
+        verdict = _decide(store, problem)
+    except dist.DistError:  # the store has ended, and with it what all ranks share
+        verdict = problem
+    if verdict or key != "verdict":
+        raise ValueError(verdict or problem)
+    return None
 
 
 def _parse_rank_address(text: bytes) -> RankAddress:
@@ -289,7 +339,7 @@ def _parse_rank_address(text: bytes) -> RankAddress:
 
 
 def _await_all(
-    store: dist.Store, topology: Topology, deadline: float, limit: float, say: Callable[[str], None]
+    store: dist.Store, topology: Topology, deadline: _Deadline, say: Callable[[str], None]
 ) -> str | None:
     """On rank 0: wait for all ranks. Returns None, or the problem if some are late or claim the same rank."""
     patience = Backoff(say)
@@ -297,7 +347,7 @@ def _await_all(
     while not store.check(keys):  # one request for all ranks
         if store.check(["verdict"]):
             return json.loads(store.get("verdict"))
-        late = time.monotonic() > deadline
+        late = deadline.passed
         if late or patience.due:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if not missing:
@@ -308,7 +358,8 @@ def _await_all(
         if late:
             return (
                 f"WORLD_SIZE {topology.world_size}: {who} did not connect within "
-                f"--preflight-timeout {limit:g} s; start them with the same MASTER_ADDR and MASTER_PORT"
+                f"--preflight-timeout {deadline.limit:g} s; start them with the same MASTER_ADDR and "
+                "MASTER_PORT"
             )
         patience.wait(f"waiting for {who}")
     return None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_zpp.checkpoint.directory import candidates, lost_newest
+from megatron_zpp.checkpoint.directory import each_candidate, lost_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
@@ -57,7 +57,7 @@ def load_for(options: CheckpointOptions, device: torch.device) -> tuple[GPT, Tok
 
 def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
     """The model of a checkpoint on the CPU in fp32, and the tokenizer that it was trained with."""
-    checkpoint = next(iter(candidates(directory, iteration)), None)
+    checkpoint = next(each_candidate(directory, iteration), None)
     if checkpoint is None:
         raise option_error(
             "--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to"

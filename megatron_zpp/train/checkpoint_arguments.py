@@ -1,6 +1,6 @@
 """Reads what --use-checkpoint-args takes from a checkpoint."""
 
-from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.directory import each_candidate
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.config.checkpoint_arguments import CheckpointArguments
@@ -13,7 +13,7 @@ def read_arguments(load: str, iteration: int | None) -> CheckpointArguments | No
     Raises ValueError for a checkpoint that is missing, and for an older one whose tokenizer is gone.
     """
     problem: DamagedFile | None = None
-    for path in candidates(load, iteration):
+    for path in each_candidate(load, iteration):
         try:
             with CheckpointReader(path) as reader:
                 _, tokenizer = trained_tokenizer(reader)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.directory import each_candidate
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.command_line import one_line
@@ -104,7 +104,7 @@ def _newest(config: Config, topology: Topology, on_progress: OnProgress) -> tupl
 
 def _of_checkpoints(config: Config, on_progress: OnProgress) -> SavedProducts | None:
     assert config.checkpoint.load is not None
-    for path in candidates(config.checkpoint.load, config.checkpoint.ckpt_step):
+    for path in each_candidate(config.checkpoint.load, config.checkpoint.ckpt_step):
         try:
             with CheckpointReader(path, on_progress) as reader:
                 return SavedProducts.of(reader.state)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint.directory import (
     TRACKER,
     candidates,
-    committed,
+    each_candidate,
     iteration_of,
     lost_newest,
+    newest_first,
     write_tracker,
 )
 from megatron_zpp.checkpoint.file_worker import FileWorker
@@ -80,8 +81,9 @@ def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[st
         open_weights(config.huggingface, model, tokenizer).close()
         _check_nothing_newer(config, start=0)
         return
-    if found := candidates(config.load, config.ckpt_step):
-        _check_nothing_newer(config, start=0 if config.finetune else iteration_of(found[0]) or 0)
+    if found := next(each_candidate(config.load, config.ckpt_step), None):
+        if config.finetune or config.ckpt_step is not None or not _saves_where_it_loads(config):
+            _check_nothing_newer(config, start=0 if config.finetune else iteration_of(found) or 0)
         return
     if config.exit_on_missing_checkpoint:
         raise option_error(
@@ -107,12 +109,12 @@ def _check_nothing_newer(config: CheckpointConfig, *, start: int) -> None:
     if config.save is None:
         return
     try:
-        newest, path = next(iter(committed(location(config.save)).items()), (0, None))
+        path = next(newest_first(location(config.save)), None)
     except OSError as error:
         raise option_error(
             "--save", config.save, f"{one_line(error)}; name a directory that can be read"
         ) from None
-    if path is None or newest <= start:
+    if path is None or (iteration_of(path) or 0) <= start:
         return
     if config.ckpt_step is not None:
         fix = f"{path.name} in --save {config.save} is newer, and the next start would load it; move it away"
@@ -154,8 +156,9 @@ def restore(
                 memory.restored(None if source.snapshot is None else source.snapshot.name)
             if source.path is not None:
                 with bounded(exchange, "--load", settings.load):
-                    look = partial(_directory_warnings, settings, engine.topology.rank)
-                    warnings += files.run(look, exchange)
+                    if engine.topology.rank == 0:
+                        exchange.put("warnings", files.run(partial(_directory_warnings, settings), exchange))
+                    warnings += exchange.get("warnings")
             warnings += [f" WARNING: {source} is skipped: {problem}" for source, problem in passed_over]
             return replace(
                 start,
@@ -281,12 +284,12 @@ def _agreed_candidates(
         return [location(path) for path in exchange.get("candidates")]
 
 
-def _directory_warnings(config: CheckpointConfig, rank: int, on_progress: OnProgress) -> list[str]:
-    """Lines on a newest checkpoint that is lost; rank 0 also corrects the tracker. Raises OSError."""
+def _directory_warnings(config: CheckpointConfig, on_progress: OnProgress) -> list[str]:
+    """On rank 0: correct the tracker; lines on a newest checkpoint that is lost. Raises OSError."""
     assert config.load is not None  # it holds what was loaded
     directory = location(config.load)
     lost = None if config.ckpt_step is not None else lost_newest(directory)
-    if config.load == config.save and rank == 0:
+    if config.load == config.save:
         write_tracker(directory)
     return [f" WARNING: {lost}: it is skipped"] if lost else []
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.checkpoint.directory import checkpoint_name, committed, remove_old
+from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of, newest_first, remove_old
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import NotReadBack, read_back
 from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
@@ -208,13 +208,12 @@ class Saver:
         assert self._settings.save is not None
         directory = location(self._settings.save)
         try:
-            there = self._options.files.run(
-                lambda on_progress: committed(directory), self._exchange("newest")
+            newest = self._options.files.run(
+                lambda on_progress: next(newest_first(directory), None), self._exchange("newest")
             )
         except OSError:
             return "earlier checkpoints are unchanged"
-        newest = next(iter(there), None)
-        return "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"
+        return f"iteration {iteration_of(newest)} is the newest" if newest else "there is no checkpoint yet"
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""A rank whose store stops answering, of which no other test knows the moment."""
+"""Ranks that start far apart, or whose store stops answering: moments that no other test knows."""
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -46,3 +47,59 @@ def test_a_rank_does_not_wait_for_a_store_that_stopped(monkeypatch: pytest.Monke
             )
     finally:
         server.kill()
+
+
+def start(rank: int, world: int, place: dict[str, str], limit: float) -> str:
+    """How the rendezvous of a rank ends, in words; the lifelines of ranks are in other tests."""
+    try:
+        module.rendezvous(
+            Topology(rank, world, 0, 1),
+            place,
+            limit=limit,
+            timeout=timedelta(minutes=1),
+            say=lambda line: None,
+        )
+    except ValueError as error:
+        return str(error)
+    return "all are there"
+
+
+def test_ranks_wait_as_long_as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 starts first, so its own limit passes before rank 2 comes, which is in time for rank 0."""
+    monkeypatch.setattr(module, "SAY_AFTER", 0.2)
+    place, ends = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, {}
+
+    def run(rank: int, after: float) -> None:
+        time.sleep(after)
+        ends[rank] = start(rank, 3, place, limit=3.0)
+
+    threads = [threading.Thread(target=run, args=each) for each in ((1, 0.0), (0, 2.0), (2, 4.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends == dict.fromkeys(range(3), "all are there")
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_a_rank_that_gives_up_ends_the_others(monkeypatch: pytest.MonkeyPatch, met: bool) -> None:
+    """The launcher keeps the store. Rank 0 comes after rank 1 has given up, or was suspended before that.
+
+    Without a verdict rank 0 would count on rank 1, or wait for it, for as long as its own limit.
+    """
+    monkeypatch.setattr(module, "SAY_AFTER", 1.0)
+    monkeypatch.setattr(module, "reserve_connections", lambda *_: None)
+    store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    if met:
+        store.set("attempt_0/rank_0", '{"seconds": 1.0, "root": null}')
+    line = start(1, 2, place, limit=1.5)
+    began = time.monotonic()
+    assert start(0, 2, place, limit=20.0) == line
+    assert time.monotonic() - began < 15
+    what = f"has ended, or did not answer rank 1 on {os.uname().nodename} within --preflight-timeout 1.5 s"
+    assert line == f"RANK 0: {what}; see rank 0's output"

@@ -181,7 +181,7 @@ def test_training_goes_on_after_a_save_to_storage_that_does_not_answer(
         over.wait(LIMIT)
 
     monkeypatch.setattr(write, "write_shard_file", wait)
-    monkeypatch.setattr(saver_module, "committed", wait)
+    monkeypatch.setattr(saver_module, "newest_first", wait)
     reporter = Quiet()
     saver = saver_of(small(), config_of("--save", str(tmp_path)), reporter, dist.HashStore())
     saver.save(Progress(1, 1))
