@@ -72,7 +72,7 @@ class ShardFile:
         self.file = VerifiedFile(path, checksums, on_progress, recent)
         try:
             self._entries = self._read_header(path, checksums.size)
-        except DamagedFile:
+        except (DamagedFile, OSError):
             self.file.close()
             raise
 

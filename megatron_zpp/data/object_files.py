@@ -18,7 +18,7 @@ from megatron_zpp.storage.checksums import (
     DamagedFile,
     verify_file,
 )
-from megatron_zpp.storage.files import locked, write_text
+from megatron_zpp.storage.files import identity, locked, write_text
 from megatron_zpp.storage.object_path import ObjectPath
 from megatron_zpp.storage.object_store import NoObject, ObjectError
 from megatron_zpp.storage.ranges import ObjectRanges
@@ -77,12 +77,16 @@ def _copy(path: ObjectPath, directory: Path) -> None:
     except NoObject:
         copy.unlink(missing_ok=True)
         return
-    if _is_copy(copy, opened):
-        return
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with locked(copy.with_name(f"{copy.name}.lock")):  # one of the ranks of a node copies for all
-        if not _is_copy(copy, opened):
-            _download(opened, copy)
+    while True:
+        seen = identity(_record(copy))
+        if _is_copy(copy, opened):
+            return
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with locked(copy.with_name(f"{copy.name}.lock")):  # one of the ranks of a node copies for all
+            if identity(_record(copy)) == seen:
+                _download(opened, copy)
+                return
+        # Another rank has copied it; those that waited compare it at once, without the lock.
 
 
 def _is_copy(copy: Path, opened: ObjectRanges) -> bool:

@@ -6,6 +6,7 @@ would allow replacing it. Directories are created with mode 0700 and files with 
 
 import contextlib
 import fcntl
+import math
 import os
 import socket
 import stat
@@ -16,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_zpp.native.progress import EVERY_SECONDS
+from megatron_zpp.storage.waits import attempt_wait, growing_waits
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1  # until the second look of a process that waits
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PRIVATE_UMASK = 0o077  # for compilers
 
@@ -97,35 +99,47 @@ def _make_private(directory: Path) -> None:
 
 @contextmanager
 def locked(
-    path: Path, say: Callable[[str], None], wait_seconds: float, every_seconds: float = EVERY_SECONDS
-) -> Iterator[None]:
+    path: Path,
+    say: Callable[[str], None],
+    wait_seconds: float,
+    every_seconds: float = EVERY_SECONDS,
+    is_built: Callable[[], bool] | None = None,
+) -> Iterator[bool]:
     """Hold the lock on file `path`, and write to the file which process holds it.
 
     The kernel releases the lock when its holder dies. If another process holds it, `say` gets a line every
-    `every_seconds`, and BuildError is raised after `wait_seconds`.
+    `every_seconds`, and BuildError is raised after `wait_seconds`. Yields whether the lock is held: not if
+    `is_built` says during the wait that the other process has done the work. So the processes that wait do
+    not need the lock one after another, and seldom ask for it.
     """
     descriptor = open_private(path, os.O_RDWR)
     try:
-        _acquire(descriptor, path, say, wait_seconds, every_seconds)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
+        held = _acquire(descriptor, path, say, wait_seconds, every_seconds, is_built)
+        if held:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield held
     finally:
         os.close(descriptor)
 
 
 def _acquire(
-    descriptor: int, path: Path, say: Callable[[str], None], wait_seconds: float, every_seconds: float
-) -> None:
-    started, said = time.monotonic(), 0
+    descriptor: int,
+    path: Path,
+    say: Callable[[str], None],
+    wait_seconds: float,
+    every_seconds: float,
+    is_built: Callable[[], bool] | None,
+) -> bool:
+    started, said, waits, attempt_at = time.monotonic(), 0, growing_waits(POLL_SECONDS), -math.inf
     while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise BuildError(f"{path} cannot be locked ({error.strerror}); {_ELSEWHERE}") from error
+        if time.monotonic() >= attempt_at:
+            if _lock(descriptor, path):
+                return True
+            if is_built is not None:
+                attempt_at = time.monotonic() + attempt_wait()
+        if is_built is not None and is_built():
+            return False
         holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
         waited = time.monotonic() - started
         if waited >= wait_seconds:
@@ -137,7 +151,18 @@ def _acquire(
             so_far = f", {waited:.0f} s so far" if said else ""
             say(f"waiting for {holder}, which is building the kernels{so_far}")
             said += 1
-        time.sleep(POLL_SECONDS)
+        time.sleep(max(0.0, min(next(waits), said * every_seconds - waited, wait_seconds - waited)))
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """Return whether the lock was free, and is held now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise BuildError(f"{path} cannot be locked ({error.strerror}); {_ELSEWHERE}") from error
+    return True
 
 
 _ELSEWHERE = "set MEGATRON_ZPP_CACHE to a directory of your own"

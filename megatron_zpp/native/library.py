@@ -39,8 +39,9 @@ def load_source(
     cache = cache_directory(environ)
     library = cache / f"{source.stem}-{key}.so"
     if problem_of(library):
-        with locked(cache / f"{library.stem}.lock", say, WAIT_SECONDS):
-            if problem := problem_of(library):
+        lock, is_built = cache / f"{library.stem}.lock", lambda: problem_of(library) is None
+        with locked(lock, say, WAIT_SECONDS, is_built=is_built) as held:
+            if held and (problem := problem_of(library)):
                 if library.exists():
                     say(f"building {library} again: {problem}")
                 with building_directory(cache, library.stem) as directory:

@@ -70,7 +70,10 @@ def build(
     library = cache / f"{key}.so"
     if not force and problem_of(library) is None:
         return library
-    with locked(cache / f"{key}.lock", say, wait_seconds, every_seconds):
+    lock, is_built = cache / f"{key}.lock", None if force else lambda: problem_of(library) is None
+    with locked(lock, say, wait_seconds, every_seconds, is_built) as held:
+        if not held:
+            return library
         problem = problem_of(library)
         if problem is None and not force:
             return library

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.storage.object_path import Location
-from megatron_zpp.storage.ranges import open_ranges
+from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.ranges import Ranges, open_ranges
 from megatron_zpp.storage.recent_chunks import RecentChunks
-from megatron_zpp.storage.regular import UnfitFile, open_stream
+from megatron_zpp.storage.regular import open_stream, read_again_after_error, says_what_is_there
 
 CHUNK_BYTES = 4 << 20  # of all files that this program writes
 # Accepted chunk sizes: a chunk is held in memory, and each chunk costs a read and a digest.
@@ -87,10 +88,12 @@ def check_chunk_bytes(chunk_bytes: int, path: Location) -> None:
 class VerifiedFile:
     """Reads ranges of a file with known checksums, and verifies every chunk that it reads. Thread-safe.
 
-    Chunks that are read in part are kept in `recent`, which files may share.
+    A chunk that cannot be read, or has another digest, is read once more from the file opened anew: networks
+    and memory fail for a moment. Chunks that are read in part are kept in `recent`, which files may share.
 
     The constructor raises DamagedFile if the file is missing, is not a regular file, or has another size.
-    The file may be an object; requests that fail raise ObjectError.
+    The file may be an object; requests that fail raise ObjectError. Every method that reads raises
+    DamagedFile, and OSError, which names the file, for an error of the file system that persists.
     """
 
     def __init__(
@@ -102,22 +105,11 @@ class VerifiedFile:
     ) -> None:
         self.path, self._checksums, self._on_progress = path, checksums, on_progress
         self._recent = recent or RecentChunks(2)  # those at both ends of a read
-        try:
-            self._file = open_ranges(path)
-        except FileNotFoundError:
-            raise DamagedFile(f"{path}: missing") from None
-        except UnfitFile as error:
-            raise DamagedFile(f"{path}: {error.strerror}") from None
-        if self._file.size != checksums.size:
-            self._file.close()
-            raise DamagedFile(f"{path}: {self._file.size} bytes; {checksums.size} were written")
+        self._file = self._open()
         self._checked = bytearray(len(checksums.digests))
 
     def read_into(self, start: int, target: memoryview, run: Runner = map) -> None:
-        """Fill `target` with the bytes of the file from `start`; `run` may be the map of a thread pool.
-
-        Raises DamagedFile.
-        """
+        """Fill `target` with the bytes of the file from `start`; `run` may be the map of a thread pool."""
         stop, size = start + len(target), self._checksums.chunk_bytes
         if stop > self._checksums.size:
             raise DamagedFile(f"{self.path}: {self._checksums.size} bytes; {stop} are needed")
@@ -163,10 +155,44 @@ class VerifiedFile:
         """Close the file."""
         self._file.close()
 
+    def _open(self) -> Ranges:
+        try:
+            file = read_again_after_error(self.path, lambda: open_ranges(self.path))
+        except FileNotFoundError:
+            raise DamagedFile(f"{self.path}: missing") from None
+        except OSError as error:
+            if not says_what_is_there(error):
+                raise
+            raise DamagedFile(f"{self.path}: {error.strerror}") from None
+        if file.size != self._checksums.size:
+            file.close()
+            raise DamagedFile(f"{self.path}: {file.size} bytes; {self._checksums.size} were written")
+        return file
+
     def _load(self, index: int, target: memoryview) -> None:
+        try:
+            self._load_from(self._file, index, target)
+        except ObjectError:
+            raise  # the request was repeated already
+        except (DamagedFile, OSError):
+            file = self._open()  # not in place of the other one, which threads are reading
+            try:
+                file.forget(index * self._checksums.chunk_bytes, len(target))
+                self._load_from(file, index, target)
+            finally:
+                file.close()
+        self._checked[index] = 1
+        self._on_progress()
+
+    def _load_from(self, file: Ranges, index: int, target: memoryview) -> None:
         first, done = index * self._checksums.chunk_bytes, 0
         while done < len(target):  # a read may be partial
-            count = self._file.read_into(first + done, target[done:])
+            try:
+                count = file.read_into(first + done, target[done:])
+            except ObjectError:
+                raise
+            except OSError as error:  # of a descriptor, so it does not name the file
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
             if count == 0:
                 raise DamagedFile(f"{self.path}: became shorter while it was read")
             done += count
@@ -175,8 +201,6 @@ class VerifiedFile:
                 f"{self.path}: damaged between bytes {first} and {first + len(target)}: its SHA-256 is not "
                 "the one that was written"
             )
-        self._checked[index] = 1
-        self._on_progress()
 
 
 def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:

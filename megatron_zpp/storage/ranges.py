@@ -1,5 +1,6 @@
 """Reads ranges of a regular file, or of an object while its content stays what it was when it was opened."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,9 @@ class Ranges(Protocol):
         Raises OSError.
         """
 
+    def forget(self, start: int, size: int) -> None:
+        """Make the next read of a range come from the storage, not from this machine's memory, if it can."""
+
     def close(self) -> None:
         """Close it."""
 
@@ -36,6 +40,10 @@ class _FileRanges:
 
     def read_into(self, start: int, target: memoryview) -> int:
         return os.preadv(self._descriptor, [target], start)
+
+    def forget(self, start: int, size: int) -> None:
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -63,6 +71,9 @@ class ObjectRanges:
         content = self.read(start, min(len(target), self.size - start))
         target[: len(content)] = content
         return len(content)
+
+    def forget(self, start: int, size: int) -> None:
+        """Nothing of an object is kept."""
 
     def close(self) -> None:
         """Nothing is open between requests."""

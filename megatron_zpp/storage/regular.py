@@ -8,10 +8,12 @@ files are followed.
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from megatron_zpp.storage.object_path import ObjectPath
+from megatron_zpp.storage.object_store import ObjectError
 
 _KINDS = {
     stat.S_IFDIR: "is a directory",
@@ -23,10 +25,35 @@ _KINDS = {
 # With O_NONBLOCK, opening a FIFO returns at once; it does not affect reads of a regular file.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 _PIECE = 1 << 20  # bytes read at a time
+_Result = TypeVar("_Result")
 
 
 class UnfitFile(OSError):
     """The file is not regular or too long; `strerror` says which, as in "is a FIFO"."""
+
+
+def says_what_is_there(error: OSError) -> bool:
+    """Return whether an error says that a file is missing or no regular file, not that reading failed."""
+    return isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, UnfitFile))
+
+
+def read_again_after_error(path: object, read: Callable[[], _Result]) -> _Result:
+    """Return the result of `read`, which is called once more after an error that may pass.
+
+    Network file systems return such errors (EIO, ESTALE) for a moment. Raises OSError, which names `path`, if
+    the error persists. Object stores have retries of their own.
+    """
+    for last in (False, True):
+        try:
+            return read()
+        except ObjectError:
+            raise
+        except OSError as error:
+            if says_what_is_there(error):
+                raise
+            if last:
+                raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+    raise AssertionError("the last attempt returns or raises")
 
 
 def open_regular(path: str | Path) -> int:
@@ -58,13 +85,18 @@ def open_stream(path: str | Path, buffering: int = -1) -> BinaryIO:
 def read_limited(path: str | Path | ObjectPath, limit: int) -> bytes:
     """Return the content of the regular file `path`, or of an object.
 
-    Raises UnfitFile if it is longer than `limit` bytes, and otherwise like `open_regular` and `ObjectPath`.
+    An error of the file system that may pass is met with a second attempt. Raises UnfitFile if the file is
+    longer than `limit` bytes, and otherwise like `open_regular` and `ObjectPath`.
     """
     if isinstance(path, ObjectPath):
         status = path.status()
         if status.size <= limit:
             return path.read(0, status.size, status.tag) if status.size else b""
         raise UnfitFile(errno.EFBIG, f"is longer than {limit:,} bytes", str(path))
+    return read_again_after_error(path, lambda: _read_file(path, limit))
+
+
+def _read_file(path: str | Path, limit: int) -> bytes:
     with open_stream(path, buffering=0) as file:
         left, parts = limit + 1, []
         if os.fstat(file.fileno()).st_size <= limit:

@@ -11,15 +11,23 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.regular import says_what_is_there
 
 
 def read_together(
-    work: Callable[[OnProgress], Any], exchange: Exchange, files: FileWorker, flag: str, value: object
+    work: Callable[[OnProgress], Any],
+    exchange: Exchange,
+    files: FileWorker,
+    flag: str,
+    value: object,
+    *,
+    in_memory: bool = False,
 ) -> tuple[Any, str | None]:
     """(what `work` returns on this rank, on all ranks the problem of the first rank that has one, or None).
 
-    A problem is damage or an error of the file system. Other errors of `work` are raised. If a request to an
-    object store failed on a rank, all ranks raise ValueError. `flag` and `value` as in `bounded`.
+    A problem is damage, which includes missing files. If a file cannot be read on a rank, or a request to an
+    object store failed, all ranks raise ValueError. Of files `in_memory` any error is a problem, because what
+    is there may be read elsewhere. Other errors of `work` are raised. `flag` and `value` as in `bounded`.
     """
     result, problem = None, None
     with bounded(exchange, flag, value):
@@ -27,15 +35,35 @@ def read_together(
             result = files.run(work, exchange)
         except Stuck:
             raise
-        except (DamagedFile, OSError) as damage:
-            # A store that does not answer says nothing about a checkpoint, so no older one takes its place.
-            problem = {"reason": one_line(damage), "is_damage": not isinstance(damage, ObjectError)}
+        except (DamagedFile, OSError) as error:
+            is_damage = in_memory or is_damaged(error)
+            reason = one_line(error) if is_damage else _unreadable(error, exchange.topology.rank)
+            problem = {"reason": reason, "is_damage": is_damage}
         problem = exchange.first("problem", problem)
     if problem is None:
         return result, None
     if not problem["is_damage"]:
         raise option_error(flag, value, problem["reason"])
     return result, problem["reason"]
+
+
+def is_damaged(error: Exception) -> bool:
+    """Return whether an error says that a checkpoint is damaged, so that an older one may take its place.
+
+    Storage that does not answer says nothing about a checkpoint.
+    """
+    if isinstance(error, OSError):
+        return says_what_is_there(error) and not isinstance(error, ObjectError)
+    return isinstance(error, DamagedFile)
+
+
+def _unreadable(error: Exception, rank: int) -> str:
+    if isinstance(error, ObjectError):
+        return one_line(error)  # with a remedy
+    fix = "start again once it can be read"
+    if isinstance(error, PermissionError):
+        fix = "let the user of the run read it"
+    return f"rank {rank} on {platform.node()}: {one_line(error)}; {fix}"
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
-from megatron_zpp.storage.object_store import ObjectError
-from megatron_zpp.train.bounded import read_together
+from megatron_zpp.train.bounded import is_damaged, read_together
 from megatron_zpp.train.buddy_memory import newest_state
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.inputs import RunInputs
@@ -108,10 +107,9 @@ def _of_checkpoints(config: Config, on_progress: OnProgress) -> SavedProducts | 
         try:
             with CheckpointReader(path, on_progress) as reader:
                 return SavedProducts.of(reader.state)
-        except ObjectError:
-            raise  # a store that does not answer says nothing about a checkpoint
-        except (DamagedFile, OSError):
-            continue
+        except (DamagedFile, OSError) as error:
+            if not is_damaged(error):
+                raise
     return None
 
 

@@ -54,7 +54,7 @@ def open_data(
 def verify_data(splits: Splits, exchange: Exchange) -> str:
     """Read every .bin, one part per rank, and return a line for the log; every rank must call it.
 
-    Raises DamagedFile on every rank if any rank finds damage or cannot read, ValueError if any makes no
+    Raises DamagedFile on every rank if any rank finds damage, ValueError if any cannot read or makes no
     progress.
     """
     started, topology = time.perf_counter(), exchange.topology

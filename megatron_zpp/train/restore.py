@@ -150,7 +150,8 @@ def restore(
         exchange = exchange_for(f"load/{number}")
         with bounded(exchange, *source.flag(config)):
             load = _brought(source, exchange, partial(_load, config, source, engine, tokenizer, schedule))
-        start, problem = read_together(load, exchange, files, *source.flag(config))
+        in_memory = source.snapshot is not None
+        start, problem = read_together(load, exchange, files, *source.flag(config), in_memory=in_memory)
         if problem is None:
             if memory is not None:
                 memory.restored(None if source.snapshot is None else source.snapshot.name)

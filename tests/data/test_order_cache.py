@@ -1,8 +1,12 @@
 """The cache of Megatron-LM's indexes: built once, keyed by the contents of the data, never incomplete."""
 
+import errno
 import os
 import shutil
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -10,7 +14,11 @@ import numpy as np
 import pytest
 
 from megatron_zpp.config.data import DataConfig
+from megatron_zpp.data import order_cache
 from megatron_zpp.data.open import open_splits
+from megatron_zpp.data.order_cache import OrderCache
+from megatron_zpp.storage import files
+from megatron_zpp.storage.checksums import DamagedFile
 
 SAMPLES = np.arange(20)
 
@@ -114,6 +122,94 @@ def test_one_builds_while_others_wait(config):
         orders = list(pool.map(lambda _: opened(config, said).batch(SAMPLES).tolist(), range(8)))
     assert len(said) == 1
     assert all(order == orders[0] for order in orders)
+
+
+def cached(directory, said, build=lambda files: files.save("x", SAMPLES)):
+    return OrderCache("--data-cache-path", str(directory), directory, said.append).get(
+        {"of": 1}, ("x",), build, "the order"
+    )["x"]
+
+
+def test_ranks_that_waited_for_a_build_check_it_at_once(tmp_path, monkeypatch):
+    """One after another, 1,024 ranks would take a thousand times as long as one."""
+    ranks, real, said = 6, order_cache.verify_arrays, []
+    together, waiting = threading.Barrier(ranks - 1), threading.Semaphore(0)
+
+    def verify(entry, names):
+        together.wait(timeout=60)
+        real(entry, names)
+
+    @contextmanager
+    def locked(path):
+        waiting.release()
+        with files.locked(path) as held:
+            yield held
+
+    def build(files):
+        for _ in range(ranks):
+            assert waiting.acquire(timeout=60)
+        files.save("x", SAMPLES)
+
+    monkeypatch.setattr(order_cache, "verify_arrays", verify)
+    monkeypatch.setattr(order_cache, "locked", locked)
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(lambda _: cached(tmp_path / "orders", said, build)[:].tolist(), range(ranks)))
+    assert found == [SAMPLES.tolist()] * ranks
+    assert len(said) == 1
+
+
+def test_an_error_of_one_rank_leaves_the_entry_of_all_others(tmp_path, monkeypatch):
+    directory, said = tmp_path / "orders", []
+    others, real = cached(directory, said), order_cache.verify_arrays
+    whole = sorted(path.name for path in directory.rglob("*"))
+
+    def failing(entry, names):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(entry))
+
+    monkeypatch.setattr(order_cache, "verify_arrays", failing)
+    fix = "Too many open files; start again once it can be read, or name another directory$"
+    with pytest.raises(ValueError, match=rf"^--data-cache-path {directory}: {directory}/\w+: {fix}"):
+        cached(directory, said)
+    monkeypatch.setattr(order_cache, "verify_arrays", real)
+    assert cached(directory, said)[:].tolist() == others[:].tolist() == SAMPLES.tolist()
+    assert sorted(path.name for path in directory.rglob("*")) == whole
+    assert len(said) == 1
+
+
+def test_damage_that_a_second_check_does_not_find_replaces_nothing(tmp_path, monkeypatch):
+    directory, said, real, flips = tmp_path / "orders", [], order_cache.verify_arrays, [True]
+    cached(directory, said)
+
+    def once(entry, names):
+        if flips:
+            flips.pop()
+            raise DamagedFile("x")
+        real(entry, names)
+
+    monkeypatch.setattr(order_cache, "verify_arrays", once)
+    cached(directory, said)
+    assert not flips
+    assert len(said) == 1
+
+
+def test_a_replaced_entry_stays_for_those_who_have_it_open_and_is_removed_later(tmp_path):
+    """A network file system takes the files away from all hosts when one host removes them."""
+    directory, said = tmp_path / "orders", []
+    opened = cached(directory, said)
+    (file,) = directory.glob("*/x.npy")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + b"?")
+    cached(directory, said)
+    assert len(said) == 2
+    (replaced,) = directory.glob("*.replaced-*")
+    assert os.fstat(opened._file._descriptor).st_nlink == 1
+    old = time.time() - 31 * 86400
+    os.utime(replaced, (old, old))
+    file.write_bytes(b"")
+    cached(directory, said)
+    assert not replaced.exists()
+    assert len(list(directory.glob("*.replaced-*"))) == 1
+    assert file.read_bytes() == content
 
 
 def test_a_killed_build_leaves_no_entry(config, text):

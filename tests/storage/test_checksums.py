@@ -1,5 +1,6 @@
 """Checksums by chunk: what is written is summed, every flip and cut is found where it is."""
 
+import errno
 import hashlib
 import os
 import threading
@@ -123,6 +124,79 @@ def test_a_file_that_is_not_regular_is_damaged(tmp_path):
     os.mkfifo(tmp_path / "file")
     with pytest.raises(DamagedFile, match=f"{tmp_path}/file: is a FIFO, not a regular file"):
         VerifiedFile(tmp_path / "file", sums)
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("how", ["read", "check"])
+def test_an_error_that_passes_is_survived_and_one_that_stays_is_no_damage(
+    tmp_path, monkeypatch, call, code, how
+):
+    """A start must not take an older checkpoint because the storage did not answer once."""
+    path, content = tmp_path / "file", bytes(range(50))
+    sums, real, failures = written(path, [content]), getattr(os, call), []
+
+    def failing(where, *rest):
+        if (call == "preadv" or where == path) and failures and failures.pop():
+            raise OSError(code, os.strerror(code))
+        return real(where, *rest)
+
+    def work():
+        file = VerifiedFile(path, sums)
+        try:
+            if how == "check":
+                file.check_rest()
+            else:
+                assert read(file, 0, 50) == content
+        finally:
+            file.close()
+
+    monkeypatch.setattr(os, call, failing)
+    failures[:] = [True]
+    work()
+    assert not failures
+    failures[:] = [True] * 9
+    with pytest.raises(OSError, match=os.strerror(code)) as raised:
+        work()
+    assert raised.value.filename == str(path)
+
+
+def test_bytes_that_changed_on_their_way_here_are_read_again(tmp_path, monkeypatch):
+    path, content, real, flips = tmp_path / "file", bytes(range(50)), os.preadv, [True]
+
+    def flipping(descriptor, targets, start):
+        count = real(descriptor, targets, start)
+        if flips:
+            flips.pop()
+            targets[0][0] ^= 1
+        return count
+
+    sums = written(path, [content])
+    monkeypatch.setattr(os, "preadv", flipping)
+    before = os.listdir("/proc/self/fd")
+    file = VerifiedFile(path, sums)
+    assert read(file, 0, 50) == content
+    assert not flips
+    file.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize("loss", ["missing", "cut"])
+def test_a_file_that_is_lost_while_it_is_read_is_damaged(tmp_path, monkeypatch, loss):
+    """The second attempt opens the file anew, and must not turn damage into an error of the storage."""
+    path = tmp_path / "file"
+    file = VerifiedFile(path, written(path, [bytes(range(50))]))
+
+    def stale(descriptor, targets, start):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    if loss == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"")
+    monkeypatch.setattr(os, "preadv", stale)
+    with pytest.raises(DamagedFile, match="missing" if loss == "missing" else "0 bytes; 50 were written"):
+        file.check_rest()
 
 
 def test_several_chunks_are_read_at_once(tmp_path, monkeypatch):

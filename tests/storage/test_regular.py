@@ -1,5 +1,6 @@
 """Opening by name: regular files alone, at once, and no more of them than the limit."""
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -24,6 +25,26 @@ def test_reads_up_to_the_limit_and_through_a_link(tmp_path: Path) -> None:
     os.close(descriptor)
     path.write_bytes(b"")
     assert read_limited(path, 0) == b""
+
+
+def test_an_error_that_passes_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manifests and the states of runs are read this way, by all ranks."""
+    path, real, failures = tmp_path / "file", os.fstat, [True]
+    path.write_bytes(b"12345")
+
+    def failing(descriptor: int) -> os.stat_result:
+        if failures:
+            failures.pop()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", failing)
+        assert read_limited(path, 5) == b"12345"
+        failures[:] = [True] * 2
+        with pytest.raises(OSError, match="Stale file handle") as raised:
+            read_limited(path, 5)
+    assert raised.value.filename == str(path)
 
 
 def test_a_regular_file_whose_size_is_not_known_has_a_limit_too() -> None:

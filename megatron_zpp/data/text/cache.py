@@ -13,6 +13,7 @@ the same bytes. Blocks that are damaged or missing are tokenised again.
 import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import secrets
 import time
@@ -33,11 +34,12 @@ from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.text.sources import TextSource
 from megatron_zpp.storage.files import write_durably
 from megatron_zpp.storage.regular import read_limited
+from megatron_zpp.storage.waits import attempt_wait, growing_waits
 
 _RECORD = np.dtype([("tokens", "<u8"), ("skipped", "<u8"), ("check", "<u8")])
 _DIGEST = 16  # bytes
 _SPARSE = 64  # records are read one by one if fewer than one in this many is asked for
-_POLL = 0.02  # seconds between checks of blocks that other processes tokenise
+_POLL = 0.02  # seconds until the second look for blocks that other processes tokenise
 _PARTS = 16  # parts per worker, so that fast workers can take more
 
 
@@ -92,10 +94,17 @@ class TokenCache:
         """Tokenise unclaimed blocks, wait for the others, and return `counts`."""
         if self._workers and get_worker_info() is None:
             self._fill_by_workers(self._missing(blocks))
+        waits, claim_at = growing_waits(_POLL), -math.inf
         # Read once: another process may find a block damaged, and remove its count, at any time.
         while ((counts := self.counts(blocks)) < 0).any():
-            if not self._tokenise_unclaimed(blocks[counts < 0]):
-                time.sleep(_POLL)
+            # What is claimed stays so unless its process dies. A server of locks is slower than one of bytes.
+            if time.monotonic() >= claim_at:
+                done = self._tokenise_unclaimed(blocks[counts < 0])
+                claim_at = time.monotonic() + attempt_wait()
+                if done:
+                    waits = growing_waits(_POLL)
+                    continue
+            time.sleep(next(waits))
         return counts
 
     def prefetch(self, blocks: np.ndarray) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.text.shard_files import THREADS, ShardFile
-from megatron_zpp.storage.files import locked, write_text
+from megatron_zpp.storage.files import identity, locked, write_text
+from megatron_zpp.storage.regular import read_again_after_error
 
 _BATCH_ROWS = 64  # decoded at a time, so that an error names a row within 64 of the damage
 _BUFFER = 1 << 20  # bytes read at a time, instead of a whole column of a row group
@@ -199,15 +200,18 @@ def _kept(directory: Path, made_of: list[str], read_all: Callable[[], list[RowGr
     digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
     path = directory / f"{digest}.rows.json"
     directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory / "lock"):
-        try:
-            kept = json.loads(path.read_text())
+    while True:
+        seen = identity(path)
+        with suppress(OSError, ValueError):
+            kept = json.loads(read_again_after_error(path, path.read_text))
             return [RowGroups(tuple(rows), tuple(size), kind) for rows, size, kind in kept]
-        except (OSError, ValueError):
-            groups = read_all()
-        with suppress(FileNotFoundError):  # without locks, another process was faster
-            write_text(path, json.dumps([[each.rows, each.size, each.kind] for each in groups]))
-        return groups
+        with locked(directory / "lock"):
+            if identity(path) == seen:
+                groups = read_all()
+                with suppress(FileNotFoundError):  # without locks, another process was faster
+                    write_text(path, json.dumps([[each.rows, each.size, each.kind] for each in groups]))
+                return groups
+        # Another rank has written it; those that waited read it at once, without the lock.
 
 
 def _read_index(flag: str, where: str, file: ShardFile, key: str) -> RowGroups:

@@ -9,7 +9,11 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +24,12 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from megatron_zpp.data.text import parquet_shards
 from megatron_zpp.data.text.json_shards import lines_by_chunk
 from megatron_zpp.data.text.open import OpenText
 from megatron_zpp.data.text.shards import ShardedText, open_shards
 from megatron_zpp.data.text.sources import fingerprint_of
+from megatron_zpp.storage import files
 from tests.data.text.conftest import documents_of, json_lines, opened
 from tests.support import ROOT, environment
 
@@ -390,6 +396,43 @@ def test_remote_shards_are_read_again_after_an_error(
     error = r"00\.parquet: cannot be read 5 times \(ConnectionError: reset by peer\); check"
     with pytest.raises(ValueError, match=error):
         opened_urls(remote, tmp_path).read(0)  # the indexes are kept: opening reads nothing
+
+
+def test_ranks_that_waited_for_the_index_read_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank reads the ends of all files; the others, and all later starts, do not take turns."""
+    ranks, loads, read = 5, json.loads, []
+    groups = [parquet_shards.RowGroups((0, 10), (0, 99))] * 3
+    waiting = threading.Semaphore(0)
+    together = threading.Barrier(ranks - 1)
+
+    @contextmanager
+    def locked(path: Path) -> Iterator[bool]:
+        waiting.release()
+        with files.locked(path) as held:
+            yield held
+
+    def read_all() -> list[parquet_shards.RowGroups]:
+        read.append(1)
+        for _ in range(ranks):
+            assert waiting.acquire(timeout=60)
+        return groups
+
+    def parse(text: str) -> object:
+        together.wait(timeout=60)
+        return loads(text)
+
+    def start(rank: int) -> list[parquet_shards.RowGroups]:
+        return parquet_shards._kept(tmp_path, ["text"], read_all)
+
+    monkeypatch.setattr(parquet_shards, "locked", locked)
+    monkeypatch.setattr(json, "loads", parse)
+    with ThreadPoolExecutor(ranks) as pool:
+        assert list(pool.map(start, range(ranks))) == [groups] * ranks
+        assert list(pool.map(start, range(ranks - 1))) == [groups] * (ranks - 1)
+    assert read == [1]
+    assert not waiting.acquire(blocking=False)  # the later start took no lock
 
 
 def test_remote_shards_of_another_version_differ(remote: list[str], tmp_path: Path) -> None:
