@@ -86,18 +86,14 @@ def slow_storage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "change", "at_least"),
+    ("flags", "change"),
     [
-        ("--save-interval 5", lower_limit, 6),
-        (
-            "--save-interval 1 --keep-last 1 --async-save --buddy-snapshots 1 --train-iters 12",
-            slow_storage,
-            11,
-        ),
+        ("--save-interval 5", lower_limit),
+        ("--save-interval 1 --keep-last 1 --async-save --buddy-snapshots 1 --train-iters 6", slow_storage),
     ],
 )
 def test_ranks_open_no_more_connections_than_estimated(
-    tmp_path: Path, flags: str, change: Callable[[], None], at_least: int
+    tmp_path: Path, flags: str, change: Callable[[], None]
 ) -> None:
     """A rank raises its own limit too, which would otherwise be too low here."""
     most, limits, save = 0, set(), str(tmp_path / "checkpoints")
@@ -112,7 +108,7 @@ def test_ranks_open_no_more_connections_than_estimated(
                 if most > 2:  # past the start
                     limits.add(resource.prlimit(processes[1].pid, resource.RLIMIT_NOFILE))
         assert run.statuses() == {0: 0, 1: 0}, run.err(0)
-    assert at_least <= most <= 2 * STORE_CONNECTIONS
+    assert 2 * 3 <= most <= 2 * STORE_CONNECTIONS
     assert limits == {(HARD, HARD)}
 
 
