@@ -48,15 +48,15 @@ def test_a_low_limit_is_reported_and_an_impossible_one_is_refused(
     keeper: subprocess.Popen[bytes],
 ) -> None:
     said: list[str] = []
-    reserve_connections(keeper.pid, 128, said.append)  # 6 * 128 + 256 = 1024
+    reserve_connections(keeper.pid, 96, said.append)  # 8 * 96 + 256 = 1024
     assert said == []
-    reserve_connections(keeper.pid, 129, said.append)
+    reserve_connections(keeper.pid, 97, said.append)
     (line,) = said
     assert line.startswith(f"warning: ulimit -n {HARD}: process {keeper.pid} on ")
-    assert "which hosts the store of 129 ranks, needs 1030 open files" in line
+    assert "which hosts the store of 97 ranks, needs 1032 open files" in line
     assert "raise the hard limit (ulimit -Hn)" in line
     reserve_connections(keeper.pid, HARD // 3, said.append)
-    with pytest.raises(ValueError, match=rf"^ulimit -n {HARD}: process .* 342 ranks, needs 2308 open files"):
+    with pytest.raises(ValueError, match=rf"^ulimit -n {HARD}: process .* 342 ranks, needs 2992 open files"):
         reserve_connections(keeper.pid, HARD // 3 + 1, said.append)
 
 
@@ -118,5 +118,5 @@ def test_a_store_without_room_for_all_ranks_is_refused_before_it_starts(tmp_path
         assert run.statuses() == {0: 1}
         (line,) = run.errors()
     assert f"error: ulimit -n {HARD}: this process on {os.uname().nodename}" in line
-    # 6 * 400 connections to the store, 399 lifelines of the ranks of one node, 256 others
-    assert "which hosts the store of 400 ranks, needs 3055 open files" in line
+    # 8 * 400 connections to the store, 399 lifelines of the ranks of one node, 256 others
+    assert "which hosts the store of 400 ranks, needs 3855 open files" in line
