@@ -49,16 +49,23 @@ def test_a_rank_does_not_wait_for_a_store_that_stopped(monkeypatch: pytest.Monke
         server.kill()
 
 
-def start(rank: int, world: int, place: dict[str, str], limit: float) -> str:
-    """How the rendezvous of a rank ends, in words; the lifelines of ranks are in other tests."""
+def start(
+    rank: int, world: int, place: dict[str, str], limit: float, kept: list[module.Rendezvous] | None = None
+) -> str:
+    """How the rendezvous of a rank ends, in words; the lifelines of ranks are in other tests.
+
+    Rank 0's has the store, which must be `kept` until the others have read it.
+    """
     try:
-        module.rendezvous(
+        met = module.rendezvous(
             Topology(rank, world, 0, 1),
             place,
             limit=limit,
             timeout=timedelta(minutes=1),
             say=lambda line: None,
         )
+        if kept is not None:
+            kept.append(met)
     except ValueError as error:
         return str(error)
     return "all are there"
@@ -68,12 +75,13 @@ def test_ranks_wait_as_long_as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 starts first, so its own limit passes before rank 2 comes, which is in time for rank 0."""
     monkeypatch.setattr(module, "SAY_AFTER", 0.2)
     place, ends = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, {}
+    kept: list[module.Rendezvous] = []
 
     def run(rank: int, after: float) -> None:
         time.sleep(after)
-        ends[rank] = start(rank, 3, place, limit=3.0)
+        ends[rank] = start(rank, 3, place, 6.0, kept)
 
-    threads = [threading.Thread(target=run, args=each) for each in ((1, 0.0), (0, 2.0), (2, 4.0))]
+    threads = [threading.Thread(target=run, args=each) for each in ((1, 0.0), (0, 3.5), (2, 7.0))]
     for thread in threads:
         thread.start()
     for thread in threads:

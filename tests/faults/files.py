@@ -224,6 +224,12 @@ def none_whole(said: str, harm: Harm) -> Case:
     return Case(LOAD, f"{LOAD}: none … is whole: {NEWEST}/{said} … omit --load", harm=alone(harm))
 
 
+def unreadable(name: str) -> Case:
+    """A file that may not be read says nothing about its checkpoint, so no older one takes its place."""
+    said = f"rank 0 on … {NEWEST}/{name}: Permission denied; let the user of the run read it"
+    return Case(LOAD, f"{LOAD}: {said}", harm=locked(f"{NEWEST}/{name}"))
+
+
 def crafted(name: str, text: str) -> Harm:
     """A wrong file of the newest checkpoint, with right checksums."""
 
@@ -290,7 +296,7 @@ CHECKPOINTS = [
     none_whole(f"{MANIFEST}: … {MARKER} was written for", flip(f"{NEWEST}/{MANIFEST}", 50)),
     none_whole(f"{MANIFEST}: missing", remove(f"{NEWEST}/{MANIFEST}")),
     none_whole(f"{MANIFEST}: is a directory", directory(f"{NEWEST}/{MANIFEST}")),
-    none_whole(f"{MANIFEST}: Permission denied", locked(f"{NEWEST}/{MANIFEST}")),
+    unreadable(MANIFEST),
     none_whole(f"{MANIFEST}: is a FIFO, not a regular file", fifo(f"{NEWEST}/{MANIFEST}")),
     none_whole(f"{MANIFEST}: is a character device", link(f"{NEWEST}/{MANIFEST}", "/dev/zero")),
     none_whole(f"{MANIFEST}: chunk_bytes 1; must be from 65536 to 67108864", small_chunks),
@@ -306,13 +312,13 @@ CHECKPOINTS = [
     none_whole(f"{SHARDS}: damaged between bytes 0 and", flip(f"{NEWEST}/{SHARDS}", -5)),
     none_whole(f"{SHARDS}: … were written", cut(f"{NEWEST}/{SHARDS}", -5)),
     none_whole(f"{SHARDS}: is a directory", directory(f"{NEWEST}/{SHARDS}")),
-    none_whole(f"{SHARDS}: Permission denied", locked(f"{NEWEST}/{SHARDS}")),
+    unreadable(SHARDS),
     none_whole(f"{SIDECAR}: missing", remove(f"{NEWEST}/{SIDECAR}")),
     none_whole(f"{SIDECAR}: its SHA-256 is not the one", flip(f"{NEWEST}/{SIDECAR}", 9)),
     none_whole(f"{SIDECAR}: 64 bytes; 65 were written", cut(f"{NEWEST}/{SIDECAR}", -1)),
     none_whole(f"{SIDECAR}: is longer than 65 bytes", put(f"{NEWEST}/{SIDECAR}", "0" * 66)),
     none_whole(f"{SIDECAR}: is a directory", directory(f"{NEWEST}/{SIDECAR}")),
-    none_whole(f"{SIDECAR}: Permission denied", locked(f"{NEWEST}/{SIDECAR}")),
+    unreadable(SIDECAR),
     none_whole(f"{SHARDS}: has no tensor weights/unit_0", crafted(SHARDS, "\2\0\0\0\0\0\0\0{}")),
     Case(
         LOAD,
