@@ -10,7 +10,12 @@ from torch import Tensor
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import STATE_LIMIT, CheckpointReader
 from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
-from megatron_zpp.checkpoint.unit_entries import describe_units, formats_of_units, sharing_of
+from megatron_zpp.checkpoint.unit_entries import (
+    describe_buffers,
+    describe_units,
+    formats_of_units,
+    sharing_of,
+)
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import OnProgress, no_report
@@ -41,6 +46,7 @@ def load_checkpoint(
         model = engine.model.config if isinstance(engine.model, GPT) else None
         saved_model = reader.state["config"].get("model")
         padded = check_units(path, reader.units, describe_units(engine), saved_model, model)
+        _load_buffers(reader, engine)
         _load(WEIGHTS, reader, engine, padded)
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
@@ -71,6 +77,22 @@ def saved_settings(path: Location) -> tuple[dict[str, Any], int]:
     """(settings by part and field, data ranks) of the run that saved a checkpoint, after it was loaded."""
     state = json.loads(read_limited(path / STATE, STATE_LIMIT))
     return state["config"], state["ranks"] // state.get("tensor", 1)
+
+
+def _load_buffers(reader: CheckpointReader, engine: ZeroEngine) -> None:
+    saved = reader.state.get("buffers", {})
+    present = describe_buffers(engine)
+    for name in sorted(saved.keys() | present.keys()):
+        was, now = saved.get(name), present.get(name)
+        if was != now:
+            shown = [
+                "none" if each is None else f"{each['dtype']} {tuple(each['shape'])}" for each in (was, now)
+            ]
+            raise ValueError(f"{reader.path}: buffer {name} is {shown[0]}, this model has {shown[1]}")
+    for name, buffer in engine.buffers.persistent().items():
+        target = torch.empty(buffer.shape, dtype=buffer.dtype)
+        reader.read_buffer(name, target)
+        buffer.copy_(target)
 
 
 def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.slices import UNSHARED, Part, Sharing, blocks, fill, same_part
 from megatron_zpp.checkpoint.state_checks import check_state
-from megatron_zpp.checkpoint.states import tensor_name
+from megatron_zpp.checkpoint.states import buffer_name, tensor_name
 from megatron_zpp.checkpoint.unit_entries import (
     local_shape,
     rows_of,
@@ -38,7 +38,7 @@ from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.model_states import WEIGHTS
+from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 
 _RECENT = (
     16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
@@ -175,6 +175,10 @@ class CheckpointReader:
             else:
                 self._read_into(kind, run.unit, run.tensor_rank, run.elements.start, part)
 
+    def read_buffer(self, name: str, target: Tensor) -> None:
+        """Fill `target`, on the CPU and contiguous, with a saved buffer of its shape and dtype."""
+        self._file(0).read_into(buffer_name(name), 0, target.view(-1), self._pool.map)
+
     def _runs(
         self, names: Sequence[str], layout: FlatLayout, elements: range, sharing: Sharing, first: int
     ) -> Iterator[_Run]:
@@ -224,6 +228,9 @@ class CheckpointReader:
     def _read_into(self, kind: str, unit: int, tensor_rank: int, first: int, target: Tensor) -> None:
         """Fill `target` with elements of a tensor rank's flat buffer of a unit, from `first` on."""
         shard, filled = self.units[unit]["shard_numel"], 0
+        if self.units[unit].get("frozen") and kind not in (WEIGHTS, REFERENCE):
+            target.zero_()  # what was not trained had no moments
+            return
         while filled < len(target):
             index, start = divmod(first + filled, shard)
             count = min(shard - start, len(target) - filled)

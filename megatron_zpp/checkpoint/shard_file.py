@@ -25,7 +25,18 @@ from megatron_zpp.storage.object_path import Location, ObjectPath
 from megatron_zpp.storage.object_upload import ChecksummedUpload
 from megatron_zpp.storage.recent_chunks import RecentChunks
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+DTYPES = {  # buffers may have any of them; states are fp32
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # of the first tensor
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own

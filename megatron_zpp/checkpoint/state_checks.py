@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.checkpoint.shard_file import DTYPES
 from megatron_zpp.checkpoint.unit_entries import local_shape, row_count, split_of
 from megatron_zpp.model.fp8_scaling import check_scaling_state
 
@@ -41,6 +42,9 @@ def check_state(state: dict[str, Any]) -> None:
         raise ValueError(f"kinds is {state['kinds']!r}")
     _check_difference_formats(state.get("difference_formats"), len(state["units"]))
     check_scaling_state(state.get("product_scaling"))
+    for name, buffer in state.get("buffers", {}).items():
+        if buffer["dtype"] not in DTYPES.values() or not all(map(_is_count, buffer["shape"])):
+            raise ValueError(f"buffer {name!r} is {_shown(buffer)}")
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale has values that are not numbers")
@@ -58,6 +62,8 @@ def _check_unit(unit: dict[str, Any], tensor: int, data_ranks: int) -> None:
     shard_numel = unit["shard_numel"]
     if not _is_count(shard_numel) or shard_numel == 0:
         raise ValueError(f"a shard has {_shown(shard_numel)} elements")
+    if type(unit.get("frozen", False)) is not bool:
+        raise ValueError(f"a unit is frozen: {_shown(unit['frozen'])}")
     for entry in unit["parameters"].values():
         shape, offset = entry["shape"], entry["offset"]
         if len(shape) > _MOST_DIMENSIONS:

@@ -11,10 +11,13 @@ state.json contains the rest:
     ranks, nodes, tensor   the grid of the run: ranks of the job, each with a file, and T tensor ranks.
              Rank `owner_of`(s) · T + j has shard s of tensor rank j (`Grid.data`). Without `tensor`, in older
              versions, T is 1; without `nodes`, in still older ones, rank r owns shard r
+    buffers  `shape` and `dtype`, as safetensors calls it, of each persistent buffer by name; rank 0's file
+             has them as `buffer/NAME`. Absent in older versions
     units    for each unit: `shard_numel`, elements of a shard; by name `parameters`: `shape` of the whole
              parameter, `offset` of a tensor rank's part, and `split` into parts, if it is (`Split`). Where
              units have blocks of rows of a table, each names the table and its whole `shape`, and `rows` has
-             the block's first row and how many there are; absent in versions before 7
+             the block's first row and how many there are; absent in versions before 7. `frozen` units have
+             no optimizer states
     kinds    states in the files for each unit: `engine.states.kinds`, or `weights` only; absent in older
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step
@@ -30,7 +33,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.unit_entries import describe_units
+from megatron_zpp.checkpoint.unit_entries import describe_buffers, describe_units
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import WEIGHTS
 
@@ -38,6 +41,11 @@ from megatron_zpp.zero.model_states import WEIGHTS
 def tensor_name(kind: str, unit: int) -> str:
     """The name of a unit's shard in a rank's file."""
     return f"{kind}/unit_{unit}"
+
+
+def buffer_name(name: str) -> str:
+    """The name of a buffer in rank 0's file."""
+    return f"buffer/{name}"
 
 
 def saved_kinds(engine: ZeroEngine, *, with_optimizer: bool) -> tuple[str, ...]:
@@ -48,11 +56,14 @@ def saved_kinds(engine: ZeroEngine, *, with_optimizer: bool) -> tuple[str, ...]:
 def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
     """This rank's shards by name: the engine's memory, which optimizer steps change, not copies."""
     kinds = saved_kinds(engine, with_optimizer=with_optimizer)
-    return {
+    shards = {
         tensor_name(kind, index): shard
         for kind in kinds
         for index, shard in enumerate(engine.states.shards(kind))
+        if len(shard)
     }
+    buffers = engine.buffers.persistent() if engine.topology.rank == 0 else {}
+    return shards | {buffer_name(name): buffer for name, buffer in buffers.items()}
 
 
 def describe_state(
@@ -73,6 +84,7 @@ def describe_state(
         nodes=engine.topology.nodes,
         tensor=engine.grid.tensor,
         units=describe_units(engine),
+        buffers=describe_buffers(engine),
         kinds=saved_kinds(engine, with_optimizer=with_optimizer),
         difference_formats=engine.states.difference_formats() if with_optimizer else None,
         product_scaling=engine.scaling.state() if with_optimizer and engine.scaling else None,
@@ -96,6 +108,7 @@ def describe_state_of(
     difference_formats: dict[str, Any] | None = None,
     product_scaling: dict[str, Any] | None = None,
     tensor: int = 1,
+    buffers: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The content of state.json, for a program without an engine."""
     return {
@@ -107,6 +120,7 @@ def describe_state_of(
         "nodes": nodes,
         "tensor": tensor,
         "units": units,
+        "buffers": buffers or {},
         "kinds": list(kinds),
         "difference_formats": difference_formats,
         "product_scaling": product_scaling,

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_zpp.checkpoint.shard_file import DTYPES
 from megatron_zpp.checkpoint.slices import Sharing
 from megatron_zpp.distributed.split import RowBlock, Split
 from megatron_zpp.zero.engine import ZeroEngine
@@ -72,6 +73,14 @@ def local_shape(entry: Mapping[str, Any], tensor: int) -> tuple[int, ...]:
     return tuple(entry["shape"]) if split is None else split.local_shape(entry["shape"], tensor)
 
 
+def describe_buffers(engine: ZeroEngine) -> dict[str, dict[str, Any]]:
+    """The shape and dtype of each persistent buffer."""
+    return {
+        name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype]}
+        for name, buffer in engine.buffers.persistent().items()
+    }
+
+
 def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
     """The offsets, whole shapes and splits of each unit's parameters, and the elements of its shards."""
     splits, tensor = engine.share.splits, engine.grid.tensor
@@ -106,4 +115,5 @@ def describe_unit(
             continue
         whole = split.whole_shape(parameter.shape, tensor)
         described[name] = {"shape": list(whole), "offset": offset, "split": split.to_json()}
-    return {"shard_numel": layout.shard_numel, "parameters": described}
+    unit = {"shard_numel": layout.shard_numel, "parameters": described}
+    return unit | {"frozen": True} if layout.frozen else unit

@@ -1,7 +1,7 @@
 """How model states are sharded, and how weights and gradients travel between ranks (ZeRO, ZeRO++)."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error
@@ -196,6 +196,19 @@ class ZeroConfig(Options):
     def quantizes(self) -> bool:
         """Whether weights or gradients travel as codes."""
         return self.zero_quantized_weights or self.zero_quantized_gradients
+
+    def among(self, data_ranks: int) -> "ZeroConfig":
+        """What is in force among so many ranks: one alone sends nothing, so it quantises nothing."""
+        if data_ranks > 1:
+            return self
+        defaults = ZeroConfig()
+        codes = ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_secondary")
+        details = (
+            "zero_quantized_weights_format",
+            "zero_quantized_gradients_format",
+            "zero_quantization_block",
+        )
+        return replace(self, **{name: getattr(defaults, name) for name in (*codes, *details)})
 
     @property
     def largest_block(self) -> int:

@@ -153,7 +153,7 @@ def _ends(job: Job) -> _Ends:
         return _Ends(sizes[0], sizes[0], 0, sizes[-1], reduced_early=False)
     first, stop = job.first_layer, job.first_layer + len(job.layer_layouts) * job.model.num_layers
     early = job.communication.reduces_places and len(job.reads.units) > len(sizes)
-    tables = {unit for places in job.reads.places if len(places) > 1 for unit in [job.reads.units[places[0]]]}
+    tables = {unit for places in job.reads.places if len(places) > 1 for unit in job.reads.units[places[0]]}
     of_loss = {*range(stop, len(sizes)), *(tables if early else ())}
     by_lookup = sum(sizes[unit] for unit in range(first) if unit not in of_loss)
     by_loss = sum(sizes[unit] for unit in of_loss)

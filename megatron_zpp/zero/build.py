@@ -12,7 +12,8 @@ from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import ALIGNMENT, SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.plan_communication import plan_communication
-from megatron_zpp.zero.reads import distinct, reads_of
+from megatron_zpp.zero.read_guard import ReadGuard
+from megatron_zpp.zero.reads import Parameters, distinct, parts_of, reads_of
 from megatron_zpp.zero.sharded_unit import Encoded, Unit
 from megatron_zpp.zero.weight_codes import WeightEncoder
 
@@ -60,20 +61,38 @@ class UnitBuilder:
         for slot, layout in zip(plan.slots, plan.layouts, strict=True):
             if slot not in slots:
                 slots[slot] = self._communication.zeros(plan.slot_stream, plan.slot(layout))
-        units = []
-        firsts = distinct(modules)
-        for (name, module), places, slot, layout in zip(
-            firsts, plan.reads.places, plan.slots, plan.layouts, strict=True
+        units: list[Unit] = []
+        parts = [parts_of(module) for _, module in modules]
+        for (name, first), places, slot, layout in zip(
+            distinct(modules), plan.reads.places, plan.slots, plan.layouts, strict=True
         ):
-            others = [modules[place][1] for place in places[1:]]
-            unit = self._unit(name, module, others, layout, slots[slot])
+            at = [plan.reads.units[place].index(len(units)) for place in places]
+            others = [parts[place][index] for place, index in zip(places[1:], at[1:], strict=True)]
+            guard = ReadGuard(name, sum(len(unit.guard) for unit in units))
+            unit = self._unit(name, first, others, layout, slots[slot], guard)
             self._initialize_master(unit, drawn)
             write_gather_source(self._communication, unit)
             units.append(unit)
+        self._make_empty_parameters(modules)
         return units
 
+    def _make_empty_parameters(self, modules: list[tuple[str, nn.Module]]) -> None:
+        """Give modules without any elements their parameters."""
+        for _, module in modules:
+            for path, parameter in module.named_parameters():
+                if parameter.is_meta:
+                    owner, _, leaf = path.rpartition(".")
+                    made = torch.empty(parameter.shape, dtype=self._plan.compute_dtype, device=self._device)
+                    setattr(module.get_submodule(owner), leaf, nn.Parameter(made, parameter.requires_grad))
+
     def _unit(
-        self, name: str, module: nn.Module, others: Sequence[nn.Module], layout: FlatLayout, full: Tensor
+        self,
+        name: str,
+        module: Parameters,
+        others: Sequence[Parameters],
+        layout: FlatLayout,
+        full: Tensor,
+        guard: ReadGuard,
     ) -> Unit:
         plan = self._plan
         owned = layout.shard(plan.shard) if plan.residency.optimizer_sharded else range(layout.numel)
@@ -89,18 +108,19 @@ class UnitBuilder:
         else:
             master = torch.zeros(len(owned), device=self._device)
         names = tuple(f"{name}.{path}" for path, _ in in_order(module))
-        parameters = self._replace_parameters(module, names, layout, full)
+        parameters = self._replace_parameters(module, names, layout, full, guard)
         by_place = [parameters]
         for other in others:
-            if plan.reduces_places:
-                by_place.append(self._replace_parameters(other, names, layout, full))
+            if plan.reduces_places and not layout.frozen:
+                by_place.append(self._replace_parameters(other, names, layout, full, guard))
             else:
-                _share_parameters(other, parameters)
+                _put_parameters(other, names, parameters, guard)
         secondary = self._secondary(layout)
         return Unit(
             names=names,
             parameters=parameters,
             by_place=tuple(by_place),
+            guard=guard,
             block=getattr(module, "row_block", None),
             layout=layout,
             owned=owned,
@@ -115,7 +135,7 @@ class UnitBuilder:
         )
 
     def _replace_parameters(
-        self, module: nn.Module, names: tuple[str, ...], layout: FlatLayout, full: Tensor
+        self, module: Parameters, names: tuple[str, ...], layout: FlatLayout, full: Tensor, guard: ReadGuard
     ) -> tuple[nn.Parameter, ...]:
         """Make the module's parameters views of a slot.
 
@@ -124,7 +144,7 @@ class UnitBuilder:
         """
         made, dtype = [], self._plan.compute_dtype
         wide = full[layout.wide.start :].view(dtype) if layout.coded else full
-        for index, (path, parameter) in enumerate(in_order(module)):
+        for index, (_, parameter) in enumerate(in_order(module)):
             offset, stop = layout.offsets[index], layout.offsets[index] + parameter.numel()
             # .data has its own version counter: filling the slot again must not count as a change
             if index < layout.coded:
@@ -134,9 +154,8 @@ class UnitBuilder:
             else:
                 start = layout.wide.start
                 view = wide[offset - start : stop - start].view(parameter.shape)
-            owner, _, leaf = path.rpartition(".")
-            made.append(nn.Parameter(view.data))
-            setattr(module.get_submodule(owner), leaf, made[-1])
+            made.append(nn.Parameter(view.data, requires_grad=not layout.frozen))
+        _put_parameters(module, names, made, guard)
         return tuple(made)
 
     def _initialize_master(self, unit: Unit, drawn: "_InitialValues") -> None:
@@ -191,16 +210,28 @@ class _InitialValues:
         if self._newest is None or self._newest[0] != name:
             self._newest = None
             initial = torch.empty(shape, dtype=torch.float32, device=self._device)
-            self._initialize(name, initial)
+            fill(self._initialize, name, initial)
             self._newest = name, initial
         return self._newest[1]
 
 
-def _share_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+def _put_parameters(
+    module: Parameters, names: Sequence[str], parameters: Sequence[nn.Parameter], guard: ReadGuard
+) -> None:
     """Give the module these parameters in place of its own ones."""
-    for (path, _), parameter in zip(in_order(module), parameters, strict=True):
+    for (path, _), name, parameter in zip(in_order(module), names, parameters, strict=True):
         owner, _, leaf = path.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, parameter)
+        guard.put(module.get_submodule(owner), leaf, parameter, name)
+
+
+def fill(initialize: Initialize, name: str, tensor: Tensor) -> None:
+    """Let `initialize` fill a tensor. Raises ValueError unless it fills all of it."""
+    floats = tensor.is_floating_point()
+    tensor.fill_(torch.nan if floats else 0)
+    version = tensor._version
+    initialize(name, tensor)
+    if tensor.numel() and (tensor.min().isnan().item() if floats else tensor._version == version):
+        raise ValueError(f"{name}: initialize({name!r}, tensor) must fill the whole tensor, in place")
 
 
 def write_gather_source(communication: Communication, unit: Unit) -> None:
@@ -255,7 +286,7 @@ def plan_of(
 
 
 def layouts_of(
-    modules: Sequence[tuple[str, nn.Module]],
+    modules: Sequence[tuple[str, Parameters]],
     ranks: int,
     multiple: int,
     block: int = 1,
@@ -270,16 +301,16 @@ def layouts_of(
     for name, module in modules:
         parameters = [parameter for _, parameter in in_order(module)]
         numels = tuple(parameter.numel() for parameter in parameters)
-        decayed = sum(map(_decays, parameters))
+        decayed, frozen = sum(map(_decays, parameters)), not any(each.requires_grad for each in parameters)
         held = [f"{name}.{path}" in coded for path, _ in in_order(module)]
         assert held == sorted(held, reverse=True), f"{name}: parameters that are held as codes come first"
         alignment = max(SHARD_MULTIPLE if any(held) else ALIGNMENT, block)
         table = decayed > 0 and _holds_tables(module)
-        layouts.append(FlatLayout(numels, decayed, ranks, multiple, alignment, sum(held), table))
+        layouts.append(FlatLayout(numels, decayed, ranks, multiple, alignment, sum(held), table, frozen))
     return layouts
 
 
-def _holds_tables(module: nn.Module) -> bool:
+def _holds_tables(module: Parameters) -> bool:
     return isinstance(module, nn.Embedding) or getattr(module, "holds_tables", False)
 
 
@@ -288,6 +319,6 @@ def _decays(parameter: nn.Parameter) -> bool:
     return parameter.dim() >= 2
 
 
-def in_order(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """A module's parameters in the order of its flat buffer: those with weight decay first."""
+def in_order(module: Parameters) -> list[tuple[str, nn.Parameter]]:
+    """A unit's parameters in the order of its flat buffer: those with weight decay first."""
     return sorted(module.named_parameters(), key=lambda named: not _decays(named[1]))

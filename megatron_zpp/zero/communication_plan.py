@@ -281,7 +281,7 @@ class CommunicationPlan:
 
         `Accumulation.SHARD` keeps them in the gradient that the optimizer takes.
         """
-        return 4 * sum(map(self.reduction.accumulator_numel, self.layouts))
+        return 4 * sum(map(self.reduction.accumulator_numel, self.reduction.layouts))
 
     @property
     def arena_bytes(self) -> int:

@@ -21,6 +21,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.adamw import build_optimizer
+from megatron_zpp.zero.buffers import Buffers
 from megatron_zpp.zero.build import Initialize, UnitBuilder, named_units, plan_of
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
@@ -69,16 +70,19 @@ class ZeroEngine:
 
     `model(tokens, targets)` returns a mean loss; a batch may bring more arguments. `model.units()` are its
     modules in forward order, and `model.recomputed_units()` the ranges of them whose forward its backward
-    repeats. The model's parameters are on the meta device; `initialize(name, tensor)` fills one. They become
-    views of flat buffers on `device`, and this rank holds no more of them than the stage says. `share` says
+    repeats. The model is on the meta device; `initialize(name, tensor)` fills a parameter, in fp32, or a
+    buffer. Parameters become views of flat memory on `device`, and this rank holds no more of them than the
+    stage says. Those that do not require gradients are gathered, and not trained. `share` says
     how tensor ranks share the model, which has this rank's parts of its parameters then. `operations`
     has the kernels for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say`
-    gets a line if copy engines were tried and cannot be used. Parameters whose names are `decoupled` have a
+    gets a line if copy engines were tried and cannot be used, and on rank 0 one that names the buffers which
+    `initialize` filled. Parameters whose names are `decoupled` have a
     learning rate of their own. `scaling` has the scales of 8-bit products if they follow from earlier steps.
     `codes` encodes the weights that are held as codes, by these scales.
 
-    Raises ValueError for a model whose parameters cannot all be trained, for a `decoupled` name that it does
-    not have, and for settings that these ranks cannot obey.
+    Raises ValueError for a model that cannot be trained as it is, for a `decoupled` name that it does not
+    have, and for settings that these ranks cannot obey. Passes raise RuntimeError where a parameter is read
+    while its unit is not gathered, and on several ranks where a forward changes a persistent buffer.
     """
 
     def __init__(
@@ -138,6 +142,11 @@ class ZeroEngine:
         self.units = UnitBuilder(
             communication, device, offload_optimizer=zero.zero_offload_optimizer, codes=codes
         ).build(named_modules, share.initialize(initialize))
+        self.buffers = Buffers(model, initialize, device, topology.world_size)
+        if self.buffers.filled and topology.rank == 0:  # a constructor may have computed other values
+            names = ", ".join(self.buffers.filled)
+            say(f" buffers with the values of initialize, not of their module's constructor: {names}")
+        trained = [unit for unit in self.units if not unit.frozen]
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
         formats = None
@@ -146,18 +155,19 @@ class ZeroEngine:
             formats = DifferenceFormats(plan.difference_formats, early, device)
         self.weights = Weights(self.units, communication, topology, sections, formats=formats, codes=codes)
         self._optimizer = build_optimizer(
-            optimizer, self.units, communication, fused_backend, operations, self.weights.sources, decoupled
+            optimizer, trained, communication, fused_backend, operations, self.weights.sources, decoupled
         )
         self.states = ModelStates(self.units, self.weights, self._optimizer, topology, plan.shard)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
         )
-        self._sums = StepSums(self.units, self._gradients, self.grid, share, sections)
+        self._sums = StepSums(trained, self._gradients, self.grid, share, sections)
         self._exchanges = ExchangeCounter(share, self._ledger, dtype)
         self._hooks = register_hooks(
             [module for _, module in named_modules],
             self.units,
+            plan.reads,
             self.weights.prefetcher,
             self._gradients,
             self._exchanges,
@@ -192,8 +202,10 @@ class ZeroEngine:
         if self.scaling is not None and index == 0:
             self.scaling.begin_step()
         self.weights.prefetcher.begin(Phase.FORWARD)
+        buffers = self.buffers.versions()
         with self.sections(FORWARD):
             loss = self._loss(batch)
+        self.buffers.check_unchanged(buffers)
         self.weights.prefetcher.begin(Phase.BACKWARD)
         with self.sections(WAIT_REDUCTIONS):
             last = index == micro_batches - 1
@@ -209,7 +221,11 @@ class ZeroEngine:
         scaled = loss * (scale + 0.0 * loss.detach())
         self.spare.reserve_in_backward_of(scaled)
         with self.sections(BACKWARD):
-            scaled.backward()
+            try:
+                scaled.backward()
+            except RuntimeError as error:
+                stale = (unit.guard.of_backward(error) for unit in self.units)
+                raise next(filter(None, stale), error) from error
             self._gradients.finish_backward()
         return loss.detach()
 
@@ -252,7 +268,7 @@ class ZeroEngine:
 
         Every rank must call it at the end of a run. After an error it may wait for the others.
         """
-        self._gradients.wait(self.units)  # sums that no step has taken must not outlive their group
+        self._gradients.wait()  # sums that no step has taken must not outlive their group
         for handle in self._hooks:
             handle.remove()
         for comm_stream in self._communication.comm_streams:
@@ -297,7 +313,7 @@ class ZeroEngine:
         return sum_over_ranks(counted, self.topology) / self.grid.data.world_size
 
     def weights_norm(self) -> Tensor:
-        """The norm () fp64 of all master weights; every rank must call it."""
+        """The norm () fp64 of the master weights that are trained; every rank must call it."""
         return self._sums.norm_of_weights()
 
     @property

@@ -44,7 +44,8 @@ class Gradients:
     ) -> None:
         """`accepts_16bit`: whether the optimizer takes gradients in 16 bits."""
         plan = communication.plan
-        self._units, self._operations = units, operations
+        self._units = [unit for unit in units if not unit.frozen]
+        self._operations = operations
         self._reduction, self._group_reduction = communication.reduction, communication.group_reduction
         self._plan, self._residency = plan.reduction, plan.residency
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
@@ -68,7 +69,7 @@ class Gradients:
         Waits for the reductions of the previous micro-batch, which the forward hid. The first micro-batch
         drops what an abandoned step left.
         """
-        self.wait(self._units)
+        self.wait()
         if first:
             self.release()
         self._first, self._last, self._iteration = first, last, iteration
@@ -94,9 +95,9 @@ class Gradients:
                             parameter.grad = torch.zeros_like(parameter)
                     self._take(unit, parameters)
 
-    def wait(self, units: list[Unit]) -> None:
-        """Let the compute wait for the reductions of these units: REDUCING -> SUMMED."""
-        for unit in units:
+    def wait(self, units: list[Unit] | None = None) -> None:
+        """Let the compute wait for the reductions of these units, by default of all: REDUCING -> SUMMED."""
+        for unit in self._units if units is None else units:
             unit.grad.wait()
 
     def squares_of(self, unit: Unit) -> Tensor:

@@ -1,11 +1,16 @@
 """The only place that hooks into a model: tells prefetcher and gradients where the pass is."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.prefetch import Prefetcher
+from megatron_zpp.zero.read_guard import tensors_in
+from megatron_zpp.zero.reads import Reads
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ExchangeCounter
 
@@ -13,6 +18,7 @@ from megatron_zpp.zero.tensor_parallel import ExchangeCounter
 def register_hooks(
     modules: list[nn.Module],
     units: list[Unit],
+    reads: Reads,
     prefetcher: Prefetcher,
     gradients: Gradients,
     exchanges: ExchangeCounter,
@@ -20,13 +26,15 @@ def register_hooks(
     """Hook every module that reads a unit, in forward order; the returned handles remove the hooks again.
 
     A module's parameters are needed before its forward, and before its backward, which begins when the
-    gradient of its output has arrived. When a parameter's `.grad` has arrived, it needs that parameter no
-    more.
+    gradient of one of its outputs has arrived. When a parameter's `.grad` has arrived, it needs that
+    parameter no more.
     """
     handles = []
-    for place, module in enumerate(modules):
-        handles += _hook_passes(module, place, prefetcher, exchanges)
+    for place, (module, read) in enumerate(zip(modules, reads.units, strict=True)):
+        handles += _hook_passes(module, place, [units[index] for index in read], prefetcher, exchanges)
     for unit in units:
+        if unit.frozen:
+            continue
         for number, parameters in enumerate(unit.by_place):
             for parameter in parameters:
                 handles.append(
@@ -38,18 +46,29 @@ def register_hooks(
 
 
 def _hook_passes(
-    module: nn.Module, place: int, prefetcher: Prefetcher, exchanges: ExchangeCounter
+    module: nn.Module, place: int, units: Sequence[Unit], prefetcher: Prefetcher, exchanges: ExchangeCounter
 ) -> list[RemovableHandle]:
+    takes_turns = not prefetcher.always_gathered
+
     def before_forward(module: nn.Module, arguments: tuple) -> None:
         prefetcher.before_forward(place)
         exchanges.forward(place)
 
-    def before_backward(gradient: Tensor) -> None:
-        prefetcher.before_backward(place)
-        exchanges.backward(place)
+    def after_forward(module: nn.Module, arguments: tuple, output: Any) -> None:
+        counted = False
 
-    def after_forward(module: nn.Module, arguments: tuple, output: Tensor) -> None:
-        if torch.is_grad_enabled() and output.requires_grad:
-            output.register_hook(before_backward)
+        def before_backward(gradient: Tensor) -> None:
+            nonlocal counted
+            prefetcher.before_backward(place)
+            if not counted:
+                exchanges.backward(place)
+            counted = True
+
+        for tensor in tensors_in(output):
+            if takes_turns:
+                for unit in units:
+                    unit.guard.check_output(tensor)
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                tensor.register_hook(before_backward)
 
     return [module.register_forward_pre_hook(before_forward), module.register_forward_hook(after_forward)]

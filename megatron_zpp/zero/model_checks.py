@@ -31,34 +31,53 @@ def check_unit(zero: ZeroConfig, model: nn.Module) -> None:
 
 
 def check_parameters(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raise ValueError unless each parameter of `model` belongs to one of its `units`, and all are trained.
+    """Raise ValueError unless each parameter of `model` belongs to one of its `units`, and some are trained.
 
+    Parameters are real numbers on the meta device, where they have no values that the engine would replace.
     Units with the same parameters are one unit. The engine replaces a parameter where a unit has it, so the
     parameter would no longer be tied to one of another unit, or of another module of the same unit.
     """
-    owners: dict[int, tuple[tuple[int, ...], str]] = {}  # by parameter: its unit, and its first name there
+    # By parameter: the key of its unit, the name of that, and its own first name there.
+    owners: dict[int, tuple[tuple[int, ...], str, str]] = {}
     of_units: set[int] = set()
     for unit, module in units:
+        if type(module).forward is nn.Module.forward:
+            fix = "has no forward, so that nothing says when its weights are read; list its modules"
+            raise ValueError(f"{unit}: {type(module).__name__} {fix}")
         key, inside = key_of(module), set()
         for path, owner in module.named_modules(prefix=unit):
             of_units.add(id(owner))
             for name, parameter in _own_parameters(path, owner):
-                first_key, first = owners.setdefault(id(parameter), (key, name))
+                _check_parameter(name, parameter)
+                first_key, first_unit, first = owners.setdefault(id(parameter), (key, unit, name))
+                if first_key != key and first == name:
+                    raise ValueError(
+                        f"{name}: is in two units, {first_unit} and {unit}; list a module or modules of it"
+                    )
                 if first_key != key or id(parameter) in inside:
                     raise ValueError(
                         f"{name}: is tied to {first}; modules that share a parameter must be units of their "
                         "own, with no other parameters"
                     )
                 inside.add(id(parameter))
-                if not parameter.requires_grad:
-                    raise ValueError(
-                        f"{name}: has requires_grad=False, but the engine trains all parameters; "
-                        "make it a buffer"
-                    )
     for path, owner in model.named_modules():
         if id(owner) not in of_units:
             for name, _ in _own_parameters(path, owner):
                 raise ValueError(f"{name}: belongs to no unit; units() must list a module that has it")
+    if not any(parameter.requires_grad and parameter.numel() for parameter in model.parameters()):
+        raise ValueError("the model has no parameter to train: none has elements and requires_grad=True")
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if not parameter.is_meta:
+        raise ValueError(
+            f"{name}: is on {parameter.device}, and initialize would replace its values; build the model "
+            'under torch.device("meta"), and let initialize copy the values'
+        )
+    if parameter.is_complex():
+        raise ValueError(f"{name}: is complex; make it a real parameter, and use torch.view_as_complex(it)")
+    if not parameter.is_floating_point():
+        raise ValueError(f"{name}: is {parameter.dtype}; make it a buffer")
 
 
 def check_decoupled(decoupled: Collection[str], units: Sequence[tuple[str, nn.Module]]) -> None:

@@ -36,7 +36,8 @@ class ModelStates:
     def shards(self, kind: str) -> list[Tensor]:
         """This rank's shard (shard_numel,) fp32 of one of `kinds` for each unit: not a copy.
 
-        At stage 0, where every rank has the whole, the shard that it would have at other stages.
+        At stage 0, where every rank has the whole, the shard that it would have at other stages. Frozen units
+        have no optimizer states: (0,).
         """
         flats = zip(self._units, self._flats(kind), strict=True)
         owned = (unit.layout.shard(self._shard) for unit in self._units)
@@ -74,7 +75,7 @@ class ModelStates:
         for index, (unit, flat) in enumerate(zip(self._units, self._flats(kind), strict=True)):
             self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
             stop = min(unit.owned.stop, unit.layout.offsets[-1])
-            if unit.owned.start < stop:
+            if unit.owned.start < stop and len(flat):
                 elements = range(unit.owned.start, stop)
                 yield index, elements, flat[: len(elements)]
             if kind == WEIGHTS:
@@ -109,4 +110,5 @@ class ModelStates:
             return [unit.master for unit in self._units]
         if kind == REFERENCE:
             return self._weights.own_references()
-        return [states[kind] for states in self._optimizer.states]
+        states, none = iter(self._optimizer.states), torch.empty(0)
+        return [none if unit.frozen else next(states)[kind] for unit in self._units]

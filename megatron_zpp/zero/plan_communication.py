@@ -6,7 +6,7 @@ One process can plan for every rank of any grid.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import cast
 
 import torch
@@ -43,12 +43,14 @@ def plan_communication(
     in the dtype that `_gradient_dtype` chooses. `copy_engines` says whether these move what ranks of one node
     send. `reads`: how the passes read the units; by default each once in the forward and in the backward.
     """
+    zero = zero.among(grid.world_size)
     residency, layouts, streams = Residency(zero.zero_stage), tuple(layouts), _Streams(grid)
     gathers = _plan_gathers(zero, streams, layouts, compute_dtype, copy_engines=copy_engines)
+    trained = tuple(layout for layout in layouts if not layout.frozen)
     reduction = _plan_reduction(
-        zero, streams, layouts, compute_dtype, in_bf16=reduce_in_bf16, copy_engines=copy_engines
+        zero, streams, trained, compute_dtype, in_bf16=reduce_in_bf16, copy_engines=copy_engines
     )
-    reads = reads or Reads(tuple(range(len(layouts))))
+    reads = reads or Reads(tuple((unit,) for unit in range(len(layouts))))
     forward, _ = orders = reads.orders
     return CommunicationPlan(
         grid=grid,
@@ -302,12 +304,12 @@ def _sum_dtype(in_bf16: bool) -> torch.dtype:
 
 
 def _slots(
-    layouts: Sequence[FlatLayout], orders: Sequence[Sequence[int]], ahead: int | None
+    layouts: Sequence[FlatLayout], orders: Sequence[Sequence[tuple[int, ...]]], ahead: int | None
 ) -> Iterator[int]:
     """A slot for each unit; None: each has its own.
 
-    Units of equal layout take turns in as many as they are, at most, among any unit and the `ahead` units
-    that follow it in one of the `orders` in which units are read.
+    Units of equal layout take turns in as many as they are, at most, among the units of any place and of the
+    `ahead` places with other units that follow it in one of the `orders` in which units are read.
     """
     if ahead is None:
         yield from range(len(layouts))
@@ -318,7 +320,8 @@ def _slots(
     for order in orders:
         for at in range(len(order)):
             near = dict.fromkeys(order[at : at + 2 * (ahead + 1)])  # no order has a unit more than twice
-            for kind, count in Counter(kinds[unit] for unit in islice(near, ahead + 1)).items():
+            units = chain.from_iterable(islice(near, ahead + 1))
+            for kind, count in Counter(kinds[unit] for unit in units).items():
                 most[kind] = max(most[kind], count)
     slots: list[list[int]] = [[] for _ in most]  # those of a layout
     turns, made = Counter[int](), 0

@@ -28,6 +28,7 @@ class WeightState(Enum):
 
 
 StartGather = Callable[[int, bool], Pending]  # starts to fill the slot of a unit; True: from secondary shards
+SetReadable = Callable[[int, bool], None]  # the parameters of a unit may be read from now on, or no more
 
 
 class _Slot:
@@ -53,7 +54,9 @@ class Prefetcher:
         plan: CommunicationPlan,
         gather: StartGather,
         sections: Sections = UNTIMED,
+        set_readable: SetReadable = lambda unit, readable: None,
     ) -> None:
+        """The parameters of all units count as readable until `set_readable` is called."""
         self._gather, self._prefetch, self._sections = gather, plan.prefetch, sections
         self._after_exchanges = plan.difference_format is not None
         self._changed = WeightState.GATHERED if plan.gathers_in_place else WeightState.SHARDED
@@ -62,8 +65,11 @@ class Prefetcher:
         self._weights = [self._changed for _ in plan.layouts]
         self._keeps_secondary = [plan.secondary_part(layout) is not None for layout in plan.layouts]
         self._secondary_is_present = [False for _ in plan.layouts]  # False: of older weights, or empty
+        self._readable, self._set_readable = [True for _ in plan.layouts], set_readable
+        for index in range(len(plan.layouts)):
+            self._allow_reads(index, self.always_gathered)
         self._phase, reads = Phase.FORWARD, plan.reads
-        self._unit_at = reads.units  # of each place
+        self._units_at = reads.units  # of each place
         self._forward, self._backward = reads.orders
         # Where in `_backward` a place is recomputed, and where its gradients are made.
         self._recomputed_at: dict[int, int] = {}
@@ -73,10 +79,16 @@ class Prefetcher:
             self._gradients_at[place] = at
         self._first_of = {chunk[-1]: chunk[0] for chunk in reads.recomputed}
         self._to_recompute: int | None = None  # the last place of the range that is being recomputed
+        self._recomputed: set[int] = set()  # the last places of those that this pass has begun to recompute
 
     def begin(self, phase: Phase) -> None:
         """Start a pass in this direction."""
-        self._phase, self._to_recompute = phase, None
+        self._phase, self._to_recompute, self._recomputed = phase, None, set()
+
+    @property
+    def always_gathered(self) -> bool:
+        """Whether the optimizer writes weights into slots, which no units share."""
+        return self._changed is WeightState.GATHERED
 
     def weights_of(self, index: int) -> WeightState:
         """Where the present weights of a unit are."""
@@ -89,6 +101,7 @@ class Prefetcher:
         """
         self._secondary_is_present[index] = False
         self._weights[index] = self._changed
+        self._allow_reads(index, self.always_gathered)
 
     def gather_after_step(self, stepped: Iterable[int]) -> None:
         """Start to gather the units that the forward reads first, as the optimizer finishes each.
@@ -107,11 +120,12 @@ class Prefetcher:
                 self._start(index)
 
     def before_forward(self, place: int) -> None:
-        """Gather the unit of a place that is about to compute, and start the next gathers.
+        """Gather the units of a place that is about to compute, and start the next gathers.
 
         In the backward phase this is a recomputation.
         """
-        self._need(self._unit_at[place])
+        for index in self._units_at[place]:
+            self._need(index)
         if self._phase is Phase.FORWARD:
             self._start_ahead(self._forward, place)
             return
@@ -120,20 +134,23 @@ class Prefetcher:
         self._start_ahead(self._backward, self._recomputed_at[place])
 
     def before_backward(self, place: int) -> None:
-        """Gather what is needed now that the gradient of a place's output has arrived.
+        """Gather what is needed now that the gradient of one of a place's outputs has arrived.
 
         If the place ends a range that is recomputed, the first unit of the range is needed first. Nothing is
         needed where the backward reads no parameters.
         """
-        assert self._to_recompute is None, f"place {self._to_recompute} was to be recomputed and was not"
-        if place not in self._gradients_at:
+        if place not in self._gradients_at or place == self._to_recompute:
             return
-        if place in self._first_of:
+        assert self._to_recompute is None, f"place {self._to_recompute} was to be recomputed and was not"
+        if place in self._first_of and place not in self._recomputed:
             self._to_recompute, first = place, self._first_of[place]
-            self._need(self._unit_at[first])
+            self._recomputed.add(place)
+            for index in self._units_at[first]:
+                self._need(index)
             self._start_ahead(self._backward, self._recomputed_at[first])
             return
-        self._need(self._unit_at[place])
+        for index in self._units_at[place]:
+            self._need(index)
         self._start_ahead(self._backward, self._gradients_at[place])
 
     def wait_for_gather_of(self, index: int) -> None:
@@ -154,23 +171,30 @@ class Prefetcher:
             if self._weights[slot.holder] is WeightState.GATHERING:  # else they changed meanwhile
                 self._weights[slot.holder] = WeightState.GATHERED
 
-    def _start_ahead(self, order: Sequence[int], at: int) -> None:
+    def _start_ahead(self, order: Sequence[tuple[int, ...]], at: int) -> None:
         """Start the gathers of the units that are read next, up to one whose slot has yet to be read."""
-        taken = {order[at]: self._slots[order[at]]}
-        for index in order[at + 1 :]:
-            if index in taken:
+        found, taken = {order[at]}, {self._slots[index] for index in order[at]}
+        for units in order[at + 1 :]:
+            if units in found:
                 continue
-            slot = self._slots[index]
-            if len(taken) > self._prefetch or slot in taken.values():
+            if len(found) > self._prefetch or any(self._slots[index] in taken for index in units):
                 return
-            taken[index] = slot
-            self._start(index)
+            found.add(units)
+            for index in units:
+                taken.add(self._slots[index])
+                self._start(index)
 
     def _need(self, index: int) -> None:
-        """SHARDED or GATHERING -> GATHERED."""
+        """SHARDED or GATHERING -> GATHERED, and readable."""
         self._start(index)
         with self._sections(WAIT_GATHERS):
             self._wait(index)
+        self._allow_reads(index, True)
+
+    def _allow_reads(self, index: int, allowed: bool) -> None:
+        if self._readable[index] is not allowed:
+            self._readable[index] = allowed
+            self._set_readable(index, allowed)
 
     def _start(self, index: int) -> None:
         """SHARDED -> GATHERING; the unit that was in the slot: GATHERING or GATHERED -> SHARDED.
@@ -183,6 +207,7 @@ class Prefetcher:
         self._wait(index)  # a gather whose result was not needed must not end later than this one
         if slot.holder is not None:
             self._weights[slot.holder] = WeightState.SHARDED
+            self._allow_reads(slot.holder, False)
         slot.holder, self._weights[index] = index, WeightState.GATHERING
         slot.pending = self._gather(index, self._secondary_is_present[index])
         self._secondary_is_present[index] = self._keeps_secondary[index]

@@ -45,6 +45,7 @@ from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.distributed.split import RowBlock
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
+from megatron_zpp.zero.read_guard import ReadGuard
 
 
 class GradientState(Enum):
@@ -150,6 +151,7 @@ class Unit:
     wide_dtype: torch.dtype  # of the parameters that are not held as codes
     # The parameters of each place whose gradients are reduced by themselves; those of the first place first.
     by_place: tuple[tuple[nn.Parameter, ...], ...]
+    guard: ReadGuard  # of all of them
     block: RowBlock | None = None  # which rows of a table the unit's only parameter is
     grad: UnitGradient = field(default_factory=UnitGradient)
 
@@ -157,6 +159,11 @@ class Unit:
     def whole(self) -> bool:
         """Whether this rank changes all of the unit (stage 0, or one rank)."""
         return len(self.owned) == self.layout.numel
+
+    @property
+    def frozen(self) -> bool:
+        """Whether its parameters are gathered and not trained: no gradient, no optimizer state."""
+        return self.layout.frozen
 
     @property
     def first_element(self) -> int:

@@ -71,7 +71,7 @@ class StepSums:
 
     @torch.no_grad()
     def norm_of_weights(self) -> Tensor:
-        """The norm () fp64 of all master weights; every rank must call it."""
+        """The norm () fp64 of the master weights of all units; every rank must call it."""
         norms = torch.stack([torch.linalg.vector_norm(self._counted(unit)) for unit in self._units])
         total = norms.double().square().sum().to(self._units[0].full.device)
         if self._units[0].whole:

@@ -39,7 +39,8 @@ class Weights:
         self._units, self._communication, self._topology = units, communication, topology
         self.formats = formats
         self.sources = GatherSources(communication.gather, codes)
-        self.prefetcher = Prefetcher(communication.plan, self._gather, sections)
+        self.prefetcher = Prefetcher(communication.plan, self._gather, sections, self._set_readable)
+        self._trained = [index for index, unit in enumerate(units) if not unit.frozen]
         self._exchanged: dict[int, Pending] = {}  # by unit: the newest exchange of weight differences
         self._codes = codes
         self._codes_present = codes is None  # False: master weights have changed since they were encoded
@@ -123,6 +124,9 @@ class Weights:
             tensor=plan.grid.stride,
         )
 
+    def _set_readable(self, index: int, readable: bool) -> None:
+        self._units[index].guard.set_readable(readable)
+
     def _gather(self, index: int, from_secondary: bool) -> Pending:
         """Start to fill a unit's slot, from the secondary shards of this rank's group or from all ranks."""
         unit, communication = self._units[index], self._communication
@@ -146,7 +150,7 @@ class Weights:
         waits for the forward.
         """
         differences = self._communication.differences
-        for index, unit in enumerate(stepped):
+        for index, unit in zip(self._trained, stepped, strict=True):
             if differences is not None:
                 assert unit.message is not None
                 self.prefetcher.wait_for_gather_of(index)  # which reads the reference

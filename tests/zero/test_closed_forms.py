@@ -14,6 +14,7 @@ from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.read_guard import Unreadable
 from tests.zero.closed_forms import arena_bytes, bytes_sent_per_step, zeropp_bytes
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
@@ -64,7 +65,7 @@ def live_bytes(engine: ZeroEngine) -> int:
     storages = {}
 
     def visit(thing: object, seen: set[int]) -> None:
-        if id(thing) in seen or isinstance(thing, (type, str, int, float)):
+        if id(thing) in seen or isinstance(thing, (type, str, int, float, Unreadable)):
             return
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):

@@ -69,10 +69,6 @@ def engine_of(
     )
 
 
-def freeze(model: Model) -> None:
-    model.head.norm.bias.requires_grad_(False)
-
-
 def tie_to_a_part(model: Model) -> None:
     model.head.output.weight = model.first.weight
 
@@ -94,7 +90,6 @@ def tie_outside(model: Model) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (freeze, "head.norm.bias: has requires_grad=False, but .*; make it a buffer"),
         (tie_to_a_part, "head.output.weight: is tied to first.weight; .* units of their own.*"),
         (tie_inside, r"middle.1.bias: is tied to middle.0.bias; .* units of their own.*"),
         (forget, r"middle.0.weight: belongs to no unit; units\(\) must list a module that has it"),

@@ -244,19 +244,29 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
         assert whole == parted
 
 
-def test_quantised_weights_on_one_process_are_quantised_too() -> None:
-    """No flag is without effect on one rank: the compute reads decoded weights."""
-    engine = build(Topology(), QWZ | QGZ)
-    assert all(as_expected(seen, QuantFormat(), 1) for seen in _weights_seen(Topology(), engine))
+def test_one_rank_that_sends_nothing_quantises_nothing() -> None:
+    def losses(zero: dict[str, Any]) -> list[float]:
+        engine, found = build(Topology(), zero), []
+        for step in range(3):
+            found.append(engine.accumulate(batch(Topology(), step), index=0, micro_batches=1).item())
+            engine.step(1e-2)
+        return found
+
+    rounded = {"zero_quantized_gradients_format": "rotated4", "zero_quantization_block": 512}
+    assert losses(QWZ | QGZ) == losses(QWZ | QGZ | rounded) == losses({"zero_stage": 3})
 
 
 @pytest.mark.parametrize("block", [256, 2048])
 def test_biases_do_not_vanish_beside_the_gains_of_norms(block: int) -> None:
     """Each differs by at most half a step of its block's codes, and by the rounding to bf16."""
-    engine = build(Topology(), QWZ | {"zero_quantization_block": block})
+    on_ranks(2, check_biases, block)
+
+
+def check_biases(topology: Topology, block: int) -> None:
+    engine = build(topology, QWZ | {"zero_quantization_block": block})
     generator, drawn = torch.Generator().manual_seed(6), {}
     for index, unit in enumerate(engine.units):
-        flat = torch.zeros_like(unit.master)
+        flat = torch.zeros(unit.layout.numel)
         for name, view in zip(unit.names, unit.views(flat), strict=True):
             spread = 0.003 if name.endswith("bias") else 0.02
             view.copy_(
@@ -273,6 +283,7 @@ def test_biases_do_not_vanish_beside_the_gains_of_norms(block: int) -> None:
             peak = sent.abs().max()
             assert (arrived - sent).abs().max() <= peak * (2.0**-7 + 2.0**-8), name
             assert (arrived == 0).float().mean() < 0.1, name
+            assert not torch.equal(arrived, sent.bfloat16()), name  # it was quantised
 
 
 def test_memory_of_a_secondary_shard_is_the_papers() -> None:

@@ -308,9 +308,10 @@ def test_no_pass_waits_for_blocks_that_could_be_gathered_ahead(
 
 def test_orders_of_reads() -> None:
     """Two blocks, three layers of which the last two are recomputed, and the blocks again for the loss."""
-    reads = Reads((0, 1, 2, 3, 4, 0, 1), (range(3, 5),), frozenset({0, 1}))
+    units = ((0,), (1,), (2,), (3,), (4,), (0,), (1,))
+    reads = Reads(units, (range(3, 5),), frozenset({0, 1}))
     assert reads.backward == (6, 5, 3, 4, 3, 2)
-    assert reads.orders == ((0, 1, 2, 3, 4, 0, 1), (1, 0, 3, 4, 3, 2))
+    assert reads.orders == (units, ((1,), (0,), (3,), (4,), (3,), (2,)))
     assert reads.places == ((0, 5), (1, 6), (2,), (3,), (4,))
 
 

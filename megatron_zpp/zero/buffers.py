@@ -1,0 +1,83 @@
+"""Makes the buffers of a model real, and watches those that all ranks must have alike.
+
+A persistent buffer is a part of the model: checkpoints have it, once, and every rank must hold the same. One
+that a forward changes, such as the averages of a BatchNorm, would follow from each rank's own batches. A
+buffer that is not persistent is scratch of one rank.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megatron_zpp.zero.build import Initialize, fill
+
+
+class Buffers:
+    """The buffers of `model`, on `device`.
+
+    Those on the meta device are filled by `initialize`; the others keep their values. Raises ValueError for a
+    tensor on the meta device that is neither a parameter nor a buffer, and for one that is not filled.
+    """
+
+    def __init__(self, model: nn.Module, initialize: Initialize, device: torch.device, ranks: int) -> None:
+        self._ranks = ranks
+        self.filled: list[str] = []  # the names of those that `initialize` filled
+        self._persistent: list[tuple[str, nn.Module, str]] = []
+        made: dict[int, Tensor] = {}
+        for name, module, key, buffer in _buffers_of(model):
+            real = made.get(id(buffer))
+            if real is None:
+                real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                if buffer.is_meta:
+                    fill(initialize, name, real)
+                    self.filled.append(name)
+                made[id(buffer)] = real
+            module._buffers[key] = real
+            if key not in module._non_persistent_buffers_set:
+                self._persistent.append((name, module, key))
+        _refuse_meta_tensors(model)
+
+    def persistent(self) -> dict[str, Tensor]:
+        """The buffers that a checkpoint has, by name: the model's memory."""
+        found = ((name, module._buffers[key]) for name, module, key in self._persistent)
+        return {name: buffer for name, buffer in found if buffer is not None}
+
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """Which tensors the persistent buffers are, and how often each was changed; none on one rank."""
+        if self._ranks == 1:
+            return {}
+        return {name: (id(buffer), buffer._version) for name, buffer in self.persistent().items()}
+
+    def check_unchanged(self, before: dict[str, tuple[int, int]]) -> None:
+        """Raise RuntimeError if a persistent buffer is not what it was when `versions` returned `before`."""
+        for name, version in self.versions().items():
+            if before.get(name) != version:
+                raise RuntimeError(
+                    f"{name}: a buffer that the forward changes, so that the {self._ranks} ranks would hold "
+                    "different ones; train without it (BatchNorm: track_running_stats=False) or on one rank, "
+                    "or register it with persistent=False if each rank may have its own"
+                )
+
+
+def _buffers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Name, module, key in the module, and tensor of each buffer."""
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                yield f"{path}.{key}" if path else key, module, key, buffer
+
+
+def _refuse_meta_tensors(model: nn.Module) -> None:
+    """Look into the attributes of modules that torch does not know as parameters, buffers and modules."""
+    of_torch = set(vars(nn.Module()))
+    for path, module in model.named_modules():
+        for key in vars(module).keys() - of_torch:
+            value = vars(module)[key]
+            if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
+                raise ValueError(
+                    f"{path}.{key}".removeprefix(".")
+                    + ": a tensor on the meta device that is neither a parameter nor a buffer; register it "
+                    "with register_buffer, which initialize(name, tensor) fills"
+                )

@@ -1,0 +1,370 @@
+"""Modules as users write them, and their training by ZeroEngine and by plain torch from equal weights."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.engine import ZeroEngine
+from tests.zero.quantizing import operations
+
+WIDTH, LAYERS = 12, 5
+
+
+class Layer(nn.Module):
+    """Each unit of a `Stack`; subclasses return something else, or have other state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.encode(x)
+
+
+class Stack(nn.Module):
+    """Some equal layers, which take turns in two slots at stage 3, and a head."""
+
+    def __init__(self, layer: Callable[[], nn.Module] = Layer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.head(self.hidden(x))[:, 0].float() - y).square().mean()
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [*((f"layers.{index}", layer) for index, layer in enumerate(self.layers)), ("head", self.head)]
+
+    def recomputed_units(self) -> list[range]:
+        return []
+
+
+@dataclass
+class Returned:
+    hidden: Tensor
+    beside: Any
+
+
+class ReturnsTuple(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return None, [x.mean(), self.encode(x)]
+
+
+class ReturnsDict(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return {"hidden": self.encode(x), "weights": {"none": None}}
+
+
+class ReturnsDataclass(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return Returned(self.encode(x), beside=(x.detach(), "name"))
+
+
+class Unpacks(Stack):
+    """Takes what the layers return."""
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        found = layer(x)
+        if isinstance(found, Returned):
+            return found.hidden
+        return found["hidden"] if isinstance(found, dict) else found[1][1] + found[1][0]
+
+
+class TwoHeads(Layer):
+    """Of two outputs the second one's gradient arrives long after that of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.encode(x), torch.tanh(self.other(x))
+
+
+class Skips(Stack):
+    """The second output of each layer goes around the layers behind it."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        others = []
+        for layer in self.layers:
+            x, other = layer(x)
+            others.append(other)
+        for other in others:
+            x = torch.tanh(x + other)
+        return x
+
+
+class LowRank(Layer):
+    """A frozen matrix and what is added to it (LoRA, 2106.09685)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.zeros(2, WIDTH)), nn.Parameter(torch.zeros(WIDTH, 2))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x) + (x @ self.down.t()) @ self.up.t())
+
+
+class WithBuffers(Layer):
+    """A table that is computed, an integer, and a buffer that is a part of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 1 / 10 ** (torch.arange(WIDTH) / WIDTH), persistent=False)
+        self.register_buffer("shift", torch.ones((), dtype=torch.int64))
+        self.register_buffer("base", torch.zeros(WIDTH))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(torch.roll(x * self.frequencies + self.base, int(self.shift), 1))
+
+
+class Normalised(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(self.norm(x))
+
+
+class Attends(nn.Module):
+    """A layer of torch that returns (output, weights)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x[None], x[None], x[None])
+
+
+class TakesFirst(Stack):
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        found = layer(x)
+        return found[0].view(len(x), -1)
+
+
+class WithoutElements(Stack):
+    """A unit whose only parameter is empty, one without parameters, and an empty parameter beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.activation = nn.Linear(WIDTH, 0, bias=False), nn.Tanh()
+        self.head.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        x = self.activation(super().hidden(x))
+        return x + self.empty(x).sum()
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [("activation", self.activation), *super().units(), ("empty", self.empty)]
+
+
+def stack_of(layer: Callable[[], nn.Module], kind: type[Stack] = Stack) -> Callable[[], Stack]:
+    return lambda: kind(layer)
+
+
+TRAINED: dict[str, Callable[[], nn.Module]] = {
+    "tuple": stack_of(ReturnsTuple, Unpacks),
+    "dict": stack_of(ReturnsDict, Unpacks),
+    "dataclass": stack_of(ReturnsDataclass, Unpacks),
+    "late output": stack_of(TwoHeads, Skips),
+    "MultiheadAttention": stack_of(Attends, TakesFirst),
+    "LSTM": stack_of(lambda: nn.LSTM(WIDTH, WIDTH), TakesFirst),
+    "LoRA": stack_of(LowRank),
+    "buffers": stack_of(WithBuffers),
+    "no elements": WithoutElements,
+}
+
+
+def initialize(name: str, tensor: Tensor) -> None:
+    """Values that depend on the name alone; integers become 2."""
+    if not tensor.is_floating_point():
+        tensor.fill_(2)
+        return
+    drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(sum(name.encode())))
+    tensor.copy_(drawn / max(tensor.shape[-1] if tensor.dim() else 1, 1) ** 0.5)
+
+
+def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    return x, x[:, 0].abs() + x[:, 1]
+
+
+def engine_of(
+    make: Callable[[], nn.Module],
+    topology: Topology | None = None,
+    *,
+    initialize: Callable[[str, Tensor], None] = initialize,
+    say: Callable[[str], None] = lambda line: None,
+    **zero: Any,
+) -> ZeroEngine:
+    """In fp32, without weight decay."""
+    with torch.device("meta"):
+        model = make()
+    return ZeroEngine(
+        model,
+        initialize,
+        zero=ZeroConfig(**({"zero_stage": 3} | zero)),
+        optimizer=OptimizerConfig(weight_decay=0.0),
+        precision=PrecisionConfig(fp32=True),
+        topology=topology or Topology(),
+        device=torch.device("cpu"),
+        operations=operations(),
+        say=say,
+    )
+
+
+def steps_of(engine: ZeroEngine, steps: int = 3, micro_batches: int = 2, first: int = 0) -> list[float]:
+    """The mean loss over ranks of each micro-batch of some steps."""
+    losses, rank = [], engine.topology.rank
+    for step in range(first, first + steps):
+        for index in range(micro_batches):
+            batch = batch_of(step, rank * micro_batches + index)
+            loss = engine.accumulate(batch, index=index, micro_batches=micro_batches)
+            losses.append(engine.mean_over_ranks(loss).item())
+        engine.step(1e-2)
+    return losses
+
+
+def losses_of_torch(
+    make: Callable[[], nn.Module], ranks: int, steps: int = 3, micro_batches: int = 2
+) -> list[float]:
+    """The same by torch's AdamW on the mean gradient of all ranks."""
+    model = make()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        initialize(name, tensor.data)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = OptimizerConfig()
+    betas = (config.adam_beta1, config.adam_beta2)
+    adam = torch.optim.AdamW(trained, lr=1e-2, betas=betas, eps=config.adam_eps, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        adam.zero_grad()
+        for index in range(micro_batches):
+            found = [model(*batch_of(step, rank * micro_batches + index)) for rank in range(ranks)]
+            (sum(found) / (ranks * micro_batches)).backward()
+            losses.append(sum(loss.item() for loss in found) / ranks)
+        nn.utils.clip_grad_norm_(trained, config.clip_grad)
+        adam.step()
+    return losses
+
+
+def check_trained(topology: Topology, cases: list[tuple[str, dict[str, Any]]]) -> None:
+    """Train each kind of module with its settings, and compare with torch in fp32."""
+    for kind, zero in cases:
+        expected = torch.tensor(losses_of_torch(TRAINED[kind], topology.world_size))
+        engine = engine_of(TRAINED[kind], topology, **zero)
+        found = torch.tensor(steps_of(engine))
+        engine.close()
+        # sums of some hundred numbers near 1 in another order, through some layers and steps
+        assert torch.allclose(found, expected, rtol=2e-5, atol=1e-6), (kind, zero, found, expected)
+
+
+class ReadsAWeight(Stack):
+    """The forward of the model reads a weight of a layer behind the layers."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return F.linear(super().hidden(x), self.layers[1].linear.weight)
+
+
+class ReadsAheadOfIts(Stack):
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(F.linear(x, self.layers[2].linear.weight))
+
+
+class CallsAMethod(Stack):
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer.encode(x)
+
+
+class Penalised(Stack):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + sum(weight.square().sum() for weight in self.parameters())
+
+
+class ReadsBetween(Stack):
+    """Reads a weight while it is gathered. At stage 3 its slot is another unit's when the backward comes."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = F.linear(x, self.layers[0].linear.weight)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+class Keeps(Layer):
+    """Keeps what it computed of its weights for a loss beside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear.weight.square()
+        return self.encode(x)
+
+
+class UsesWhatIsKept(Stack):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + sum(layer.kept.mean() for layer in self.layers)
+
+
+class ReturnsAWeight(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return self.encode(x), self.linear.weight.t()
+
+
+READS: dict[str, Callable[[], nn.Module]] = {
+    "behind": ReadsAWeight,
+    "ahead": ReadsAheadOfIts,
+    "method": CallsAMethod,
+    "penalty": Penalised,
+    "between": ReadsBetween,
+    "kept": stack_of(Keeps, UsesWhatIsKept),
+    "returned": stack_of(ReturnsAWeight, TakesFirst),
+}
+
+
+def read_wrongly(topology: Topology, settings: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Each case is right, or raises an error that names a parameter; returns (case, what was said)."""
+    said = []
+    for kind, make in READS.items():
+        expected = torch.tensor(losses_of_torch(make, topology.world_size, steps=1, micro_batches=1))
+        for zero in settings:
+            engine = engine_of(make, topology, **zero)
+            for evaluates in (True, False):
+                outcome = "right"
+                try:
+                    if evaluates:
+                        found = engine.mean_over_ranks(engine.evaluate(batch_of(0, topology.rank)))[None]
+                    else:
+                        found = torch.tensor(steps_of(engine, steps=1, micro_batches=1))
+                    assert torch.allclose(found, expected, rtol=2e-5), (kind, zero, found, expected)
+                except RuntimeError as error:
+                    outcome = str(error)
+                said.append((f"{kind} {zero} {'evaluation' if evaluates else 'training'}", outcome))
+    return said
+
+
+def outcomes(said: list[tuple[str, str]], kind: str) -> Iterator[tuple[str, str]]:
+    """Those of one case, with the name that was said in place of the text."""
+    for case, text in said:
+        if case.split(" ", 1)[0] == kind:
+            yield case.split(" ", 1)[1], text.split(":")[0]

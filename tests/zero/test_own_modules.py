@@ -1,0 +1,265 @@
+"""Modules of users under the engine: right, or refused in a line that names the parameter, at every stage."""
+
+import re
+import time
+from collections.abc import Callable
+from itertools import cycle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.read_guard import Unreadable
+from tests.zero.own_modules import (
+    LAYERS,
+    READS,
+    TRAINED,
+    Layer,
+    LowRank,
+    Normalised,
+    Stack,
+    WithBuffers,
+    batch_of,
+    check_trained,
+    engine_of,
+    initialize,
+    outcomes,
+    read_wrongly,
+    stack_of,
+    steps_of,
+)
+from tests.zero.ranks import on_ranks
+
+STAGES = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
+NO_PREFETCH = {"zero_prefetch_units": 0}
+GROUPED = {"zero_stage": 2, "zero_gradient_partition_size": "auto"}
+HPZ = {"zero_hpz_partition_size": "2", "zero_gradient_partition_size": "2"}
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_one_rank_trains_modules_of_users_as_torch_does(kind: str) -> None:
+    check_trained(Topology(), [(kind, zero) for zero in (STAGES[0], STAGES[3], NO_PREFETCH)])
+
+
+def test_two_nodes_train_modules_of_users_as_torch_does() -> None:
+    """Each at stage 3 and with one other setting; LoRA with all of them."""
+    others = cycle([STAGES[2], NO_PREFETCH, STAGES[1], GROUPED, HPZ])
+    cases = [(kind, zero) for kind in TRAINED for zero in (STAGES[3], next(others))]
+    cases += [("LoRA", next(others)) for _ in range(5)]
+    on_ranks(4, check_trained, cases, ranks_per_node=2)
+
+
+def test_frozen_parameters_are_not_trained_and_have_no_states() -> None:
+    """With quantised weights and differences of weights too, where they are sent once."""
+    for result in on_ranks(4, train_frozen, ranks_per_node=2):
+        assert result
+
+
+def train_frozen(topology: Topology) -> bool:
+    codes = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    differences = codes | {
+        "zero_quantized_weights_format": "delta4",
+        "zero_quantized_gradients_format": "rotated4",
+        "zero_hpz_partition_size": "auto",
+    }
+    for zero in (STAGES[1], codes, differences):
+        engine = engine_of(stack_of(LowRank), topology, **zero)
+        frozen = [index for index, unit in enumerate(engine.units) if unit.frozen]
+        assert len(frozen) == LAYERS
+        before = [shard.clone() for shard in engine.states.shards("weights")]
+        engine.take_traffic()
+        losses = steps_of(engine, steps=4)
+        assert losses[-1] < losses[0]
+        for index, (old, new) in enumerate(zip(before, engine.states.shards("weights"), strict=True)):
+            assert torch.equal(old, new) or index not in frozen
+        moments = engine.states.shards("exp_avg")
+        assert [len(shard) for shard in moments if not len(shard)] == [0] * LAYERS
+        assert all(unit.grad.segments == () for unit in engine.units if unit.frozen)
+        engine.close()
+    return True
+
+
+def test_a_read_of_weights_that_are_not_gathered_names_the_parameter() -> None:
+    ahead = {"zero_prefetch_units": LAYERS}  # every unit has a slot of its own
+    for topology_of, settings in (
+        (lambda work, given: [work(Topology(), given)], [STAGES[0], STAGES[3], NO_PREFETCH]),
+        (lambda work, given: on_ranks(2, work, given), [*STAGES, NO_PREFETCH, ahead]),
+    ):
+        for said in topology_of(read_wrongly, settings):
+            for kind in READS:
+                found = dict(outcomes(said, kind))
+                for case, name in found.items():
+                    assert name == "right" or re.fullmatch(r"layers\.\d\.linear\.(weight|bias)", name), (
+                        kind,
+                        case,
+                        name,
+                    )
+                # What is kept has its backward behind that of its layer, whose weights are there then.
+                assert any(name != "right" for name in found.values()) or kind == "kept", kind
+                at_0 = [name for case, name in found.items() if "'zero_stage': 0" in case]
+                assert set(at_0) == {"right"}, (kind, at_0)  # all weights are there
+
+
+def test_what_describes_a_parameter_may_be_read_at_any_time() -> None:
+    engine = engine_of(Stack)
+    weight = engine.model.layers[0].linear.weight
+    assert isinstance(weight, Unreadable)
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.device.type) == ((12, 12), torch.float32, "cpu")
+    assert weight.requires_grad
+    assert weight.grad is None
+    assert sum(parameter.numel() for parameter in engine.model.parameters()) == LAYERS * 156 + 13
+    assert not weight.new_zeros(3).any()
+    assert "layers.0.linear.weight (12, 12), not gathered" in repr(weight)
+    for read in (
+        lambda: weight + 1,
+        lambda: weight.t(),
+        lambda: weight[0],
+        lambda: weight.data,
+        weight.tolist,
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"^layers.0.linear.weight: is read while its unit layers.0 is"
+        ):
+            read()
+
+
+def test_errors_of_a_backward_that_are_no_stale_reads_stay_as_they_are() -> None:
+    class Changes(Stack):
+        def hidden(self, x: Tensor) -> Tensor:
+            x = torch.exp(super().hidden(x))
+            x.add_(1)
+            return x
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        steps_of(engine_of(Changes))
+
+
+def test_guards_cost_microseconds_per_unit() -> None:
+    """What the host does when a unit becomes readable, and when it ceases to be: under 50 µs, even here."""
+    unit = engine_of(Stack).units[0]
+    start = time.process_time()
+    for _ in range(1000):
+        unit.guard.set_readable(True)
+        unit.guard.set_readable(False)
+    assert time.process_time() - start < 1000 * 50e-6
+
+
+def test_buffers_are_filled_by_name_and_said() -> None:
+    said: list[str] = []
+    engine = engine_of(stack_of(WithBuffers), say=said.append)
+    layer, expected = engine.model.layers[2], torch.empty(12)
+    initialize("layers.2.base", expected)
+    assert torch.equal(layer.base, expected)
+    assert layer.shift == 2
+    assert engine.buffers.persistent()["layers.2.base"] is layer.base
+    assert "layers.2.frequencies" not in engine.buffers.persistent()
+    assert "layers.0.frequencies" in said[0]
+
+
+def test_buffers_that_are_not_on_meta_keep_their_values() -> None:
+    def with_values() -> Stack:
+        model = Stack()
+        model.register_buffer("scale", torch.full((3,), 4.0, device="cpu"))
+        model.register_buffer("same", model.scale)
+        return model
+
+    model = engine_of(with_values).model
+    assert model.scale.tolist() == [4.0, 4.0, 4.0]
+    assert model.same is model.scale
+
+
+def change_buffers(topology: Topology) -> str:
+    engine = engine_of(stack_of(Normalised), topology)
+    try:
+        steps_of(engine)
+    except RuntimeError as error:
+        return str(error)
+    return f"{engine.model.layers[0].norm.num_batches_tracked - 2} batches"
+
+
+def test_buffers_that_a_forward_changes_are_refused_on_several_ranks() -> None:
+    assert change_buffers(Topology()) == "6 batches"
+    for said in on_ranks(2, change_buffers):
+        assert re.match(r"layers.0.norm.\w+: a buffer that the forward changes, .* 2 ranks .*BatchNorm", said)
+
+
+def attribute(model: Stack) -> None:
+    model.layers[1].tables = {"mask": [torch.ones(3)]}
+
+
+def kept_parameters(model: Stack) -> None:
+    model.all_weights = [layer.linear.weight for layer in model.layers]
+
+
+def real(model: Stack) -> None:
+    model.layers[3].linear.bias = nn.Parameter(torch.ones(12, device="cpu"))
+
+
+def complex_parameter(model: Stack) -> None:
+    model.head.spectrum = nn.Parameter(torch.zeros(3, dtype=torch.cfloat))
+
+
+def integers(model: Stack) -> None:
+    model.head.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+
+
+def list_of_modules(model: Stack) -> None:
+    model.units = lambda: [("layers", model.layers), ("head", model.head)]
+
+
+def nested(model: Stack) -> None:
+    model.layers[2].norm = nn.LayerNorm(12)
+    units = model.units()
+    model.units = lambda: [*units, ("layers.2.linear", model.layers[2].linear)]
+
+
+def all_frozen(model: Stack) -> None:
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (attribute, r"layers.1.tables: a tensor on the meta device .* register_buffer"),
+        (kept_parameters, r"all_weights: a tensor on the meta device"),
+        (real, r"layers.3.linear.bias: is on cpu, and initialize would replace its values; build the model"),
+        (complex_parameter, r"head.spectrum: is complex; .*view_as_complex"),
+        (integers, r"head.codes: is torch.int8; make it a buffer"),
+        (list_of_modules, r"layers: ModuleList has no forward, .*; list its modules"),
+        (nested, r"layers.2.linear.weight: is in two units, layers.2 and layers.2.linear; list a module or"),
+        (all_frozen, r"the model has no parameter to train"),
+    ],
+)
+def test_what_would_be_wrong_is_refused_by_name(change: Callable[[Stack], None], said: str) -> None:
+    def changed() -> Stack:
+        model = Stack()
+        change(model)
+        return model
+
+    with pytest.raises(ValueError, match=f"^{said}"):
+        engine_of(changed)
+
+
+@pytest.mark.parametrize("left", ["layers.1.linear.weight", "layers.4.base", "layers.0.shift"])
+@pytest.mark.parametrize("part", [False, True])
+def test_an_initialize_that_leaves_something_out_is_refused(left: str, part: bool) -> None:
+    def forgets(name: str, tensor: Tensor) -> None:
+        if name != left:
+            initialize(name, tensor)
+        elif part and tensor.dim():
+            tensor[1:] = 0
+
+    with pytest.raises(ValueError, match=rf"^{left}: initialize\('{left}', tensor\) must fill the whole"):
+        engine_of(stack_of(WithBuffers), initialize=forgets)
+
+
+def test_a_layer_of_users_sees_its_own_weights() -> None:
+    """The first loss, against the module run alone."""
+    model = Stack(Layer)
+    for name, parameter in model.named_parameters():
+        initialize(name, parameter.data)
+    assert steps_of(engine_of(Stack), steps=1, micro_batches=1) == pytest.approx(
+        [model(*batch_of(0, 0)).item()]
+    )
