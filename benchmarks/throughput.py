@@ -2,6 +2,7 @@
 
 python benchmarks/throughput.py --shapes 345m:16 1.3b:16 2.7b:8 --runs "stage 0" plain whole
 python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2
+python benchmarks/throughput.py --shapes 345m:16 --runs "stage 3" --against ../old --rounds 6
 python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 \\
     --runs tensor "tensor, waiting" dtensor dtensor-async "stage 3"
 
@@ -9,8 +10,10 @@ Every run is a separate process (several with --gpus above 1), so that it inheri
 cache. Runs take turns, --rounds times; the best interval of ten steps counts, which includes data loading,
 clipping, the optimizer and reading the loss. Figures: milliseconds per step, TFLOP/s per GPU (PaLM's count),
 peak memory, seconds from the start of the program to its first line, with and without cached kernels; and
-ratios to the peers of the same shape. With --parts a trace of three steps of ours is split by kind of kernel,
-and drawn: idle is the rest of a step that is not traced, because tracing slows the host down.
+ratios to the peers of the same shape. With --against, each run of ours also runs from another checkout, in
+turn, and `over_against` is the mean of the rounds' ratios with its 95% interval. With --parts a trace of
+three steps of ours is split by kind of kernel, and drawn: idle is the rest of a step that is not traced,
+because tracing slows the host down.
 """
 
 import argparse
@@ -30,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 import torch
 
 from benchmarks.common import RESULTS, save_result
+from benchmarks.intervals import mean_and_interval
 from benchmarks.step_parts import draw, parts_of_trace
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token
@@ -59,6 +63,7 @@ COMPILERS = {  # stage 0 with kernels of the compiler in place of ours: benchmar
     "compiler's swiglu": "swiglu",
     "compiler's rotary and swiglu": "rotary,swiglu",
 }
+AGAINST = ", against"  # behind the name of a run of ours in another checkout
 PEERS = ("plain", "plain-torchao", "whole", "fsdp2", "dtensor", "dtensor-async")
 SHARED = {
     "tensor": 2,
@@ -90,9 +95,15 @@ def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metric
 
 
 def measure(
-    run: str, shape: dict[str, Any], options: argparse.Namespace, cache: Path, traces: Path | None = None
+    run: str,
+    shape: dict[str, Any],
+    options: argparse.Namespace,
+    cache: Path,
+    traces: Path | None = None,
+    *,
+    root: Path = ROOT,
 ) -> dict[str, Any]:
-    """Run it once and return its figures; with `traces`, ours writes a trace there."""
+    """Run it once in `root` and return its figures; with `traces`, ours writes a trace there."""
     with tempfile.TemporaryDirectory() as scratch:
         metrics = Path(scratch) / "metrics.jsonl"
         argv = command(run, shape, options, metrics)
@@ -108,7 +119,7 @@ def measure(
         started, first = time.perf_counter(), None
         with open(output, "w") as file:
             process = subprocess.Popen(
-                argv, cwd=ROOT, env=environ, stdout=file, stderr=file, start_new_session=True
+                argv, cwd=root, env=environ, stdout=file, stderr=file, start_new_session=True
             )
             try:
                 while process.poll() is None:
@@ -171,6 +182,7 @@ def main() -> None:
     parser.add_argument(
         "--runs", nargs="+", default=["stage 0", "plain", "whole"], choices=[*OURS, *COMPILERS, *PEERS]
     )
+    parser.add_argument("--against", type=Path, help="another checkout, whose runs take turns with ours")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
@@ -207,6 +219,10 @@ def main() -> None:
                     )
                     rounds.setdefault(run, []).append(measure(run, shape, options, cache))
                     print(text, run, number, rounds[run][-1], flush=True)
+                    if options.against and run not in PEERS:
+                        other = measure(run, shape, options, cache / "against", root=options.against)
+                        rounds.setdefault(run + AGAINST, []).append(other)
+                        print(text, run + AGAINST, number, other, flush=True)
                     if options.parts and number == 0 and run not in PEERS:
                         traces = cache / "traces"
                         measure(run, shape, options, cache, traces)
@@ -235,15 +251,24 @@ def summary(
         best = min(there, key=lambda result: result["milliseconds"])
         found[run] = {
             **best,
-            "tflops_per_gpu": round(tflops(run, best, shape, options), 1),
+            "tflops_per_gpu": round(tflops(run.removesuffix(AGAINST), best, shape, options), 1),
             "rounds_ms": [result["milliseconds"] for result in there],
             "first_line_seconds": [result["first_line_seconds"] for result in there],
         }
     for run, result in found.items():
+        if run + AGAINST in rounds:
+            ratios = [
+                ours["milliseconds"] / theirs["milliseconds"]
+                for ours, theirs in zip(rounds[run], rounds[run + AGAINST], strict=False)
+                if "failed" not in ours and "failed" not in theirs
+            ]
+            if ratios:
+                mean, half = mean_and_interval(ratios)
+                result["over_against"] = [round(mean, 4), None if half is None else round(half, 4)]
         for peer in PEERS:
             if peer in found and run != peer and "milliseconds" in result and "milliseconds" in found[peer]:
                 ours, theirs = (
-                    tflops(name, found[name], shape, options) for name in (run, peer)
+                    tflops(name.removesuffix(AGAINST), found[name], shape, options) for name in (run, peer)
                 )  # of one GPU, because runs differ in how many share a micro-batch
                 result[f"rate_over_{peer}"] = round(ours / theirs, 3)
     return found

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.ops.library import load_operations
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.zero.quantizing import operations
 
 WIDTH, LAYERS = 12, 5
 
@@ -216,6 +216,7 @@ def engine_of(
     *,
     initialize: Callable[[str, Tensor], None] = initialize,
     say: Callable[[str], None] = lambda line: None,
+    device: str = "cpu",
     **zero: Any,
 ) -> ZeroEngine:
     """In fp32, without weight decay."""
@@ -228,8 +229,8 @@ def engine_of(
         optimizer=OptimizerConfig(weight_decay=0.0),
         precision=PrecisionConfig(fp32=True),
         topology=topology or Topology(),
-        device=torch.device("cpu"),
-        operations=operations(),
+        device=torch.device(device),
+        operations=load_operations(device, require_kernels=False, say=print),
         say=say,
     )
 
@@ -269,11 +270,11 @@ def losses_of_torch(
     return losses
 
 
-def check_trained(topology: Topology, cases: list[tuple[str, dict[str, Any]]]) -> None:
-    """Train each kind of module with its settings, and compare with torch in fp32."""
+def check_trained(topology: Topology, cases: list[tuple[str, dict[str, Any]]], device: str = "cpu") -> None:
+    """Train each kind of module with its settings, and compare with torch in fp32 on the CPU."""
     for kind, zero in cases:
         expected = torch.tensor(losses_of_torch(TRAINED[kind], topology.world_size))
-        engine = engine_of(TRAINED[kind], topology, **zero)
+        engine = engine_of(TRAINED[kind], topology, device=device, **zero)
         found = torch.tensor(steps_of(engine))
         engine.close()
         # sums of some hundred numbers near 1 in another order, through some layers and steps
@@ -342,13 +343,15 @@ READS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def read_wrongly(topology: Topology, settings: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def read_wrongly(
+    topology: Topology, settings: list[dict[str, Any]], device: str = "cpu"
+) -> list[tuple[str, str]]:
     """Each case is right, or raises an error that names a parameter; returns (case, what was said)."""
     said = []
     for kind, make in READS.items():
         expected = torch.tensor(losses_of_torch(make, topology.world_size, steps=1, micro_batches=1))
         for zero in settings:
-            engine = engine_of(make, topology, **zero)
+            engine = engine_of(make, topology, device=device, **zero)
             for evaluates in (True, False):
                 outcome = "right"
                 try:
@@ -356,7 +359,7 @@ def read_wrongly(topology: Topology, settings: list[dict[str, Any]]) -> list[tup
                         found = engine.mean_over_ranks(engine.evaluate(batch_of(0, topology.rank)))[None]
                     else:
                         found = torch.tensor(steps_of(engine, steps=1, micro_batches=1))
-                    assert torch.allclose(found, expected, rtol=2e-5), (kind, zero, found, expected)
+                    assert torch.allclose(found.cpu(), expected, rtol=2e-5), (kind, zero, found, expected)
                 except RuntimeError as error:
                     outcome = str(error)
                 said.append((f"{kind} {zero} {'evaluation' if evaluates else 'training'}", outcome))
