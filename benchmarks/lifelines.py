@@ -50,7 +50,7 @@ def run_ranks(mine: range, ranks: int, pipe: Pipe) -> None:
         pipe.send(lines[0].listen())
     root: Root = pipe.recv()
     for line in lines:
-        line.start(root, "127.0.0.1")
+        line.start(root, "127.0.0.1", "benchmark")
     if 0 in mine:
         while not lines[0].complete:
             time.sleep(0.01)

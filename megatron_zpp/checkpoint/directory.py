@@ -61,6 +61,11 @@ def replacement_path(final: ObjectPath) -> ObjectPath:
     return final.with_name(f"{final.name}.replacement")
 
 
+def places_of(final: Location) -> list[Location]:
+    """The directories to which a save of a checkpoint may write."""
+    return [final, replacement_path(final)] if isinstance(final, ObjectPath) else [partial_path(final)]
+
+
 def committed(directory: Location) -> dict[int, Location]:
     """The committed checkpoints by iteration, the newest first. Raises OSError of an object store.
 

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.directory import partial_path, remove_leftovers, retired_path, write_tracker
+from megatron_zpp.checkpoint.directory import (
+    partial_path,
+    places_of,
+    remove_leftovers,
+    retired_path,
+    write_tracker,
+)
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.manifest import Entry, format_version, write_manifest
 from megatron_zpp.checkpoint.object_saves import begin_save, discard_save, end_save
@@ -20,7 +26,7 @@ from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of_bytes
 from megatron_zpp.storage.files import commit_directory, sizes_in, write_durably
-from megatron_zpp.storage.object_path import Location, ObjectPath, location
+from megatron_zpp.storage.object_path import Location, ObjectPath
 from megatron_zpp.storage.sidecar import SidecarDigest, write_sidecar
 
 STATE = "state.json"
@@ -76,7 +82,7 @@ def write_checkpoint(
             version = format_version(state)
             problem = _lead(final, shards, texts, version, exchange, options)
         else:
-            problem = _follow(shards, exchange, options)
+            problem = _follow(final, shards, exchange, options)
     except Abandoned as abandoned:
         problem = str(abandoned)
     except NoProgress as silence:
@@ -126,7 +132,7 @@ def _lead(
         return attempt(exchange, options, action)
 
     problem = tried(lambda on_progress: opened.append(_open(final, options.may_write)))
-    exchange.put("open", {"problem": problem, "partial": None if problem else str(opened[0])})
+    exchange.put("open", {"problem": problem, "name": None if problem else opened[0].name})
     if problem:
         return problem
     (partial,) = opened
@@ -142,12 +148,13 @@ def _lead(
     return problem
 
 
-def _follow(shards: _Shards, exchange: Exchange, options: SaveOptions) -> str | None:
+def _follow(final: Location, shards: _Shards, exchange: Exchange, options: SaveOptions) -> str | None:
     """Another rank's part of a save; returns why there is no new checkpoint, or None."""
     opened = exchange.get("open")
     if opened["problem"]:
         return opened["problem"]
-    _write_and_report(location(opened["partial"]), shards, exchange, options)
+    places = {place.name: place for place in places_of(final)}
+    _write_and_report(places[opened["name"]], shards, exchange, options)
     return exchange.get("outcome")
 
 

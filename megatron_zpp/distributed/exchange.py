@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_zpp.distributed.job_store import COUNTER
 from megatron_zpp.distributed.topology import Topology
 
 _REPORT_EVERY = 1.0  # seconds, at most, between reports of progress by a rank, and between checks for them
@@ -118,7 +119,9 @@ class Exchange:
 
     def keys(self) -> set[str]:
         """The keys that this rank has to `forget`: what it published; on rank 0 also those of all ranks."""
-        shared = {self._key("decision"), self._key("progress")} if self.topology.rank == 0 else set()
+        shared = (
+            {self._key("decision"), self._key(f"progress{COUNTER}")} if self.topology.rank == 0 else set()
+        )
         return self._published | shared
 
     def forget(self, keys: Iterable[str]) -> None:
@@ -135,7 +138,7 @@ class Exchange:
         now = time.monotonic()
         if now - self._reported > self._every:
             self._reported = now
-            self._quick_store().add(self._key("progress"), 1)
+            self._quick_store().add(self._key(f"progress{COUNTER}"), 1)
 
     def abandon(self, reason: str) -> str | None:
         """Abandon the operation for all ranks. Returns the first rank's reason; None after a `commit`."""
@@ -170,7 +173,7 @@ class Exchange:
 
     def _look(self, patience: "_Patience") -> None:
         """Raises Abandoned if a rank has abandoned the operation, NoProgress if `patience` is at its end."""
-        store, keys = self._quick_store(), [self._key("decision"), self._key("progress")]
+        store, keys = self._quick_store(), [self._key("decision"), self._key(f"progress{COUNTER}")]
         if not self._looked:
             store.compare_set(keys[0], "", _NOTHING.decode())
             store.add(keys[1], 0)

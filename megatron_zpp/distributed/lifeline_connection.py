@@ -6,6 +6,7 @@ it are connected; `ended`, the text on a rank that has ended without a `bye`.
 """
 
 import errno
+import hmac
 import json
 import socket
 import time
@@ -78,7 +79,7 @@ class Connection:
                 self.socket.setblocking(False)
             if time.monotonic() > deadline:
                 raise Closed("no answer")
-        if hello.get("token") != token:
+        if not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
             raise Closed("another program answers there")
         self.greet(hello)
         self.confirmed = True

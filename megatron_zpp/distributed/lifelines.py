@@ -10,9 +10,9 @@ its connections. A host without power or network closes nothing: that is found b
 """
 
 import hashlib
+import hmac
 import os
 import platform
-import secrets
 import selectors
 import socket
 import threading
@@ -35,10 +35,9 @@ _PAUSE = 0.1  # seconds between two attempts
 
 @dataclass(frozen=True)
 class Root:
-    """Where rank 0 listens for other nodes, and a secret that strangers on the network do not know."""
+    """Where rank 0 listens for other nodes; 0 where there are none."""
 
     port: int
-    token: str
 
 
 def parent_of(topology: Topology) -> int | None:
@@ -92,11 +91,14 @@ class Lifelines:
                 socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096)
             )
             port = self._listeners[0].getsockname()[1]
-        return Root(port, secrets.token_hex(16))
+        return Root(port)
 
-    def start(self, root: Root, address: str) -> None:
-        """Begin to connect, and to read; rank 0 can be reached at `address`. Returns at once."""
-        self._token = root.token
+    def start(self, root: Root, address: str, token: str) -> None:
+        """Begin to connect, and to read; rank 0 can be reached at `address`. Returns at once.
+
+        `token` is known to the ranks of the job alone: who does not send it is no rank.
+        """
+        self._token = token
         if self._topology.local_rank == 0 and self._topology.local_world_size > 1:
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(self._name_of_node())
@@ -260,7 +262,11 @@ class Lifelines:
     def _is_awaited(self, hello: Message) -> bool:
         """Whether a hello is that of a child of this rank which is not connected yet."""
         connected = {connection.rank for connection in self._connections}
-        return hello.get("token") == self._token and hello.get("rank") in self._awaited - connected
+        token = str(hello.get("token")).encode()
+        return (
+            hmac.compare_digest(token, self._token.encode())
+            and hello.get("rank") in self._awaited - connected
+        )
 
     def _drop_strangers(self, now: float) -> None:
         """Close connections that have sent no hello."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megatron_zpp.config.options import option_error
+from megatron_zpp.distributed.job_store import ForeignValue, JobStore, derived, job_key
 from megatron_zpp.distributed.lifelines import Lifelines, Root, children_of
 from megatron_zpp.distributed.open_files import reserve_connections
 from megatron_zpp.distributed.topology import Topology
@@ -68,7 +69,7 @@ class Rendezvous:
     `lifelines` tell of ranks that end; None for a single rank. `master` is MASTER_ADDR as this rank knows it.
     """
 
-    store: dist.Store
+    store: dist.Store  # a JobStore, if there are several ranks
     own: RankAddress
     addresses: tuple[RankAddress, ...]
     lifelines: Lifelines | None = None
@@ -95,6 +96,7 @@ def rendezvous(
     if topology.world_size == 1:
         alone = RankAddress(platform.node(), os.getpid(), "127.0.0.1", "lo")
         return Rendezvous(dist.HashStore(), alone, (alone,))
+    key = job_key(environment)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     deadline = _Deadline(time.monotonic() + limit, limit)
     try:
@@ -114,14 +116,15 @@ def rendezvous(
         store = _join(address, port, deadline.at)
     store.set_timeout(timeout)
     # The launcher's store outlives a failed attempt: this attempt must not read that attempt's keys.
-    store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = JobStore(dist.PrefixStore(attempt, store), key)
     rank_address = RankAddress(platform.node(), os.getpid(), own, interface_of(own))
     lifelines = None if ended is None else Lifelines(topology, ended, say)
 
     def join() -> tuple[RankAddress, ...]:
         root = _meet_rank_0(store, topology, rank_address.host, deadline, lifelines)
         if lifelines and root:
-            lifelines.start(root, address)
+            lifelines.start(root, address, derived(key, "lifelines").hex())
         return _exchange_addresses(store, topology, rank_address, deadline, say)
 
     silence = f"RANK 0: does not answer rank {topology.rank} on {rank_address.host}; see rank 0's output"
@@ -148,7 +151,11 @@ def _meet_rank_0(
         root = lifelines.listen() if lifelines else None
         store.set("rank_0", json.dumps({"seconds": deadline.left, "root": root and asdict(root)}))
         return root
-    rank_0 = _await_rank_0(store, "rank_0", topology, host, deadline)
+    try:
+        rank_0 = _await_rank_0(store, "rank_0", topology, host, deadline)
+    except ForeignValue:
+        store.set(f"here/{topology.rank}", "null")  # which rank 0 cannot read either, and ends all others
+        raise
     deadline.wait_as_long_as(rank_0["seconds"])
     return Root(**rank_0["root"]) if rank_0["root"] else None
 
@@ -295,11 +302,18 @@ def _exchange_addresses(
         if problem := _await_rank_0(store, "verdict", topology, rank_address.host, deadline):
             raise ValueError(problem)
         return ()
-    problem = _decide(store, _await_all(store, topology, deadline, say))
+    problem = _await_all(store, topology, deadline, say)
+    addresses: list[bytes] = []
+    if problem is None:
+        try:
+            addresses = store.multi_get(_keys(topology))
+        except ForeignValue as error:
+            problem = str(error)
+    problem = _decide(store, problem)
     if problem:
         time.sleep(0.3)  # this process may host the store, from which others still read the verdict
         raise ValueError(problem)
-    return tuple(map(_parse_rank_address, store.multi_get(_keys(topology))))
+    return tuple(map(_parse_rank_address, addresses))
 
 
 def _decide(store: dist.Store, verdict: str | None) -> str | None:

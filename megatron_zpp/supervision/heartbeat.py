@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.config.command_line import one_line
+from megatron_zpp.distributed.job_store import ForeignValue
 from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.rendezvous import SAY_AFTER
 from megatron_zpp.distributed.topology import Topology
@@ -176,9 +177,8 @@ class _Pulse:
             self._connect()
             self._make_keys()
             while not self._over.is_set():
-                with suppress(
-                    dist.DistStoreError
-                ):  # a timeout; if timeouts persist, the second thread notices
+                # A time-out, or a stranger's value; if they persist, the second thread notices.
+                with suppress(dist.DistStoreError, ForeignValue):
                     exchange()
                 self._wake.wait(self._interval / 4 if self._hurries else self._interval)
                 self._wake.clear()
@@ -228,7 +228,8 @@ class _Pulse:
         """Create the keys that this rank reads, because reading waits for missing keys."""
         ranks = range(self._topology.world_size) if self._topology.rank == 0 else (0,)
         for key in (_VERDICT, *map(_key, ranks)):
-            self._store.compare_set(key, "", _NOTHING_YET)
+            with suppress(ForeignValue):  # `exchange` meets it again
+                self._store.compare_set(key, "", _NOTHING_YET)
 
     def _exchange(self) -> None:
         """One round of a rank other than 0."""
@@ -241,7 +242,7 @@ class _Pulse:
         self._answered = self._clock.seconds
         self._first = HeartbeatMessage.decode(first) or self._first
         self._monitor.see([self._first], self._answered)
-        verdict = json.loads(said) or self._monitor.lost([self._first], asked=self._asks)
+        verdict = json.loads(said or _NOTHING_YET) or self._monitor.lost([self._first], asked=self._asks)
         if verdict:
             self._tell(left=True)  # rank 0 waits for it before it closes the store
             self._verdict = verdict

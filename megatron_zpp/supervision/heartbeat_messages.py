@@ -38,7 +38,7 @@ class HeartbeatMessage:
     @classmethod
     def decode(cls, text: bytes) -> "HeartbeatMessage | None":
         """The inverse of `encode`; None for a rank that has not connected yet."""
-        values = json.loads(text)
+        values = json.loads(text) if text else None
         return None if values is None else cls(**values)
 
 

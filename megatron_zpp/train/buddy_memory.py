@@ -19,6 +19,7 @@ from megatron_zpp.config.memory_snapshots import MemorySnapshotsConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.job_store import JobStore, derived
 from megatron_zpp.distributed.peer_files import FileServer, Peer, get_file, put_file
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes, pinned_bytes
@@ -41,7 +42,7 @@ class BuddyMemory:
         attempt: str,
         secret: str,
     ) -> None:
-        """`attempt` names this start of the run; `secret` is known to its ranks alone.
+        """`attempt` names this start of the run; `secret` is known to its ranks alone, "" for a single one.
 
         `exchange` is between all ranks. It is kept until the run is restored, because its connections count.
         """
@@ -170,8 +171,8 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[Buddy
             found = memory_name(save)
         except (DamagedFile, OSError) as error:
             problem = str(option_error("--save", save, one_line(error)))
-        exchange.put("names", [found, problem, secrets.token_hex(4), secrets.token_hex(16)])
-    (name, lines), problem, attempt, secret = exchange.get("names")
+        exchange.put("names", [found, problem, secrets.token_hex(4)])
+    (name, lines), problem, attempt = exchange.get("names")
     if problem is not None:
         raise ValueError(problem)
     shards = shards_of(engine, with_optimizer=True).values()
@@ -191,6 +192,7 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[Buddy
     name = exchange.get("name")
     memory, problem = None, None
     try:
+        secret = derived(ranks.store.key, "snapshots").hex() if isinstance(ranks.store, JobStore) else ""
         memory = BuddyMemory(RunMemory(root, name), ranks.topology, exchange, attempt=attempt, secret=secret)
         if ranks.topology.nodes > 1:
             memory.serve(ranks.address, ranks.master)

@@ -281,8 +281,9 @@ def _agreed_candidates(
     with bounded(exchange, "--load", load):
         if exchange.topology.rank == 0:
             found = files.run(lambda on_progress: candidates(load, config.ckpt_step), exchange)
-            exchange.put("candidates", [str(path) for path in found])
-        return [location(path) for path in exchange.get("candidates")]
+            exchange.put("candidates", [path.name for path in found])
+        names = exchange.get("candidates")
+        return [path for path in (location(load) / name for name in names) if iteration_of(path) is not None]
 
 
 def _directory_warnings(config: CheckpointConfig, on_progress: OnProgress) -> list[str]:

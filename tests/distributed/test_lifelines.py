@@ -26,7 +26,7 @@ from megatron_zpp.distributed.topology import Topology
 from tests.forkserver import CONTEXT
 from tests.support import wait_until
 
-NAME = platform.node()
+NAME, TOKEN = platform.node(), "what the ranks of the job alone know"
 
 
 def rank_main(
@@ -47,7 +47,7 @@ def rank_main(
     lines.doing = lambda: f"step {rank}"
     if rank == 0:
         pipe.send(vars(lines.listen()))
-    lines.start(Root(**pipe.recv()), "127.0.0.1")
+    lines.start(Root(**pipe.recv()), "127.0.0.1", TOKEN)
     if slow:
         pipe.send("listens")
     lines.all_present()
@@ -241,7 +241,7 @@ def test_a_rank_that_leaves_says_so_before_its_connections_close() -> None:
     parent, child = (Lifelines(Topology(rank, 2, rank, 2), ignore, ignore) for rank in range(2))
     root = parent.listen()
     for lines in (parent, child):
-        lines.start(root, "")
+        lines.start(root, "", TOKEN)
     wait_until(lambda: parent.complete)
     (connection,) = parent._connections
     leaving = threading.Thread(target=child.leave)
@@ -299,7 +299,7 @@ def test_strangers_are_turned_away(tmp_path: Path) -> None:
             b"[" * 60_000 + b"\n",
             json.dumps(hello).encode() + b"\n",
         ]
-        hello |= {"token": run.root["token"]}  # of a rank that is connected, and of one that is not a child
+        hello |= {"token": TOKEN}  # of a rank that is connected, and of one that is not a child
         wait_until(lambda: run.ask(3, "complete") is False)
         sent += [json.dumps(hello | {"rank": rank}).encode() + b"\n" for rank in (5, 17, "x")]
         for text in sent:

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.distributed import rendezvous as module
+from megatron_zpp.distributed.job_store import JobStore, job_key
 from megatron_zpp.distributed.topology import Topology
 from tests.forkserver import CONTEXT
 from tests.support import free_port
@@ -104,7 +105,8 @@ def test_a_rank_that_gives_up_ends_the_others(monkeypatch: pytest.MonkeyPatch, m
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     if met:
-        store.set("attempt_0/rank_0", '{"seconds": 1.0, "root": null}')
+        ranks = JobStore(dist.PrefixStore("attempt_0", store), job_key(place))
+        ranks.set("rank_0", '{"seconds": 1.0, "root": null}')
     line = start(1, 2, place, limit=1.5)
     began = time.monotonic()
     assert start(0, 2, place, limit=20.0) == line

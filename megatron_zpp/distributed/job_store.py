@@ -1,0 +1,137 @@
+"""The store of a job, with values that only the ranks of the job can have written, and the secret they share.
+
+Torch's store has no password: whoever reaches its port reads, writes and deletes keys. So nothing secret is
+put there, and each value begins with a code that needs the job's secret (HMAC-SHA-256, RFC 2104). What a
+stranger writes is an error that names the key. A stranger can still end a run, by deleting keys.
+
+The secret is MEGATRON_ZPP_SECRET, which launchers pass on to all ranks. Without that variable it is a file of
+mode 0600 in this user's cache directory, made at the first use: on one machine, or with a home directory that
+all nodes share, nothing needs to be set.
+"""
+
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_zpp.config.options import option_error
+from megatron_zpp.native.cache import cache_directory
+
+VARIABLE = "MEGATRON_ZPP_SECRET"
+COUNTER = "#"  # at the end of keys of numbers, to which anyone can `add`; they decide how long a rank waits
+_SHORTEST = 32  # characters of the variable
+_FILE = "job_secret"
+_DIGITS = 64  # of a code, in hexadecimal
+
+
+class ForeignValue(ValueError):
+    """A value of the store that no rank with this job's secret has written."""
+
+
+def job_key(environ: Mapping[str, str]) -> bytes:
+    """The key of this start of the job, (32,) bytes, which follows from the secret.
+
+    Raises ValueError for a short MEGATRON_ZPP_SECRET, and OSError without a private directory for a file.
+    """
+    secret = environ.get(VARIABLE, "")
+    if secret and len(secret) < _SHORTEST:
+        fix = f"must have {_SHORTEST} characters or more, for instance those of `openssl rand -hex 32`"
+        raise option_error(VARIABLE, f"(of {len(secret)} characters)", fix)
+    start = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")  # equal on all ranks
+    return derived((secret or _of_user(environ)).encode(), " ".join(environ.get(name, "") for name in start))
+
+
+def derived(key: bytes, purpose: str) -> bytes:
+    """A key for one purpose, (32,) bytes, from which `key` cannot be found."""
+    return hmac.digest(key, purpose.encode(), "sha256")
+
+
+def _of_user(environ: Mapping[str, str]) -> str:
+    """The secret of this user's file, which is created whole or not at all."""
+    directory = cache_directory(environ)
+    path, mine = directory / _FILE, directory / f"{_FILE}.{os.getpid()}.{secrets.token_hex(4)}"
+    if not path.exists():
+        try:
+            descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+            with suppress(FileExistsError):  # another rank was first
+                os.link(mine, path)
+        finally:
+            mine.unlink(missing_ok=True)
+    return path.read_text()
+
+
+class JobStore(dist.Store):
+    """A store of torch in which every value is signed but those of counters."""
+
+    def __init__(self, store: dist.Store, key: bytes) -> None:
+        super().__init__()
+        self.unsigned, self.key = store, key  # torch's own collectives use the first
+
+    def set(self, key: str, value: str) -> None:  # type: ignore[override]  # torch's stubs: other names
+        """Publish a value."""
+        self.unsigned.set(key, self._signed(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value and return it. Raises ForeignValue."""
+        return self._checked(key, self.unsigned.get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Wait for values and return them. Raises ForeignValue."""
+        return [
+            self._checked(key, value) for key, value in zip(keys, self.unsigned.multi_get(keys), strict=True)
+        ]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # type: ignore[override]
+        """Publish a value where there is none (`expected` is ""), and return the one there. See `get`."""
+        assert not expected, "only the first value counts"
+        return self._checked(key, self.unsigned.compare_set(key, "", self._signed(key, desired)))
+
+    def add(self, key: str, amount: int) -> int:  # type: ignore[override]
+        """Add to a number and return the sum; anyone can."""
+        return self.unsigned.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys exist, whoever has written them."""
+        return self.unsigned.check(keys)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:  # type: ignore[override]
+        """Wait until all keys exist."""
+        self.unsigned.wait(keys, *timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a value."""
+        return self.unsigned.delete_key(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a request waits for a value."""
+        self.unsigned.set_timeout(timeout)
+
+    def clone(self) -> "JobStore":
+        """The same store through a connection of its own."""
+        unsigned: Any = self.unsigned  # torch's stubs have no `clone`
+        return JobStore(unsigned.clone(), self.key)
+
+    def _signed(self, key: str, value: str) -> str:
+        return value and self._code(key, value.encode()) + value
+
+    def _checked(self, key: str, stored: bytes) -> bytes:
+        if key.endswith(COUNTER):
+            return stored
+        code, value = stored[:_DIGITS], stored[_DIGITS:]
+        if stored and not hmac.compare_digest(code, self._code(key, value).encode()):
+            raise ForeignValue(
+                f"{key!r} in the run's store was not written by a rank of this job: another program did, or "
+                f"nodes have different secrets; set {VARIABLE} to the same random text on all nodes"
+            )
+        return value
+
+    def _code(self, key: str, value: bytes) -> str:
+        name = key.encode()
+        return hmac.new(self.key, len(name).to_bytes(4, "big") + name + value, "sha256").hexdigest()
