@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token, peak_tflops
-from megatron_zpp.zero.engine import StepResult
+from megatron_zpp.zero.engine import LEAST_WEIGHT, StepResult
 
 _LOSSES = 1024  # --log-interval is 100 if not given
 
@@ -114,11 +114,18 @@ class Interval:
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     def __post_init__(self) -> None:
-        self._losses = torch.zeros(_LOSSES, device=self.device)  # of each step; it doubles when it is full
-        self._loss_sum = self.skipped = torch.zeros((), device=self.device)
+        # Of each step: this rank's loss, and 1 if it was skipped. It doubles when it is full.
+        self._steps = torch.zeros(2, _LOSSES, device=self.device)
+        self._weights: list[float] = []  # of each step, of this rank's loss
+        self.skipped = torch.zeros((), device=self.device)
 
-    def add(self, loss: Tensor, result: StepResult, samples: int, traffic: tuple[int, int]) -> None:
-        """Add one step; `loss` is this rank's mean over its micro-batches."""
+    def add(
+        self, loss: Tensor, weight: float, result: StepResult, samples: int, traffic: tuple[int, int]
+    ) -> None:
+        """Add one step: `loss` () is a sum over this rank's micro-batches, `weight` that of their weights.
+
+        The weight of a micro-batch is the share of its tokens that count.
+        """
         self.iterations += 1
         self.samples += samples
         self.batch = samples
@@ -126,37 +133,45 @@ class Interval:
         self.traffic = (self.traffic[0] + traffic[0], self.traffic[1] + traffic[1])
         if result.raised_units is not None:
             self.raised_units = max(self.raised_units or 0, result.raised_units)
-        left_out = result.skipped.bool() & torch.isfinite(loss)  # as in Megatron-LM, but for NaN and Inf
-        self._loss_sum = self._loss_sum + torch.where(left_out, 0.0, loss)
-        if self.iterations > len(self._losses):
-            self._losses = torch.cat((self._losses, torch.zeros_like(self._losses)))
-        self._losses[self.iterations - 1] = loss
+        if self.iterations > self._steps.shape[1]:
+            self._steps = torch.cat((self._steps, torch.zeros_like(self._steps)), 1)
+        self._steps[0, self.iterations - 1] = loss
+        self._steps[1, self.iterations - 1] = result.skipped
+        self._weights.append(weight)
 
     @property
     def newest_loss(self) -> Tensor:
-        """This rank's loss of the newest step, a scalar on the device."""
-        return self._losses[self.iterations - 1]
+        """This rank's mean loss () of the newest step, on the device."""
+        return self._steps[0, self.iterations - 1] / max(self._weights[-1], LEAST_WEIGHT)
 
     @property
-    def mean_loss(self) -> Tensor:
-        """This rank's mean loss of the steps that were not skipped, a scalar on the device.
+    def sums(self) -> Tensor:
+        """(2, iterations) fp64 of this rank: the sum of losses of each step, and that of their weights."""
+        weights = torch.tensor(self._weights, dtype=torch.float64, device=self.device)
+        return torch.stack((self._steps[0, : self.iterations].double(), weights))
+
+    def mean_loss(self, sums: Tensor) -> Tensor:
+        """The mean loss () of the steps that were not skipped; `sums` are those of all ranks.
 
         It is NaN or Inf if the loss of any step was. If all steps were skipped, it is the mean over all.
         """
+        losses, skipped = losses_of(sums), self._steps[1, : self.iterations].bool()
+        left_out = skipped & torch.isfinite(losses)  # as in Megatron-LM, but for NaN and Inf
         taken = self.iterations - self.skipped
-        whole = self._losses[: self.iterations].mean()
-        return torch.where(taken > 0, self._loss_sum / taken.clamp(min=1), whole)
-
-    @property
-    def not_finite(self) -> Tensor:
-        """(iterations,) fp32: 1 where the loss of this rank was NaN or Inf, else 0."""
-        return 1.0 - torch.isfinite(self._losses[: self.iterations]).float()
+        return torch.where(
+            taken > 0, torch.where(left_out, 0.0, losses).sum() / taken.clamp(min=1), losses.mean()
+        )
 
     def restart(self) -> None:
         """Begin the next interval; the caller has lapped the stopwatch."""
         self.iterations = self.samples = self.batch = 0
-        self._loss_sum = self.skipped = torch.zeros((), device=self.device)
+        self._weights, self.skipped = [], torch.zeros((), device=self.device)
         self.traffic, self.raised_units = (0, 0), None
+
+
+def losses_of(sums: Tensor) -> Tensor:
+    """The mean loss per token (iterations,) of each step, from (2, iterations) as in `Interval.sums`."""
+    return sums[0] / sums[1].clamp(min=LEAST_WEIGHT)  # if no token counts, 0
 
 
 def memory_record(device: torch.device) -> Record:

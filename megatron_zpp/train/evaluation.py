@@ -17,11 +17,10 @@ def evaluate(
     count: int,
     micro_batch_size: int,
     before_round: Callable[[int, int], None],
-    per_token: bool = False,
 ) -> float:
-    """The mean loss over the first `count` samples, the same for every call and number of ranks.
+    """The mean loss over all tokens that count of the first `count` samples.
 
-    It is the mean over all tokens that count if `per_token`, else the mean over micro-batches of their means.
+    It is the same for every call, number of ranks and size of micro-batches.
 
     All ranks run the same number of forwards, because each forward gathers sharded parameters; forwards
     beyond the last sample have no weight. `before_round(number, rounds)` is called before each round and may
@@ -39,7 +38,7 @@ def evaluate(
         batch = as_tensors(samples.batch(np.arange(first, first + size)))
         loss = engine.evaluate(batch)
         if chunk < chunks:
-            weight = size * (counted_share(batch) if per_token else 1.0)
+            weight = size * counted_share(batch)
             total += loss * weight
             weights += weight
     sums = engine.sum_over_ranks(torch.stack((total, torch.full_like(total, weights))))

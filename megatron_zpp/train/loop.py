@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from megatron_zpp.data.documents import counted_share
 from megatron_zpp.data.loader import MicroBatches
@@ -23,7 +22,7 @@ from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.skips import SkipFlag
 from megatron_zpp.train.step_log import StepLog
 from megatron_zpp.train.stopping import Ending, Stop, StopConditions
-from megatron_zpp.zero.engine import LEAST_WEIGHT, Batch, StepResult
+from megatron_zpp.zero.engine import Batch, StepResult
 
 
 def train(run: Run) -> Ending:
@@ -182,7 +181,7 @@ class Trainer:
         consumed, schedule = self.progress.consumed_samples, self._schedule.batches
         grid = self._engine.grid
         micro_batches = schedule.micro_batches_at(consumed)
-        losses = torch.zeros((), device=self._engine.device)
+        losses, weights = torch.zeros((), device=self._engine.device), 0.0
         self._engine.take_traffic()  # discards the traffic of an evaluation
         where, sections = f"step {self.progress.iteration + 1}", self._engine.sections
         self._profiler.before_step(self.progress.iteration + 1)
@@ -193,10 +192,16 @@ class Trainer:
             with sections(BATCH):
                 batch = next(batches)
             self._mark(f"{where}, micro-batch {index + 1} of {micro_batches}")
-            weight = counted_share(batch) if self._per_token else None
+            weight = counted_share(batch)
             with sections(FORWARD_BACKWARD):
-                loss = self._engine.accumulate(batch, index=index, micro_batches=micro_batches, weight=weight)
-                losses += loss if weight is None else loss * weight
+                loss = self._engine.accumulate(
+                    batch,
+                    index=index,
+                    micro_batches=micro_batches,
+                    weight=weight if self._per_token else None,
+                )
+                losses += loss if weight == 1 else loss * weight
+                weights += weight
         self._mark(f"{where}, optimizer")
         self._saver.before_step()
         if self._snapshots is not None:
@@ -211,15 +216,10 @@ class Trainer:
         self.progress = replace(
             self.progress, iteration=self.progress.iteration + 1, consumed_samples=consumed + samples
         )
-        loss = losses / micro_batches if result.weight is None else self._share_of_mean(losses, result.weight)
-        self._log.add(loss, result, samples, rate, decoupled_rate)
+        self._log.add(losses, weights, result, samples, rate, decoupled_rate)
         self._warm = True
         self._mark(f"{where}, report")
         return result
-
-    def _share_of_mean(self, losses: Tensor, weight: Tensor) -> Tensor:
-        """This rank's part of the mean over all tokens: the mean of these parts over ranks is that mean."""
-        return losses * self._engine.grid.data.world_size / weight.clamp(min=LEAST_WEIGHT)
 
     def _counts_zeros(self) -> bool:
         """Whether the step that begins here is logged, with --log-num-zeros-in-grad."""
@@ -271,7 +271,6 @@ class Trainer:
             count=count,
             micro_batch_size=batches.micro_batch_size,
             before_round=before_round,
-            per_token=self._per_token,
         )
         self._evaluated[split] = iteration
         self._reporter.evaluation(self.progress, split, loss, last=last)

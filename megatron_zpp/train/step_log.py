@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.reporting.metrics import Interval, PowerMeter, Record, Stopwatch, Throughput, memory_record
+from megatron_zpp.reporting.metrics import (
+    Interval,
+    PowerMeter,
+    Record,
+    Stopwatch,
+    Throughput,
+    losses_of,
+    memory_record,
+)
 from megatron_zpp.reporting.timing import Timing
 from megatron_zpp.train.run import Run
 from megatron_zpp.zero.engine import StepResult
@@ -42,23 +50,30 @@ class StepLog:
         return self._interval.newest_loss
 
     def add(
-        self, loss: Tensor, result: StepResult, samples: int, rate: float, decoupled_rate: float | None
+        self,
+        loss: Tensor,
+        weight: float,
+        result: StepResult,
+        samples: int,
+        rate: float,
+        decoupled_rate: float | None,
     ) -> None:
-        """Add a step with this rank's `loss`, the global batch's `samples`, and its learning rates."""
-        self._interval.add(loss, result, samples, self._engine.take_traffic())
+        """Add a step with the global batch's `samples` and its rates; for loss and weight see Interval."""
+        self._interval.add(loss, weight, result, samples, self._engine.take_traffic())
         self._rate, self._decoupled_rate = rate, decoupled_rate
 
     def first_step(self, progress: Progress) -> None:
         """Say that training has begun, long before the first log line; every rank must call it."""
-        loss = self._engine.mean_over_ranks(self.newest_loss).item()
+        loss = losses_of(self._engine.mean_over_ranks(self._interval.sums)).item()
         seconds = self.watch.total()
         self._reporter.say(f" first step, iteration {progress.iteration}: loss {loss:.4f}, {seconds:.1f} s")
 
     def interval(self, progress: Progress, result: StepResult) -> None:
         """Log the interval that ends with `result`; every rank must call it, for the mean of the loss."""
         interval = self._interval
-        loss = self._engine.mean_over_ranks(interval.mean_loss).item()
-        nans = self._engine.sum_over_ranks(interval.not_finite) > 0  # on any rank, in each iteration
+        sums = self._engine.mean_over_ranks(interval.sums)  # times the same number, which cancels
+        loss = interval.mean_loss(sums).item()
+        nans = ~torch.isfinite(sums[0])  # on any rank, in each iteration
         traffic = self._engine.sum_over_ranks(torch.tensor(interval.traffic, device=self._engine.device))
         intra_node, inter_node = (traffic // interval.iterations).tolist()
         times, lines = self._timing.report(interval.iterations)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_zpp.model.flops import peak_tflops
-from megatron_zpp.reporting.metrics import Interval, NewestLoss, PowerMeter, Throughput
+from megatron_zpp.reporting.metrics import Interval, NewestLoss, PowerMeter, Throughput, losses_of
 from megatron_zpp.zero.engine import StepResult
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def interval_of(*steps: tuple[float, int], device: str = "cpu") -> Interval:
     for loss, skipped in steps:
         zero, flag = torch.zeros((), device=device), torch.full((), float(skipped), device=device)
         result = StepResult(grad_norm=zero, skipped=flag, loss_scale=zero)
-        interval.add(torch.full((), loss, device=device), result, samples=1, traffic=(0, 0))
+        interval.add(torch.full((), loss, device=device), 1.0, result, samples=1, traffic=(0, 0))
     return interval
 
 
@@ -73,13 +73,27 @@ def test_the_loss_of_an_interval_leaves_out_skipped_steps(
     steps: list[tuple[float, int]], mean: float
 ) -> None:
     interval = interval_of(*steps)
-    assert interval.mean_loss.item() == pytest.approx(mean, nan_ok=True)
+    assert interval.mean_loss(interval.sums).item() == pytest.approx(mean, nan_ok=True)
     interval.restart()
     zero = torch.zeros(())
-    interval.add(torch.tensor(4.0), StepResult(zero, zero, zero), samples=1, traffic=(0, 0))
-    assert interval.mean_loss.item() == 4.0
+    interval.add(torch.tensor(4.0), 1.0, StepResult(zero, zero, zero), samples=1, traffic=(0, 0))
+    assert interval.mean_loss(interval.sums).item() == 4.0
+
+
+def test_the_loss_of_a_step_is_that_of_all_tokens_that_count() -> None:
+    """Two ranks, of which one has no such token in the second step."""
+    zero = torch.zeros(())
+    ranks = [Interval(torch.device("cpu")) for _ in range(2)]
+    for interval, losses in zip(ranks, ([(6.0, 1.5), (2.0, 0.5)], [(1.0, 0.5), (0.0, 0.0)]), strict=True):
+        for loss, weight in losses:
+            interval.add(torch.tensor(loss), weight, StepResult(zero, zero, zero), samples=2, traffic=(0, 0))
+    sums = ranks[0].sums + ranks[1].sums
+    assert losses_of(sums).tolist() == [3.5, 4.0]
+    assert ranks[0].mean_loss(sums).item() == 3.75
+    assert ranks[1].newest_loss.item() == 0.0
 
 
 def test_the_loss_of_an_interval_is_not_read_from_the_device() -> None:
     """A number of a tensor on the meta device cannot be read."""
-    assert interval_of((1.0, 0), (2.0, 1), device="meta").mean_loss.is_meta
+    interval = interval_of((1.0, 0), (2.0, 1), device="meta")
+    assert interval.mean_loss(interval.sums).is_meta

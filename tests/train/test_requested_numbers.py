@@ -84,8 +84,19 @@ def test_per_token_loss_is_the_mean_over_all_tokens(tmp_path: Path, flags: list[
     )
     for name in ("lm_loss", "grad_norm"):
         assert of(steps(sharded), name) == pytest.approx(of(steps(alone), name), rel=1e-5)
-    means, _ = records(tmp_path / "means", *flags, "--eod-mask-loss", *PLAIN, "--micro-batch-size", "1")
-    assert steps(means)[0]["grad_norm"] != pytest.approx(steps(alone)[0]["grad_norm"], rel=1e-4)
+
+
+def test_losses_of_masked_tokens_do_not_depend_on_micro_batches(tmp_path: Path, flags: list[str]) -> None:
+    """Megatron-LM reports sums of losses / sums of tokens; its gradient is a mean of means."""
+    norms = []
+    for size, options in ((1, {}), (2, {}), (4, {}), (2, {"processes": 2})):
+        name = f"{size} {len(options)}"
+        masked = ["--eod-mask-loss", *PLAIN, "--micro-batch-size", str(size)]
+        found, _ = records(tmp_path / name, *flags, *masked, **options)
+        assert steps(found)[0]["lm_loss"] == pytest.approx(per_token_loss(flags, 0, 8, "train"), rel=1e-5)
+        assert found[0]["valid_loss"] == pytest.approx(per_token_loss(flags, 0, 16, "valid"), rel=1e-5)
+        norms.append(steps(found)[0]["grad_norm"])
+    assert norms[0] != pytest.approx(norms[2], rel=1e-4)
 
 
 def test_without_masks_per_token_loss_changes_nothing(tmp_path: Path, corpus: str) -> None:
