@@ -69,7 +69,7 @@ def main() -> None:
         batch_size=len(PROMPTS),
     )
     samples = [prompt + text.text for prompt, text in zip(PROMPTS, texts, strict=True)]
-    options.output.write_text(json.dumps({"held_out": losses, "samples": samples}, indent=2) + "\n")
+    options.output.write_text(json.dumps({"by_source": losses, "samples": samples}, indent=2) + "\n")
 
 
 def load_plain(options: argparse.Namespace) -> GPT:
