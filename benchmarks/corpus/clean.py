@@ -141,8 +141,8 @@ def from_html(page: str) -> str:
 
 
 _MAN_MACROS = re.compile(
-    r"""^[.'][ \t]*(?:(SH|SS|Sh|Ss)\b[ ]*(.*)|(?:B|I|BR|RB|IR|RI|BI|IB|SM|SB|TP|IP|It|Nm|Fl|Ar|Pa|Fn|Va|Xr|Cm|Dv"""
-    r"""|Em|Li|Ev|Er|Vt|Ft|Fa|Sq|Dq|Ql|Op|Pq|Nd|Ic|Sy|Q)\b[ ]*(.*)|(PP|Pp|LP|P|sp)\b.*|.*)$"""
+    r"""^[.'][ \t]*(?:(SH|SS|Sh|Ss)\b[ ]*(.*)|(?:B|I|BR|RB|IR|RI|BI|IB|SM|SB|TP|IP|It|Nm|Fl|Ar|Pa|Fn|Va|Xr"""
+    r"""|Cm|Dv|Em|Li|Ev|Er|Vt|Ft|Fa|Sq|Dq|Ql|Op|Pq|Nd|Ic|Sy|Q)\b[ ]*(.*)|(PP|Pp|LP|P|sp)\b.*|.*)$"""
 )
 _MDOC_INSIDE = re.compile(
     r"(?:^|(?<= ))(?:Fa|Va|Dv|Cm|Pa|Fl|Ar|Xr|Ev|Li|Sy|Em|Fn|Er|Ic|Nm|Ns|Oc|Oo|Op) (?=\S)"

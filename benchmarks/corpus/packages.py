@@ -66,8 +66,8 @@ def download(package: Package, folder: Path) -> Path:
     if ran.returncode or len(files) != 1:
         reason = (ran.stderr.strip().splitlines() or ["no file"])[-1]
         raise ValueError(
-            f"{package.name} {package.version}: {command[0]} did not find it ({reason}); mirrors drop versions: "
-            f"put a copy from an archive into {folder} as {package.digest[:16]}-NAME, or list a newer one"
+            f"{package.name} {package.version}: {command[0]} did not find it ({reason}); mirrors drop "
+            f"versions: put an archived copy into {folder} as {package.digest[:16]}-NAME"
         )
     digest = hashlib.sha256(files[0].read_bytes()).hexdigest()
     if digest != package.digest:
@@ -93,7 +93,8 @@ def files_of(path: Path) -> list[tuple[str, bytes]]:
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
     if path.suffix != ".deb":
-        yield from _archive(path.name, path.open("rb"), "")
+        with path.open("rb") as file:
+            yield from _archive(path.name, file, "")
         return
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -101,9 +102,10 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _archive(name: str, file: IO[bytes], where: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the documents in a zip file, a wheel or a compressed tar file."""
+    """Yield the documents in a zip file, a wheel or a .tar.xz."""
     if not name.endswith((".zip", ".whl")):
-        yield from _tar(lzma.open(file) if name.endswith(".xz") else file, where)
+        with lzma.open(file) as unpacked:
+            yield from _tar(unpacked, where)
         return
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():

@@ -36,7 +36,9 @@ def main() -> None:
     inputs = check_inputs(config, 1, print)
     options.output.mkdir(parents=True, exist_ok=True)
     evaluated = inputs.schedule.evaluated_samples(config.evaluation)
-    assert inputs.splits.train is not None and inputs.splits.valid is not None and evaluated is not None
+    assert inputs.splits.train is not None
+    assert inputs.splits.valid is not None
+    assert evaluated is not None
     write_rows(inputs.splits.train, inputs.schedule.samples, options.output / "train.bin")
     write_rows(inputs.splits.valid, evaluated, options.output / "held_out.bin")
     vocabulary = inputs.tokenizer["vocab_size"]

@@ -1,7 +1,8 @@
 """GPT-2 in plain PyTorch: the baseline of the real run, written apart from megatron_zpp.
 
-python benchmarks/real_run/plain.py --inputs DIR --save DIR --metrics-file FILE --layers 12 --width 768 --heads 12 \\
-    --micro-batch-size 32 --global-batch-size 128 --steps 2288 --lr 6e-4 --min-lr 6e-5 --warmup 100
+python benchmarks/real_run/plain.py --inputs DIR --save DIR --metrics-file FILE \\
+    --layers 12 --width 768 --heads 12 --micro-batch-size 32 --global-batch-size 128 \\
+    --steps 2288 --lr 6e-4 --min-lr 6e-5 --warmup 100
 
 fp32 weights, bf16 by autocast, a graph for each layer and one for the loss by torch.compile, fused AdamW,
 clipping. DIR of --inputs has what export.py wrote: initial.safetensors, train.bin and held_out.bin (rows of

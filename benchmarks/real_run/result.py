@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # runs from the root, not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, save_result
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "plain": "plain PyTorch, compiled",
     "stage_0": "megatron_zpp, stage 0",
@@ -110,7 +110,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
             smooth.append(mean)
         above.plot(
-            [million * step for step in range(1, len(smooth) + 1)], smooth, color=colour, lw=1, label=NAMES[name]
+            [million * step for step in range(1, len(smooth) + 1)],
+            smooth,
+            color=colour,
+            lw=1,
+            label=NAMES[name],
         )
         held_out = {int(step): loss for step, loss in run["held_out"].items() if int(step)}
         above.plot([million * step for step in held_out], list(held_out.values()), "o", ms=3, color=colour)
@@ -127,15 +131,21 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def write_logs(name: str, metrics: Path, folder: Path) -> None:
-    """Write what viewers read: TensorBoard's events, an offline W&B run and the report page."""
+    """Write TensorBoard's events, an offline W&B run and the report page."""
     from megatron_zpp.checkpoint.progress import Progress
     from megatron_zpp.config.run import LoggingConfig
     from megatron_zpp.reporting.sinks import TensorBoard, WandB
 
     logging = LoggingConfig(
-        wandb_project="real_run", wandb_exp_name=name, wandb_save_dir=str(folder / "wandb"), wandb_mode="offline"
+        wandb_project="real_run",
+        wandb_exp_name=name,
+        wandb_save_dir=str(folder / "wandb"),
+        wandb_mode="offline",
     )
-    sinks = (TensorBoard(str(folder / "tensorboard" / name), Progress()), WandB(logging, {}, Progress(run=name), print))
+    sinks = (
+        TensorBoard(str(folder / "tensorboard" / name), Progress()),
+        WandB(logging, {}, Progress(run=name), print),
+    )
     samples = 0
     for record in map(json.loads, metrics.read_text().splitlines()):
         samples = record.get("consumed_samples", samples)

@@ -1,6 +1,6 @@
 """Trains GPT-2 124M on real text in five ways with equal seeds and data, in calls of bounded time.
 
-python benchmarks/real_run/run.py --tokens DIR --work DIR --output DIR --variants plain stage_0 fp8 --seconds 560
+python benchmarks/real_run/run.py --tokens DIR --work DIR --output DIR --variants plain fp8 --seconds 560
 python benchmarks/real_run/run.py … --archives DIR --parts 3      unpacks tokens first
 python benchmarks/real_run/run.py … --check                       5 steps of each: does all work here?
 
@@ -29,11 +29,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # runs from the root, not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 from benchmarks.common import commit, machine
 
+ROOT = Path(__file__).resolve().parents[2]
 STOPPED = 75
 VARIANTS = {  # flags of pretrain_gpt.py; None: plain.py
     "plain": None,
@@ -221,7 +221,8 @@ class Variant:
                 )
             took = time.monotonic() - started
             print(
-                f"{self.name}: iterations {before} to {self.iteration} in {took:.0f} s, status {ended.returncode}",
+                f"{self.name}: iterations {before} to {self.iteration} in {took:.0f} s, "
+                f"status {ended.returncode}",
                 flush=True,
             )
             if ended.returncode not in (0, STOPPED):
@@ -284,7 +285,7 @@ def collect(variants: Sequence[Variant], options: argparse.Namespace) -> None:
         "machine": machine(),
         "settings": {k: str(v) for k, v in vars(options).items()},
     }
-    described["flags"] = [flag for flag in common_flags(options)]
+    described["flags"] = common_flags(options)
     (options.output / "run.json").write_text(json.dumps(described, indent=2) + "\n")
     measured = {}
     for variant in variants:

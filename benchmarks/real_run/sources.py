@@ -90,7 +90,7 @@ def load_plain(options: argparse.Namespace) -> GPT:
 
 
 def loss_of(model: GPT, tokens: np.ndarray, windows: int, device: torch.device) -> tuple[float, int]:
-    """Return the mean loss over windows side by side from the beginning, and the tokens that it is a mean of."""
+    """Return the mean loss over the first windows, side by side, and the number of their tokens."""
     length = model.config.seq_length
     windows = min(windows, (len(tokens) - 1) // length)
     starts = np.arange(windows)[:, None] * length + np.arange(length + 1)

@@ -18,7 +18,8 @@ PROSE = "".join(
 
 
 def test_pages_become_their_text() -> None:
-    page = f"<head><title>T</title></head><nav>menu</nav><h1>Files &amp; folders</h1><p>{PROSE}</p><pre>a\n  b</pre>"
+    page = "<head><title>T</title></head><nav>menu</nav><h1>Files &amp; folders</h1>"
+    page += f"<p>{PROSE}</p><pre>a\n  b</pre>"
     (text,) = clean.documents("/usr/share/doc/x/index.html", page.encode())
     assert text.startswith("Files & folders\n\nthe ")
     assert text.endswith(f"{PROSE[-10:]}\na\n  b\n")
@@ -26,7 +27,10 @@ def test_pages_become_their_text() -> None:
 
 
 def test_manual_pages_become_their_text() -> None:
-    source = '.\\" comment\n.SH NAME\nls \\- list\n.SH "EXIT STATUS"\n.BR ls (1)\nis \\fIthe\\fP one\\(bu\n' + PROSE
+    source = (
+        '.\\" comment\n.SH NAME\nls \\- list\n.SH "EXIT STATUS"\n.BR ls (1)\nis \\fIthe\\fP one\\(bu\n'
+        + PROSE
+    )
     (text,) = clean.documents("/usr/share/man/man1/ls.1", source.encode())
     assert text.startswith("NAME\nls - list\n\nEXIT STATUS\nls (1)\nis the one*\nthe ")
 
@@ -48,7 +52,9 @@ def test_what_is_no_text_is_refused(path: str, text: str) -> None:
 
 
 def test_comments_on_the_licence_go_and_others_stay() -> None:
-    source = "// SPDX-License-Identifier: GPL-2.0\n/* Copyright (c) 2000 A. B. */\n/* Adds numbers. */\nint f();\n"
+    source = (
+        "// SPDX-License-Identifier: GPL-2.0\n/* Copyright (c) 2000 A. B. */\n/* Adds numbers. */\nint f();\n"
+    )
     assert clean.clean_code(source) == "/* Adds numbers. */\nint f();\n"
 
 

@@ -33,7 +33,9 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 file.write(json.dumps({"text": document(), "source": sources[index % len(sources)]}) + "\n")
     made = run("benchmarks/corpus/make_tokens.py", "--corpus", corpus, "--entries", "384", "--parts", "2")
     assert made.returncode == 0, made.stderr
-    packed = run("benchmarks/real_run/pack.py", "--tokens", corpus / "tokens", "--output", corpus / "archives")
+    packed = run(
+        "benchmarks/real_run/pack.py", "--tokens", corpus / "tokens", "--output", corpus / "archives"
+    )
     assert packed.returncode == 0, packed.stderr
     return corpus / "archives"
 
@@ -73,10 +75,15 @@ def test_calls_that_end_early_continue_to_the_same_losses(tmp_path: Path, archiv
     while train(tmp_path / "parts", archives, "--seconds", str(6 + 2 * calls)) == real_run.STOPPED:
         calls += 1
         assert calls < 40
-    assert calls > 1 and (work / "plain/done").exists()
+    assert calls > 1
+    assert (work / "plain/done").exists()
     for name in ("plain", "stage_0"):
-        whole, parts = (read(tmp_path / which / "output" / f"{name}.jsonl")[0] for which in ("whole", "parts"))
-        assert [record["lm_loss"] for record in whole.values()] == [record["lm_loss"] for record in parts.values()]
+        whole, parts = (
+            read(tmp_path / which / "output" / f"{name}.jsonl")[0] for which in ("whole", "parts")
+        )
+        assert [record["lm_loss"] for record in whole.values()] == [
+            record["lm_loss"] for record in parts.values()
+        ]
 
 
 def test_a_call_without_all_parts_only_unpacks(tmp_path: Path, archives: Path) -> None:
