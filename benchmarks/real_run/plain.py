@@ -27,6 +27,18 @@ from torch import Tensor, nn
 STOPPED = 75
 
 
+class Embedding(nn.Module):
+    """Token plus position embedding."""
+
+    def __init__(self, vocabulary: int, length: int, width: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> (B, T, D)."""
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+
 class Block(nn.Module):
     """A pre-norm layer without dropout."""
 
@@ -61,9 +73,7 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int, length: int, layers: int, width: int, heads: int) -> None:
         super().__init__()
-        self.embedding = nn.ModuleDict(
-            {"tokens": nn.Embedding(vocabulary, width), "positions": nn.Embedding(length, width)}
-        )
+        self.embedding = Embedding(vocabulary, length, width)
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.head = nn.ModuleDict({"norm": nn.LayerNorm(width)})
         self.loss = cross_entropy  # or a compiled one
@@ -71,10 +81,10 @@ class GPT(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """(B, T + 1) tokens -> their mean loss ()."""
         tokens, targets = rows[:, :-1], rows[:, 1:]
-        x = self.embedding["tokens"](tokens) + self.embedding["positions"].weight[: tokens.shape[1]]
+        x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.loss(self.head["norm"](x), self.embedding["tokens"].weight, targets)
+        return self.loss(self.head["norm"](x), self.embedding.tokens.weight, targets)
 
     def compile_parts(self) -> None:
         """A graph for each layer, and one for the loss."""

@@ -192,7 +192,7 @@ class Variant:
             return [*command, *(["--fp32", "--no-compile"] if options.fp32 else [])]
         flags = {"--save": self.save, "--load": self.save, "--metrics-file": self.metrics}
         command = [str(part) for flag, value in flags.items() for part in (flag, value)]
-        command += ["--log-interval", "1", "--keep-last", "2", *(VARIANTS[self.name] or "").split()]
+        command += ["--log-interval", "1", *(VARIANTS[self.name] or "").split()]
         if seconds < float("inf"):
             command += ["--exit-duration-in-mins", f"{seconds / 60:.3f}"]
         nodes = 2 if self.name == "zeropp" else 1
