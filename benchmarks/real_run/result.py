@@ -1,0 +1,164 @@
+"""Makes the result of the real run from its metrics, draws its curves, and writes the logs of other viewers.
+
+python benchmarks/real_run/result.py --runs DIR [--logs DIR]     DIR: --output of run.py; several are one run
+python benchmarks/real_run/result.py --plot FILE.png             draws benchmarks/results/real_run.json
+
+The result has the training loss of each step, the held-out losses and the step times. --logs writes
+TensorBoard's events, an offline W&B directory and the report page of each variant, from the same lines.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
+
+from benchmarks.common import RESULTS, save_result
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = {
+    "plain": "plain PyTorch, compiled",
+    "stage_0": "megatron_zpp, stage 0",
+    "zeropp": "stage 3, delta4 and rotated4, two nodes",
+    "fp8": "8-bit products",
+    "resumed": "resumed five times on other meshes",
+}
+BASELINE = "stage_0"
+LAST = 0.05  # share of the steps whose mean is the final training loss
+SMOOTHING = 0.98
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, nargs="+", help="folders; a variant is taken from the last one")
+    parser.add_argument("--logs", type=Path)
+    parser.add_argument("--name", default="real_run", help="of the result")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if options.runs:
+        metrics = {path.stem: path for folder in options.runs for path in sorted(folder.glob("*.jsonl"))}
+        save_result(options.name, figures(options.runs, metrics), options.output)
+        for name, path in metrics.items() if options.logs else ():
+            write_logs(name, path, options.logs)
+    if options.plot:
+        draw(json.loads((options.output / f"{options.name}.json").read_text())["figures"], options.plot)
+
+
+def read(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
+    """Return the records of the steps and the held-out losses; of a step taken twice, the later one."""
+    steps: dict[int, dict[str, Any]] = {}
+    held_out: dict[int, float] = {}
+    for record in map(json.loads, path.read_text().splitlines()):
+        if "lm_loss" in record:
+            steps[record["iteration"]] = record
+        elif "valid_loss" in record:
+            held_out[record["iteration"]] = record["valid_loss"]
+    return dict(sorted(steps.items())), dict(sorted(held_out.items()))
+
+
+def figures(folders: Sequence[Path], metrics: dict[str, Path]) -> dict[str, Any]:
+    """Return the settings of the runs, and the curves and final losses of each."""
+    sources: dict[str, Any] = {}
+    for folder in folders:
+        sources |= json.loads((folder / "sources.json").read_text())
+    runs = {}
+    for name, path in metrics.items():
+        steps, held_out = read(path)
+        losses = [record["lm_loss"] for record in steps.values()]
+        last = losses[-max(1, int(LAST * len(losses))) :]
+        runs[name] = {
+            "steps": len(losses),
+            "median_step_ms": round(statistics.median(record["elapsed_ms"] for record in steps.values()), 2),
+            "hours": round(sum(record["elapsed_ms"] for record in steps.values()) / 3.6e6, 4),
+            "final_training_loss": round(statistics.fmean(last), 5),
+            "final_held_out_loss": round(list(held_out.values())[-1], 5) if held_out else None,
+            "held_out": {str(step): round(loss, 5) for step, loss in held_out.items()},
+            "losses": [round(loss, 4) for loss in losses],
+            **sources.get(name, {}),
+        }
+    described = [json.loads((folder / "run.json").read_text()) for folder in folders]
+    return {"described": described, "runs": runs}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw the training loss and the held-out loss, and how far the latter is from the baseline's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = {name: result["runs"][name] for name in NAMES if name in result["runs"]}
+    figure, (above, below) = plt.subplots(
+        2, figsize=(8, 6.5), height_ratios=(3, 1.4), sharex=True, layout="constrained"
+    )
+    settings = result["described"][0]["settings"]
+    million = float(settings["million_tokens"]) / float(settings["steps"])  # tokens of a step
+    base = runs.get(BASELINE)
+    for number, (name, run) in enumerate(runs.items()):
+        colour = f"C{number}"
+        smooth, mean = [], run["losses"][0]
+        for loss in run["losses"]:
+            mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+            smooth.append(mean)
+        above.plot(
+            [million * step for step in range(1, len(smooth) + 1)],
+            smooth,
+            color=colour,
+            lw=1,
+            label=NAMES[name],
+        )
+        held_out = {int(step): loss for step, loss in run["held_out"].items() if int(step)}
+        above.plot([million * step for step in held_out], list(held_out.values()), "o", ms=3, color=colour)
+        if base is not None:
+            both = {step: base["held_out"][str(step)] for step in held_out if str(step) in base["held_out"]}
+            gaps = [100 * (held_out[step] / loss - 1) for step, loss in both.items()]
+            below.plot([million * step for step in both], gaps, "o-", ms=2, lw=1, color=colour)
+    above.set_ylabel("loss: training (lines), held out (dots)")
+    above.set_ylim(top=max(run["losses"][len(run["losses"]) // 40] for run in runs.values()))
+    above.legend(frameon=False)
+    below.set_ylabel(f"held out: % above\n{NAMES[BASELINE]}")
+    below.set_xlabel("million tokens seen")
+    figure.savefig(path, dpi=110)
+
+
+def write_logs(name: str, metrics: Path, folder: Path) -> None:
+    """Write TensorBoard's events, an offline W&B run and the report page."""
+    from megatron_zpp.checkpoint.progress import Progress
+    from megatron_zpp.config.run import LoggingConfig
+    from megatron_zpp.reporting.sinks import TensorBoard, WandB
+
+    logging = LoggingConfig(
+        wandb_project="real_run",
+        wandb_exp_name=name,
+        wandb_save_dir=str(folder / "wandb"),
+        wandb_mode="offline",
+    )
+    sinks = (
+        TensorBoard(str(folder / "tensorboard" / name), Progress()),
+        WandB(logging, {}, Progress(run=name), print),
+    )
+    samples = 0
+    for record in map(json.loads, metrics.read_text().splitlines()):
+        samples = record.get("consumed_samples", samples)
+        for sink in sinks:
+            sink.write(record, samples)
+    for sink in sinks:
+        sink.close()
+    if name == "plain":  # the page needs what only our metrics have
+        return
+    command = [sys.executable, "-m", "megatron_zpp.commands.report", str(metrics), "--title", NAMES[name]]
+    command += ["--x", "samples", "--output", str(folder / f"{name}.html")]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Trains GPT-2 124M on real text in five ways with equal seeds and data, in calls of bounded time.
+
+python benchmarks/real_run/run.py --tokens DIR --work DIR --output DIR --variants plain fp8 --seconds 560
+python benchmarks/real_run/run.py … --archives DIR --parts 3      unpacks tokens first
+python benchmarks/real_run/run.py … --check                       5 steps of each: does all work here?
+
+plain     benchmarks/real_run/plain.py: PyTorch compiled, AdamW, written apart from megatron_zpp
+stage_0   pretrain_gpt.py at stage 0
+zeropp    stage 3 with delta4 and rotated4, between two nodes of one rank
+fp8       8-bit products of layers and output layer
+resumed   stage_0, stopped five times and resumed on other meshes and stages
+
+DIR of --tokens is that of make_tokens.py, or gets what is in the archives of pack.py. A machine to which not
+all archives can be copied at once gets them in several calls: until there are --parts training parts, a call
+only unpacks. Checkpoints, batches and compiled kernels are in --work. --output
+gets the lines of metrics of each variant, run.json, and, behind the last step, sources.json: the held-out
+loss by source, and samples. The exit status is 75 where --seconds ended the call; the same command resumes.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
+
+from benchmarks.common import commit, machine
+
+ROOT = Path(__file__).resolve().parents[2]
+STOPPED = 75
+VARIANTS = {  # flags of pretrain_gpt.py; None: plain.py
+    "plain": None,
+    "stage_0": "",
+    "zeropp": "--zero-stage 3 --zero-hpz-partition-size auto --zero-quantized-weights "
+    "--zero-quantized-weights-format delta4 --zero-quantized-gradients "
+    "--zero-quantized-gradients-format rotated4",
+    "fp8": "--fp8 --fp8-recipe delayed --fp8-param-gather --fp8-output-layer",
+    "resumed": "",
+}
+LEGS = ((1, 0), (2, 2), (1, 0), (2, 3), (1, 3), (2, 1))  # resumed: nodes of one rank, and the stage
+SIZES = {  # layers, hidden size, heads, tokens of a sample
+    "124m": (12, 768, 12, 1024),
+    "tiny": (2, 64, 2, 64),
+}
+CHECKED_STEPS = 5
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--archives", type=Path, help="a folder of *.tar.xz by pack.py; unpacked into --tokens"
+    )
+    parser.add_argument("--parts", type=int, default=1, help="training parts that must be there")
+    parser.add_argument(
+        "--check", action="store_true", help=f"{CHECKED_STEPS} steps of each variant, then exit"
+    )
+    parser.add_argument("--saving-seconds", type=float, default=25, help="that the end of a process takes")
+    parser.add_argument("--least-seconds", type=float, default=60, help="for which a process is started")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of this call")
+    parser.add_argument("--size", choices=list(SIZES), default="124m")
+    parser.add_argument("--million-tokens", type=float, default=300, help="seen by each run")
+    parser.add_argument("--micro-batch-size", type=int, default=32)
+    parser.add_argument("--global-batch-size", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--eval-interval", type=int, default=100)
+    parser.add_argument("--eval-iters", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--fp32", action="store_true", help="compute in fp32, without torch.compile")
+    options = parser.parse_args(argv)
+    length = SIZES[options.size][3]
+    options.steps = int(options.million_tokens * 1e6) // (options.global_batch_size * length)
+    options.warmup = max(1, options.steps // 20)
+    options.cache = options.work.resolve() / "cache"
+    if options.check:
+        options.steps, options.work = CHECKED_STEPS, options.work / "check"
+        options.eval_interval = CHECKED_STEPS
+    return options
+
+
+def unpack(options: argparse.Namespace) -> bool:
+    """Unpack the archives that are new; whether all training parts are there."""
+    options.tokens.mkdir(parents=True, exist_ok=True)
+    for path in sorted(options.archives.glob("*.tar.xz")) if options.archives else ():
+        marker = options.tokens / f"{path.name}.unpacked"
+        if not marker.exists():
+            with tarfile.open(path) as archive:
+                archive.extractall(options.tokens, filter="data")
+            marker.touch()
+            print(f"{path.name}: unpacked", flush=True)
+    found = len(training_prefixes(options.tokens))
+    if found < options.parts:
+        print(f"run.py: {found} of {options.parts} training parts are in {options.tokens}")
+    return found >= options.parts
+
+
+def training_prefixes(folder: Path) -> list[str]:
+    """The data sets to train on."""
+    return [str(path.with_suffix("")) for path in sorted(folder.glob("training-*_text_document.idx"))]
+
+
+def common_flags(options: argparse.Namespace) -> list[str]:
+    """The flags of pretrain_gpt.py that all variants share, and that decide what is read and trained."""
+    layers, hidden, heads, length = SIZES[options.size]
+    held_out = sorted(options.tokens.glob("held_out-*_text_document.idx"))
+    flags: dict[str, Any] = {
+        "--num-layers": layers,
+        "--hidden-size": hidden,
+        "--num-attention-heads": heads,
+        "--seq-length": length,
+        "--tokenizer-type": "GPT2BPETokenizer",
+        "--vocab-file": options.tokens / "vocab.json",
+        "--merge-file": options.tokens / "merges.txt",
+        "--micro-batch-size": options.micro_batch_size,
+        "--global-batch-size": options.global_batch_size,
+        "--train-iters": options.steps,
+        "--lr": options.lr,
+        "--min-lr": options.lr / 10,
+        "--lr-warmup-iters": options.warmup,
+        "--eval-interval": options.eval_interval,
+        "--eval-iters": options.eval_iters,
+        "--seed": options.seed,
+        "--device": options.device,
+    }
+    pairs = [str(part) for flag, value in flags.items() for part in (flag, value)]
+    pairs += ["--train-data-path", *training_prefixes(options.tokens)]
+    pairs += ["--valid-data-path", *(str(path.with_suffix("")) for path in held_out)]
+    pairs += "--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95".split()
+    pairs += "--attention-dropout 0 --hidden-dropout 0".split()
+    return [*pairs, *(["--fp32", "--no-compile"] if options.fp32 else [])]
+
+
+class Variant:
+    """One run, and how far it is."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name, self.options = name, options
+        self.folder = options.work / name
+        self.save, self.metrics = self.folder / "checkpoint", self.folder / f"{name}.jsonl"
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def iteration(self) -> int:
+        """Steps taken, as far as the metrics tell."""
+        if not self.metrics.exists():
+            return 0
+        records = map(json.loads, self.metrics.read_text().splitlines())
+        return max((record["iteration"] for record in records), default=0)
+
+    @property
+    def done(self) -> bool:
+        """Whether the last step was taken and saved."""
+        return (self.folder / "done").exists()
+
+    def command(self, seconds: float) -> list[str]:
+        """What trains for so many seconds."""
+        options = self.options
+        if self.name == "plain":
+            layers, hidden, heads, _ = SIZES[options.size]
+            flags = {
+                "--inputs": options.work / "inputs",
+                "--save": self.save,
+                "--metrics-file": self.metrics,
+                "--layers": layers,
+                "--width": hidden,
+                "--heads": heads,
+                "--micro-batch-size": options.micro_batch_size,
+                "--global-batch-size": options.global_batch_size,
+                "--steps": options.steps,
+                "--lr": options.lr,
+                "--min-lr": options.lr / 10,
+                "--warmup": options.warmup,
+                "--eval-interval": options.eval_interval,
+                "--seconds": seconds,
+                "--device": options.device,
+            }
+            command = [sys.executable, "benchmarks/real_run/plain.py"]
+            command += [str(part) for flag, value in flags.items() for part in (flag, value)]
+            return [*command, *(["--fp32", "--no-compile"] if options.fp32 else [])]
+        flags = {"--save": self.save, "--load": self.save, "--metrics-file": self.metrics}
+        command = [str(part) for flag, value in flags.items() for part in (flag, value)]
+        command += ["--log-interval", "1", *(VARIANTS[self.name] or "").split()]
+        if seconds < float("inf"):
+            command += ["--exit-duration-in-mins", f"{seconds / 60:.3f}"]
+        nodes = 2 if self.name == "zeropp" else 1
+        if self.name == "resumed":
+            each = -(-options.steps // len(LEGS))
+            nodes, stage = LEGS[min(self.iteration // each, len(LEGS) - 1)]
+            command += ["--exit-interval", str(each), "--zero-stage", str(stage)]
+        launcher = [sys.executable]
+        if nodes > 1:
+            launcher = ["launch/emulate_nodes.sh", "--nodes", str(nodes), "--ranks-per-node", "1", "--"]
+        return [*launcher, "pretrain_gpt.py", *common_flags(options), *command]
+
+    def train(self, deadline: float) -> bool:
+        """Train until the end or the deadline; whether the run is complete."""
+        while not self.done:
+            seconds = deadline - time.monotonic() - self.options.saving_seconds
+            if seconds < self.options.least_seconds:
+                return False
+            before, started = self.iteration, time.monotonic()
+            command = self.command(seconds)
+            with (self.folder / "log").open("a") as log:
+                log.write(f"{' '.join(command)}\n")
+                log.flush()
+                ended = subprocess.run(
+                    command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment(self.options)
+                )
+            took = time.monotonic() - started
+            print(
+                f"{self.name}: iterations {before} to {self.iteration} in {took:.0f} s, "
+                f"status {ended.returncode}",
+                flush=True,
+            )
+            if ended.returncode not in (0, STOPPED):
+                tail = (self.folder / "log").read_text()[-3000:]
+                sys.exit(f"run.py: {self.name} ended with status {ended.returncode}:\n{tail}")
+            if self.iteration >= self.options.steps and ended.returncode == 0:
+                (self.folder / "done").touch()
+        return True
+
+
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """Compiled kernels stay in --work from call to call."""
+    caches = {
+        "MEGATRON_ZPP_CACHE": str(options.cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(options.cache / "torch_compile"),
+        "PYTHON": sys.executable,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return os.environ | caches
+
+
+def export(options: argparse.Namespace) -> None:
+    """Write the inputs of plain.py, unless they are there."""
+    folder = options.work / "inputs"
+    flags = common_flags(options)
+    if (folder / "flags.json").exists() and json.loads((folder / "flags.json").read_text()) == flags:
+        return
+    started = time.monotonic()
+    command = [sys.executable, "benchmarks/real_run/export.py", "--output", str(folder), "--", *flags]
+    subprocess.run(command, cwd=ROOT, check=True, env=environment(options))
+    (folder / "flags.json").write_text(json.dumps(flags))
+    print(f"inputs of plain.py: {time.monotonic() - started:.0f} s", flush=True)
+
+
+def by_source(variant: Variant, deadline: float) -> bool:
+    """Measure the held-out losses by source of a complete run; False if there is no time for it."""
+    target = variant.folder / "sources.json"
+    if target.exists():
+        return True
+    if deadline - time.monotonic() < variant.options.least_seconds:
+        return False
+    checkpoint = variant.save
+    command = [sys.executable, "benchmarks/real_run/sources.py", "--tokens", str(variant.options.tokens)]
+    command += ["--device", variant.options.device, "--output", str(target), "--checkpoint"]
+    if variant.name == "plain":
+        command += [str(variant.save / "state.safetensors"), "--inputs", str(variant.options.work / "inputs")]
+        layers, hidden, heads, _ = SIZES[variant.options.size]
+        command += ["--shape", str(layers), str(hidden), str(heads)]
+    else:
+        command += [str(checkpoint)]
+    subprocess.run(command, cwd=ROOT, check=True, env=environment(variant.options))
+    return True
+
+
+def collect(variants: Sequence[Variant], options: argparse.Namespace) -> None:
+    """Copy what is worth keeping to --output."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    described = {
+        "commit": commit(),
+        "machine": machine(),
+        "settings": {k: str(v) for k, v in vars(options).items()},
+    }
+    described["flags"] = common_flags(options)
+    (options.output / "run.json").write_text(json.dumps(described, indent=2) + "\n")
+    measured = {}
+    for variant in variants:
+        if variant.metrics.exists():
+            shutil.copy(variant.metrics, options.output / variant.metrics.name)
+        if (variant.folder / "sources.json").exists():
+            measured[variant.name] = json.loads((variant.folder / "sources.json").read_text())
+    (options.output / "sources.json").write_text(json.dumps(measured, indent=2) + "\n")
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    deadline = time.monotonic() + options.seconds
+    options.work.mkdir(parents=True, exist_ok=True)
+    if not unpack(options):
+        sys.exit(STOPPED)
+    variants = [Variant(name, options) for name in options.variants]
+    if "plain" in options.variants:
+        export(options)
+    complete = True
+    for variant in variants:
+        complete = variant.train(deadline) and by_source(variant, deadline) and complete
+        if not options.check:
+            collect(variants, options)
+    sys.exit(0 if complete else STOPPED)
+
+
+if __name__ == "__main__":
+    main()
