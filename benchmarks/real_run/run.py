@@ -87,7 +87,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.cache = options.work.resolve() / "cache"
     if options.check:
         options.steps, options.work = CHECKED_STEPS, options.work / "check"
-        options.eval_interval = CHECKED_STEPS
+        options.eval_interval, options.warmup = CHECKED_STEPS, 1
     return options
 
 
