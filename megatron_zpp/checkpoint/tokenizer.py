@@ -5,7 +5,7 @@ from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.tokenizer.base import Tokenizer, describe, in_words
 from megatron_zpp.tokenizer.build import build_tokenizer, saved_config, saved_names
-from megatron_zpp.tokenizer.files import TOKENIZER_CONFIG
+from megatron_zpp.tokenizer.files import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 
 
 def trained_tokenizer(reader: CheckpointReader) -> tuple[Tokenizer, TokenizerConfig]:
@@ -18,7 +18,10 @@ def trained_tokenizer(reader: CheckpointReader) -> tuple[Tokenizer, TokenizerCon
     names = saved_names(config)
     inside = all(map(reader.has_file, names))
     if inside:
-        for name in (*names, *filter(reader.has_file, [TOKENIZER_CONFIG] if names else [])):
+        for name in (
+            *names,
+            *filter(reader.has_file, [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP] if names else []),
+        ):
             reader.check_file(name)
         config = saved_config(config, path)
     try:

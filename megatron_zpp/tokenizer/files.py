@@ -11,6 +11,7 @@ from megatron_zpp.storage.regular import UnfitFile, read_limited
 SENTENCEPIECE_MODEL = "tokenizer.model"
 VOCAB, MERGES = "vocab.json", "merges.txt"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 
 LIMIT = 256 << 20  # bytes; a tokenizer.json of 260,000 entries has 33 MB
 

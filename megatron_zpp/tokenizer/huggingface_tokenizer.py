@@ -1,13 +1,20 @@
 """A tokenizer.json of Hugging Face's `tokenizers`."""
 
 import json
-from collections.abc import Sequence
+import secrets
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.object_path import Location, location
 from megatron_zpp.tokenizer.base import Tokenizer, check_unicode, fingerprint_of
-from megatron_zpp.tokenizer.files import TOKENIZER, TOKENIZER_CONFIG, parse_json, read_bytes
+from megatron_zpp.tokenizer.files import (
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    parse_json,
+    read_bytes,
+)
 
 _FLAG = "--tokenizer-model"
 _FIX = "give a tokenizer.json, or the directory that holds one"
@@ -19,9 +26,9 @@ _PARTS_THAT_DECIDE_IDS = ("normalizer", "pre_tokenizer", "model", "added_tokens"
 class HuggingFaceTokenizer(Tokenizer):
     """Any `tokenizers` pipeline.
 
-    Its end of document is the `eos_token` of the tokenizer_config.json beside it, else `<|endoftext|>`,
-    else `</s>`. A post-processor, which adds special tokens around a text, is omitted, and so are the
-    truncation and padding that a file may have been saved with.
+    Its end of document is the `eos_token` of the tokenizer_config.json or special_tokens_map.json beside it,
+    else the one of `<|endoftext|>` and `</s>` that it has. A post-processor, which adds special tokens around
+    a text, is omitted, and so are the truncation and padding that a file may have been saved with.
     """
 
     kind = "HuggingFaceTokenizer"
@@ -39,6 +46,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._files = {TOKENIZER: content}
         parts = parse_json(content, _FLAG, str(path), _FIX)
         _check_merges(parts, path)
+        _check_unknown(parts, path)
         try:
             self._pipeline = Pipeline.from_str(content.decode())
         except BaseException as error:  # `tokenizers` raises nothing more specific, and panics
@@ -52,10 +60,18 @@ class HuggingFaceTokenizer(Tokenizer):
         if not vocab:
             raise option_error(_FLAG, path, f"has an empty vocabulary; {_FIX}")
         self.vocab_size = max(vocab.values()) + 1
-        config_path = path.with_name(TOKENIZER_CONFIG)
-        if config_path.exists():
-            self._files[TOKENIZER_CONFIG] = read_bytes(_FLAG, str(config_path), _CONFIG_FIX)
-        self.eod = _find_eod(vocab, path, self._files.get(TOKENIZER_CONFIG))
+        for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
+            if path.with_name(name).exists():
+                self._files[name] = read_bytes(_FLAG, str(path.with_name(name)), _CONFIG_FIX)
+        eod = _find_eod(vocab, path, self._files)
+        self.eod = vocab[eod]
+        special = {token["content"] for token in parts.get("added_tokens") or () if token["special"]}
+        self._encoder = self._pipeline
+        if (unspellable := _without_pieces(parts, {eod, *special})) is not None:
+            self._encoder = Pipeline.from_str(json.dumps(unspellable))
+            self._encoder.no_truncation()
+            self._encoder.no_padding()
+            self._encoder.encode_special_tokens = True
         decisive = {name: parts.get(name) for name in _PARTS_THAT_DECIDE_IDS}
         self._digest = fingerprint_of(self.kind, [decisive, self.eod])
 
@@ -64,7 +80,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:
-            encodings = self._pipeline.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:  # what `tokenizers` says of half a surrogate pair
             check_unicode(texts)
             raise
@@ -110,25 +126,73 @@ def _check_merges(parts: dict[str, Any], path: Location) -> None:
                         )
 
 
-def _find_eod(vocab: dict[str, int], path: Location, config: bytes | None) -> int:
-    config_path = path.with_name(TOKENIZER_CONFIG)
-    if config is not None:
-        eos = _token_text(parse_json(config, _FLAG, str(config_path), _CONFIG_FIX).get("eos_token"))
+def _check_unknown(parts: dict[str, Any], path: Location) -> None:
+    """A piece for unknown text that is named is there: `tokenizers` finds out at the first such text."""
+    model = parts.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
+        return
+    unknown, of_bytes = model.get("unk_token"), "ByteLevel" in json.dumps(parts.get("pre_tokenizer"))
+    if isinstance(unknown, str) and unknown not in model["vocab"] and not of_bytes:
+        fix = "which its vocabulary lacks, so that unknown text has no id; add it there"
+        raise option_error(_FLAG, path, f"names the unk_token {unknown!r}, {fix}")
+
+
+def _without_pieces(parts: dict[str, Any], special: Collection[str]) -> dict[str, Any] | None:
+    """The tokenizer.json for encoding where the model makes pieces of `special` of text; None if it does not.
+
+    A model that looks up whole words would give a text that spells `</s>` the id of the token. There such
+    pieces have names that no text can spell, and the same ids. That of unknown text keeps its name.
+    """
+    model = parts["model"]
+    vocab, unknown = model["vocab"], model.get("unk_token")
+    names = vocab if isinstance(vocab, dict) else [piece for piece, _ in vocab]
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
+    if pairs and not model.get("ignore_merges"):  # else whole words are looked up
+        names = map("".join, pairs)
+    found = set(special) & set(names) - {unknown}
+    if not found:
+        return None
+    hidden = {name: f"{name} {secrets.token_hex(16)}" for name in found}
+    if isinstance(vocab, dict):
+        model = model | {"vocab": {hidden.get(name, name): id for name, id in vocab.items()}}
+    else:
+        model = model | {"vocab": [[hidden.get(name, name), score] for name, score in vocab]}
+    if pairs:
+        model["merges"] = [list(pair) for pair in pairs if not found & {*pair, "".join(pair)}]
+    added = [
+        token | {"content": hidden.get(token["content"], token["content"])}
+        for token in parts.get("added_tokens") or ()
+    ]
+    return parts | {"model": model, "added_tokens": added, "post_processor": None}
+
+
+def _find_eod(vocab: dict[str, int], path: Location, files: dict[str, bytes]) -> str:
+    named: dict[str, Location] = {}  # the file that names each token, of those that transformers reads
+    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
+        if name not in files:
+            continue
+        config_path = path.with_name(name)
+        eos = _token_text(parse_json(files[name], _FLAG, str(config_path), _CONFIG_FIX).get("eos_token"))
         if not isinstance(eos, str | None):
             raise option_error(_FLAG, config_path, f"its eos_token {eos!r} is not text; {_CONFIG_FIX}")
         if eos is not None:
             if eos not in vocab:
                 fix = "name one that it has there"
                 raise option_error(_FLAG, path, f"lacks {eos!r}, the eos_token of {config_path}; {fix}")
-            return vocab[eos]
-    for eos in _USUAL_EODS:
-        if eos in vocab:
-            return vocab[eos]
-    raise option_error(
-        _FLAG,
-        path,
-        f"has no end of document: name an eos_token in {config_path}, or add {_USUAL_EODS[0]}",
-    )
+            named.setdefault(eos, config_path)
+    if len(named) > 1:
+        both = " and ".join(f"{eos!r} in {place.name}" for eos, place in named.items())
+        raise option_error(_FLAG, path, f"has two ends of document, {both}; name the same eos_token in both")
+    usual = [eos for eos in _USUAL_EODS if eos in vocab]
+    if not named and len(usual) == 1:
+        return usual[0]
+    if not named:
+        what = "several possible ends of document" if usual else "no end of document"
+        fix = f"name an eos_token in {path.with_name(TOKENIZER_CONFIG)}"
+        raise option_error(
+            _FLAG, path, f"has {what}: {fix}" + ("" if usual else f", or add {_USUAL_EODS[0]}")
+        )
+    return next(iter(named))
 
 
 def _token_text(token: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -90,6 +91,87 @@ def test_an_end_of_document_spelt_out_is_text(bpe_files: Path, build) -> None:
     assert tokenizer.eod not in ids
     assert tokenizer.decode(ids) == "a<|endoftext|>b"
     assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
+
+
+def pipelines() -> dict[str, dict[str, Any]]:
+    """Models that know `</s>` as a piece, which whole words are, or a sequence of merges makes."""
+    words = {"<unk>": 0, "</s>": 1, "the": 2, "<": 3, "/": 4, "s": 5, ">": 6, "</": 7, "</s": 8}
+    added = [
+        {"id": id, "content": token, "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        for token, id in (("<unk>", 0), ("</s>", 1))
+    ]
+    shared = {"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "WhitespaceSplit"}}
+    shared |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    merges = [["<", "/"], ["</", "s"], ["</s", ">"]]
+    bpe = {"type": "BPE", "vocab": words, "unk_token": "<unk>"}
+    models = {
+        "Unigram": {
+            "type": "Unigram",
+            "unk_id": 0,
+            "vocab": [[word, -1.0 - id] for word, id in words.items()],
+        },
+        "WordLevel": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
+        "WordPiece": {
+            **{"type": "WordPiece", "vocab": words, "unk_token": "<unk>"},
+            **{"continuing_subword_prefix": "##", "max_input_chars_per_word": 100},
+        },
+        "BPE": bpe | {"merges": merges},
+        "BPE of strings": bpe | {"merges": [" ".join(pair) for pair in merges]},
+        "ignore_merges": bpe | {"merges": merges[:1], "ignore_merges": True},
+    }
+    return {name: shared | {"model": model} for name, model in models.items()}
+
+
+@pytest.mark.parametrize("kind", pipelines())
+def test_an_end_of_document_that_is_a_piece_cannot_be_spelt(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(pipelines()[kind]))
+    tokenizer = hugging_face(tmp_path)
+    assert tokenizer.eod == 1
+    assert 1 not in tokenizer.encode("the </s> the")
+    assert tokenizer.encode("the </s> the")[0] == tokenizer.encode("the")[0]
+    assert tokenizer.decode([tokenizer.eod]) == "</s>"
+    assert tokenizer.vocab_size == 9
+
+
+def test_an_eos_token_of_the_special_tokens_map_counts(bpe_files: Path, tmp_path: Path) -> None:
+    """transformers 4 writes it there; the token for padding is another one."""
+    from transformers import PreTrainedTokenizerFast
+
+    parts = json.loads((bpe_files / "tokenizer.json").read_text())
+    end = dict(parts["added_tokens"][0]) | {"content": "<|im_end|>", "id": len(parts["model"]["vocab"])}
+    parts["added_tokens"].append(end)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    tokenizer = hugging_face(tmp_path)
+    assert tokenizer.eod == PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).eos_token_id
+    assert tokenizer.files().keys() == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|endoftext|>"}))
+    with pytest.raises(ValueError, match=r"two ends of document, .* and .*; name the same eos_token in both"):
+        hugging_face(tmp_path)
+
+
+def test_one_of_two_usual_ends_of_document_is_not_chosen(bpe_files: Path, tmp_path: Path) -> None:
+    parts = json.loads((bpe_files / "tokenizer.json").read_text())
+    parts["model"]["vocab"]["</s>"] = len(parts["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    with pytest.raises(ValueError, match=r"several possible ends of document: name an eos_token in"):
+        hugging_face(tmp_path)
+
+
+def test_an_unk_token_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:
+    parts = pipelines()["WordLevel"]
+    parts["model"]["unk_token"] = "<missing>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    with pytest.raises(ValueError, match=r"names the unk_token '<missing>', which its vocabulary lacks"):
+        hugging_face(tmp_path)
 
 
 @given(st.text())
