@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from megatron_zpp.config.options import option_error
@@ -145,7 +145,7 @@ def _without_pieces(parts: dict[str, Any], special: Collection[str]) -> dict[str
     """
     model = parts["model"]
     vocab, unknown = model["vocab"], model.get("unk_token")
-    names = vocab if isinstance(vocab, dict) else [piece for piece, _ in vocab]
+    names: Iterable[str] = vocab if isinstance(vocab, dict) else [piece for piece, _ in vocab]
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
     if pairs and not model.get("ignore_merges"):  # else whole words are looked up
         names = map("".join, pairs)
