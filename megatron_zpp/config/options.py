@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
+import re
 import textwrap
 import types
 import typing
@@ -15,6 +17,7 @@ from typing import Any, NoReturn
 from megatron_zpp.version import __version__
 
 REQUIRED: Any = MISSING
+_HOME = re.compile(r"(?:~|\$HOME|\$\{HOME\})(?=/|$)")
 
 
 def option(
@@ -124,8 +127,20 @@ def parse_groups(
     typed: dict[str, dict[str, Any]] = {name: {} for name in groups}
     for destination, value in vars(namespace).items():
         group_name, field_name = destination.split(".", 1)
-        typed[group_name][field_name] = tuple(value) if isinstance(value, list) else value
+        typed[group_name][field_name] = with_home(tuple(value) if isinstance(value, list) else value)
     return typed
+
+
+def with_home(value: Any) -> Any:
+    """Return a value, or each of a tuple, with the home directory in place of a leading ~ or $HOME.
+
+    A shell expands neither in `--save=~/run`, nor in a file of settings.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(with_home, value))
+    if isinstance(value, str) and _HOME.match(value):
+        return _HOME.sub(lambda found: os.path.expanduser("~"), value)
+    return value
 
 
 def parse_options(cls: type[Options], prog: str, description: str, argv: Sequence[str]) -> Any:

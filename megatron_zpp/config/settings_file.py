@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, option, option_error, with_home
 from megatron_zpp.config.provided import Provided
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
@@ -154,7 +154,7 @@ class _File:
         except ValueError as error:
             raise self._error(f"{_line(key)}: {name}: {error}") from None
         if value is not None:
-            yield Setting(part, name, value, f"{FLAG} {self._path}: {_line(key)}")
+            yield Setting(part, name, with_home(value), f"{FLAG} {self._path}: {_line(key)}")
 
     def _unknown(self, name: str, section: str | None) -> str:
         if name in self._owners:

@@ -31,6 +31,11 @@ def launcher_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
         return {**environment, "MASTER_PORT": port} if port else environment
     if not _is_task(environment):
         return environment
+    if size := environment.get("SLURM_HET_SIZE"):
+        raise ValueError(
+            f"SLURM_HET_SIZE {size}: heterogeneous jobs number the ranks of each component by itself; submit "
+            "one component, with the same number of tasks on each node"
+        )
     rank, world_size = _number(environment, "SLURM_PROCID"), _tasks_of_step(environment)
     local_rank, node = _number(environment, "SLURM_LOCALID"), _number(environment, "SLURM_NODEID")
     name, layout = _first_of(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")

@@ -72,9 +72,10 @@ def prepare_device(config: Config, grid: Grid) -> Device:
     if compiles:
         check_cache(config.compilation)
     decoupled = config.learning_rate.decoupled_lr is not None
-    backend = resolve_fused_backend(
-        config.optimizer, config.zero, device.type, compiles=compiles, decoupled=decoupled
-    )
+    with usage_errors():
+        backend = resolve_fused_backend(
+            config.optimizer, config.zero, device.type, compiles=compiles, decoupled=decoupled
+        )
     attention = choose_attention(config.attention.attention_backend, **_attention(config, device))
     required = config.distributed.require_kernels or config.compilation.measures_products
     operations = _operations(device, say, required=required, quantizes=config.zero.quantizes)

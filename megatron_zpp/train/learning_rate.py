@@ -19,7 +19,7 @@ class LearningRate:
     peak: float
     floor: float
     initial: float
-    warmup: int
+    warmup: float
     decay: int
     style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
     wsd_decay: int = 0
@@ -46,7 +46,7 @@ class LearningRate:
 
         decay = in_samples(config.lr_decay_iters, config.lr_decay_samples) or samples
         if config.lr_warmup_fraction is not None:
-            warmup = int(config.lr_warmup_fraction * decay)
+            warmup = config.lr_warmup_fraction * decay  # as in Megatron-LM not whole samples
         else:
             warmup = config.lr_warmup_samples or config.lr_warmup_iters * samples_per_iteration
         wsd_decay = in_samples(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0

@@ -1,5 +1,6 @@
 """The batches, iterations and learning rates of a run, computed before anything is built."""
 
+import math
 from dataclasses import dataclass, replace
 
 from megatron_zpp.checkpoint.progress import Progress
@@ -58,7 +59,7 @@ class RunSchedule:
     @property
     def warmup_iterations(self) -> int:
         """Iterations of the learning rate's warm-up, counted as `learning_rate_at` does."""
-        return -(-self.learning_rate.warmup // self.batches.global_batch_size)
+        return math.ceil(self.learning_rate.warmup / self.batches.global_batch_size)
 
     def resumed(self, start: Progress) -> "RunSchedule":
         """The same schedule from `start` on; other batch sizes may have been used up to there.

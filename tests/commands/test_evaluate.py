@@ -165,7 +165,7 @@ def test_bf16_is_close(checkpoint: Path, tmp_path: Path) -> None:
 LAMBADA = "--task lambada"
 REFUSED = [
     ("", "gone", None, "--valid-data {path}: no such file, and no file matches; check the path"),
-    ("", "a.txt", "", "--valid-data {path} line 1: blank document: it has no text"),
+    ("", "a.txt", "", "--valid-data {path} line 1: empty document: it has no text"),
     ("", "a.jsonl", "", "--valid-data {path}: is empty; give a file with text"),
     ("", "a.jsonl", '{"text": "x"}\n7\n', "{path} line 2: malformed line: not a JSON object but a number"),
     ("", "a.jsonl", '{"body": "x"}\n', "{path} line 1: missing key: no 'text'; its keys: 'body'"),

@@ -351,3 +351,9 @@ def test_two_sizes_of_a_batch_determine_the_third_and_all_three_must_agree(
     else:
         training = parse(file, content, argv=argv, ranks=sizes[-1]).config.training
         assert (training.global_batch_size, training.micro_batch_size) == expected
+
+
+def test_what_is_only_printed_contradicts_no_flag(file: Path) -> None:
+    file.write_text(json.dumps({"steps_per_print": 2000, "zero_optimization": {"stage": 1}}))
+    parsed = parse_args([*MINIMAL, "--deepspeed_config", str(file), "--log-interval", "10"])
+    assert parsed == parse_args([*MINIMAL, "--zero-stage", "1", "--log-interval", "10"])

@@ -19,6 +19,8 @@ OLD = [  # what was typed, and what says the same today
     ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
     ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
     ("--encoder-seq-length 32", "--seq-length 32"),
+    ("--lr-decay-tokens 3231", "--lr-decay-samples 100"),
+    ("--lr-warmup-tokens 64", "--lr-warmup-samples 2"),
     ("--checkpoint-activations", FULL),
     ("--activations-checkpoint-method uniform", FULL),
     ("--activations-checkpoint-method block", "--recompute-granularity full --recompute-method block"),
@@ -63,6 +65,21 @@ def test_every_old_name_has_a_test() -> None:
 def test_an_old_name_satisfies_a_required_flag() -> None:
     argv = [*without("--micro-batch-size"), "--batch-size", "2"]
     assert parse_args(argv) == parse_args(MINIMAL)
+
+
+def test_lengths_in_tokens_are_divided_by_the_length_of_a_sample() -> None:
+    """A run ends at the first of two lengths, as Megatron-DeepSpeed's does."""
+    argv = without("--train-iters")
+    hundred = parse_args([*argv, "--train-samples", "100"])
+    for line in ("--train-tokens 3231", "--train-tokens 3200 --train-samples 300"):
+        assert parse_args([*argv, *line.split()]) == hundred
+    assert parse_args([*argv, *"--train-tokens 6400 --train-samples 100".split()]) == hundred
+    for line, said in (
+        ("--train-tokens 31", "--train-tokens 31: must be a sample of --seq-length tokens, or more"),
+        ("--train-samples 9 --lr-decay-tokens 64 --lr-decay-samples 3", "--lr-decay-tokens 64: contradicts"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            parse_args([*argv, *line.split()])
 
 
 VALUES = {int: "3", float: "5e8", str: "word", None: ""}

@@ -34,6 +34,7 @@ optimizer:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", "/home/of/me")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -57,6 +58,8 @@ def test_a_file_says_what_flags_say() -> None:
         ("profile: true\nprofile_ranks: [0, 3]", "--profile --profile-ranks 0 3"),
         ("profile: TRUE\nprofile_ranks: 3", "--profile --profile-ranks 3"),
         ("save: 007", "--save 007"),
+        ("save: ~/x", "--save /home/of/me/x"),
+        ('load: "$HOME/x"\ntrain_data_path: [~/a, "${HOME}/b"]', "--load ~/x --train-data-path=~/a $HOME/b"),
         ("", ""),
     ],
 )

@@ -163,3 +163,8 @@ def test_ports_are_apart() -> None:
     assert len(set(both)) == len(both)
     assert min(ports) > 1024
     assert max(ports) < 29500
+
+
+def test_a_heterogeneous_job_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"^SLURM_HET_SIZE 2: heterogeneous jobs number the ranks of each"):
+        launcher_variables(TASK | {"SLURM_HET_SIZE": "2"})

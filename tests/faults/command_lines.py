@@ -291,8 +291,8 @@ ZERO = [
         "--zero-stage 3 --zero-quantized-gradients --grad-reduce-in-bf16",
         "--grad-reduce-in-bf16 (given): contradicts --zero-quantized-gradients",
     ),
-    Case("--zero-offload-optimizer", "--zero-offload-optimizer (given): … omit it"),
-    Case("--fused-backend apex", "--fused-backend apex: … use torch"),
+    Case("--zero-offload-optimizer", "--zero-offload-optimizer (given): … omit it", status=2),
+    Case("--fused-backend apex", "--fused-backend apex: … use torch", status=2),
     Case(
         f"{FULL} --recompute-method uniform --recompute-offload",
         "--recompute-offload (given): needs GPUs; this run is on the cpu",

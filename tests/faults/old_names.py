@@ -23,8 +23,8 @@ OLD_FLAGS = [
     bad("--checkpoint-activations --recompute-activations", f"{FULL}: contradicts --recompute-activations"),
     bad("--use-distributed-optimizer --zero-stage 0", "(given): contradicts --zero-stage 0; omit one"),
     bad("--rotary-interleaved", "--rotary-interleaved (given): not here: … convert weights"),
-    bad("--train-tokens 1000", "--train-tokens 1000: not here: … --seq-length … -samples"),
-    Case("--cpu-optimizer", "--zero-offload-optimizer (given): … omit it"),
+    bad("--train-tokens 1", "--train-tokens 1: must be a sample of --seq-length tokens"),
+    Case("--cpu-optimizer", "--zero-offload-optimizer (given): … omit it", status=2),
 ]
 
 DS = "--deepspeed_config ds.json"

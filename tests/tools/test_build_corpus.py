@@ -81,7 +81,7 @@ def test_files(tmp_path: Path) -> None:
     ]
     assert f"{tmp_path}/latin.txt line 3: malformed line: not UTF-8" in result.stderr
     assert f"{tmp_path}/c.jsonl.zst line 3: malformed line: not JSON" in result.stderr
-    assert "2 × malformed line, 1 × blank document" in result.stdout
+    assert "2 × malformed line, 1 × empty document" in result.stdout
 
 
 def test_a_directory_is_the_text_below_it(tmp_path: Path) -> None:
@@ -145,5 +145,5 @@ def test_a_damaged_file_leaves_the_old_output(tmp_path: Path) -> None:
 def test_files_without_documents(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     error = fail(TOOL, "--output", tmp_path / "out.jsonl", "--input", tmp_path / "empty.txt")
-    assert "no documents (skipped: 1 × blank document)" in error
+    assert "no documents (skipped: 1 × empty document)" in error
     assert len(list(tmp_path.iterdir())) == 1

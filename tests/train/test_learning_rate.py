@@ -109,3 +109,10 @@ def test_wsd_holds_the_peak_and_then_decays(shape: str, halfway: float) -> None:
 def test_lengths_that_do_not_fit_are_refused(settings: dict[str, object], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
         schedule(**settings)
+
+
+def test_a_fraction_of_the_decay_is_not_cut_to_whole_samples() -> None:
+    """A thousandth of 1,000 samples and a half; Megatron-LM divides by 1.5 here."""
+    warm = schedule(lr_warmup_fraction=0.0015)
+    assert warm.warmup == 1.5
+    assert warm(1) == pytest.approx(warm.peak / 1.5)

@@ -11,6 +11,7 @@ from megatron_zpp.config.legacy.deepspeed_keys import (
     ACCUMULATION,
     BATCH_SIZE,
     KEYS,
+    ONLY_PRINTS,
     Idle,
     Obeyed,
     Off,
@@ -127,6 +128,8 @@ class _File:
         return self._provided.name(field_path).removeprefix(f"{FLAG} {self._path}: ")
 
     def _put(self, field_path: str, setting: Any, key: str, value: Any) -> None:
+        if key in ONLY_PRINTS and self._provided.get(field_path) is not None:
+            return  # what is printed when is no contradiction
         self._provided.put(field_path, setting, f"{FLAG} {self._path}: {key}", shown(value))
 
     def _option_error(self, key: str, value: Any, fix: str) -> ValueError:

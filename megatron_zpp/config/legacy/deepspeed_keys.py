@@ -126,6 +126,7 @@ _NO_PARALLEL = "there is no pipeline, context or expert parallelism"
 _TENSOR = "--tensor-model-parallel-size sets tensor parallelism, with one implementation"
 _PARTITIONED = "with tensor parallelism, what recomputation starts from is always split over tensor ranks"
 
+ONLY_PRINTS = ("steps_per_print",)  # keys that are obeyed unless a flag says otherwise
 BATCH_SIZE = "train_batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
 

@@ -12,6 +12,7 @@ class OldFlag:
     many       whether it takes one value or more
     gives      the values that it sets, by field path; VALUE stands for the value typed
     at_least   lower bounds that it asks for, by field path
+    samples    the field path that has its value divided by --seq-length
     means      what it gives for each of its values, instead of `gives`
     today      the current flag with the same meaning
     allowed    the values that it may have, which describe what happens anyway
@@ -25,6 +26,7 @@ class OldFlag:
     many: bool = False
     gives: Mapping[str, Any] = field(default_factory=dict)
     at_least: Mapping[str, int] = field(default_factory=dict)
+    samples: str = ""
     means: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     today: str = ""
     allowed: tuple[Any, ...] = ()

@@ -27,7 +27,6 @@ _GROUPED = {"model.group_query_attention": True, "model.num_query_groups": VALUE
 _TEACHER = "nothing is distilled; omit it"
 _RETRO = "the model retrieves nothing; omit it"
 _SAMPLES = "samples are neither chosen nor shortened; omit it"
-_TOKENS = "lengths are given in samples or iterations: divide by --seq-length and use the flag with -samples"
 
 RENAMED = (
     renamed("--batch-size", "--micro-batch-size", "training.micro_batch_size", int),
@@ -38,6 +37,14 @@ RENAMED = (
         int,
     ),
     renamed("--warmup", "--lr-warmup-fraction", "learning_rate.lr_warmup_fraction", float),
+    *(
+        OldFlag(name=f"--{name}-tokens", takes=int, samples=path, today=f"--{name}-samples, / --seq-length")
+        for name, path in (
+            ("train", "training.train_samples"),
+            ("lr-decay", "learning_rate.lr_decay_samples"),
+            ("lr-warmup", "learning_rate.lr_warmup_samples"),
+        )
+    ),
     renamed("--layernorm-epsilon", "--norm-epsilon", "model.norm_epsilon", float),
     *(
         renamed(name, "--use-checkpoint-opt-param-scheduler", "checkpoint.use_checkpoint_opt_param_scheduler")
@@ -166,7 +173,6 @@ REFUSED = (
     *refused("use --use-rope-scaling", "--rotary-seq-len-interpolation-factor"),
     *refused("the residual stream has the compute format; use --fp32", "--fp32-residual-connection"),
     *refused("the loss is computed in fp32; omit it", "--fp16-lm-cross-entropy"),
-    *refused(_TOKENS, "--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"),
     *refused("use python -m megatron_zpp.commands.sample to generate text", "--ds-inference", "--inference"),
     *refused("linear layers are whole; use --zero-stage 3 to shard them", "--memory-centric-tiled-linear"),
     *refused("embeddings are whole; use --zero-stage 3 to shard them", "--scattered-embeddings"),

@@ -9,10 +9,12 @@ from typing import Any
 from megatron_zpp.config.legacy.megatron_features import feature_flag
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag
 from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
 from megatron_zpp.config.provided import Provided
 
 GROUP = "old"
+_LENGTH = "training.train_samples"
 _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
 
 
@@ -70,8 +72,19 @@ def obey_old_flags(typed: Mapping[str, Any], provided: Provided) -> tuple[str, .
 
 
 def settle_old_flags(typed: Mapping[str, Any], provided: Provided) -> None:
-    """Apply the lower bounds of old flags, after all other values. Raises ValueError for a smaller value."""
-    for name in typed:
+    """Apply lower bounds and lengths in tokens, after all other values. Raises ValueError for contradictions.
+
+    A run ends at the first of --train-samples and --train-tokens, as in Megatron-DeepSpeed.
+    """
+    for name, value in typed.items():
+        if path := _BY_NAME[name].samples:
+            samples = value // ModelConfig(**provided.values["model"]).seq_length
+            if samples < 1:
+                raise option_error(name, value, "must be a sample of --seq-length tokens, or more")
+            if path == _LENGTH and (given := provided.get(path)) is not None:
+                provided.values["training"]["train_samples"] = min(samples, given)
+            else:
+                provided.put(path, samples, name, value)
         for field_path, least in _BY_NAME[name].at_least.items():
             value = provided.get(field_path)
             if value is None:

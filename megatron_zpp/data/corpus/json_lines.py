@@ -10,6 +10,7 @@ MISSING_KEY = "missing key"
 NOT_TEXT = "value that is not text"
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_ARRAY = "a JSON array, not an object; write each of its objects on one line: jq -c '.[]'"
 
 
 class BadLine(Exception):
@@ -43,14 +44,34 @@ def _parse(line: bytes, keys: Sequence[str]) -> list[str]:
     try:
         record = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as error:
-        raise BadLine(MALFORMED, f"not UTF-8 at byte {error.start}") from None
+        raise BadLine(MALFORMED, utf16(line) or f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        raise BadLine(MALFORMED, f"not JSON: {error.msg} at column {error.colno}") from None
+        problem = f"not JSON: {error.msg} at column {error.colno}"
+        raise BadLine(MALFORMED, utf16(line) or _several_lines(line) or problem) from None
     except (ValueError, RecursionError) as error:  # thousands of digits or of nested brackets
         raise BadLine(MALFORMED, f"not JSON that can be read: {error}") from None
+    if isinstance(record, list):
+        raise BadLine(MALFORMED, _ARRAY)
     if not isinstance(record, dict):
         raise BadLine(MALFORMED, f"not a JSON object but {_json_type(record)}")
     return [_text(record, key) for key in keys]
+
+
+def utf16(content: bytes) -> str | None:
+    """Say what to do with UTF-16 or UTF-32, each of which has null bytes; None for other content."""
+    if b"\0" not in content:
+        return None
+    return "UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8"
+
+
+def _several_lines(line: bytes) -> str | None:
+    """Say what to do with the first line of JSON that takes several lines; None for others."""
+    first = line.strip()
+    if first.startswith(b"["):
+        return _ARRAY
+    if first == b"{":
+        return "an object on several lines; write each on one line: jq -c ."
+    return None
 
 
 def _text(record: dict[str, object], key: str) -> str:

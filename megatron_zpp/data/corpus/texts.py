@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.inputs import TEXT, read_blocks, whole
-from megatron_zpp.data.corpus.json_lines import MALFORMED, parse_lines, split_lines
+from megatron_zpp.data.corpus.json_lines import MALFORMED, parse_lines, split_lines, utf16
 from megatron_zpp.data.corpus.problems import Problem, Problems
 
-BLANK = "blank document"
+EMPTY = "empty document"
 
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Some texts of one file, none of them blank, and the problems of skipped ones."""
+    """Some texts of one file, none of them empty, and the problems of skipped ones."""
 
     path: str
     texts: list[str]
@@ -32,13 +32,16 @@ def check_suffix(flag: str, path: str) -> None:
 
 
 def keep(path: str, numbered: Iterable[tuple[int, str]], problems: list[Problem], disk_bytes: int) -> Texts:
-    """Return the texts that are not blank; blank ones become problems. `numbered` has (line, text)."""
+    """Return the texts that are not empty; empty ones become problems. `numbered` has (line, text).
+
+    White space is text, as in `encode`: what one program keeps the next must not skip.
+    """
     texts = []
     for line, text in numbered:
-        if text and not text.isspace():
+        if text:
             texts.append(text)
         else:
-            problems.append(Problem(line, BLANK, "it has no text"))
+            problems.append(Problem(line, EMPTY, "it has no text"))
     problems.sort(key=lambda problem: problem.line)
     return Texts(path, texts, Problems.of(problems), disk_bytes)
 
@@ -83,4 +86,4 @@ def _decode(path: str, content: bytes, line: int, disk_bytes: int) -> Texts:
         return keep(path, [(line, content.decode().removeprefix("\ufeff"))], [], disk_bytes)
     except UnicodeDecodeError as error:
         line += content.count(b"\n", 0, error.start)
-        return keep(path, [], [Problem(line, MALFORMED, "not UTF-8")], disk_bytes)
+        return keep(path, [], [Problem(line, MALFORMED, utf16(content) or "not UTF-8")], disk_bytes)

@@ -103,7 +103,7 @@ def test_a_bad_line_is_named(documents: list[list[int]], tmp_path: Path, ending:
     path.write_bytes(gzip.compress(b"".join(lines)) if ending.endswith(".gz") else b"".join(lines))
     text = opened(str(path), num_workers=workers)
     with pytest.raises(
-        ValueError, match=r"x\.jsonl\S* line 310: malformed line: not a JSON object but a list; "
+        ValueError, match=r"x\.jsonl\S* line 310: malformed line: a JSON array, not an object; .*; "
     ) as error:
         text.samples("train", (0, text.blocks), 8, 1, None)
     assert "\n" not in str(error.value)

@@ -58,7 +58,7 @@ def test_a_bad_line_ends_a_run_with_one_line(flags: list[str], tmp_path: Path) -
     assert done.returncode == 1
     (error,) = done.stderr.splitlines()
     assert error.startswith("pretrain_gpt.py: error: ")
-    assert f"x.jsonl line {lines}: malformed line: not a JSON object but a list; correct the line" in error
+    assert f"x.jsonl line {lines}: malformed line: a JSON array, not an object; " in error
     assert pretrain(*flags, "--skip-bad-lines").returncode == 0
     done = pretrain(*flags, "--dataset-order", "megatron")
     assert done.returncode == 2
