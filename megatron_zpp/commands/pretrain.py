@@ -11,6 +11,8 @@ from megatron_zpp.commands.scripts import before_torch
 if __name__ == "__main__":
     before_torch()
 
+import torch
+
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.distributed.grid import Grid
@@ -27,6 +29,7 @@ from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.loop import train
 from megatron_zpp.train.ranks import joined_ranks
 from megatron_zpp.train.run import build_run
+from megatron_zpp.version import untested_torch
 
 PROG = "pretrain_gpt.py"
 
@@ -44,16 +47,16 @@ def main() -> None:
             read_arguments,
             lambda plan: planned(plan, topology).local_world_size,
         )
-        config = command_line.config
+        config, notes = command_line.config, [*command_line.notes, *untested_torch(torch.__version__)]
         with usage_errors():
             grid = Grid(planned(config.plan, topology), config.distributed.tensor_model_parallel_size)
         inputs = check_inputs(config, grid.data.world_size, partial(tell, PROG))
         if config.plan.dry_run:
-            warn(PROG, topology.rank, command_line.notes)
+            warn(PROG, topology.rank, notes)
             dry_run(inputs, grid, speaks=topology.rank == 0)
             return
         device = prepare_device(config, grid)
-        warn(PROG, topology.rank, command_line.notes)
+        warn(PROG, topology.rank, notes)
     with joined_ranks(process, config, device) as joined:
         inputs = with_chosen_products(inputs, device, joined)
         engine = build_engine(inputs.config, inputs.tokenizer["vocab_size"], device, grid)

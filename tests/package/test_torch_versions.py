@@ -1,0 +1,55 @@
+"""The tested range of torch: where it is stated, and what a run outside it says."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron_zpp.version import TORCH_TESTED, untested_torch
+from tests.support import ROOT
+
+# A torch that says it is another one: the run itself is real.
+RUN = (
+    "import runpy, sys, torch; torch.__version__ = sys.argv.pop(1); sys.argv[0] = 'pretrain_gpt.py';"
+    "runpy.run_path('pretrain_gpt.py', run_name='__main__')"
+)
+FLAGS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
+    "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --dry-run"
+).split()
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.9", "2.13.0a0+git1"])
+def test_inside_the_range_nothing_is_said(version: str) -> None:
+    assert untested_torch(version) == []
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.10.2", "2.14.0", "2.100.0", "3.0.0"])
+def test_outside_the_range_there_is_one_note(version: str) -> None:
+    (note,) = untested_torch(version)
+    assert version in note
+    assert all(end in note for end in TORCH_TESTED)
+
+
+def test_the_range_is_stated_as_it_is() -> None:
+    (pinned,) = re.findall(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert pinned.startswith(f"{TORCH_TESTED[1]}.")
+    first, last = map(re.escape, TORCH_TESTED)
+    assert re.search(rf"Tested: torch {first} .* to {last} ", (ROOT / "README.md").read_text())
+
+
+@pytest.mark.parametrize(("version", "rank", "said"), [("2.99.0", 0, 1), ("2.99.0", 1, 0), ("2.13.0", 0, 0)])
+def test_only_rank_0_warns(version: str, rank: int, said: int) -> None:
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, version, *FLAGS],
+        cwd=ROOT,
+        env={**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("outside the tested range") == said
