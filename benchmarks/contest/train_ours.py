@@ -22,6 +22,7 @@ from benchmarks.contest.protocol import (
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.job_store import of_torch
 from megatron_zpp.distributed.nccl_sockets import choose_nccl_sockets
 from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.topology import Topology
@@ -64,7 +65,7 @@ def main() -> None:
     store = rendezvous(ranks, os.environ, limit=60, timeout=_PATIENCE, say=print).store
     exchange = Exchange(store, ranks, _PATIENCE, "contest")
     sockets = choose_nccl_sockets(options.nccl_sockets, backend(), exchange, os.environ)
-    rank = join(options, dist.PrefixStore("collectives", store))
+    rank = join(options, dist.PrefixStore("collectives", of_torch(store)))
     topology = Topology() if options.alone else ranks
     engine = build_engine(rank, topology)
 

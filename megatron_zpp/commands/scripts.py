@@ -7,6 +7,7 @@ import os
 import signal
 from importlib import import_module
 
+from megatron_zpp.commands.interrupts import end_on_interrupt
 from megatron_zpp.config.command_line import check_packages, run_tool
 
 
@@ -21,6 +22,7 @@ def before_torch() -> None:
 
 def pretrain() -> None:
     """megatron-zpp-pretrain"""
+    end_on_interrupt()
     before_torch()
     import_module("megatron_zpp.commands.pretrain").main()
 
@@ -42,6 +44,7 @@ def train_tokenizer() -> None:
 
 def evaluate() -> None:
     """megatron-zpp-evaluate"""
+    end_on_interrupt()
     import_module("megatron_zpp.commands.evaluate").main()  # reports errors of several ranks itself
 
 
@@ -86,5 +89,6 @@ def build_kernels() -> None:
 
 
 def _run(name: str) -> None:
+    end_on_interrupt()
     program = import_module(f"megatron_zpp.commands.{name}")
     run_tool(program.PROG, program.main)

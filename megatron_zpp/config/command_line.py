@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_zpp.config.colour import paint_message, wants_colour
-from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.options import UsageError, printable
 
 INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
 
@@ -20,6 +20,7 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
     Errors that the user can fix (ValueError, OSError, a missing package) are shortened to one line. Any other
     exception is a bug and keeps its traceback.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what `end_on_interrupt` has replaced
     try:
         main()
         if sys.stdout is not None:  # a program may be started without it
@@ -41,7 +42,7 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
 
 
 def _print_error(prog: str, message: str) -> None:
-    line = f"{prog}: error: {message}"
+    line = f"{prog}: error: {printable(message)}"
     print(paint_message(line) if wants_colour(sys.stderr.isatty()) else line, file=sys.stderr)
 
 

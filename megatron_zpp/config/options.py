@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 from megatron_zpp.version import __version__
 
 REQUIRED: Any = MISSING
+# Of Unicode's categories Cc and Cf: controls, and marks of direction (bidi) and invisible separators.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 _HOME = re.compile(r"(?:~|\$HOME|\$\{HOME\})(?=/|$)")
 
 
@@ -53,11 +55,13 @@ def option_error(flag: str, value: object, fix: str) -> ValueError:
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes for halves of surrogate pairs, which no stream or answer could take.
+    """Return `text` with escapes for what a terminal would obey or no stream could take.
 
-    Python reads bytes of a command line or an HTTP header that are not UTF-8 as such.
+    These are control characters, marks that change the direction of what follows, and halves of surrogate
+    pairs, which Python makes of bytes of a command line that are not UTF-8. Ends of lines and tabs stay.
     """
-    return text.encode(errors="backslashreplace").decode()
+    safe = text.encode(errors="backslashreplace").decode()
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), safe)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from megatron_zpp.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION, index
 from megatron_zpp.data.provenance import provenance_path, write_provenance
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import checksums_of
-from megatron_zpp.storage.files import fsync
+from megatron_zpp.storage.files import fsync, open_shared
 
 _CHUNK = 1 << 20  # sequences processed at a time, so that memory does not grow with their number
 _BUFFER = 1 << 20  # bytes
@@ -156,7 +156,7 @@ class IndexedDatasetWriter:
 def _open_locked(path: str) -> BinaryIO:
     """Open an empty file at `path`, for writing, that no other writer has locked."""
     while True:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BUFFER)
+        file = os.fdopen(open_shared(Path(path)), "r+b", buffering=_BUFFER)
         try:
             _lock(file, path)
             with contextlib.suppress(FileNotFoundError):

@@ -74,8 +74,8 @@ class JobStore(dist.Store):
         super().__init__()
         self.unsigned, self.key = store, key  # torch's own collectives use the first
 
-    def set(self, key: str, value: str) -> None:  # type: ignore[override]  # torch's stubs: other names
-        """Publish a value."""
+    def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]  # torch: other names
+        """Publish a value; bytes from a PrefixStore around this one."""
         self.unsigned.set(key, self._signed(key, value))
 
     def get(self, key: str) -> bytes:
@@ -88,7 +88,7 @@ class JobStore(dist.Store):
             self._checked(key, value) for key, value in zip(keys, self.unsigned.multi_get(keys), strict=True)
         ]
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # type: ignore[override]
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # type: ignore[override]
         """Publish a value where there is none (`expected` is ""), and return the one there. See `get`."""
         assert not expected, "only the first value counts"
         return self._checked(key, self.unsigned.compare_set(key, "", self._signed(key, desired)))
@@ -118,8 +118,9 @@ class JobStore(dist.Store):
         unsigned: Any = self.unsigned  # torch's stubs have no `clone`
         return JobStore(unsigned.clone(), self.key)
 
-    def _signed(self, key: str, value: str) -> str:
-        return value and self._code(key, value.encode()) + value
+    def _signed(self, key: str, value: str | bytes) -> str:
+        text = value if isinstance(value, str) else value.decode()
+        return text and self._code(key, text.encode()) + text
 
     def _checked(self, key: str, stored: bytes) -> bytes:
         if key.endswith(COUNTER):
@@ -135,3 +136,8 @@ class JobStore(dist.Store):
     def _code(self, key: str, value: bytes) -> str:
         name = key.encode()
         return hmac.new(self.key, len(name).to_bytes(4, "big") + name + value, "sha256").hexdigest()
+
+
+def of_torch(store: dist.Store) -> dist.Store:
+    """The store for torch's own collectives, whose threads must not wait for Python."""
+    return store.unsigned if isinstance(store, JobStore) else store

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron_zpp.storage.checksums import OnProgress, no_report
+from megatron_zpp.storage.files import open_new
 
 NAME = re.compile(r"iter_\d{7,15}-[0-9a-f]{8}/rank_\d{5,9}\.(safetensors|json)")  # of files that may travel
 SILENCE = 30.0  # seconds without a byte after which a transfer fails
@@ -165,7 +166,7 @@ def _receive(stream: Any, size: int, target: Path, on_progress: OnProgress = no_
     """Write `size` bytes of a stream to a file, which gets its name when it is whole."""
     partial = target.with_name(f"{target.name}.partial")
     try:
-        with partial.open("wb", buffering=0) as file:
+        with os.fdopen(open_new(partial), "wb", buffering=0) as file:
             piece = memoryview(bytearray(min(_PIECE, size)))
             while size:
                 count = stream.readinto(piece[: min(size, len(piece))])

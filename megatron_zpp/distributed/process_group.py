@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import DistributedConfig
-from megatron_zpp.distributed.job_store import JobStore
+from megatron_zpp.distributed.job_store import of_torch
 from megatron_zpp.distributed.rendezvous import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 
@@ -52,11 +52,11 @@ def process_group(
     if topology.world_size == 1:
         yield
         return
-    backend, store = backend_of(config, device), rendezvous.store
+    backend = backend_of(config, device)
     try:
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("collectives", store.unsigned if isinstance(store, JobStore) else store),
+            store=dist.PrefixStore("collectives", of_torch(rendezvous.store)),
             rank=topology.rank,
             world_size=topology.world_size,
             timeout=config.timeout,

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from tqdm import tqdm
 
 from megatron_zpp.config.colour import paint_log_line, paint_message, wants_colour
+from megatron_zpp.config.options import printable
 from megatron_zpp.reporting.metrics import Record, number
 
 
@@ -27,6 +28,7 @@ def warn(prog: str, rank: int, notes: Sequence[str]) -> None:
 
 
 def _message(line: str) -> str:
+    line = printable(line)
     return paint_message(line) if wants_colour(sys.stderr.isatty()) else line
 
 
@@ -65,6 +67,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """One line of text."""
+        text = printable(text)
         self._print(paint_message(text) if self._colour else text)
 
     def step_done(self, loss: str = "") -> None:

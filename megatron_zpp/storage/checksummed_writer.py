@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_zpp.storage.checksums import CHUNK_BYTES, Checksums, OnProgress, no_report, thread_count
+from megatron_zpp.storage.files import open_new
 
 _PIECE_BYTES = 256 << 10  # of a chunk; the processor's cache holds it between the digest and the write
 _START_BYTES = 16 << 20  # given to the disk at once
@@ -25,7 +26,7 @@ class ChecksummedWriter:
     def __init__(
         self, path: Path, chunk_bytes: int = CHUNK_BYTES, *, on_progress: OnProgress = no_report
     ) -> None:
-        self._file, self._on_progress = path.open("wb", buffering=0), on_progress
+        self._file, self._on_progress = os.fdopen(open_new(path), "wb", buffering=0), on_progress
         self._flusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush")
         self._flushing: Future[None] | None = None
         self._chunk_bytes = chunk_bytes

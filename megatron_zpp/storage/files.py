@@ -31,13 +31,30 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def open_new(path: Path, access: int = os.O_WRONLY) -> int:
+    """Return the descriptor of a new, empty file; what had the name is removed.
+
+    In a directory that others can write to, a link of theirs is removed and not followed. Raises OSError.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    return os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def open_shared(path: Path) -> int:
+    """Return the descriptor of a file that processes of a group may share. Raises OSError for a link."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 def write_durably(path: Location, content: bytes) -> None:
     """Write and flush a file. Its name is durable only once its directory is flushed as well."""
     if isinstance(path, ObjectPath):
         path.write(content)
         return
-    path.write_bytes(content)
-    fsync(path)
+    with os.fdopen(open_new(path), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_text(path: Location, text: str) -> None:
@@ -143,7 +160,7 @@ def check_writable(flag: str, directory: str) -> None:
         return
     try:
         probe = _nearest(Path(directory)) / name
-        probe.write_bytes(b"")
+        os.close(open_new(probe))
         probe.unlink()
     except OSError as error:
         raise ValueError(f"{flag} {directory}: {error.strerror}; name a writable directory") from None
@@ -155,7 +172,7 @@ def locked(path: Path) -> Iterator[bool]:
 
     Yields whether there is one: some file systems have no locks, and on some they hold on one host alone.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # a group may share it
+    descriptor = open_shared(path)
     try:
         held = False
         with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_zpp.config.colour import CLEAR_LINE, paint_message, wants_colour
+from megatron_zpp.config.options import printable
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.process_start import process_started
 
@@ -77,6 +78,7 @@ def write_line(line: str) -> None:
     """
     with suppress(OSError):  # the reader is gone
         terminal = os.isatty(2)
+        line = printable(line)
         shown = paint_message(line) if wants_colour(terminal) else line
         os.write(2, f"{CLEAR_LINE if terminal else ''}{shown}\n".encode())
 

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.foreign.names import our_names, split_of
+from megatron_zpp.checkpoint.foreign.pickled import NotData
 from megatron_zpp.checkpoint.foreign.torch_file import FLOATS, StoredTensor
 
 _LARGEST_COPY = 1 << 24  # elements of a tensor that all ranks have, up to which the copies are compared
+
+_MOST_VALUES = 1_000_000  # of nested dictionaries; a model of 10,000 tensors has some 100,000
+_DEEPEST = 100  # points in a name
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,25 @@ def stored(tensor: StoredTensor) -> ForeignTensor:
     return ForeignTensor(tensor.shape, tensor.read)
 
 
-def flatten(value: Mapping[Any, Any], prefix: str = "") -> dict[str, StoredTensor]:
-    """Return the tensors of nested dictionaries by their keys, joined by points; other values are dropped."""
+def flatten(value: Mapping[Any, Any]) -> dict[str, StoredTensor]:
+    """Return the tensors of nested dictionaries by their keys, joined by points; other values are dropped.
+
+    Raises NotData for more values than a model has, as of dictionaries that share others.
+    """
     found: dict[str, StoredTensor] = {}
-    for key, inner in value.items():
-        if isinstance(inner, dict):
-            found |= flatten(inner, f"{prefix}{key}.")
+    waiting: list[tuple[str, Any]] = [("", value)]
+    for _ in range(_MOST_VALUES):
+        if not waiting:
+            return found
+        name, inner = waiting.pop()
+        if isinstance(inner, Mapping):
+            if name.count(".") > _DEEPEST:
+                break
+            below = ((f"{name}.{key}" if name else f"{key}", part) for key, part in inner.items())
+            waiting += reversed(list(below))
         elif isinstance(inner, StoredTensor):
-            found[f"{prefix}{key}"] = inner
-    return found
+            found[name] = inner
+    raise NotData(f"has dictionaries in each other to more than {_MOST_VALUES:,} values")
 
 
 def join_ranks(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-_MOST_OPCODES = 50_000_000
+_MOST_OPCODES = 5_000_000  # some seconds; a model of 10,000 tensors has a tenth of them
 _LIBRARIES = (  # whose names may appear, though they are never looked up
     *("torch", "numpy", "collections", "argparse", "enum", "types", "pathlib", "_codecs", "datetime"),
     *("megatron", "deepspeed", "transformer_engine", "apex", "signal"),
@@ -142,7 +142,7 @@ class _Machine:
         elif name == "DICT":
             stack.append(_pairs(self._marked()))
         elif name == "FROZENSET":
-            stack.append(frozenset(self._marked()))
+            stack.append(frozenset(map(_checked_key, self._marked())))
         elif name == "POP":
             stack.pop()
         elif name == "POP_MARK":
@@ -202,9 +202,9 @@ def _record(of: Any, arguments: Any) -> Any:
     if str(of) == "collections.OrderedDict":
         return _pairs([part for pair in arguments[0] for part in pair]) if arguments else {}
     if of.name == "set" and of.module in ("builtins", "__builtin__"):
-        return set(arguments[0]) if arguments else set()
-    if str(of) == "_codecs.encode":  # how older protocols write bytes
-        return str(arguments[0]).encode("latin1")
+        return set(map(_checked_key, arguments[0])) if arguments else set()
+    if str(of) == "_codecs.encode" and isinstance(arguments[0], str):  # how older protocols write bytes
+        return arguments[0].encode("latin1")
     return Record(of, arguments)
 
 
@@ -212,10 +212,17 @@ def _extend(items: list[Any], target: Any) -> None:
     if isinstance(target, Record):
         target.items.extend(items)
     elif isinstance(target, set):
-        target.update(items)
+        target.update(map(_checked_key, items))
     else:
         target.extend(items)
 
 
 def _pairs(flat: list[Any]) -> dict[Any, Any]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+    return dict(zip(map(_checked_key, flat[::2]), flat[1::2], strict=True))
+
+
+def _checked_key(key: Any) -> Any:
+    """Return a key. Raises NotData for nested tuples, whose hash may take for ever: they may share parts."""
+    if isinstance(key, tuple | frozenset) and any(isinstance(part, tuple | frozenset) for part in key):
+        raise NotData("has a nested tuple as a key, which no model needs")
+    return key

@@ -23,6 +23,7 @@ from megatron_zpp.storage.regular import open_stream
 
 _PIECE = 1 << 20  # bytes read at a time
 _PICKLE_LIMIT = 1 << 30  # bytes of the pickle alone; tensors are beside it
+_OPEN = object()  # a container whose parts are being looked at
 _STORAGES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -209,20 +210,30 @@ def _data_start(file: Any, header: int) -> int:
     return header + 30 + int.from_bytes(found[26:28], "little") + int.from_bytes(found[28:30], "little")
 
 
-def tensors_of(value: Any) -> Any:
-    """Return the value with StoredTensors in place of the records of tensors, at any depth."""
-    if isinstance(value, dict):
-        return {key: tensors_of(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [tensors_of(inner) for inner in value]
-    if isinstance(value, tuple):
-        return tuple(map(tensors_of, value))
+def tensors_of(value: Any, seen: dict[int, Any] | None = None) -> Any:
+    """Return the value with StoredTensors in place of the records of tensors, at any depth.
+
+    `seen` has the results of containers by identity: a pickle may have the same one in many places. Raises
+    NotData for a container inside itself.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, dict | list | tuple):
+        if id(value) not in seen:
+            seen[id(value)] = _OPEN
+            if isinstance(value, dict):
+                found: Any = {key: tensors_of(inner, seen) for key, inner in value.items()}
+            else:
+                found = type(value)([tensors_of(inner, seen) for inner in value])
+            seen[id(value)] = found
+        if seen[id(value)] is _OPEN:
+            raise NotData("has a value inside itself, which no model needs")
+        return seen[id(value)]
     if not isinstance(value, Record) or not isinstance(value.of, Global):
         return value
     if value.of.module == "torch._utils" and value.of.name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
         return _tensor(*value.arguments[:4])
     if value.of.module == "torch._utils" and value.of.name.startswith("_rebuild_parameter"):
-        return tensors_of(value.arguments[0])
+        return tensors_of(value.arguments[0], seen)
     if value.of.module == "torch" and value.of.name == "Size":
         return tuple(value.arguments[0])
     return value

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from megatron_zpp.storage.files import open_new
+
 _CHUNK = 32 << 10  # compressed bytes; a whole decompressed chunk is in memory
 _LONGEST_WINDOW = 1 << 31  # bytes; the most that `zstd --long=31` writes, and takes as much memory
 
@@ -107,7 +109,7 @@ def replacing(path: str) -> Iterator[Writable]:
     """
     partial = f"{path}.{os.getpid()}.partial"
     try:
-        with open(partial, "wb") as raw:
+        with os.fdopen(open_new(Path(partial)), "wb") as raw:
             with _compressing(raw, path) as stream:
                 yield stream
             raw.flush()

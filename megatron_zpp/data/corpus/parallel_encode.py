@@ -6,6 +6,7 @@ lock), workers and scratch files. Until the partitions are joined, the scratch f
 result.
 """
 
+import os
 import shutil
 import threading
 from collections import deque
@@ -22,6 +23,7 @@ from megatron_zpp.data.corpus.inputs import Block, Span, lines_before, read_bloc
 from megatron_zpp.data.corpus.ordered_map import ordered_map
 from megatron_zpp.data.corpus.problems import Problem
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
+from megatron_zpp.storage.files import open_new
 
 BLOCK_BYTES = 256 << 10  # large enough to hide the cost of sending it, small enough to balance the load
 
@@ -116,7 +118,7 @@ class _Spool:
     """The documents of one key and partition, kept on disk until the earlier partitions are written."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w+b")
+        self._file = os.fdopen(open_new(path, os.O_RDWR), "w+b")
         self._pieces: list[tuple[int, int, np.dtype]] = []  # documents and tokens of each piece, token dtype
 
     def __enter__(self) -> "_Spool":

@@ -32,7 +32,7 @@ from megatron_zpp.data.corpus.problems import Problem
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.text.sources import TextSource
-from megatron_zpp.storage.files import write_durably
+from megatron_zpp.storage.files import open_shared, write_durably
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.waits import attempt_wait, growing_waits
 
@@ -64,8 +64,7 @@ class TokenCache:
         self._directory, self._source, self._build, self._dtype = directory, source, build, dtype
         self._skip, self._workers = skip, workers
         self._encoder: Encoder | None = None
-        self._counts = os.open(directory / "counts", os.O_RDWR | os.O_CREAT, 0o666)
-        self._claims = os.open(directory / "claims", os.O_RDWR | os.O_CREAT, 0o666)
+        self._counts, self._claims = open_shared(directory / "counts"), open_shared(directory / "claims")
 
     def __reduce__(self) -> tuple[Callable[[], "TokenCache"], tuple[()]]:
         arguments = (self._directory, self._source, self._build, self._dtype)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import secrets
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.shard_order import ShardOrder
 from megatron_zpp.data.text.shards import ShardedText, open_shards
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
-from megatron_zpp.storage.files import fsync, keep_first, locked
+from megatron_zpp.storage.files import fsync, keep_first, locked, open_new
 
 _VERSION = 1  # of the cache's format
 _BLOCK_BYTES = 1 << 20
@@ -135,7 +136,7 @@ def _unpacked(flag: str, path: str, directory: Path, say: Callable[[str], None])
             # A lock may hold on this host alone. What a killed process leaves has a name that is used again.
             own = platform.node() if held else secrets.token_hex(8)
             partial_copy = plain.with_name(f"{plain.name}.{own}.partial")
-            with open(partial_copy, "wb") as output:
+            with os.fdopen(open_new(partial_copy), "wb") as output:
                 for block in read_blocks(whole(path), _BLOCK_BYTES):
                     output.write(block.content)
             fsync(partial_copy)  # from here on the copy counts as complete

@@ -2,9 +2,13 @@
 
 import os
 import pickle
+import subprocess
+import sys
+import time
 import zipfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from megatron_zpp.checkpoint.foreign.pickled import NotData, Record, read_pickle
 from megatron_zpp.checkpoint.foreign.torch_file import read_pickle_file, read_torch_file
 from megatron_zpp.storage.checksums import DamagedFile
 from tests.checkpoint.foreign.imports import TOKENIZER, run_import
+from tests.support import ROOT
 
 
 class Calls:
@@ -184,3 +189,60 @@ def test_changed_bytes_change_no_value_and_end_in_no_other_error(changes: list[t
         pass
     finally:
         path.unlink()
+
+
+def nested(make: Callable[[Any], Any], times: int = 60) -> Any:
+    """A value that shares its parts: it has 2^times paths, and takes some bytes per level."""
+    value: Any = make(0)
+    for _ in range(times):
+        value = make(value)
+    return value
+
+
+SHARED = {
+    "lists": nested(lambda part: [part, part]),
+    "tuples": nested(lambda part: (part, part)),
+    "dictionaries": nested(lambda part: {"a": part, "b": part}),
+    "models": {"model": nested(lambda part: {"a": part, "b": part})},
+    "modules": {"module": nested(lambda part: {"a": part, "b": part}), "zero_stage": 1},
+}
+
+
+def within(tmp_path: Path, value: Any) -> str:
+    """What an import says of a file with this value; it has 20 seconds."""
+    directory = tmp_path / "iter_0000001" / "mp_rank_00"
+    directory.mkdir(parents=True)
+    torch.save(value, directory / "model_optim_rng.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    command = [sys.executable, "-m", "megatron_zpp.commands.import_checkpoint", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "new")], capture_output=True, text=True, timeout=20, cwd=ROOT
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_values_that_share_parts_end_in_one_line(tmp_path: Path, kind: str) -> None:
+    said = within(tmp_path, SHARED[kind])
+    assert len(said.splitlines()) == 1
+    assert "error" in said
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "key"])
+def test_nested_tuples_are_no_keys(kind: str) -> None:
+    """By hand: making such a key would take for ever here as well."""
+    pair = b"K\x00"
+    for level in range(50):
+        pair += b"q%ch%c\x86" % (level, level)
+    ends = {"set": b"\x8f(" + pair + b"\x90", "frozenset": b"(" + pair + b"\x91", "key": b"}" + pair + b"Ns"}
+    with pytest.raises(NotData, match="has a nested tuple as a key"):
+        read_pickle(b"\x80\x04" + ends[kind] + b".", lambda value: None)
+
+
+def test_many_empty_lists_end_soon() -> None:
+    content = b"\x80\x04](" + b"]" * 6_000_000 + b"e."
+    began = time.monotonic()
+    with pytest.raises(NotData, match="has more than 5,000,000 opcodes"):
+        read_pickle(content, lambda value: None)
+    assert time.monotonic() - began < 60

@@ -1,0 +1,18 @@
+"""Ctrl-C while a program imports its modules, when Python would print a traceback of each rank."""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def end_on_interrupt() -> None:
+    """Let SIGINT end this process, with a line of one rank per node, until the program handles it."""
+    signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+        name = sys.argv[0] if sys.argv[0] != "-m" else sys.orig_argv[sys.orig_argv.index("-m") + 1]
+        os.write(2, f"{os.path.basename(name)}: interrupted\n".encode())
+    os._exit(130)  # the shell's status for a program stopped by Ctrl-C

@@ -1,0 +1,54 @@
+"""Ctrl-C at any moment of a start: one line, and no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = (
+    ["pretrain_gpt.py", "--help"],
+    ["-m", "megatron_zpp.commands.sample", "--help"],
+    ["data/preprocess_data.py", "--help"],
+)
+
+
+def interrupted(argv: list[str], after: float) -> tuple[int, str]:
+    """The status and stderr of a program that gets SIGINT some seconds after its first line of Python."""
+    ready, told = os.pipe()
+    code = "import os, runpy, sys; os.write(int(sys.argv[1]), b'1'); "
+    code += "sys.argv = sys.argv[2:]; module = sys.argv[0] == '-m'; sys.argv = sys.argv[module:]; "
+    code += "sys.path.insert(0, os.getcwd()); name = sys.argv[0]; "
+    code += "sys.argv[0] = '-m' if module else name; sys.orig_argv = ['python', '-m', name]; "
+    code += "(runpy.run_module if module else runpy.run_path)(name, run_name='__main__')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(told), *argv],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=[told],
+    )
+    os.close(told)
+    os.read(ready, 1)
+    os.close(ready)
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("argv", PROGRAMS, ids=lambda argv: Path(argv[-2]).name)
+def test_an_interrupted_start_says_one_line(argv: list[str]) -> None:
+    """While torch is imported, and at the end of the imports: the program may have ended by then."""
+    for after in (0.3, 0.6, 1.0, 1.5):
+        status, said = interrupted(argv, after)
+        assert "Traceback" not in said, (after, said)
+        assert len(said.splitlines()) <= 1, (after, said)
+        assert status in (0, 130), (after, said)
+        if status == 130:
+            assert said.rstrip().endswith(": interrupted")
