@@ -197,9 +197,6 @@ def train(training: Training, started: float) -> int:
     tokens = options.global_batch_size * (training.train.shape[1] - 1)
     with options.metrics_file.open("a", buffering=1) as file:
         while training.step < options.steps:
-            if time.monotonic() - started > options.seconds:
-                training.save()
-                return STOPPED
             before = time.perf_counter()
             loss, norm, rate = training.take_step()
             elapsed = time.perf_counter() - before
@@ -222,6 +219,9 @@ def train(training: Training, started: float) -> int:
                     f"plain, step {training.step}: loss {loss:.4f}, held-out {valid['valid_loss']:.4f}",
                     flush=True,
                 )
+            if training.step < options.steps and time.monotonic() - started > options.seconds:
+                training.save()
+                return STOPPED
     training.save()
     return 0
 

@@ -212,7 +212,7 @@ class Variant:
             if seconds < self.options.least_seconds:
                 return False
             before, started = self.iteration, time.monotonic()
-            command = self.command(seconds)
+            command = self.command(max(seconds, 0.1))
             with (self.folder / "log").open("a") as log:
                 log.write(f"{' '.join(command)}\n")
                 log.flush()
@@ -228,6 +228,8 @@ class Variant:
             if ended.returncode not in (0, STOPPED):
                 tail = (self.folder / "log").read_text()[-3000:]
                 sys.exit(f"run.py: {self.name} ended with status {ended.returncode}:\n{tail}")
+            if self.iteration == before < self.options.steps:
+                sys.exit(f"run.py: {self.name} took no step in {seconds:.0f} s; give more --seconds")
             if self.iteration >= self.options.steps and ended.returncode == 0:
                 (self.folder / "done").touch()
         return True
