@@ -23,6 +23,7 @@ from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.manifest import Entry, format_version, write_manifest
 from megatron_zpp.checkpoint.object_saves import begin_save, discard_save, end_save
 from megatron_zpp.checkpoint.shard_file import write_shard_file
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of_bytes
 from megatron_zpp.storage.files import commit_directory, sizes_in, write_durably
@@ -111,8 +112,14 @@ class _Shards:
 
     def write(self, path: Location, on_progress: OnProgress) -> SidecarDigest:
         """Write file and sidecar, and make them durable."""
-        self.checksums = write_shard_file(path, self._tensors, on_progress)
-        digest = write_sidecar(path, self.checksums)
+        try:
+            self.checksums = write_shard_file(path, self._tensors, on_progress)
+            digest = write_sidecar(path, self.checksums)
+        except OSError as error:
+            if error.strerror is None or error.filename is not None:
+                raise
+            size = sum(tensor.nbytes for tensor in self._tensors.values())
+            raise OSError(error.errno, f"{error.strerror}, for {size:,} bytes", str(path)) from None
         on_progress()
         return digest
 
@@ -187,7 +194,7 @@ def attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgre
     try:
         options.files.run(action, exchange)
     except (OSError, ValueError) as error:
-        return f"rank {exchange.topology.rank} on {platform.node()}: {error}"
+        return f"rank {exchange.topology.rank} on {platform.node()}: {one_line(error)}"
     return None
 
 

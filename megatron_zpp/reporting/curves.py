@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from statistics import median
 from typing import Any, Literal
 
@@ -20,6 +21,12 @@ AXIS_LABELS: dict[Axis, str] = {
     "hours": "hours of training",
 }
 Values = Mapping[str, Any]  # one record of a metrics file
+_LARGEST = 1 << 60  # of any number; bytes of a step come closest
+_NUMBERS_OF_A_RUN = (
+    *("consumed_samples", "lm_loss", "grad_norm", "learning_rate", "global_batch_size", "loss_scale"),
+    *("skipped", "nan", "elapsed_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "intra_node_bytes"),
+    *("inter_node_bytes", "memory_allocated_bytes", "memory_peak_bytes", "valid_loss", "valid_perplexity"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
                 incomplete = not ends
                 skipped += [number] if ends else []
                 continue
-            if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+            if not isinstance(record, dict) or not _is_record(record):
                 raise _foreign(path, number)
             _drop_abandoned(records, record)
             records.append(record)
@@ -86,6 +93,25 @@ def _drop_abandoned(records: list[dict[str, Any]], newest: Values) -> None:
     last = newest["iteration"] - 1 if "lm_loss" in newest else newest["iteration"]
     while records and records[-1]["iteration"] > last:
         records.pop()
+
+
+def _is_record(record: Values) -> bool:
+    """Whether a run can have written this: an iteration, and numbers where a run writes numbers.
+
+    Losses and norms may be NaN or infinite, and nothing else.
+    """
+    iteration = record.get("iteration")
+    if type(iteration) is not int or not 0 <= iteration < _LARGEST:
+        return False
+    for name, value in record.items():
+        if _is_number(value):
+            may_be_any = name.endswith(("loss", "perplexity", "norm"))
+            of_loss = may_be_any and isinstance(value, float) and not 1e39 < abs(value) < inf  # fp32's range
+            if not (abs(value) <= _LARGEST or of_loss):
+                return False
+        elif name in _NUMBERS_OF_A_RUN and value is not None:
+            return False
+    return True
 
 
 def _foreign(path: str, number: int) -> ValueError:

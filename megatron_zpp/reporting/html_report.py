@@ -101,8 +101,9 @@ def _tiles(report: Report) -> str:
     if losses := list(by_iteration(records, "lm_loss").values()):
         tiles.append((f"{losses[-1]:.4f}", "training loss, last"))
     if valid := list(by_iteration(records, "valid_loss").values()):
-        perplexity = list(by_iteration(records, "valid_perplexity").values())
-        tiles.append((f"{valid[-1]:.4f}", f"validation loss, last (perplexity {short(perplexity[-1])})"))
+        tiles.append((f"{valid[-1]:.4f}", "validation loss, last"))
+        if perplexity := list(by_iteration(records, "valid_perplexity").values()):
+            tiles.append((short(perplexity[-1]), "validation perplexity, last"))
     if rates := list(by_iteration(records, "tokens_per_second").values()):
         tiles.append((short(median(rates)), "tokens/s, median"))
     if shares := list(by_iteration(records, "mfu").values()):

@@ -52,7 +52,7 @@ def _refused(save: str, error: OSError) -> str:
     elif isinstance(error, ObjectError):
         fix = str(error.strerror)
     else:
-        fix = f"{error.strerror} ({error.filename}); name a directory that can be written"
+        fix = f"{error.strerror} ({error.filename or save}); name a directory that can be written"
     return str(option_error("--save", save, fix))
 
 
