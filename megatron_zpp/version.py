@@ -9,7 +9,7 @@ def untested_torch(version: str) -> list[str]:
     first, last = TORCH_TESTED
     if _minor(first) <= _minor(version) <= _minor(last):
         return []
-    return [f"torch {version} is outside the tested range, {first} to {last}; launch/test_torch.sh tests it"]
+    return [f"torch {version} is outside the tested range, {first} to {last}: run the tests with it first"]
 
 
 def _minor(version: str) -> tuple[int, ...]:
