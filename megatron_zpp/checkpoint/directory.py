@@ -10,15 +10,16 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_zpp.checkpoint.foreign.recognise import recognise
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
-from megatron_zpp.storage.checksums import OnProgress, no_report
+from megatron_zpp.storage.checksums import DamagedFile, OnProgress, no_report
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.object_path import AnyLocation, Location, ObjectPath, location
 from megatron_zpp.storage.object_store import ObjectError
@@ -28,6 +29,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _TRACKER_LIMIT = 32  # bytes
 _NAME = re.compile(r"iter_(\d{7,})(\.retired|\.replacement)?")
 _SUFFIXES = ("", ".replacement", ".retired")  # in the order in which they count
+_Read = TypeVar("_Read")
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -110,6 +112,21 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
     checkpoints but none is committed.
     """
     return list(each_candidate(directory, iteration, flag))
+
+
+def read_newest(find: Callable[[], Location | None], read: Callable[[Location], _Read]) -> _Read | None:
+    """Return what `read` returns of the checkpoint that `find` finds; None if it finds none.
+
+    A run with --keep-last may remove the checkpoint while it is read. Then another one is looked up: the one
+    that the run has saved meanwhile. Raises what `find` raises, and what `read` does of one that is there.
+    """
+    while (path := find()) is not None:
+        try:
+            return read(path)
+        except (DamagedFile, OSError):
+            if is_committed(path):
+                raise
+    return None
 
 
 def each_candidate(directory: str, iteration: int | None = None, flag: str = "--load") -> Iterator[Location]:

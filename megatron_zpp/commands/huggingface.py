@@ -6,9 +6,10 @@ python -m megatron_zpp.commands.huggingface export CHECKPOINT_DIR HF_DIR
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.huggingface.exporting import check_target, export_checkpoint
 from megatron_zpp.checkpoint.huggingface.importing import import_checkpoint
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
@@ -80,20 +81,23 @@ def _import(argv: list[str]) -> list[str]:
 def _export(argv: list[str]) -> list[str]:
     config = parse_options(ExportConfig, f"{PROG} export", ExportConfig.__doc__ or "", argv)
     named = NamedDirectory("CHECKPOINT_DIR", config.checkpoint_dir, Path(config.checkpoint_dir))
-    found = candidates(config.checkpoint_dir, config.ckpt_step, named.flag)
-    if not found:
-        raise named.error("holds no checkpoint; name what pretrain_gpt.py --save wrote to")
-    check_target("HF_DIR", local_path("HF_DIR", config.hf_dir))
+    find = partial(each_candidate, config.checkpoint_dir, config.ckpt_step, named.flag)
+    if next(find(), None) is not None:
+        check_target("HF_DIR", local_path("HF_DIR", config.hf_dir))
+    export = partial(
+        export_checkpoint,
+        named,
+        target=Path(config.hf_dir),
+        with_tokenizer=config.tokenizer,
+        file_bytes=int(config.max_file_gib * _GIB),
+    )
     try:
-        return export_checkpoint(
-            named,
-            found[0],
-            Path(config.hf_dir),
-            with_tokenizer=config.tokenizer,
-            file_bytes=int(config.max_file_gib * _GIB),
-        )
+        lines = read_newest(lambda: next(find(), None), export)
     except DamagedFile as damage:
         raise named.error(f"{damage}; choose another one with --ckpt-step") from None
+    if lines is None:
+        raise named.error("holds no checkpoint; name what pretrain_gpt.py --save wrote to")
+    return lines
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.directory import each_candidate
+from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, parse_options
@@ -26,6 +26,7 @@ from megatron_zpp.reporting.curves import Axis, by_iteration, read_metrics
 from megatron_zpp.reporting.html_report import Comparison, Records, Report, Setting, page
 from megatron_zpp.reporting.step_trace import read_trace
 from megatron_zpp.storage.files import check_replaceable
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.train.dry_run import job_of
 from megatron_zpp.train.run_schedule import RunSchedule
 
@@ -93,14 +94,17 @@ def make_report(config: ReportConfig) -> Report:
 
 def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> SavedRun:
     """The run that wrote a checkpoint. `on_cpus`: it computes in fp32 unless its flags say otherwise."""
-    path = next(each_candidate(directory, iteration, "--checkpoint"), None)
-    if path is None:
+
+    def read(path: Location) -> tuple[Config, Grid, int]:
+        with CheckpointReader(path) as reader:
+            job = Topology(0, reader.ranks, 0, reader.ranks // reader.state.get("nodes", 1))
+            grid = Grid(job, reader.state.get("tensor", 1))
+            return reader.config(), grid, reader.state["tokenizer"]["vocab_size"]
+
+    found = read_newest(lambda: next(each_candidate(directory, iteration, "--checkpoint"), None), read)
+    if found is None:
         raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
-    with CheckpointReader(path) as reader:
-        config, state = reader.config(), reader.state
-        job = Topology(0, reader.ranks, 0, reader.ranks // state.get("nodes", 1))
-        grid = Grid(job, state.get("tensor", 1))
-        vocab_size = reader.state["tokenizer"]["vocab_size"]
+    config, grid, vocab_size = found
     schedule = RunSchedule.from_config(config.training, config.learning_rate, grid.data.world_size)
     precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):

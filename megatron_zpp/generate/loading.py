@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_zpp.checkpoint.directory import each_candidate, lost_newest
+from megatron_zpp.checkpoint.directory import each_candidate, lost_newest, read_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
@@ -57,17 +57,21 @@ def load_for(options: CheckpointOptions, device: torch.device) -> tuple[GPT, Tok
 
 def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
     """The model of a checkpoint on the CPU in fp32, and the tokenizer that it was trained with."""
-    checkpoint = next(each_candidate(directory, iteration), None)
-    if checkpoint is None:
+
+    def read(checkpoint: Location) -> tuple[GPT, Tokenizer]:
+        if iteration is None and (lost := lost_newest(location(directory))):
+            sys.stderr.write(f"warning: {lost}: skipped; {checkpoint} is loaded instead\n")
+        return _read_model(checkpoint)
+
+    try:
+        found = read_newest(lambda: next(each_candidate(directory, iteration), None), read)
+    except DamagedFile as damage:
+        raise option_error("--load", directory, f"{damage}; choose another one with --ckpt-step") from None
+    if found is None:
         raise option_error(
             "--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to"
         )
-    if iteration is None and (lost := lost_newest(location(directory))):
-        sys.stderr.write(f"warning: {lost}: skipped; {checkpoint} is loaded instead\n")
-    try:
-        return _read_model(checkpoint)
-    except DamagedFile as damage:
-        raise option_error("--load", directory, f"{damage}; choose another one with --ckpt-step") from None
+    return found
 
 
 def _read_model(checkpoint: Location) -> tuple[GPT, Tokenizer]:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,17 @@ from megatron_zpp.checkpoint.directory import (
     TRACKER,
     candidates,
     committed,
+    each_candidate,
+    read_newest,
     remove_leftovers,
     remove_old,
     write_tracker,
 )
 from megatron_zpp.checkpoint.manifest import MARKER
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.object_path import Location
 from tests.checkpoint.saving import save, small
 
 
@@ -110,3 +117,47 @@ def test_a_removal_that_is_cut_is_finished_by_the_next_save(saved: Path) -> None
     assert list(committed(saved)) == [6, 4, 3, 2, 1]
     remove_leftovers(saved)
     assert not list(saved.glob("iter_0000005*"))
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_looked_up_again(tmp_path: Path) -> None:
+    """A run saves and keeps the newest alone, as fast as it can, while another program loads."""
+    engine, ended = small(), threading.Event()
+    save(tmp_path, engine, Progress(1, 10))
+
+    def write() -> None:
+        for iteration in range(2, 200):
+            if not ended.is_set():
+                newest = save(tmp_path, engine, Progress(iteration, 10))
+                remove_old(tmp_path, 1, None, newest=newest)
+
+    def read(path: Location) -> int:
+        time.sleep(0.02)  # so that the writer removes most of them first
+        with CheckpointReader(path) as reader:
+            assert reader.parameters().keys()
+            return reader.state["progress"]["iteration"]
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    asked: list[Location] = []
+
+    def find() -> Location | None:
+        path = next(each_candidate(str(tmp_path)), None)
+        if path is not None:
+            asked.append(path)
+        return path
+
+    try:
+        found = [read_newest(find, read) for _ in range(20)]
+    finally:
+        ended.set()
+        writer.join()
+    assert None not in found
+    assert len(asked) > 20  # some had gone
+
+
+def test_a_checkpoint_that_is_there_and_damaged_stays_an_error(tmp_path: Path) -> None:
+    path = save(tmp_path, small())
+    (path / "state.json").write_text("{}")
+    with pytest.raises(DamagedFile):
+        read_newest(lambda: next(each_candidate(str(tmp_path)), None), lambda path: CheckpointReader(path))
+    assert read_newest(lambda: None, lambda path: path) is None

@@ -248,12 +248,16 @@ def steps_of(engine: ZeroEngine, steps: int = 3, micro_batches: int = 2, first: 
 
 
 def losses_of_torch(
-    make: Callable[[], nn.Module], ranks: int, steps: int = 3, micro_batches: int = 2
+    make: Callable[[], nn.Module], ranks: int, steps: int = 3, micro_batches: int = 2, device: str = "cpu"
 ) -> list[float]:
-    """The same by torch's AdamW on the mean gradient of all ranks."""
+    """The same by torch's AdamW on the mean gradient of all ranks.
+
+    On a device of its own: there are kernels, of cuDNN for one, that round otherwise than a CPU's.
+    """
     model = make()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         initialize(name, tensor.data)
+    model.to(device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config = OptimizerConfig()
     betas = (config.adam_beta1, config.adam_beta2)
@@ -262,7 +266,8 @@ def losses_of_torch(
     for step in range(steps):
         adam.zero_grad()
         for index in range(micro_batches):
-            found = [model(*batch_of(step, rank * micro_batches + index)) for rank in range(ranks)]
+            batches = (batch_of(step, rank * micro_batches + index) for rank in range(ranks))
+            found = [model(*(part.to(device) for part in batch)) for batch in batches]
             (sum(found) / (ranks * micro_batches)).backward()
             losses.append(sum(loss.item() for loss in found) / ranks)
         nn.utils.clip_grad_norm_(trained, config.clip_grad)
@@ -271,9 +276,9 @@ def losses_of_torch(
 
 
 def check_trained(topology: Topology, cases: list[tuple[str, dict[str, Any]]], device: str = "cpu") -> None:
-    """Train each kind of module with its settings, and compare with torch in fp32 on the CPU."""
+    """Train each kind of module with its settings, and compare with torch in fp32."""
     for kind, zero in cases:
-        expected = torch.tensor(losses_of_torch(TRAINED[kind], topology.world_size))
+        expected = torch.tensor(losses_of_torch(TRAINED[kind], topology.world_size, device=device))
         engine = engine_of(TRAINED[kind], topology, device=device, **zero)
         found = torch.tensor(steps_of(engine))
         engine.close()
