@@ -145,7 +145,7 @@ class _Handler(socketserver.StreamRequestHandler):
                 size = os.fstat(file.fileno()).st_size
                 _send_line(self.connection, {"bytes": size})
                 self.connection.sendfile(file)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             with suppress(OSError):
                 _send_line(self.connection, {"problem": f"{error}"[: _LINE // 8]})
 

@@ -8,10 +8,12 @@ import errno
 import functools
 import os
 import random
+import re
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+_LOGIN = re.compile(r"//[^/@\s]*@")
 ATTEMPTS = 5  # of a request
 _PAUSE = 1.0  # seconds on average before the second attempt; doubled for each further one: 15 s in all
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30  # without an answer, after which an attempt has failed
@@ -151,4 +153,5 @@ def _silent(url: str, error: BaseException) -> ObjectError:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """The message without what AWS_ENDPOINT_URL may have before its host: a name and a password."""
+    return _LOGIN.sub("//…@", " ".join(str(error).split())) or type(error).__name__

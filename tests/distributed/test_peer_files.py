@@ -86,7 +86,11 @@ def test_a_file_that_is_cut_off_gets_no_name(peer: Peer, directory: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"\n", b"GET / HTTP/1.1\r\n", b"[]\n", b"{" * 5000, b'{"secret": 1}\n']
+    "line",
+    [
+        *(b"", b"\n", b"GET / HTTP/1.1\r\n", b"[]\n", b"{" * 5000, b'{"secret": 1}\n', b"\xff\n"),
+        *(b"[" * 4000 + b"\n", b'{"secret": "\\ud800"}\n'),
+    ],
 )
 def test_what_is_no_request_changes_nothing(peer: Peer, directory: Path, line: bytes) -> None:
     with socket.create_connection((peer.host, peer.port)) as connection:

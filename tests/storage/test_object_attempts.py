@@ -137,3 +137,18 @@ def test_all_uploads_are_removed_when_an_answer_lists_a_part_of_them(
     directory.remove_tree()
     assert listed == [f"parts/{name}" for name in "abcde"]
     assert store.uploads("parts/") == []
+
+
+def test_a_password_of_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hush@127.0.0.1:1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setattr(object_store, "ATTEMPTS", 1)
+    object_store._client.cache_clear()
+    try:
+        with pytest.raises(ObjectError) as refused:
+            ObjectPath("bucket", "name").read_whole()
+    finally:
+        object_store._client.cache_clear()
+    assert "127.0.0.1" in str(refused.value)
+    assert "hush" not in str(refused.value)
