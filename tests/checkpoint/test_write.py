@@ -7,13 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, committed
 from megatron_zpp.checkpoint.load import load_checkpoint
-from megatron_zpp.checkpoint.write import SaveFailed
+from megatron_zpp.checkpoint.states import describe_state, shards_of
+from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
+from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.files import check_writable, write_text
 from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
@@ -136,3 +141,62 @@ def test_text_is_replaced_whole(tmp_path: Path) -> None:
     write_text(tmp_path / "a", "two")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a").read_text() == "two"
+
+
+def test_what_a_save_makes_durable_and_in_which_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills leave the page cache as it is: only the order of the calls tells what a power cut leaves."""
+    calls: list[tuple[str, ...]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def record_replace(source: Path, target: Path) -> None:
+        calls.append(("rename", str(source), str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    path = save(tmp_path, small())
+    partial = f"{path}.partial"
+    rename = calls.index(("rename", partial, str(path)))
+    flushed = {file.name: calls.index(("fsync", f"{partial}/{file.name}")) for file in path.iterdir()}
+    assert all(at < rename for at in flushed.values())
+    marker = flushed.pop("COMMITTED")
+    assert all(at < marker for at in flushed.values())
+    assert marker < calls.index(("fsync", partial)) < rename
+    assert calls[rename + 1] == ("fsync", str(tmp_path))
+
+
+def save_beside(directory: Path, may_write: Callable[[], None]) -> None:
+    engine = small()
+    exchange = Exchange(dist.HashStore(), engine.topology, timedelta(seconds=60), "save")
+    state = describe_state(engine, FIRST, with_optimizer=True, config={}, tokenizer=TOKENIZER)
+    options = SaveOptions(may_write=may_write)
+    write_checkpoint(
+        directory / "iter_0000005", shards_of(engine, with_optimizer=True), state, exchange, options
+    )
+
+
+@pytest.mark.parametrize("harm", ["cut", "lost lease"])
+def test_a_save_asks_again_before_it_commits(tmp_path: Path, harm: str) -> None:
+    """Whether the directory is still this run's, and whether all files have the size that was written."""
+    asked: list[int] = []
+
+    def may_write() -> None:
+        asked.append(len(asked))
+        (file,) = [*tmp_path.glob("*/rank_00000.safetensors")] or [None]
+        if file is None:  # before anything is written
+            return
+        if harm == "lost lease":
+            raise OSError("another run has --save now")
+        os.truncate(file, file.stat().st_size - 1)
+
+    said = "another run has --save now" if harm == "lost lease" else "it is not there as seen from here"
+    with pytest.raises(SaveFailed, match=said):
+        save_beside(tmp_path, may_write)
+    assert len(asked) >= 2
+    assert not committed(tmp_path)

@@ -77,6 +77,8 @@ def test_never_above_peak_nor_below_floor_and_never_rising_after_warm_up(style: 
 def test_inverse_square_root_quarters_when_samples_grow_sixteenfold() -> None:
     ours = schedule(lr_decay_style="inverse-square-root", lr_warmup_samples=50)
     assert ours(800) == pytest.approx(PEAK / 4)
+    assert ours(1000) > FLOOR
+    assert ours(1001) == FLOOR  # past the end of the decay, as Megatron-LM's
 
 
 @pytest.mark.parametrize(

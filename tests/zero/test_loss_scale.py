@@ -51,6 +51,13 @@ def test_state_round_trips() -> None:
     assert scales(first, *later) == scales(second, *later)
 
 
+def test_a_resumed_scale_has_used_its_patience() -> None:
+    first, second = (of(fp16=True, initial_loss_scale=64.0, hysteresis=2) for _ in range(2))
+    assert scales(first, True)[-1] == 64.0
+    second.load_state(first.state())
+    assert scales(second, True)[-1] == 32.0
+
+
 def test_a_dynamic_scale_starts_at_its_initial_value_after_a_run_without_one() -> None:
     state = LossScale(PrecisionConfig(bf16=True), torch.device("cpu")).state()
     scale = LossScale(PrecisionConfig(fp16=True, initial_loss_scale=2.0**16), torch.device("cpu"))
