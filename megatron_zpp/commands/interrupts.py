@@ -8,7 +8,8 @@ from types import FrameType
 
 def end_on_interrupt() -> None:
     """Let SIGINT end this process, with a line of one rank per node, until the program handles it."""
-    signal.signal(signal.SIGINT, _end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell's job in the background
+        signal.signal(signal.SIGINT, _end)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

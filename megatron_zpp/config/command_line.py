@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
     Errors that the user can fix (ValueError, OSError, a missing package) are shortened to one line. Any other
     exception is a bug and keeps its traceback.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what `end_on_interrupt` has replaced
+    raise_interrupts()
     try:
         main()
         if sys.stdout is not None:  # a program may be started without it
@@ -39,6 +40,16 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
             traceback.print_exc()
         _print_error(prog, one_line(error))
         sys.exit(1)
+
+
+def raise_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again: commands/interrupts.py had another handler for the imports.
+
+    A process that a shell has started in the background ignores it, and still does.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _print_error(prog: str, message: str) -> None:

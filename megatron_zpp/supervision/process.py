@@ -1,13 +1,13 @@
 """This process among the ranks of its job, and how its errors are reported before and after they connect."""
 
 import os
-import signal
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megatron_zpp.config.command_line import raise_interrupts
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.distributed.rendezvous import Rendezvous
@@ -34,7 +34,7 @@ class Process:
         Ends the process with an error line if the variables are wrong.
         """
         debug = "--debug" in sys.argv
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # until here the imports had another one
+        raise_interrupts()
         raise_limit()
         with one_line_errors(prog, Topology(), debug=debug, say=said_by_each):
             topology = Topology.from_environment(os.environ)
