@@ -19,8 +19,6 @@ OLD = [  # what was typed, and what says the same today
     ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
     ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
     ("--encoder-seq-length 32", "--seq-length 32"),
-    ("--lr-decay-tokens 3231", "--lr-decay-samples 100"),
-    ("--lr-warmup-tokens 64", "--lr-warmup-samples 2"),
     ("--checkpoint-activations", FULL),
     ("--activations-checkpoint-method uniform", FULL),
     ("--activations-checkpoint-method block", "--recompute-granularity full --recompute-method block"),
@@ -43,6 +41,9 @@ OLD = [  # what was typed, and what says the same today
 ]
 
 
+LENGTHS = {"--train-tokens": 3231, "--lr-decay-tokens": 1600, "--lr-warmup-tokens": 64}  # of 32 tokens a sample
+
+
 def parse(line: str) -> CommandLine:
     return parse_command_line([*MINIMAL, *line.split()])
 
@@ -59,7 +60,8 @@ def test_an_old_name_says_what_todays_says_with_one_note(old: str, today: str) -
 
 
 def test_every_old_name_has_a_test() -> None:
-    assert {flag.name for flag in RENAMED} <= {word for old, _ in OLD for word in old.split()}
+    tested = {word for old, _ in OLD for word in old.split()} | LENGTHS.keys()
+    assert {flag.name for flag in RENAMED} <= tested
 
 
 def test_an_old_name_satisfies_a_required_flag() -> None:
@@ -74,6 +76,11 @@ def test_lengths_in_tokens_are_divided_by_the_length_of_a_sample() -> None:
     for line in ("--train-tokens 3231", "--train-tokens 3200 --train-samples 300"):
         assert parse_args([*argv, *line.split()]) == hundred
     assert parse_args([*argv, *"--train-tokens 6400 --train-samples 100".split()]) == hundred
+    typed = [word for name, tokens in LENGTHS.items() for word in (name, str(tokens))]
+    today = "--train-samples 100 --lr-decay-samples 50 --lr-warmup-samples 2".split()
+    assert parse_args([*argv, *typed]) == parse_args([*argv, *today])
+    notes = [f"{name}: an old name; use {name[:-6]}samples, / --seq-length" for name in LENGTHS]
+    assert [*parse_command_line([*argv, *typed]).notes] == notes
     for line, said in (
         ("--train-tokens 31", "--train-tokens 31: must be a sample of --seq-length tokens, or more"),
         ("--train-samples 9 --lr-decay-tokens 64 --lr-decay-samples 3", "--lr-decay-tokens 64: contradicts"),

@@ -59,7 +59,8 @@ def test_a_file_says_what_flags_say() -> None:
         ("profile: TRUE\nprofile_ranks: 3", "--profile --profile-ranks 3"),
         ("save: 007", "--save 007"),
         ("save: ~/x", "--save /home/of/me/x"),
-        ('load: "$HOME/x"\ntrain_data_path: [~/a, "${HOME}/b"]', "--load ~/x --train-data-path=~/a $HOME/b"),
+        ('load: "$HOME/x"', "--load ~/x"),
+        ('load: "${HOME}/x"', "--load=~/x"),
         ("", ""),
     ],
 )
