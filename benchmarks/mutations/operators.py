@@ -7,7 +7,7 @@
 | boolean | `and` and `or` swapped; drops `not`; negates a condition |
 | integer | a constant plus or minus one |
 | slice | a bound plus one |
-| statement | deletes a call, `+=` and the like, and assignments to elements and, outside of `__init__`, attributes |
+| statement | deletes a call, `+=` and the like, an assignment to an element, or later to an attribute |
 | keyword | drops a keyword argument |
 | loop | `continue` and `break` swapped |
 
