@@ -178,6 +178,21 @@ def test_a_step_allocates_what_the_plan_says(
     assert planned.peak - planned.resident == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("zero", "precision", "nbytes"),
+    [({}, BF16, 2), ({}, {"fp32": True}, 0), (QWZ, BF16, 1 + 2 / 256)],
+    ids=["bf16", "fp32", "qwZ"],
+)
+def test_offloading_plans_the_pinned_memory_of_both_copies(
+    zero: dict, precision: dict, nbytes: float
+) -> None:
+    """Per element that a rank owns: fp32 weight, two moments, fp32 gradient, and the new weight as sent."""
+    settings = {"zero_stage": 3, "zero_offload_optimizer": True} | zero
+    job = job_of(ModelConfig(**SHAPE), 500, zero=settings, precision=PrecisionConfig(**precision), local=2)
+    owned = sum(layout.shard_numel for layout in job.layouts)
+    assert memory_of(job).cpu == pytest.approx((4 + 8 + 4 + nbytes) * owned, abs=1)
+
+
 def saved_bytes(layer: Layer, x: torch.Tensor, rotation: Rotation) -> int:
     """What autograd keeps of a layer: whole storages, since a view keeps all of its tensor."""
     kept = [*layer.parameters(), *layer.buffers(), rotation.cos, rotation.sin]

@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from tests.support import pretrain, program, run
+from tests.train.conftest import BYTES, TINY
+from tests.train.in_process import SMALLEST, train_here
+
+NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 
 MEGATRON_LINE = re.compile(  # what scripts that read Megatron-LM's logs look for
     r" \[[\d\- :]+\] iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| "
@@ -189,6 +194,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one(flags: list[str], tmp_path: P
     newest = "iter_0000006/rank_00000.safetensors"
     assert (whole / newest).read_bytes() == (parts / newest).read_bytes()
     assert "the run is complete: iteration 6 of 6" in succeeded(pretrain(*parted))
+
+
+def test_every_step_drops_out_something_else(tmp_path: Path) -> None:
+    """Where all tokens are one, and updates are far below the weights' rounding, nothing else differs."""
+    with IndexedDatasetWriter(str(tmp_path / "ones"), np.dtype(np.uint16)) as writer:
+        writer.add_document(np.ones(1000, np.uint16))
+    argv = ["--data-path", str(tmp_path / "ones"), "--split", "100,0,0", *BYTES, *TINY, *SMALLEST]
+    argv += ["--train-iters", "4", "--lr", "1e-30"]
+    train_here([*argv, "--metrics-file", str(tmp_path / "dropout")])
+    train_here([*argv, *NO_DROPOUT, "--metrics-file", str(tmp_path / "none")])
+    assert len(set(metrics(tmp_path / "dropout"))) == 4
+    assert len(set(metrics(tmp_path / "none"))) == 1
 
 
 def test_the_loss_depends_neither_on_processes_nor_on_the_stage(flags: list[str], tmp_path: Path) -> None:

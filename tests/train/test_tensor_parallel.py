@@ -163,7 +163,8 @@ def test_8_bit_products_of_shared_layers_learn_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_what_is_counted_over_ranks_counts_replicated_parameters_once(stage: str, tmp_path: Path) -> None:
     """Norms of weights, zero gradients and weighted losses are one rank's; so is a second learning rate."""
-    asked = "--log-params-norm --log-num-zeros-in-grad --calculate-per-token-loss --decoupled-lr 2e-3".split()
+    asked = "--log-params-norm --log-num-zeros-in-grad --decoupled-lr 2e-3".split()
+    asked += ["--calculate-per-token-loss", "--eod-mask-loss"]  # losses have weights with both
     runs = {1: (), 4: ("--tensor-model-parallel-size", "2", "--zero-stage", stage)}
     records = {}
     for ranks, flags in runs.items():

@@ -97,6 +97,55 @@ def check_references(local: int, ranks: list[list[tuple[Any, ...]]]) -> None:
             assert zeros
 
 
+def changed_while_read(topology: Topology, zero: dict[str, Any]) -> tuple[list[int], int]:
+    """Units that a step or a load changes while they are gathered; how many were being gathered before."""
+    engine = build(topology, zero)
+    train(engine, range(1))
+    prefetcher, early, begun = engine.weights.prefetcher, [], 0
+
+    def gather_all() -> None:
+        nonlocal begun
+        for index in range(len(engine.units)):
+            prefetcher.changed(index)
+            prefetcher._start(index)
+        begun += sum(slot.pending is not None for slot in set(prefetcher._slots))
+
+    def check(index: int) -> None:
+        slot = prefetcher._slots[index]
+        if slot.holder == index and slot.pending is not None:
+            early.append(index)
+
+    differences = engine._communication.differences
+    if differences is not None:
+        exchange = differences.exchange
+
+        def checked(weights: torch.Tensor, reference: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            check(next(index for index, unit in enumerate(engine.units) if unit.reference is reference))
+            return exchange(weights, reference, *args, **kwargs)
+
+        differences.exchange = checked
+        engine.accumulate(batch(topology, 0), index=0, micro_batches=1)
+        gather_all()
+        engine.step(1e-2)
+    gather_all()
+    shards = [shard.clone() for shard in engine.states.shards(WEIGHTS)]
+
+    def read(index: int, elements: range) -> torch.Tensor:
+        check(index)
+        return shards[index][: len(elements)]
+
+    engine.states.load(WEIGHTS, read)
+    return early, begun
+
+
+@pytest.mark.parametrize("zero", [{}, DELTA4], ids=["weights", "differences"])
+def test_nothing_changes_what_a_gather_still_reads(zero: dict[str, Any]) -> None:
+    """Units whose gather began and was not needed: a gather holds on until somebody waits for it."""
+    for early, begun in on_ranks(4, changed_while_read, zero, ranks_per_node=2):
+        assert early == []
+        assert begun > 0
+
+
 def lags(topology: Topology, bits: int) -> list[float]:
     """The norm of w - r before each of four steps that leave the weights as they are."""
     wide = dataclasses.replace(MODEL, hidden_size=192)

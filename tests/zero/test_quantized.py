@@ -104,6 +104,13 @@ def test_every_pass_of_a_step_sees_the_same_bits_on_every_rank() -> None:
     assert all(rank == ranks[0] for rank in ranks[1:])
 
 
+def test_groups_inside_a_node_keep_the_parts_that_they_gather() -> None:
+    """Two groups of two ranks: whichever part a rank kept, another group would gather the same bits."""
+    groups = QWZ | {"zero_hpz_partition_size": "2"}
+    ranks = on_ranks(4, weights_seen, [groups, groups | CODES])
+    assert all(rank == ranks[0] for rank in ranks[1:])
+
+
 def decoded(flat: torch.Tensor, format: QuantFormat, shards: int) -> torch.Tensor:
     """What is left of `flat` when each of its shards is sent."""
     rows = flat.view(shards, -1)
