@@ -17,6 +17,7 @@ and its arguments, and calls that only tell somebody something.
 
 import ast
 import copy
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,8 +105,8 @@ class _Finder(ast.NodeVisitor):
         elif isinstance(node, ast.Call):
             for keyword in node.keywords:
                 if keyword.arg is not None:
-                    rest = [other for other in node.keywords if other is not keyword]
-                    self._changed("keyword", node, line=keyword.lineno, keywords=rest)
+                    comma = re.compile(rb"\s*,").match(self._source, self._offsets(keyword)[1])
+                    self._replaced("keyword", keyword, "", len(comma[0]) if comma else 0)
         elif isinstance(node, (ast.Continue, ast.Break)):
             self._replaced("loop", node, "break" if isinstance(node, ast.Continue) else "continue")
         if isinstance(node, (ast.If, ast.While, ast.IfExp)):
@@ -126,18 +127,22 @@ class _Finder(ast.NodeVisitor):
             return all(isinstance(target, kinds) for target in node.targets)
         return isinstance(node, ast.AugAssign)
 
-    def _changed(self, operator: str, node: Any, line: int | None = None, **fields: Any) -> None:
+    def _changed(self, operator: str, node: Any, **fields: Any) -> None:
         changed = copy.copy(node)
         for name, value in fields.items():
             setattr(changed, name, value)
         text = ast.unparse(changed)
-        self._replaced(operator, node, text if isinstance(node, ast.stmt) else f"({text})", line)
+        self._replaced(operator, node, text if isinstance(node, ast.stmt) else f"({text})")
 
-    def _replaced(self, operator: str, node: Any, after: str, line: int | None = None) -> None:
-        start = self._starts[node.lineno - 1] + node.col_offset
-        end = self._starts[node.end_lineno - 1] + node.end_col_offset
-        before = self._source[start:end].decode()
-        self.found.append(Mutation(operator, line or node.lineno, start, end, before, after))
+    def _replaced(self, operator: str, node: Any, after: str, more: int = 0) -> None:
+        """`more` bytes behind the node go, too."""
+        start, end = self._offsets(node)
+        before = self._source[start : end + more].decode()
+        self.found.append(Mutation(operator, node.lineno, start, end + more, before, after))
+
+    def _offsets(self, node: Any) -> tuple[int, int]:
+        starts = self._starts
+        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
 
 def _tells(node: ast.AST) -> bool:

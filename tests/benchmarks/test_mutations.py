@@ -48,7 +48,7 @@ CHANGED = {
         "pass",
         "ä[(-1)] += sum(ä, start=row)",
         "ä[(1)] += sum(ä, start=row)",
-        "ä[0] += (sum(ä))",
+        "ä[0] += sum(ä, )",
         "ä[0] -= sum(ä, start=row)",
     ],
     16: ["if (not (not ä)):", "if (ä):"],
