@@ -6,6 +6,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,8 @@ class Executed:
         self._state = state.absolute()
         self._state.mkdir(parents=True, exist_ok=True)
         self.seconds: dict[str, float] = {}  # of the tests that passed
-        self._tests: dict[str, dict[int, set[str]]] = {}
+        self._tests: dict[str, dict[int, set[str]]] = {}  # that execute a line
+        self._prepared: dict[str, dict[int, set[str]]] = {}  # for which it may have been executed before
 
     def record(self, tests: list[str]) -> None:
         """Run tests, all of them by default, under coverage; their lines join those that are known."""
@@ -50,10 +52,7 @@ class Executed:
                 else:
                     self.seconds[test] = float(case.get("time", 0))
         for report in self._reports():
-            for file, lines in self._contexts(report.stem).items():
-                known = self._tests.setdefault(file, defaultdict(set))
-                for line, tests in lines.items():
-                    known[line] |= tests
+            self._read(report.stem)
 
     def lines(self) -> set[tuple[str, int]]:
         """(file, line) of all that two runs on two nodes execute: one saves, one resumes."""
@@ -63,29 +62,37 @@ class Executed:
                 for more in (["--exit-interval", "2"], []):
                     _run_two_nodes(Path(directory), more, self._traced("run"))
             self._combine("run")
-        return {(file, line) for file, lines in self._contexts("run").items() for line in lines}
+        lines = set()
+        for path, contexts in self._contexts("run"):
+            lines |= {(path, line) for line in contexts}
+        return lines
 
     def choose(self, file: str, line: int, seconds: float, *, imported: bool) -> list[str]:
         """Tests that execute a line, or any line of the file that is `imported`, the cheapest first.
 
-        If all took longer than `seconds`: those of the mirrored folder, and one case of each function, before
-        others.
+        Behind them those of a file of which a fixture executes it. If all took longer than `seconds`: tests
+        that execute it before others, those of the mirrored folder, and one case of each function.
         """
-        lines = self._tests.get(file, {})
-        found = set().union(*lines.values()) if imported else lines.get(line, set())
+        found, prepared = (
+            set().union(*lines.values()) if imported else lines.get(line, set())
+            for lines in (self._tests.get(file, {}), self._prepared.get(file, {}))
+        )
         folder = f"tests/{file.split('/')[1]}/"
         cases: Counter[str] = Counter()
         order = []
-        for test in sorted(found & self.seconds.keys(), key=lambda test: (self.seconds[test], test)):
+        for test in sorted((found | prepared) & self.seconds.keys(), key=self._cost):
             function = test.partition("[")[0]
-            order.append((not test.startswith(folder), cases[function], self.seconds[test], test))
+            order.append((test not in found, not test.startswith(folder), cases[function], self._cost(test)))
             cases[function] += 1
         chosen: list[str] = []
-        for *_, took, test in sorted(order):
+        for *_, (took, test) in sorted(order):
             if not chosen or took <= seconds:
                 chosen.append(test)
                 seconds -= took
-        return sorted(chosen, key=lambda test: (self.seconds[test], test))
+        return sorted(chosen, key=lambda test: (test not in found, self._cost(test)))
+
+    def _cost(self, test: str) -> tuple[float, str]:
+        return self.seconds[test], test
 
     def _reports(self) -> list[Path]:
         return sorted(self._state.glob("tests-*.xml"))
@@ -100,23 +107,31 @@ class Executed:
         environment = {**os.environ, "COVERAGE_FILE": str(self._state / name)}
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
-    def _contexts(self, name: str) -> dict[str, dict[int, set[str]]]:
-        """The tests of each line; what prepares one test counts for all of its file, which may share it."""
+    def _contexts(self, name: str) -> Iterator[tuple[str, dict[int, list[str]]]]:
+        """Each file with the contexts in which its lines were executed."""
         from coverage import CoverageData
 
+        data = CoverageData(str(self._state / name))
+        data.read()
+        for path in data.measured_files():
+            yield path[path.rindex("megatron_zpp/") :], data.contexts_by_lineno(path)
+
+    def _read(self, name: str) -> None:
+        """What prepares one test may prepare all of its file, which share it."""
         of_files: defaultdict[str, set[str]] = defaultdict(set)
         for test in self.seconds:
             of_files[test.partition("::")[0]].add(test)
-        data = CoverageData(str(self._state / name))
-        data.read()
-        found: dict[str, dict[int, set[str]]] = {}
-        for path in data.measured_files():
-            executed = found.setdefault(path[path.rindex("megatron_zpp/") :], defaultdict(set))
-            for line, contexts in data.contexts_by_lineno(path).items():
+        for path, lines in self._contexts(name):
+            tests, prepared = (
+                known.setdefault(path, defaultdict(set)) for known in (self._tests, self._prepared)
+            )
+            for line, contexts in lines.items():
                 for context in contexts:
                     test, _, moment = context.removeprefix("none|").rpartition(" ")
-                    executed[line] |= of_files[test.partition("::")[0]] if moment == "(setup)" else {test}
-        return found
+                    if moment == "(setup)":
+                        prepared[line] |= of_files[test.partition("::")[0]]
+                    else:
+                        tests[line].add(test)
 
 
 def _write_documents(prefix: str) -> None:
