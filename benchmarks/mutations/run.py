@@ -14,7 +14,7 @@ first: of many, as many as took 45 s when they were recorded (executed.py says w
 functions count as executed by all tests of their file. A test that fails has found the mutant if it passes
 in the unchanged copy. All tests of a mutant have 90 s. A mutant that is left then has survived, unless the
 test that runs has taken more than 10 s and five times what it took when recorded, and passes in the
-unchanged copy: "time-out", which counts as killed.
+unchanged copy, with all that it needs, in less time: "time-out", which counts as killed.
 
 --state DIRECTORY has what was recorded, and the outcome of each mutant so far: the same command continues
 after an interruption. The result's first_run has the first outcome of each mutant, others the last.
@@ -128,7 +128,7 @@ class Judge:
                 break
             if not tested.test:
                 break
-            if self._passes(tree, tested.test):
+            if self._passes(tree, tested):
                 outcome = "killed" if tested.status else "time-out"
                 break
             unreliable.append(tested.test)
@@ -137,10 +137,14 @@ class Judge:
         facts |= {"outcome": outcome, "by": tested.test, "seconds": seconds, "unreliable": unreliable}
         return {name: value for name, value in facts.items() if value != []}
 
-    def _passes(self, tree: Tree, test: str) -> bool:
-        if test not in self._good and tree.run([test], LIMIT_SECONDS, self._patience).status == 0:
-            self._good.add(test)
-        return test in self._good
+    def _passes(self, tree: Tree, tested: Tested) -> bool:
+        """Whether the test passes in the unchanged copy; one that hung, with all that it needs in less time."""
+        if tested.test not in self._good or tested.status is None:
+            unchanged = tree.run([tested.test], tested.ran or LIMIT_SECONDS, self._patience)
+            if unchanged.status != 0:
+                return False
+            self._good.add(tested.test)
+        return True
 
     def _patience(self, test: str) -> float:
         return 5 * self._executed.seconds[test] + 10

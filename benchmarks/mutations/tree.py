@@ -25,6 +25,7 @@ class Tested:
     status: int | None
     test: str
     seconds: float
+    ran: float = 0.0  # how long that test has, at the limit
 
 
 class Tree:
@@ -67,14 +68,15 @@ class Tree:
             ended = time.time()
             end_all(f"MUTATION_TREE={self._mark}")
             pytest.wait()
-        test = ""
+        test, ran = "", 0.0
         if files[FAILED].exists():
             test = json.loads(files[FAILED].read_text())
         elif status is None and files[STARTED].exists():
             running, since = json.loads(files[STARTED].read_text())
-            test = running if ended - since > patience(running) else ""
+            ran = ended - since
+            test = running if ran > patience(running) else ""
         shutil.rmtree(self._scratch, ignore_errors=True)
-        return Tested(status, test, round(ended - began, 1))
+        return Tested(status, test, round(ended - began, 1), ran)
 
 
 def end_all(variable: str) -> None:
