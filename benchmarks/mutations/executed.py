@@ -6,7 +6,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +90,11 @@ class Executed:
                 chosen.append(test)
                 seconds -= took
         return sorted(chosen, key=lambda test: (test not in found, self._cost(test)))
+
+    def forget(self, tests: Iterable[str]) -> None:
+        """Choose these tests no more."""
+        for test in tests:
+            self.seconds.pop(test, None)
 
     def _cost(self, test: str) -> tuple[float, str]:
         return self.seconds[test], test

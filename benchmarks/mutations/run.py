@@ -11,10 +11,11 @@ same ones. Each line gets one bug, drawn by the same seed: first the operator, t
 
 For each mutant the tests that execute its line run in a copy of the tree until one fails, the cheapest
 first: of many, as many as took 45 s when they were recorded (executed.py says which). Lines outside of
-functions count as executed by all tests of their file. A test that fails has found the mutant if it passes
-in the unchanged copy. All tests of a mutant have 90 s. A mutant that is left then has survived, unless the
-test that runs has taken more than 10 s and five times what it took when recorded, and passes in the
-unchanged copy, with all that it needs, in less time: "time-out", which counts as killed.
+functions count as executed by all tests of their file. In the end, all tests that failed run in the
+unchanged copy; where one fails, its mutants meet the other tests. All tests of a mutant have 90 s. A mutant
+that is left then has survived, unless the test that runs has taken more than 10 s and five times what it
+took when recorded, and passes in the unchanged copy, with all that it needs, in less time: "time-out",
+which counts as killed.
 
 --state DIRECTORY has what was recorded, and the outcome of each mutant so far: the same command continues
 after an interruption. The result's first_run has the first outcome of each mutant, others the last.
@@ -97,7 +98,6 @@ class Judge:
         from megatron_zpp.native.cache import cache_directory
 
         self._executed = executed
-        self._good: set[str] = set()  # tests that pass in an unchanged copy
         self._trees: SimpleQueue[Tree] = SimpleQueue()
         shutil.copytree(cache_directory({"HOME": str(Path.home())}), directory / "kernels")
         for number in range(jobs):
@@ -115,36 +115,29 @@ class Judge:
         source, line = (ROOT / mutant.file).read_text(), mutant.mutation.line
         imported = line in imported_lines(source)
         tests = self._executed.choose(mutant.file, line, RECORDED_SECONDS, imported=imported)
-        facts, left, unreliable = mutant.facts() | {"tests": len(tests)}, float(LIMIT_SECONDS), []
-        outcome, tested = "no tests" if not tests else "survived", Tested(0, "", 0)
-        while tests and left > 0:
+        facts, outcome = mutant.facts() | {"tests": len(tests)}, "survived" if tests else "no tests"
+        tested = Tested(0, (), 0)
+        if tests:
             tree.write(mutant.file, mutant.mutation.apply(source))
-            tested = tree.run(tests, left, self._patience)
+            tested = tree.run(tests, LIMIT_SECONDS, self._patience, "-x")
             tree.write(mutant.file, source)
-            left -= tested.seconds
-            if tested.status and not tested.test:  # not even collected
-                unchanged = tree.run(["--collect-only", *tests], LIMIT_SECONDS, self._patience)
-                outcome = "error" if unchanged.status else "killed"
-                break
-            if not tested.test:
-                break
-            if self._passes(tree, tested):
-                outcome = "killed" if tested.status else "time-out"
-                break
-            unreliable.append(tested.test)
-            tests = [test for test in tests if test not in unreliable]
-        seconds = round(LIMIT_SECONDS - left, 1)
-        facts |= {"outcome": outcome, "by": tested.test, "seconds": seconds, "unreliable": unreliable}
-        return {name: value for name, value in facts.items() if value != []}
+        if tested.status is None and tested.failed:
+            unchanged = tree.run([*tested.failed], tested.ran, self._patience)
+            outcome = "survived" if unchanged.status else "time-out"
+        elif tested.status and not tested.failed:  # not even collected
+            unchanged = tree.run(tests, LIMIT_SECONDS, self._patience, "--collect-only")
+            outcome = "error" if unchanged.status else "killed"
+        elif tested.status:
+            outcome = "killed"
+        by = "".join(tested.failed[:1]) if outcome in KILLED else ""
+        return facts | {"outcome": outcome, "by": by, "seconds": tested.seconds}
 
-    def _passes(self, tree: Tree, tested: Tested) -> bool:
-        """Whether the test passes in the unchanged copy; one that hung, with all that it needs in less time."""
-        if tested.test not in self._good or tested.status is None:
-            unchanged = tree.run([tested.test], tested.ran or LIMIT_SECONDS, self._patience)
-            if unchanged.status != 0:
-                return False
-            self._good.add(tested.test)
-        return True
+    def unreliable(self, tests: set[str]) -> set[str]:
+        """Tests that fail in the unchanged copy."""
+        tree = self._trees.get()
+        tested = tree.run(sorted(tests), LIMIT_SECONDS * len(tests), self._patience)
+        self._trees.put(tree)
+        return {*tested.failed}
 
     def _patience(self, test: str) -> float:
         return 5 * self._executed.seconds[test] + 10
@@ -195,12 +188,20 @@ def main() -> None:
     due = [mutants[name] for name in sorted(counted) if is_due(mutants[name])]
     with tempfile.TemporaryDirectory(prefix="m") as directory, ThreadPoolExecutor(options.jobs) as pool:
         judge = Judge(executed, Path(directory), options.jobs)
-        for done in as_completed([pool.submit(judge.judge, mutant) for mutant in due]):
-            record = done.result()
-            records.append(record)
-            with log.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            print(f"{record['outcome']:9} {record['at']} {record['before']} → {record['after']}", flush=True)
+        while due:
+            for done in as_completed([pool.submit(judge.judge, mutant) for mutant in due]):
+                record = done.result()
+                records.append(record)
+                with log.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+                print(
+                    f"{record['outcome']:9} {record['at']} {record['before']} → {record['after']}", flush=True
+                )
+            last = {record["name"]: record for record in records}
+            unreliable = judge.unreliable({record["by"] for record in last.values()} - {""})
+            print(f"fail in the unchanged copy: {sorted(unreliable)}", flush=True)
+            executed.forget(unreliable)
+            due = [mutants[name] for name in sorted(counted & last.keys()) if last[name]["by"] in unreliable]
     first = {record["name"]: record for record in reversed(records)}
     last = {record["name"]: record for record in records}
     if missing := len(counted - last.keys()):

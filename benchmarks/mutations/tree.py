@@ -20,12 +20,12 @@ IGNORED = shutil.ignore_patterns(*".git .venv build mine quickstart wandb site .
 
 @dataclass(frozen=True)
 class Tested:
-    """How tests ended: pytest's status, None at the limit; the test that failed, or ran too long by then."""
+    """How tests ended: pytest's status, None at the limit, and those that failed, or ran too long by then."""
 
     status: int | None
-    test: str
+    failed: tuple[str, ...]
     seconds: float
-    ran: float = 0.0  # how long that test has, at the limit
+    ran: float = 0.0  # how long the test had run that ran at the limit
 
 
 class Tree:
@@ -43,8 +43,8 @@ class Tree:
         for compiled in (self.root / file).parent.glob(f"__pycache__/{Path(file).stem}.*"):
             compiled.unlink()
 
-    def run(self, tests: list[str], limit: float, patience: Callable[[str], float]) -> Tested:
-        """Run tests in this order until one fails; all processes that they start end with them.
+    def run(self, tests: list[str], limit: float, patience: Callable[[str], float], *flags: str) -> Tested:
+        """Run tests in this order, with flags of pytest; all processes that they start end with them.
 
         At the limit, a test has failed if it runs for longer than its patience.
         """
@@ -55,7 +55,7 @@ class Tree:
         environment = {**os.environ, **{name: str(path) for name, path in files.items()}}
         environment |= {"MUTATION_TREE": self._mark, "TMPDIR": str(self._scratch), "OMP_NUM_THREADS": "1"}
         environment |= {"MEGATRON_ZPP_CACHE": str(self._scratch / "kernels")}
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "benchmarks.mutations.tree", *tests]
+        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.mutations.tree", *flags, *tests]
         began = time.time()
         with (self._scratch / "output").open("w") as said:
             pytest = subprocess.Popen(
@@ -68,15 +68,15 @@ class Tree:
             ended = time.time()
             end_all(f"MUTATION_TREE={self._mark}")
             pytest.wait()
-        test, ran = "", 0.0
+        failed, ran = [], 0.0
         if files[FAILED].exists():
-            test = json.loads(files[FAILED].read_text())
+            failed = files[FAILED].read_text().splitlines()
         elif status is None and files[STARTED].exists():
             running, since = json.loads(files[STARTED].read_text())
             ran = ended - since
-            test = running if ran > patience(running) else ""
+            failed = [running] if ran > patience(running) else []
         shutil.rmtree(self._scratch, ignore_errors=True)
-        return Tested(status, test, round(ended - began, 1), ran)
+        return Tested(status, tuple(failed), round(ended - began, 1), ran)
 
 
 def end_all(variable: str) -> None:
@@ -122,6 +122,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Say which test failed first."""
-    if report.failed and FAILED in os.environ and not Path(os.environ[FAILED]).exists():
-        Path(os.environ[FAILED]).write_text(json.dumps(report.nodeid))
+    """Say which test failed."""
+    if report.failed and FAILED in os.environ:
+        with Path(os.environ[FAILED]).open("a") as file:
+            file.write(f"{report.nodeid}\n")
