@@ -1,6 +1,7 @@
 """What is saved comes back, bit for bit, at any stage and on any number of ranks."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from safetensors import safe_open
 
 from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.zero.model_states import WEIGHTS
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.zero.engines import states_of, weights_of
@@ -142,3 +145,31 @@ def test_another_model_or_tokenizer_is_refused(tmp_path: Path) -> None:
         load_checkpoint(path, small(hidden=64), TOKENIZER, with_optimizer=True)
     with pytest.raises(ValueError, match="tokenizer"):
         load_checkpoint(path, small(), {**TOKENIZER, "fingerprint": "0" * 64}, with_optimizer=True)
+
+
+def loaded_alone(topology: Topology, directory: str) -> list[bool]:
+    """Whether a rank loads its states from a directory that has its own file alone, if it says so."""
+    engine = small(topology=topology, zero_stage=1)
+    train(engine, 1, seed=1)
+    whole = save(Path(directory), engine)
+    alone = Path(directory) / f"{topology.rank}" / whole.name
+    shutil.copytree(whole, alone)
+    entries = read_manifest(alone)
+    others = [name for name in entries if name.startswith("rank_") and f"{topology.rank:05d}" not in name]
+    for name in others:
+        (alone / name).unlink()
+    write_manifest(alone, {name: entry for name, entry in entries.items() if name not in others})
+    other = small(topology=topology, seed=2, zero_stage=1)
+    load_checkpoint(alone, other, TOKENIZER, with_optimizer=True, partial=True)
+    same = [
+        torch.equal(ours, theirs)
+        for kind in engine.states.kinds
+        for ours, theirs in zip(engine.states.shards(kind), other.states.shards(kind), strict=True)
+    ]
+    with pytest.raises(DamagedFile, match="does not name the files of 3 ranks"):
+        load_checkpoint(alone, other, TOKENIZER, with_optimizer=True)
+    return [all(same), len(others) > 1]
+
+
+def test_a_rank_loads_from_its_own_file_where_it_has_no_other(tmp_path: Path) -> None:
+    assert on_ranks(3, loaded_alone, str(tmp_path)) == [[True, True]] * 3

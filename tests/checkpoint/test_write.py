@@ -171,6 +171,28 @@ def test_what_a_save_makes_durable_and_in_which_order(
     assert calls[rename + 1] == ("fsync", str(tmp_path))
 
 
+def left_in_store(topology: Topology, directory: str) -> set[str]:
+    """What a rank has to forget after a save."""
+    engine, store = small(topology=topology), dist.distributed_c10d._get_default_store()
+    exchange = Exchange(store, topology, timedelta(seconds=60), "save")
+    state = describe_state(engine, FIRST, with_optimizer=True, config={}, tokenizer=TOKENIZER)
+    write_checkpoint(
+        Path(directory) / "iter_0000005",
+        shards_of(engine, with_optimizer=True),
+        state,
+        exchange,
+        SaveOptions(),
+    )
+    return exchange.keys()
+
+
+def test_ranks_take_back_what_they_told_rank_0(tmp_path: Path) -> None:
+    """A store that kept the reports of thousands of ranks would grow with every save."""
+    first, second = on_ranks(2, left_in_store, str(tmp_path))
+    assert first
+    assert not second
+
+
 def save_beside(directory: Path, may_write: Callable[[], None]) -> None:
     engine = small()
     exchange = Exchange(dist.HashStore(), engine.topology, timedelta(seconds=60), "save")

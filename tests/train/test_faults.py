@@ -278,6 +278,15 @@ def test_losses_that_are_not_finite_stop_the_run(flags: list[str], tmp_path: Pat
     assert weights(save, 8) == weights(save, 4)
 
 
+def test_losses_that_are_not_finite_up_to_the_end_are_a_failure(flags: list[str], tmp_path: Path) -> None:
+    """A step learns what became of the one before. The last step has none behind it."""
+    flags += ["--train-iters", "7", "--max-nan-iterations", "3", "--eval-iters", "0"]
+    with Run(tmp_path, 1) as run:
+        run.start(0, *flags, change=partial(poison_losses, float("nan")))
+        assert run.statuses() == {0: 3}, run.err(0)
+        assert "error: iteration 7: the 3 steps up to iteration 7 had NaN or Inf" in run.err(0)
+
+
 def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path) -> None:
     """A full disk, and W&B's service killed."""
     full = tmp_path / "metrics.jsonl"

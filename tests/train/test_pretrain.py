@@ -106,6 +106,7 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
 
 def test_the_first_step_is_reported_long_before_the_first_log_line(flags: list[str]) -> None:
     out = succeeded(pretrain(*flags, "--train-iters", "2", "--log-interval", "2", "--eval-iters", "0"))
+    assert " 2 layers × 64, 4 heads, sequence 32, vocabulary 257 padded to " in out
     first, logged = (line for line in out.splitlines() if "iteration " in line)
     assert re.fullmatch(r" first step, iteration 1: loss \d+\.\d{4}, \d+\.\d s", first)
     assert MEGATRON_LINE.match(logged)
