@@ -70,7 +70,7 @@ class Executed:
     def choose(self, file: str, line: int, seconds: float, *, imported: bool) -> list[str]:
         """Tests that execute a line, or any line of the file that is `imported`, the cheapest first.
 
-        Behind them those of a file of which a fixture executes it. If all took longer than `seconds`: tests
+        Behind them those of a folder of which a fixture executes it. If all took longer than `seconds`: tests
         that execute it before others, those of the mirrored folder, and one case of each function.
         """
         found, prepared = (
@@ -122,10 +122,10 @@ class Executed:
             yield path[path.rindex("megatron_zpp/") :], data.contexts_by_lineno(path)
 
     def _read(self, name: str) -> None:
-        """What prepares one test may prepare all of its file, which share it."""
-        of_files: defaultdict[str, set[str]] = defaultdict(set)
+        """What prepares one test may prepare all of its folder, which share fixtures."""
+        folders: defaultdict[str, set[str]] = defaultdict(set)
         for test in self.seconds:
-            of_files[test.partition("::")[0]].add(test)
+            folders[test.partition("::")[0].rpartition("/")[0]].add(test)
         for path, lines in self._contexts(name):
             tests, prepared = (
                 known.setdefault(path, defaultdict(set)) for known in (self._tests, self._prepared)
@@ -134,7 +134,7 @@ class Executed:
                 for context in contexts:
                     test, _, moment = context.removeprefix("none|").rpartition(" ")
                     if moment == "(setup)":
-                        prepared[line] |= of_files[test.partition("::")[0]]
+                        prepared[line] |= folders[test.partition("::")[0].rpartition("/")[0]]
                     else:
                         tests[line].add(test)
 

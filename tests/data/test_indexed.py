@@ -1,5 +1,6 @@
 """The reader of indexed files: files written by hand, and damaged in every way."""
 
+import hashlib
 import os
 import random
 import subprocess
@@ -33,6 +34,18 @@ def refused(prefix):
     message = str(error.value)
     assert "\n" not in message
     return message
+
+
+def test_the_identifier_in_checkpoints_is_of_both_ends(by_hand):
+    """Of 2^14 lengths and 64 KiB of tokens. If they changed, runs would not know their data again."""
+    sequences = [[number % 251] * (1 + number % 3) for number in range(40_000)]
+    data = IndexedDataset(by_hand("x", sequences, kind="i", documents=[0, 40_000]))
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
+    tokens = np.concatenate(sequences).astype("<i4")
+    digest = hashlib.sha256(f"40000 {len(tokens)} int32".encode())
+    for ends, count in ((lengths, 2**14), (tokens, 2**14)):
+        digest.update(ends[:count].tobytes() + ends[-count:].tobytes())
+    assert data.fingerprint() == digest.hexdigest()[:32]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,22 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.supervision.activity import Activity
+from megatron_zpp.supervision.signals import StopSignals
+from megatron_zpp.train.buddy_memory import open_memory
 from megatron_zpp.train.memory_name import memory_name, remove_memory_name, write_memory_name
+from megatron_zpp.train.ranks import Ranks
+from tests.train.conftest import BYTES, TINY
 
 FILE = "memory_snapshots.txt"
 OLD = "0123456789abcdef 9f9f5111\n"  # as versions before wrote it, with the first digits of its SHA-256
@@ -22,6 +32,19 @@ def test_a_start_finds_what_the_one_before_wrote(tmp_path: Path) -> None:
     assert memory_name(str(tmp_path)) == (None, [])
     assert write_memory_name(str(tmp_path), None) != name
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_start_without_memory_snapshots_forgets_those_of_earlier_starts(tmp_path: Path) -> None:
+    """They would hold later states than the next start with them continues."""
+    name = write_memory_name(str(tmp_path), None)
+    flags = ["--mock-data", *BYTES, *TINY, "--train-iters", "1", "--save", str(tmp_path)]
+    ranks = Ranks(
+        topology=Topology(1, 2, 1, 2), store=dist.HashStore(), signals=StopSignals(), activity=Activity()
+    )
+    for rank, found in ((1, name), (0, None)):
+        ranks = replace(ranks, topology=Topology(rank, 2, rank, 2))
+        assert open_memory(parse_args(flags), Mock(), ranks) == (None, [])
+        assert memory_name(str(tmp_path)) == (found, [])
 
 
 def test_a_moved_directory_keeps_its_name_and_a_copy_gets_its_own(tmp_path: Path) -> None:

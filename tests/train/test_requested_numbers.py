@@ -11,9 +11,12 @@ import torch
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
 from megatron_zpp.data.open import open_splits
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.checkpoint_arguments import read_arguments
+from megatron_zpp.train.device import prepare_device
 from tests.support import pretrain
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, of, train_here
@@ -135,6 +138,24 @@ def test_what_cannot_be_obeyed(line: str, said: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_args(["--mock-data", *BYTES, *TINY, "--train-iters", "3", *line.split()])
     assert str(refused.value).startswith(said)
+
+
+def test_activations_move_to_the_cpu_from_gpus_alone() -> None:
+    offload = (
+        "--recompute-granularity full --recompute-method uniform --recompute-offload --device cpu".split()
+    )
+    config = parse_args(["--mock-data", *BYTES, *TINY, "--train-iters", "3", *offload])
+    with pytest.raises(ValueError, match=r"--recompute-offload \(given\): needs GPUs"):
+        prepare_device(config, Grid(Topology()))
+
+
+def test_required_kernels_are_used_where_nothing_else_needs_them() -> None:
+    config = parse_args(
+        ["--mock-data", *BYTES, *TINY, "--train-iters", "3", "--require-kernels", "--device", "cpu"]
+    )
+    operations = prepare_device(config, Grid(Topology())).operations
+    assert operations is not None
+    assert operations.compiled
 
 
 def test_arguments_come_from_the_checkpoint(

@@ -193,6 +193,9 @@ def test_a_unit_is_raised_that_settles_two_updates_behind() -> None:
     for loaded, raised in ((state, [1, 1, 1]), (None, [0, 0, 0])):
         again.load_state(loaded, first_rank=False)
         assert [(again.decide(skipped), again.raised)[1] for _ in range(3)] == raised
+        again.load_state(loaded, first_rank=True)
+        restored = measured.double() if loaded else torch.zeros(4, 2).double()
+        assert torch.equal(again.measured.nan_to_num(), restored.nan_to_num())
     assert [formats.coded(0, iteration).bits for iteration in range(3)] == [4, 4, 3]
     assert formats.coded(3, 2).bits == 4
     assert formats.sent(0, 5) != formats.sent(1, 5) == LloydMaxFormat(3)

@@ -249,3 +249,17 @@ def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
         found.append((norms, weights_of(engine)))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][name], weights) for name, weights in found[1][1].items())
+
+
+def test_a_load_writes_into_the_states_themselves_on_a_cpu() -> None:
+    """A copy of every part would take most of the time of a load."""
+    engine = small()
+    memory, written = [], []
+
+    def fill(unit: int, elements: range, target: torch.Tensor) -> None:
+        written.append(target.untyped_storage().data_ptr())
+
+    for kind in engine.states.kinds:
+        memory += [shard.untyped_storage().data_ptr() for shard in engine.states.shards(kind)]
+        engine.states.fill(kind, fill)
+    assert written == memory
