@@ -6,7 +6,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,7 @@ class Executed:
         self._state.mkdir(parents=True, exist_ok=True)
         self.seconds: dict[str, float] = {}  # of the tests that passed
         self._tests: dict[str, dict[int, set[str]]] = {}  # that execute a line
+        self.newest: set[str] = set()  # tests recorded after the first record
         self._prepared: dict[str, dict[int, set[str]]] = {}  # for which it may have been executed before
 
     def record(self, tests: list[str]) -> None:
@@ -44,13 +45,14 @@ class Executed:
         """Read what `record` has written; it runs now unless it has done so."""
         if not self._reports():
             self.record([])
-        for report in self._reports():
+        for number, report in enumerate(self._reports()):
             for case in xml.etree.ElementTree.parse(report).iter("testcase"):
                 test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
                 if {child.tag for child in case} & {"failure", "error", "skipped"}:
                     self.seconds.pop(test, None)
                 else:
                     self.seconds[test] = float(case.get("time", 0))
+                    self.newest |= {test} if number else set()
         for report in self._reports():
             self._read(report.stem)
 
@@ -67,11 +69,14 @@ class Executed:
             lines |= {(path, line) for line in contexts}
         return lines
 
-    def choose(self, file: str, line: int, seconds: float, *, imported: bool) -> list[str]:
+    def choose(
+        self, file: str, line: int, seconds: float, *, imported: bool, before: Collection[str] = ()
+    ) -> list[str]:
         """Tests that execute a line, or any line of the file that is `imported`, the cheapest first.
 
-        Behind them those of a folder of which a fixture executes it. If all took longer than `seconds`: tests
-        that execute it before others, those of the mirrored folder, and one case of each function.
+        Behind them those of a folder of which a fixture executes it, ahead of them those of `before`. If all
+        took longer than `seconds`: in this order those that execute it, those of the mirrored folder, and one
+        case of each function.
         """
         found, prepared = (
             set().union(*lines.values()) if imported else lines.get(line, set())
@@ -82,14 +87,15 @@ class Executed:
         order = []
         for test in sorted((found | prepared) & self.seconds.keys(), key=self._cost):
             function = test.partition("[")[0]
-            order.append((test not in found, not test.startswith(folder), cases[function], self._cost(test)))
+            group = (test not in before, test not in found)
+            order.append((*group, not test.startswith(folder), cases[function], *self._cost(test)))
             cases[function] += 1
-        chosen: list[str] = []
-        for *_, (took, test) in sorted(order):
+        chosen: dict[str, tuple[bool, bool, float]] = {}
+        for later, fixture, _, _, took, test in sorted(order):
             if not chosen or took <= seconds:
-                chosen.append(test)
+                chosen[test] = later, fixture, took
                 seconds -= took
-        return sorted(chosen, key=lambda test: (test not in found, self._cost(test)))
+        return sorted(chosen, key=lambda test: (*chosen[test], test))
 
     def forget(self, tests: Iterable[str]) -> None:
         """Choose these tests no more."""

@@ -9,8 +9,9 @@ something to change, and which a run on two nodes of two ranks executes that sav
 and gradients of 4 bits. Lines are drawn by a hash of seed, file and text, so a change elsewhere draws the
 same ones. Each line gets one bug, drawn by the same seed: first the operator, then the place.
 
-For each mutant the tests that execute its line run in a copy of the tree until one fails, the cheapest
-first: of many, as many as took 45 s when they were recorded (executed.py says which). Lines outside of
+For each mutant the tests that execute its line run in a copy of the tree until one fails: the test that has
+found it in the committed result, new tests, and then the cheapest first; of many, as many as took 45 s when
+they were recorded (executed.py says which). Lines outside of
 functions count as executed by all tests of their file. In the end, all tests that failed run in the
 unchanged copy; where one fails, its mutants meet the other tests. All tests of a mutant have 90 s. A mutant
 that is left then has survived, unless the test that runs has taken more than 10 s and five times what it
@@ -41,7 +42,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import write_result
+from benchmarks.common import RESULTS, write_result
 from benchmarks.mutations.executed import ROOT, Executed
 from benchmarks.mutations.operators import Mutation, imported_lines, mutations
 from benchmarks.mutations.tree import Tested, Tree
@@ -97,7 +98,7 @@ class Judge:
     def __init__(self, executed: Executed, directory: Path, jobs: int) -> None:
         from megatron_zpp.native.cache import cache_directory
 
-        self._executed = executed
+        self._executed, self._killers = executed, killers()
         self._trees: SimpleQueue[Tree] = SimpleQueue()
         shutil.copytree(cache_directory({"HOME": str(Path.home())}), directory / "kernels")
         for number in range(jobs):
@@ -114,7 +115,8 @@ class Judge:
     def _judge(self, mutant: Mutant, tree: Tree) -> dict[str, Any]:
         source, line = (ROOT / mutant.file).read_text(), mutant.mutation.line
         imported = line in imported_lines(source)
-        tests = self._executed.choose(mutant.file, line, RECORDED_SECONDS, imported=imported)
+        before = {*self._executed.newest, self._killers.get(mutant.name, "")}
+        tests = self._executed.choose(mutant.file, line, RECORDED_SECONDS, imported=imported, before=before)
         facts, outcome = mutant.facts() | {"tests": len(tests)}, "survived" if tests else "no tests"
         tested = Tested(0, (), 0)
         if tests:
@@ -141,6 +143,13 @@ class Judge:
 
     def _patience(self, test: str) -> float:
         return 5 * self._executed.seconds[test] + 10
+
+
+def killers() -> dict[str, str]:
+    """The test that found each mutant of the committed result."""
+    result = RESULTS / "mutations.json"
+    outcomes = json.loads(result.read_text())["figures"]["outcomes"] if result.exists() else []
+    return {one["name"]: one["by"] for one in outcomes if one.get("by")}
 
 
 def wilson(killed: int, of: int) -> list[float]:

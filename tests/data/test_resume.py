@@ -203,6 +203,16 @@ def test_lines_about_a_changed_blend(folder):
     ]
 
 
+def test_a_run_remembers_an_omitted_set_when_it_resumes_without_a_change(folder):
+    both = [(0.5, "a"), (0.5, "b")]
+    first = resumed(folder, both, None, 0)
+    omitted = resumed(folder, [(1, "a")], first.dataset_progress, 30)
+    unchanged = resumed(folder, [(1, "a")], omitted.dataset_progress, 40)
+    assert unchanged.dataset_progress == omitted.dataset_progress
+    on = resumed(folder, both, unchanged.dataset_progress, 50)
+    assert f"   0.00% -> 50.00% {folder}/b, from its sample 15 on" in on.lines
+
+
 def test_data_rebuilt_under_its_name_starts_at_its_beginning(folder, tmp_path):
     for content in (range(40), range(48)):
         write_by_hand(tmp_path / "set", [list(content)])

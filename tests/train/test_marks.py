@@ -32,6 +32,8 @@ def test_the_first_evaluation_of_a_resumed_run_may_build_its_kernels(
     run = [*flags, *saved, "--train-iters", "4", "--eval-interval", "2"]
     marks_of([*run, "--exit-interval", "1"])
     marks = marks_of(run)
+    parts = ["reading micro-batch 1 of 1", "micro-batch 1 of 1", "optimizer", "report"]
+    assert [marks[f"step 4, {part}"] for part in parts] == [False] * 4
     assert not marks["step 3, micro-batch 1 of 1"]
     assert marks["evaluation of valid at iteration 2, round 1 of 8"]
     assert not marks["evaluation of valid at iteration 2, round 2 of 8"]

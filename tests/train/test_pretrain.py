@@ -14,7 +14,7 @@ import pytest
 
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
-from tests.support import pretrain, program, run
+from tests.support import Run, pretrain, program, run
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, train_here
 
@@ -110,6 +110,17 @@ def test_the_first_step_is_reported_long_before_the_first_log_line(flags: list[s
     first, logged = (line for line in out.splitlines() if "iteration " in line)
     assert re.fullmatch(r" first step, iteration 1: loss \d+\.\d{4}, \d+\.\d s", first)
     assert MEGATRON_LINE.match(logged)
+
+
+def test_rank_0_advises_what_sends_less(flags: list[str], tmp_path: Path) -> None:
+    zeropp = "--zero-stage 3 --zero-quantized-weights --zero-quantized-gradients".split()
+    flags += [*zeropp, "--zero-hpz-partition-size", "auto", "--train-iters", "1", "--eval-iters", "0"]
+    with Run(tmp_path, 2) as nodes:
+        for rank in range(2):
+            nodes.start(rank, *flags, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        assert nodes.statuses() == {0: 0, 1: 0}, nodes.err(0)
+        assert " advice: --zero-quantized-weights-format delta4 and " in nodes.out(0)
+        assert nodes.out(1) == ""
 
 
 def test_a_run_keeps_its_curves_when_it_is_started_again(flags: list[str], tmp_path: Path) -> None:

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train.build_engine import build_engine
 from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.train.device import prepare_device
 from tests.support import pretrain
 from tests.zero.ranks import on_ranks
 from tests.zero.test_tensor_parallel import (
@@ -147,6 +151,22 @@ def test_a_resumed_run_drops_out_what_the_first_would_have(tmp_path: Path) -> No
         done = pretrain(*flags, "--metrics-file", str(tmp_path / name), processes=2)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "resumed") == losses(tmp_path / "first")[2:]
+
+
+def shares(topology: Topology) -> list[tuple[bool, bool]]:
+    """Whether an engine has a group that shares its layers, and their splits: for one tensor rank, for two."""
+    found = []
+    for tensor in ("1", "2"):
+        config = parse_args([*FLAGS, "--tensor-model-parallel-size", tensor])
+        grid = Grid(topology, int(tensor))
+        engine = build_engine(config, 251, prepare_device(config, grid), grid)
+        found.append((engine.share.group is not None, bool(engine.share.splits)))
+        engine.close()
+    return found
+
+
+def test_layers_are_shared_as_the_flag_says() -> None:
+    assert on_ranks(2, shares) == [[(False, False), (True, True)]] * 2
 
 
 @pytest.mark.nightly

@@ -69,6 +69,15 @@ def test_a_run_that_ends_during_a_trace_writes_it(ends: str, status: int, tmp_pa
     assert json.loads(gzip.decompress((tmp_path / "rank0.trace.json.gz").read_bytes()))["traceEvents"]
 
 
+def test_a_directory_for_traces_is_tried_before_the_run(flags: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    profile = ["--profile", "--profile-dir", str(tmp_path / "file"), "--train-iters", "1"]
+    done = pretrain(*flags, *profile)
+    assert done.returncode != 0
+    assert f"error: --profile-dir {tmp_path / 'file'}: Not a directory" in done.stderr
+    assert done.stdout == ""
+
+
 def test_a_run_that_resumes_inside_the_steps_of_a_trace_records_the_rest(tmp_path: Path) -> None:
     """Before and behind these steps nothing is recorded, and no rank says so."""
     config = TimingConfig(

@@ -27,7 +27,7 @@ import zstandard
 from megatron_zpp.data.text import parquet_shards
 from megatron_zpp.data.text.json_shards import lines_by_chunk
 from megatron_zpp.data.text.open import OpenText
-from megatron_zpp.data.text.shards import ShardedText, open_shards
+from megatron_zpp.data.text.shards import ShardedText, _bytes_of_block, open_shards
 from megatron_zpp.data.text.sources import fingerprint_of
 from megatron_zpp.storage import files
 from tests.data.text.conftest import documents_of, json_lines, opened
@@ -506,3 +506,20 @@ def read_all(path: Path, directory: Path) -> bytes:
     """All lines of a Parquet file."""
     text = open_shards("--data-path", "set", [str(path)], "text", directory / "index")
     return b"".join(map(text.read, range(text.blocks)))
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        (1, 2**10),
+        (2**20, 2**10),
+        (2**26, 2**16),
+        (2**30, 2**20),
+        (2**36, 2**20),
+        (2**37, 2**21),
+        (2**40, 2**22),
+    ],
+)
+def test_blocks_keep_the_size_by_which_runs_have_begun(text: int, block: int) -> None:
+    """A thousandth of the text, 1 KiB to 1 MiB, and up to 4 MiB beyond 64 GiB: the order follows from it."""
+    assert _bytes_of_block(text) == block
