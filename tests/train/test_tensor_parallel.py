@@ -154,7 +154,7 @@ def test_a_resumed_run_drops_out_what_the_first_would_have(tmp_path: Path) -> No
 
 
 def shares(topology: Topology) -> list[tuple[bool, bool]]:
-    """Whether an engine has a group that shares its layers, and their splits: for one tensor rank, for two."""
+    """Whether an engine has a group that shares layers, and their splits: of one tensor rank, of two."""
     found = []
     for tensor in ("1", "2"):
         config = parse_args([*FLAGS, "--tensor-model-parallel-size", tensor])
