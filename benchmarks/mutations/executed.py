@@ -6,7 +6,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ class Executed:
         self._state.mkdir(parents=True, exist_ok=True)
         self.seconds: dict[str, float] = {}  # of the tests that passed
         self._tests: dict[str, dict[int, set[str]]] = {}  # that execute a line
-        self.newest: set[str] = set()  # tests recorded after the first record
+        self._newest: set[str] = set()  # tests recorded after the first record
         self._prepared: dict[str, dict[int, set[str]]] = {}  # for which it may have been executed before
 
     def record(self, tests: list[str]) -> None:
@@ -52,7 +52,7 @@ class Executed:
                     self.seconds.pop(test, None)
                 else:
                     self.seconds[test] = float(case.get("time", 0))
-                    self.newest |= {test} if number else set()
+                    self._newest |= {test} if number else set()
         for report in self._reports():
             self._read(report.stem)
 
@@ -69,14 +69,12 @@ class Executed:
             lines |= {(path, line) for line in contexts}
         return lines
 
-    def choose(
-        self, file: str, line: int, seconds: float, *, imported: bool, before: Collection[str] = ()
-    ) -> list[str]:
+    def choose(self, file: str, line: int, seconds: float, *, imported: bool, killer: str = "") -> list[str]:
         """Tests that execute a line, or any line of the file that is `imported`, the cheapest first.
 
-        Behind them those of a folder of which a fixture executes it, ahead of them those of `before`. If all
-        took longer than `seconds`: in this order those that execute it, those of the mirrored folder, and one
-        case of each function.
+        Ahead of them `killer`, and those of the newest records; behind them those of a folder of which a fixture
+        executes it. If all took longer than `seconds`: in this order those that execute it, those of the
+        mirrored folder, and one case of each function.
         """
         found, prepared = (
             set().union(*lines.values()) if imported else lines.get(line, set())
@@ -85,9 +83,9 @@ class Executed:
         folder = f"tests/{file.split('/')[1]}/"
         cases: Counter[str] = Counter()
         order = []
-        for test in sorted((found | prepared) & self.seconds.keys(), key=self._cost):
+        for test in sorted((found | prepared | {killer}) & self.seconds.keys(), key=self._cost):
             function = test.partition("[")[0]
-            group = (test not in before, test not in found)
+            group = (test != killer and test not in self._newest, test not in found)
             order.append((*group, not test.startswith(folder), cases[function], *self._cost(test)))
             cases[function] += 1
         chosen: dict[str, tuple[bool, bool, float]] = {}

@@ -115,8 +115,9 @@ class Judge:
     def _judge(self, mutant: Mutant, tree: Tree) -> dict[str, Any]:
         source, line = (ROOT / mutant.file).read_text(), mutant.mutation.line
         imported = line in imported_lines(source)
-        before = {*self._executed.newest, self._killers.get(mutant.name, "")}
-        tests = self._executed.choose(mutant.file, line, RECORDED_SECONDS, imported=imported, before=before)
+        tests = self._executed.choose(
+            mutant.file, line, RECORDED_SECONDS, imported=imported, killer=self._killers.get(mutant.name, "")
+        )
         facts, outcome = mutant.facts() | {"tests": len(tests)}, "survived" if tests else "no tests"
         tested = Tested(0, (), 0)
         if tests:

@@ -278,9 +278,13 @@ def test_losses_that_are_not_finite_stop_the_run(flags: list[str], tmp_path: Pat
     assert weights(save, 8) == weights(save, 4)
 
 
-def test_losses_that_are_not_finite_up_to_the_end_are_a_failure(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluations", ["0", "2"])
+def test_losses_that_are_not_finite_up_to_the_end_are_a_failure(
+    flags: list[str], tmp_path: Path, evaluations: str
+) -> None:
     """A step learns what became of the one before. The last has none behind it, the sixth an evaluation."""
-    flags += ["--train-iters", "7", "--max-nan-iterations", "3", "--eval-iters", "2", "--eval-interval", "6"]
+    flags += ["--train-iters", "7", "--max-nan-iterations", "3"]
+    flags += ["--eval-iters", evaluations, "--eval-interval", "6"]
     with Run(tmp_path, 1) as run:
         run.start(0, *flags, change=partial(poison_losses, float("nan")))
         assert run.statuses() == {0: 3}, run.err(0)
