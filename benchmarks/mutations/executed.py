@@ -72,7 +72,7 @@ class Executed:
     def choose(self, file: str, line: int, seconds: float, *, imported: bool, killer: str = "") -> list[str]:
         """Tests that execute a line, or any line of the file that is `imported`, the cheapest first.
 
-        Ahead of them `killer`, and those of the newest records; behind them those of a folder of which a fixture
+        Ahead of them `killer` and those of the newest records; behind them those of a folder whose fixture
         executes it. If all took longer than `seconds`: in this order those that execute it, those of the
         mirrored folder, and one case of each function.
         """
