@@ -219,8 +219,12 @@ def main() -> None:
         return
     result = {"seed": SEED, "limit_seconds": LIMIT_SECONDS, "mutants": len(mutants)} | rate(last, counted)
     result |= {"equivalent": len(mutants) - len(counted), "first_run": rate(first, counted)}
-    rows = [last.get(name) or mutants[name].facts() | {"outcome": "equivalent"} for name in sorted(mutants)]
-    rows = [row | {"reason": listed[row["name"]]["reason"]} if row["name"] in listed else row for row in rows]
+    rows = [
+        mutants[name].facts() | {"outcome": "equivalent", "reason": listed[name]["reason"]}
+        if name in listed
+        else last[name]
+        for name in sorted(mutants)
+    ]
     write_result("mutations", result | {"outcomes": rows})
     sys.exit(result["kill_rate"] < LEAST_RATE)
 
