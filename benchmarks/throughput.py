@@ -60,11 +60,6 @@ OURS = {  # flags of pretrain_gpt.py
         *("--zero-hpz-partition-size", "auto"),
     ],
 }
-COMPILERS = {  # stage 0 with kernels of the compiler in place of ours: benchmarks/compiler_kernels.py
-    "compiler's rotary": "rotary",
-    "compiler's swiglu": "swiglu",
-    "compiler's rotary and swiglu": "rotary,swiglu",
-}
 AGAINST = ", against"  # behind the name of a run of ours in another checkout
 SHARED = {
     "tensor": 2,
@@ -83,9 +78,7 @@ def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metric
         program = ["benchmarks/plain_training.py", "--kind", run, "--steps", str(options.steps)]
         common = ["--preset" if part == "--model-preset" else part for part in common]
     else:
-        program = ["pretrain_gpt.py", *OURS.get(run, OURS["stage 0"]), "--train-iters", str(options.steps)]
-        if run in COMPILERS:
-            program[:1] = ["benchmarks/compiler_kernels.py", COMPILERS[run]]
+        program = ["pretrain_gpt.py", *OURS[run], "--train-iters", str(options.steps)]
         program += "--bf16 --mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4".split()
         program += "--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-beta2 0.95".split()
         program += options.extra
@@ -180,9 +173,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", default=["345m:16", "1.3b:16", "2.7b:8"])
-    parser.add_argument(
-        "--runs", nargs="+", default=["stage 0", "plain", "whole"], choices=[*OURS, *COMPILERS, *KINDS]
-    )
+    parser.add_argument("--runs", nargs="+", default=["stage 0", "plain", "whole"], choices=[*OURS, *KINDS])
     parser.add_argument("--against", type=Path, help="another checkout, whose runs take turns with ours")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
