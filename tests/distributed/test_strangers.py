@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
+from megatron_zpp.config.run import CheckpointConfig, DistributedConfig
 from megatron_zpp.distributed import rendezvous as module
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.job_store import VARIABLE, ForeignValue, JobStore, derived, job_key
@@ -21,6 +24,8 @@ from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.rendezvous import Rendezvous, rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage
+from megatron_zpp.supervision.joining import connect_ranks
+from megatron_zpp.train.restore import _agreed_candidates
 from tests.support import free_port
 
 MINUTE = timedelta(minutes=1)
@@ -221,6 +226,17 @@ def test_a_rank_writes_its_shards_below_save_alone(met: Met, tmp_path: Path) -> 
     assert not list(elsewhere.iterdir())
 
 
+@pytest.mark.parametrize("name", ["../elsewhere/iter_0000001", "iter_0000001/..", "..", "", 1, None])
+def test_checkpoints_that_rank_0_names_are_below_load(met: Met, tmp_path: Path, name: object) -> None:
+    exchange_for = partial(Exchange, met.ranks[1].store, Topology(1, 2, 0, 1), MINUTE)
+    config = CheckpointConfig(load=str(tmp_path / "load"))
+    met.ranks[0].store.set("load/candidates", json.dumps(["iter_0000001"]))
+    assert _agreed_candidates(config, exchange_for, FileWorker()) == [tmp_path / "load" / "iter_0000001"]
+    met.ranks[0].store.set("load/candidates", json.dumps(["iter_0000001", name]))
+    with pytest.raises(ValueError, match="a rank sent what is no name of a checkpoint"):
+        _agreed_candidates(config, exchange_for, FileWorker())
+
+
 @pytest.mark.parametrize("text", [b"null", b""])
 def test_heartbeats_of_nobody_are_no_messages(text: bytes) -> None:
     assert HeartbeatMessage.decode(text) is None
@@ -231,6 +247,14 @@ def test_nodes_with_different_secrets_say_so_on_both(tmp_path: Path) -> None:
     assert met.ends.keys() == {0, 1}
     for end in met.ends.values():
         assert f"set {VARIABLE} to the same random text on all nodes" in end
+
+
+def test_programs_that_a_rank_starts_do_not_get_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(VARIABLE, "s" * 32)
+    connect_ranks(DistributedConfig(), Topology(), "test")
+    assert VARIABLE not in os.environ
 
 
 def test_a_common_secret_needs_no_file(tmp_path: Path) -> None:
