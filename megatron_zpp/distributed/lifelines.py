@@ -271,7 +271,7 @@ class Lifelines:
     def _is_awaited(self, hello: Message) -> bool:
         """Whether a hello is that of a child of this rank which is not connected yet."""
         connected = {connection.rank for connection in self._connections}
-        token, rank = str(hello.get("token")).encode(), hello.get("rank")
+        token, rank = str(hello.get("token")).encode(errors="replace"), hello.get("rank")
         if not isinstance(rank, int) or rank not in self._awaited - connected:
             return False
         return hmac.compare_digest(token, hello_token(self._token, rank).encode())

@@ -304,6 +304,7 @@ def test_strangers_are_turned_away(tmp_path: Path) -> None:
         }  # of a rank that is connected, and of one that is not a child
         wait_until(lambda: run.ask(3, "complete") is False)
         sent += [json.dumps(hello | {"rank": rank}).encode() + b"\n" for rank in (5, 17, "x", [3])]
+        sent.append(json.dumps(hello | {"rank": 4, "token": "\ud800"}).encode() + b"\n")
         for rank in (3, 5, 17):
             sent.append(
                 json.dumps(hello | {"rank": rank, "token": hello_token(TOKEN, rank)}).encode() + b"\n"
