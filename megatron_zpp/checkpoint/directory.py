@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_zpp.checkpoint.foreign.recognise import recognise
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
@@ -46,6 +46,13 @@ def iteration_of(path: Location) -> int | None:
     """The iteration in the name of a checkpoint; None for other names."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
+
+
+def named_checkpoint(directory: Location, name: Any) -> Location:
+    """The path of a checkpoint in `directory` that another rank named. Raises ValueError for other names."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"a rank sent what is no name of a checkpoint: {name!r}")
+    return directory / name
 
 
 def partial_path(final: AnyLocation) -> AnyLocation:

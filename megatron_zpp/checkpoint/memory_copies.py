@@ -50,6 +50,14 @@ class SnapshotName(NamedTuple):
         match = _NAME.fullmatch(text)
         return cls(int(match[1]), match[2]) if match else None
 
+    @classmethod
+    def checked(cls, iteration: Any, attempt: Any) -> "SnapshotName":
+        """The name with fields that another rank sent; a directory gets it. Raises ValueError for others."""
+        name = cls(iteration, attempt)
+        if type(iteration) is not int or cls.parse(str(name)) != name:
+            raise ValueError(f"a rank sent what is no name of a memory snapshot: {[iteration, attempt]!r}")
+        return name
+
 
 class Found(NamedTuple):
     """A copy of `nbytes` that is whole as far as its name says; `ranks` and `layout` are its snapshot's."""

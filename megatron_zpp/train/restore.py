@@ -18,6 +18,7 @@ from megatron_zpp.checkpoint.directory import (
     each_candidate,
     iteration_of,
     lost_newest,
+    named_checkpoint,
     newest_first,
     write_tracker,
 )
@@ -282,8 +283,7 @@ def _agreed_candidates(
         if exchange.topology.rank == 0:
             found = files.run(lambda on_progress: candidates(load, config.ckpt_step), exchange)
             exchange.put("candidates", [path.name for path in found])
-        names = exchange.get("candidates")
-        return [path for path in (location(load) / name for name in names) if iteration_of(path) is not None]
+        return [named_checkpoint(location(load), name) for name in exchange.get("candidates")]
 
 
 def _directory_warnings(config: CheckpointConfig, on_progress: OnProgress) -> list[str]:
