@@ -101,7 +101,7 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> SavedRu
             grid = Grid(job, reader.state.get("tensor", 1))
             return reader.config(), grid, reader.state["tokenizer"]["vocab_size"]
 
-    found = read_newest(lambda: next(each_candidate(directory, iteration, "--checkpoint"), None), read)
+    found = read_newest(lambda: each_candidate(directory, iteration, "--checkpoint"), read)
     if found is None:
         raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
     config, grid, vocab_size = found

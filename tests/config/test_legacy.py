@@ -41,7 +41,11 @@ OLD = [  # what was typed, and what says the same today
 ]
 
 
-LENGTHS = {"--train-tokens": 3231, "--lr-decay-tokens": 1600, "--lr-warmup-tokens": 64}  # of 32 tokens a sample
+LENGTHS = {
+    "--train-tokens": 3231,
+    "--lr-decay-tokens": 1600,
+    "--lr-warmup-tokens": 64,
+}  # of 32 tokens a sample
 
 
 def parse(line: str) -> CommandLine:
