@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _LOCK = "lock"
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _KINDS = ("tmpfs", "ramfs")
 _ABANDONED = 24 * 3600.0  # seconds without a change, after which an unlocked directory is removed
 
@@ -71,7 +72,7 @@ def _lock(directory: Path) -> int:
     while True:
         directory.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # another run has just removed it
-            descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(directory / _LOCK, _LOCK_FLAGS, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if os.path.samestat(os.fstat(descriptor), os.stat(directory / _LOCK)):
                 return descriptor
@@ -84,7 +85,7 @@ def _remove_abandoned(root: Path, run: str) -> None:
             continue
         with suppress(OSError):  # it is in use, or another rank has just removed it
             # Without a lock, a process that was killed in between left it.
-            descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(directory / _LOCK, _LOCK_FLAGS, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 changed = max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))
