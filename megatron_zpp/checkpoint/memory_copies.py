@@ -28,6 +28,7 @@ from megatron_zpp.checkpoint.manifest import format_version, write_manifest
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile, checksums_of
+from megatron_zpp.storage.files import open_new
 from megatron_zpp.storage.regular import read_limited
 
 _NAME = re.compile(r"iter_(\d{7,15})-([0-9a-f]{8})")
@@ -96,7 +97,8 @@ class MemoryCopies:
         fields = {"checksums": checksums.to_json(), "layout": layout_of(state), "state": state}
         text = json.dumps(fields).encode()
         partial = description.with_suffix(".partial")
-        partial.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+        with os.fdopen(open_new(partial), "wb") as file:
+            file.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
         os.replace(partial, description)
 
     def find(self, name: str) -> Path | None:
@@ -147,7 +149,8 @@ class MemoryCopies:
             state = state or fields["state"]
             os.link(shards, target / shard_file_name(rank))
             files[shard_file_name(rank)] = Checksums.from_json(fields["checksums"], description)
-        (target / STATE).write_text(json.dumps(state))
+        with os.fdopen(open_new(target / STATE), "w") as file:
+            json.dump(state, file)
         files[STATE] = checksums_of(target / STATE)
         write_manifest(target, files, None if state is None else format_version(state))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megatron_zpp.checkpoint.directory import each_candidate
+from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.command_line import one_line
@@ -22,6 +22,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.train.bounded import is_damaged, read_together
 from megatron_zpp.train.buddy_memory import newest_state
 from megatron_zpp.train.device import Device, check_attention
@@ -102,15 +103,20 @@ def _newest(config: Config, topology: Topology, on_progress: OnProgress) -> tupl
 
 
 def _of_checkpoints(config: Config, on_progress: OnProgress) -> SavedProducts | None:
+    """What the newest whole checkpoint says; None if there is none, or all are damaged."""
     assert config.checkpoint.load is not None
-    for path in each_candidate(config.checkpoint.load, config.checkpoint.ckpt_step):
-        try:
-            with CheckpointReader(path, on_progress) as reader:
-                return SavedProducts.of(reader.state)
-        except (DamagedFile, OSError) as error:
-            if not is_damaged(error):
-                raise
-    return None
+    find = partial(each_candidate, config.checkpoint.load, config.checkpoint.ckpt_step)
+
+    def read(path: Location) -> SavedProducts | None:
+        with CheckpointReader(path, on_progress) as reader:
+            return SavedProducts.of(reader.state)
+
+    try:
+        return read_newest(find, read, is_damaged)
+    except (DamagedFile, OSError) as error:
+        if not is_damaged(error):
+            raise
+        return None
 
 
 def _choice(
