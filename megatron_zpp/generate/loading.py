@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -11,6 +10,7 @@ from megatron_zpp.checkpoint.directory import (
     LOOKUPS,
     each_candidate,
     lost_newest,
+    named_checkpoint,
     read_newest,
     removed_too_often,
 )
@@ -82,7 +82,7 @@ def load_together(
         found = exchange.get(f"found/{number}")
         if found["problem"]:
             raise ValueError(found["problem"])
-        path = location(options.load) / Path(found["name"]).name
+        path = named_checkpoint(location(options.load), found["name"])
         loaded, problem, caught = None, None, None
         try:
             loaded = _read_model(path)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -228,13 +227,13 @@ def test_a_rank_writes_its_shards_below_save_alone(met: Met, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["../elsewhere/iter_0000001", "iter_0000001/..", "..", "", 1, None])
 def test_checkpoints_that_rank_0_names_are_below_load(met: Met, tmp_path: Path, name: object) -> None:
-    exchange_for = partial(Exchange, met.ranks[1].store, Topology(1, 2, 0, 1), MINUTE)
+    exchange = Exchange(met.ranks[1].store, Topology(1, 2, 0, 1), MINUTE, "load")
     config = CheckpointConfig(load=str(tmp_path / "load"))
     met.ranks[0].store.set("load/candidates", json.dumps(["iter_0000001"]))
-    assert _agreed_candidates(config, exchange_for, FileWorker()) == [tmp_path / "load" / "iter_0000001"]
+    assert _agreed_candidates(config, exchange, FileWorker()) == [tmp_path / "load" / "iter_0000001"]
     met.ranks[0].store.set("load/candidates", json.dumps(["iter_0000001", name]))
     with pytest.raises(ValueError, match="a rank sent what is no name of a checkpoint"):
-        _agreed_candidates(config, exchange_for, FileWorker())
+        _agreed_candidates(config, exchange, FileWorker())
 
 
 @pytest.mark.parametrize("text", [b"null", b""])
