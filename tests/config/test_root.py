@@ -102,6 +102,14 @@ def test_saved_settings_of_another_version_are_refused() -> None:
         Config.from_json(saved)
 
 
+def test_saved_settings_of_retired_flags_are_read() -> None:
+    config = parse("--bf16", "--fp8", "--kv-channels", "16")
+    saved = config.to_json()
+    saved["compilation"]["gemm_algorithms"] = "measured"
+    saved["precision"]["fp8_products"] = "measured"
+    assert Config.from_json(saved) == config
+
+
 def test_parts_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         parse().model.num_layers = 5
