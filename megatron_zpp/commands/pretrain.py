@@ -55,6 +55,7 @@ def main() -> None:
             dry_run(inputs, grid, speaks=topology.rank == 0)
             return
         device = prepare_device(config, grid)
+        notes += config.precision.speed_notes(config.model.hidden_size)
         warn(PROG, topology.rank, notes)
     with joined_ranks(process, config, device) as joined:
         engine = build_engine(config, inputs.tokenizer["vocab_size"], device, grid)

@@ -5,6 +5,10 @@ from typing import Literal
 
 from megatron_zpp.config.options import Options, flag_name, option, option_error
 
+# The smallest hidden size of a measured step with --fp8, and how many times as fast as bf16's that step was:
+# tensorwise in benchmarks/results/throughput_fp8.json, with 8-bit weights in throughput_fp8_1.3b.json.
+_FP8_PAYS, _FP8_SPEEDS = 2048, "1.09 to 1.34"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Options):
@@ -221,6 +225,15 @@ class PrecisionConfig(Options):
                 f"needs a multiple of 16 entries in the padded vocabulary, not {padded}; choose another "
                 "--make-vocab-size-divisible-by",
             )
+
+    def speed_notes(self, hidden_size: int) -> list[str]:
+        """A note on --fp8 if layers are smaller than all whose steps it was measured to make faster."""
+        if not self.fp8 or hidden_size >= _FP8_PAYS:
+            return []
+        return [
+            f"--fp8: hidden size {hidden_size} is below {_FP8_PAYS}, the smallest whose steps were measured "
+            f"to be faster ({_FP8_SPEEDS} times as fast as bf16's, on an H200); --bf16 alone may be faster"
+        ]
 
     def compute_dtype(self, device: str) -> str:
         """Return `float32`, `bfloat16` or `float16`: the requested format, else the device's default."""
