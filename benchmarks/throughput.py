@@ -46,7 +46,6 @@ OURS = {  # flags of pretrain_gpt.py
     **{f"stage {stage}": ["--zero-stage", str(stage)] for stage in range(4)},
     **{f"stage {stage}, no compile": ["--zero-stage", str(stage), "--no-compile"] for stage in range(4)},
     **{f"stage {stage}, apex": ["--zero-stage", str(stage), "--fused-backend", "apex"] for stage in range(4)},
-    "stage 0, measured products": ["--zero-stage", "0", "--gemm-algorithms", "measured"],
     "stage 0, fp8": ["--zero-stage", "0", "--fp8"],
     "stage 0, fp8 delayed": ["--zero-stage", "0", "--fp8", "--fp8-recipe", "delayed"],
     "stage 0, fp8 codes": ["--zero-stage", "0", *CODES],

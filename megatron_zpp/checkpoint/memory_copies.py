@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,18 +121,6 @@ class MemoryCopies:
             copy = Found(int(match[1]), nbytes, fields["state"]["ranks"], fields["layout"])
             copies.setdefault(snapshot, {})[copy.rank] = copy
         return {snapshot: list(ranks.values()) for snapshot, ranks in copies.items()}, problems
-
-    def newest_state(self) -> dict[str, Any] | None:
-        """The state in the newest copy on this host whose description is whole; None if there is none."""
-        paths = [
-            (name, path)
-            for path in self._directory.glob("holder_*/iter_*/rank_*.json")
-            if (name := SnapshotName.parse(path.parent.name)) is not None
-        ]
-        for _, path in sorted(paths, reverse=True):
-            with suppress(DamagedFile, OSError):
-                return _read_description(path)["state"]
-        return None
 
     def assemble(self, snapshot: SnapshotName, ranks: Iterable[int], target: Path) -> None:
         """Make `target` a checkpoint with the shards of `ranks`, whose copies must be here.

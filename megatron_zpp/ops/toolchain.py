@@ -191,18 +191,8 @@ def _torch_flags(tools: Toolchain) -> tuple[str, ...]:
     if tools.cuda_home is not None:
         includes.append(tools.cuda_home / "include")
         flags.append("-DWITH_CUDA")
-        if (cublas := _cublas_headers(tools.cuda_home)) is not None:
-            includes.append(cublas)  # no library: csrc/cublaslt.cpp finds torch's
-            flags.append("-DWITH_CUBLASLT")
     # As system headers, whose warnings are not shown.
     return (*flags, *(part for include in includes for part in ("-isystem", str(include))))
-
-
-def _cublas_headers(cuda_home: Path) -> Path | None:
-    """The directory of cublasLt.h: CUDA's, or that of the package beside torch; None if not installed."""
-    packages = _torch_root().parent / "nvidia"
-    folders = cuda_home / "include", *sorted(packages.glob("cu*/include")), packages / "cublas/include"
-    return next((folder for folder in folders if (folder / "cublasLt.h").is_file()), None)
 
 
 def _link_flags(tools: Toolchain) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ import shutil
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
 from megatron_zpp.checkpoint.states import shards_of
@@ -28,7 +27,6 @@ from megatron_zpp.storage.run_memory import (
     RunMemory,
     available_memory,
     room_for,
-    run_directory,
     size_of,
     snapshots_root,
 )
@@ -144,19 +142,6 @@ def check_memory(settings: MemorySnapshotsConfig) -> None:
             snapshots_root(settings.buddy_directory)
         except ValueError as error:
             raise option_error("--buddy-directory", settings.buddy_directory, str(error)) from None
-
-
-def newest_state(config: Config) -> dict[str, Any] | None:
-    """The state in the newest memory snapshot of the run on this node, before `open_memory`; None without."""
-    settings, save = config.memory_snapshots, config.checkpoint.save
-    try:
-        name = None if settings.buddy_snapshots is None or save is None else memory_name(save)[0]
-    except DamagedFile:
-        return None  # `open_memory` refuses it
-    if name is None:
-        return None
-    directory = run_directory(snapshots_root(settings.buddy_directory), name)
-    return MemoryCopies(directory, 0).newest_state()
 
 
 def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[BuddyMemory | None, list[str]]:

@@ -1,7 +1,6 @@
 """Starts from the directory of another run, which saves and removes checkpoints meanwhile (--keep-last)."""
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.root import Config, parse_args
-from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.train import checkpoint_arguments, choose_fp8, restore
-from megatron_zpp.train.choose_fp8 import saved_products
+from megatron_zpp.train import checkpoint_arguments, restore
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save, small
@@ -107,14 +104,3 @@ def test_arguments_are_those_of_the_newest_of_a_directory_that_rotates(
     found = checkpoint_arguments.read_arguments(str(tmp_path), None)
     assert found is not None
     assert found.name == str(tmp_path / "iter_0000006")
-
-
-def test_products_are_those_of_the_newest_of_a_directory_that_rotates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved_by_another_run(tmp_path, small())
-    monkeypatch.setattr(choose_fp8, "CheckpointReader", before(tmp_path, CheckpointReader))
-    exchange = Exchange(dist.HashStore(), Topology(), timedelta(seconds=60), "saved")
-    found = saved_products(config_of("--load", str(tmp_path)), exchange)
-    assert found is not None
-    assert found.iteration == 6
