@@ -22,7 +22,8 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
         "versions": {
-            name: package_version(name) for name in ("torch", "numpy", "sentencepiece", "tokenizers")
+            name: package_version(name)
+            for name in ("torch", "torchao", "numpy", "sentencepiece", "tokenizers")
         },
     }
     torch = sys.modules.get("torch")

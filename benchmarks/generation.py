@@ -68,7 +68,7 @@ def uncached(model: GPT, prompts: torch.Tensor, new_tokens: int) -> list[list[in
 
 
 def cached(model: GPT, prompts: torch.Tensor, new_tokens: int) -> list[list[int]]:
-    """Tokens written with the cache, as by sample and the server."""
+    """Tokens written with the cache, as by sample."""
     texts = continue_texts(
         model,
         NullTokenizer(VOCABULARY - 1),

@@ -4,14 +4,19 @@ torchrun --nproc-per-node 2 benchmarks/plain_training.py --kind fsdp2 --preset 1
     --steps 30 --metrics-file FILE
 
 plain       fp32 weights, autocast to bf16, a graph per layer by torch.compile, fused AdamW, clipping
-plain-torchao  the same with the 8-bit products of torchao (tensorwise scales) in all layers
-whole       bf16 weights only, the whole model and its loss one graph by torch.compile, fused AdamW
-fsdp2       fp32 shards, bf16 compute, fp32 reduction, a graph per layer, fused AdamW, clipping
+torchao-tensorwise, torchao-rowwise  the same with torchao's 8-bit matmuls, of that recipe, in all layers
+whole       as plain, with the whole model and its loss one graph
+whole-bf16  the same with bf16 weights alone: half the memory, and no fp32 masters
+fsdp2       fp32 shards, bf16 compute, fp32 reduction, a graph per layer, prefetch of the next layer in both
+            passes, fused AdamW, clipping
+fsdp2-torchao  the same with torchao's tensorwise 8-bit matmuls; all scales are made at once, codes gathered
+fsdp2-our-gpt  FSDP2 around megatron_zpp's GPT, with its kernels, which tells the sharding from the model
 dtensor     torch's tensor parallelism of all ranks, see plain_tensor_parallel.py; else as plain
 dtensor-async  the same in its asynchronous form
 
-Shares only shapes with megatron_zpp. Random tokens come from pinned memory; the loss is read
-every --log-interval steps, when a line of JSON is written to --metrics-file.
+The loss is a graph too, whatever the kind.
+Shares only shapes with megatron_zpp, but for its GPT in fsdp2-our-gpt. Random tokens come from pinned memory;
+the loss is read every --log-interval steps, when a line of JSON is written to --metrics-file.
 """
 
 import argparse
@@ -19,6 +24,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -33,9 +40,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.plain_llama import PlainLlama, cross_entropy
 from benchmarks.plain_tensor_parallel import TensorParallelGPT, parallelize
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.train.compiling import compile_parts
 
 TENSOR_PARALLEL = ("dtensor", "dtensor-async")
-KINDS = ("plain", "plain-torchao", "whole", "fsdp2", *TENSOR_PARALLEL)
+FSDP2 = ("fsdp2", "fsdp2-torchao", "fsdp2-our-gpt")
+KINDS = ("plain", "torchao-tensorwise", "torchao-rowwise", "whole", "whole-bf16", *FSDP2, *TENSOR_PARALLEL)
+BF16_WEIGHTS = (*FSDP2, "whole-bf16")  # the others compute in bf16 by autocast
 
 
 class Block(nn.Module):
@@ -70,7 +81,7 @@ class PlainGPT(nn.Module):
             Block(width, config.num_attention_heads, config.ffn_hidden_size) for _ in range(config.num_layers)
         )
         self.norm = nn.LayerNorm(width)
-        self.loss = cross_entropy  # or a compiled one
+        self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # or a compiled one
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -79,8 +90,10 @@ class PlainGPT(nn.Module):
         return self.loss(F.linear(self.norm(x), self.tokens.weight), targets)
 
 
-def build(kind: str, config: ModelConfig, vocabulary: int, device: torch.device) -> nn.Module:
-    """The model as a user of this kind would set it up."""
+def build(
+    kind: str, config: ModelConfig, vocabulary: int, micro_batch: int, device: torch.device
+) -> nn.Module:
+    """The model as a user of this kind would set it up, for micro-batches of one size."""
     torch.manual_seed(1)
     if kind in TENSOR_PARALLEL:
         with device:
@@ -88,25 +101,48 @@ def build(kind: str, config: ModelConfig, vocabulary: int, device: torch.device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         parallelize(split, mesh, asynchronous=kind == "dtensor-async", compiles=device.type == "cuda")
         return split
+    if kind == "fsdp2-our-gpt":
+        return shard(our_gpt(config, vocabulary, micro_batch, device), "layers")
     with device:
         rotates = config.position_embedding_type == "rope"
         model = PlainLlama(config, vocabulary) if rotates else PlainGPT(config, vocabulary)
-    if kind == "whole":
-        model = model.bfloat16()
+    if kind.startswith("whole"):
+        model = model.bfloat16() if kind in BF16_WEIGHTS else model
         model.compile(dynamic=False)
         return model
-    if kind == "plain-torchao":
-        from torchao.float8 import convert_to_float8_training
+    model.loss = torch.compile(cross_entropy, dynamic=False)
+    if "torchao" in kind:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+        recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        if kind not in FSDP2:
+            recipe = Float8LinearConfig.from_recipe_name(kind.removeprefix("torchao-"))
         for block in model.blocks:
-            convert_to_float8_training(block)
+            convert_to_float8_training(block, config=recipe)
     for block in model.blocks:
         block.compile(dynamic=False)
-    if kind == "fsdp2":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+    return shard(model, "blocks") if kind in FSDP2 else model
+
+
+def our_gpt(config: ModelConfig, vocabulary: int, micro_batch: int, device: torch.device) -> GPT:
+    """The package's model without its engine, compiled as a run compiles it."""
+    with device:
+        model = GPT(config, vocabulary).initialize(1)
+    shape = (micro_batch, config.seq_length)
+    compile_parts(model, shape, print, on_gpu=device.type == "cuda")
+    return model
+
+
+def shard(model: nn.Module, layers: str) -> nn.Module:
+    """FSDP2 around each layer and the rest; each layer gathers the next one while it computes."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    blocks = list(getattr(model, layers))
+    for block in blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    for this, following in pairwise(blocks):
+        this.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([this])
     return model
 
 
@@ -119,11 +155,14 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
         num_attention_heads=options.num_attention_heads,
         seq_length=options.seq_length,
     )
-    model = build(options.kind, config, options.vocab_size, device)
+    model = build(options.kind, config, options.vocab_size, options.micro_batch_size, device)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    autocast = torch.autocast(
-        device.type, torch.bfloat16, enabled=options.kind in ("plain", "plain-torchao", *TENSOR_PARALLEL)
-    )
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.kind not in BF16_WEIGHTS)
+    scales_of_all: Callable[[nn.Module], None] | None = None
+    if options.kind == "fsdp2-torchao":
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        scales_of_all = precompute_float8_dynamic_scale_for_fsdp
     shared = (
         options.kind in TENSOR_PARALLEL
     )  # all ranks have the same tokens, and the model runs its backward
@@ -141,6 +180,8 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
+        if scales_of_all is not None:
+            scales_of_all(model)
         adamw.zero_grad()
         if step % options.log_interval == 0:
             read = loss.item()
@@ -179,10 +220,13 @@ def main() -> None:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend, alone = "nccl" if device.type == "cuda" else "gloo", world == 1 and options.kind in FSDP2
+    if alone:  # FSDP2 asks for a group on one GPU too
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    elif world > 1:
+        dist.init_process_group(backend)
     train(options, device, rank)
-    if world > 1:
+    if world > 1 or alone:
         dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
 """Training steps of whole programs side by side: pretrain_gpt.py, plain PyTorch, FSDP2, DTensor, in one run.
 
 python benchmarks/throughput.py --shapes 345m:16 1.3b:16 2.7b:8 --runs "stage 0" plain whole
-python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2
+python benchmarks/throughput.py --shapes 2.7b:8 --runs "stage 0, fp8 codes" torchao-tensorwise plain
+python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2 fsdp2-our-gpt
 python benchmarks/throughput.py --shapes 345m:16 --runs "stage 3" --against ../old --rounds 6
 python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 \\
     --runs tensor "tensor, waiting" dtensor dtensor-async "stage 3"
@@ -10,10 +11,10 @@ Every run is a separate process (several with --gpus above 1), so that it inheri
 cache. Runs take turns, --rounds times; the best interval of ten steps counts, which includes data loading,
 clipping, the optimizer and reading the loss. Figures: milliseconds per step, TFLOP/s per GPU (PaLM's count),
 peak memory, seconds from the start of the program to its first line, with and without cached kernels; and
-ratios to the peers of the same shape. With --against, each run of ours also runs from another checkout, in
-turn, and `over_against` is the mean of the rounds' ratios with its 95% interval. With --parts a trace of
-three steps of ours is split by kind of kernel, and drawn: idle is the rest of a step that is not traced,
-because tracing slows the host down.
+ratios of a GPU's rate to the peers' of the same shape: mean over the rounds and half-width of its 95%
+interval. With --against, each run of ours also runs from another checkout, in turn; `over_against` is such a
+ratio of times. With --parts a trace of three steps of ours is split by kind of kernel, and drawn: idle is the
+rest of a step that is not traced, because tracing slows the host down.
 """
 
 import argparse
@@ -34,6 +35,7 @@ import torch
 
 from benchmarks.common import RESULTS, save_result
 from benchmarks.intervals import mean_and_interval
+from benchmarks.plain_training import KINDS
 from benchmarks.step_parts import draw, parts_of_trace
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token
@@ -44,7 +46,6 @@ OURS = {  # flags of pretrain_gpt.py
     **{f"stage {stage}": ["--zero-stage", str(stage)] for stage in range(4)},
     **{f"stage {stage}, no compile": ["--zero-stage", str(stage), "--no-compile"] for stage in range(4)},
     **{f"stage {stage}, apex": ["--zero-stage", str(stage), "--fused-backend", "apex"] for stage in range(4)},
-    "stage 0, measured products": ["--zero-stage", "0", "--gemm-algorithms", "measured"],
     "stage 0, fp8": ["--zero-stage", "0", "--fp8"],
     "stage 0, fp8 delayed": ["--zero-stage", "0", "--fp8", "--fp8-recipe", "delayed"],
     "stage 0, fp8 codes": ["--zero-stage", "0", *CODES],
@@ -58,13 +59,7 @@ OURS = {  # flags of pretrain_gpt.py
         *("--zero-hpz-partition-size", "auto"),
     ],
 }
-COMPILERS = {  # stage 0 with kernels of the compiler in place of ours: benchmarks/compiler_kernels.py
-    "compiler's rotary": "rotary",
-    "compiler's swiglu": "swiglu",
-    "compiler's rotary and swiglu": "rotary,swiglu",
-}
 AGAINST = ", against"  # behind the name of a run of ours in another checkout
-PEERS = ("plain", "plain-torchao", "whole", "fsdp2", "dtensor", "dtensor-async")
 SHARED = {
     "tensor": 2,
     "tensor, waiting": 2,
@@ -78,13 +73,11 @@ def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metric
     flags = {"--seq-length": options.seq_length, "--vocab-size": options.vocab_size, **shape}
     common = [str(part) for flag, value in flags.items() for part in (flag, value)]
     common += ["--metrics-file", str(metrics), "--log-interval", str(options.log_interval)]
-    if run in PEERS:
+    if run in KINDS:
         program = ["benchmarks/plain_training.py", "--kind", run, "--steps", str(options.steps)]
         common = ["--preset" if part == "--model-preset" else part for part in common]
     else:
-        program = ["pretrain_gpt.py", *OURS.get(run, OURS["stage 0"]), "--train-iters", str(options.steps)]
-        if run in COMPILERS:
-            program[:1] = ["benchmarks/compiler_kernels.py", COMPILERS[run]]
+        program = ["pretrain_gpt.py", *OURS[run], "--train-iters", str(options.steps)]
         program += "--bf16 --mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4".split()
         program += "--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-beta2 0.95".split()
         program += options.extra
@@ -179,9 +172,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", default=["345m:16", "1.3b:16", "2.7b:8"])
-    parser.add_argument(
-        "--runs", nargs="+", default=["stage 0", "plain", "whole"], choices=[*OURS, *COMPILERS, *PEERS]
-    )
+    parser.add_argument("--runs", nargs="+", default=["stage 0", "plain", "whole"], choices=[*OURS, *KINDS])
     parser.add_argument("--against", type=Path, help="another checkout, whose runs take turns with ours")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
@@ -219,11 +210,11 @@ def main() -> None:
                     )
                     rounds.setdefault(run, []).append(measure(run, shape, options, cache))
                     print(text, run, number, rounds[run][-1], flush=True)
-                    if options.against and run not in PEERS:
+                    if options.against and run not in KINDS:
                         other = measure(run, shape, options, cache / "against", root=options.against)
                         rounds.setdefault(run + AGAINST, []).append(other)
                         print(text, run + AGAINST, number, other, flush=True)
-                    if options.parts and number == 0 and run not in PEERS:
+                    if options.parts and number == 0 and run not in KINDS:
                         traces = cache / "traces"
                         measure(run, shape, options, cache, traces)
                         found = parts_of_trace(next(traces.glob("rank0.*")), steps=3)
@@ -257,21 +248,30 @@ def summary(
         }
     for run, result in found.items():
         if run + AGAINST in rounds:
-            ratios = [
-                ours["milliseconds"] / theirs["milliseconds"]
-                for ours, theirs in zip(rounds[run], rounds[run + AGAINST], strict=False)
-                if "failed" not in ours and "failed" not in theirs
-            ]
-            if ratios:
-                mean, half = mean_and_interval(ratios)
-                result["over_against"] = [round(mean, 4), None if half is None else round(half, 4)]
-        for peer in PEERS:
-            if peer in found and run != peer and "milliseconds" in result and "milliseconds" in found[peer]:
-                ours, theirs = (
-                    tflops(name.removesuffix(AGAINST), found[name], shape, options) for name in (run, peer)
-                )  # of one GPU, because runs differ in how many share a micro-batch
-                result[f"rate_over_{peer}"] = round(ours / theirs, 3)
+            result["over_against"] = _mean_ratio(rounds[run], rounds[run + AGAINST])
+        for peer in set(KINDS) & rounds.keys() - {run}:
+            # of one GPU, because runs differ in how many share a micro-batch
+            shared = [SHARED.get(name.removesuffix(AGAINST), 1) or options.gpus for name in (run, peer)]
+            mean, half = _mean_ratio(rounds[peer], rounds[run])
+            if mean is not None:
+                scale = shared[1] / shared[0]
+                result[f"rate_over_{peer}"] = [round(mean * scale, 4), half and round(half * scale, 4)]
     return found
+
+
+def _mean_ratio(
+    these: list[dict[str, Any]], those: list[dict[str, Any]]
+) -> tuple[float | None, float | None]:
+    """The mean over rounds of the ratio of times, and its 95% interval; None: no round of both ended."""
+    ratios = [
+        this["milliseconds"] / that["milliseconds"]
+        for this, that in zip(these, those, strict=False)
+        if "failed" not in this and "failed" not in that
+    ]
+    if not ratios:
+        return None, None
+    mean, half = mean_and_interval(ratios)
+    return round(mean, 4), None if half is None else round(half, 4)
 
 
 if __name__ == "__main__":

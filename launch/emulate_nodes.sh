@@ -12,6 +12,8 @@
 set -euo pipefail
 # shellcheck source=launch/ports.sh
 source "$(dirname "${BASH_SOURCE[0]}")/ports.sh"
+# shellcheck source=launch/secret.sh
+source "$(dirname "${BASH_SOURCE[0]}")/secret.sh"
 
 say() { echo "launch/emulate_nodes.sh: $*" >&2; }
 refuse() { say "$*"; exit 2; }

@@ -9,6 +9,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
 # shellcheck source=launch/ports.sh
 source "$(dirname "${BASH_SOURCE[0]}")/ports.sh"
+# shellcheck source=launch/secret.sh
+source "$(dirname "${BASH_SOURCE[0]}")/secret.sh"
 set -m # each process gets its own group, so Ctrl-C reaches it through this script only
 
 usage() {

@@ -1,6 +1,7 @@
 """Starts the programs of this repository the way a user would."""
 
 import importlib
+import importlib.metadata
 import itertools
 import multiprocessing
 import multiprocessing.process
@@ -19,6 +20,10 @@ from pathlib import Path
 from tests.forkserver import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+# torch 2.8 computes queries in groups by plain attention on CPUs: other sums, and scores that are kept
+GROUPED_FLASH = not importlib.metadata.version("torch").startswith("2.8.")
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ torchrun starts it. benchmarks/link_settings.py does, once for each of many sett
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 from benchmarks.contest.protocol import Rank, join
 

@@ -16,7 +16,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that are made here, and the pages and files outside docs/ that pages link to."""
-    made = pages.readme_pages() | reference.reference_pages()
+    made = {pages.START: pages.start_page()} | reference.reference_pages()
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
     for source in (*pages.SITE_PATHS, *pages.linked_files()):

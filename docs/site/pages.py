@@ -10,9 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-# The README is two pages of the site, by their path there: what precedes this section, and what follows it.
-BETWEEN = "Where to read on"  # which docs/index.md says as well
-README_PAGES = {"start.md": "Start here", "internals/repository.md": "The repository"}
+START = "start.md"  # the README in the site, but for this section, which docs/index.md says as well
+ELSEWHERE = "Where to read on"
 # Pages outside docs/: the benchmarks', and those beside the README.
 SITE_PATHS = {"benchmarks/README.md": "internals/benchmarks.md"} | {
     page.name: f"internals/{page.stem.lower()}.md"
@@ -23,23 +22,16 @@ FENCE = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def readme_pages() -> dict[str, str]:
-    """Return the two parts of the README as pages, by their path in the site."""
+def start_page() -> str:
+    """Return the README as a page of the site."""
     sections = _sections((ROOT / "README.md").read_text())
-    titles = list(sections)
-    middle = titles.index(BETWEEN)
-    parts = (titles[:middle], titles[middle + 1 :])
-    return {
-        path: "\n".join([f"# {title}\n", *(sections[name] for name in part)])
-        for (path, title), part in zip(README_PAGES.items(), parts, strict=True)
-    }
+    return "\n".join(["# Start here\n", *(sections[title] for title in sections if title != ELSEWHERE)])
 
 
-def site_path(path: str, anchor: str = "") -> str:
-    """Return where a file of the repository is in the site. The README is where the anchor is."""
+def site_path(path: str) -> str:
+    """Return where a file of the repository is in the site."""
     if path == "README.md":
-        holds = [page for page, text in readme_pages().items() if anchor in anchors(text)]
-        return holds[0] if anchor and holds else "start.md"
+        return START
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return SITE_PATHS.get(path, f"files/{path}")
@@ -47,7 +39,7 @@ def site_path(path: str, anchor: str = "") -> str:
 
 def source_path(site: str) -> str:
     """Return the file of the repository from which a page of the site is made."""
-    if site in README_PAGES:
+    if site == START:
         return "README.md"
     return next((source for source, path in SITE_PATHS.items() if path == site), f"docs/{site}")
 
@@ -59,10 +51,9 @@ def site_text(text: str, site: str) -> str:
     def relink(match: re.Match[str]) -> str:
         link = match.group(1)
         path, _, anchor = link.partition("#")
-        if re.match(r"[a-z]+:", link) or not (path or site in README_PAGES):
+        if re.match(r"[a-z]+:", link) or not path:
             return match.group(0)
-        target = os.path.normpath(os.path.join(folder, path)) if path else "README.md"
-        there = os.path.relpath(site_path(target, anchor), own or ".")
+        there = os.path.relpath(site_path(os.path.normpath(os.path.join(folder, path))), own or ".")
         return f"]({there}{'#' + anchor if anchor else ''})"
 
     pieces = re.split(f"({FENCE.pattern})", text, flags=FENCE.flags)
@@ -98,19 +89,10 @@ def navigation(reference: dict[str, str]) -> list[dict[str, object]]:
         for source in sources:
             first = (ROOT / source).read_text().partition("\n")[0].removeprefix("# ").partition(":")[0]
             path = site_path(source)
-            entries.append({README_PAGES.get(path, first): path})
-        if title == "Internals":
-            path = "internals/repository.md"
-            entries.append({README_PAGES[path]: path})
+            entries.append({"Start here" if path == START else first: path})
         if entries:
             nav.append({title: entries})
     return nav
-
-
-def anchors(text: str) -> set[str]:
-    """Return what `#…` may name in a page, by GitHub's rule."""
-    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def _sections(text: str) -> dict[str, str]:

@@ -24,7 +24,6 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.config.settings_file import SettingsFile
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions
-from megatron_zpp.generate.server_options import ServerOptions
 
 TITLES = {"reference/pretrain_gpt.md": "pretrain_gpt.py", "reference/programs.md": "Other programs"}
 PRETRAINING = (*typing.get_type_hints(Config).values(), SettingsFile, DeepSpeedFile)
@@ -35,7 +34,6 @@ PROGRAMS: dict[str, tuple[type[Options], ...]] = {
     "data/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
     "megatron_zpp.commands.evaluate": (*_OF_A_CHECKPOINT, EvaluateConfig),
     "megatron_zpp.commands.sample": (*_OF_A_CHECKPOINT, SampleConfig),
-    "megatron_zpp.commands.serve": (*_OF_A_CHECKPOINT, ServerOptions),
     "megatron_zpp.commands.huggingface import": (ImportConfig, TokenizerConfig),
     "megatron_zpp.commands.huggingface export": (ExportConfig,),
     "megatron_zpp.commands.import_checkpoint": (ImportOptions, TokenizerConfig),

@@ -31,8 +31,8 @@ fi
 python=${PYTHON:-python3}
 ((${#container[@]} > 0)) || command -v "$python" >/dev/null ||
     refuse "PYTHON $python: not found; activate an environment in ZPP_ENVIRONMENT, or set PYTHON"
-# What the ranks sign their messages with; srun passes it on. Another one for each job.
-export MEGATRON_ZPP_SECRET=${MEGATRON_ZPP_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+# shellcheck source=launch/secret.sh
+source "$ZPP_ROOT/launch/secret.sh" # after ZPP_ENVIRONMENT, which may set one
 export PYTHONPATH=$ZPP_ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 # A rank that exits must not end the others, which may be closing logs. The run itself finds the rank that died;

@@ -10,16 +10,16 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_zpp.checkpoint.foreign.recognise import recognise
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
-from megatron_zpp.storage.checksums import DamagedFile, OnProgress, no_report
+from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.object_path import AnyLocation, Location, ObjectPath, location
 from megatron_zpp.storage.object_store import ObjectError
@@ -29,6 +29,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _TRACKER_LIMIT = 32  # bytes
 _NAME = re.compile(r"iter_(\d{7,})(\.retired|\.replacement)?")
 _SUFFIXES = ("", ".replacement", ".retired")  # in the order in which they count
+LOOKUPS = 20  # for a checkpoint that is not removed while it is read
 _Read = TypeVar("_Read")
 
 
@@ -46,6 +47,13 @@ def iteration_of(path: Location) -> int | None:
     """The iteration in the name of a checkpoint; None for other names."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
+
+
+def named_checkpoint(directory: Location, name: Any) -> Location:
+    """The path of a checkpoint in `directory` that another rank named. Raises ValueError for other names."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"a rank sent what is no name of a checkpoint: {name!r}")
+    return directory / name
 
 
 def partial_path(final: AnyLocation) -> AnyLocation:
@@ -83,8 +91,12 @@ def newest_first(directory: Location) -> Iterator[Location]:
 
     The directory is listed once. Raises OSError of an object store.
     """
+    return _newest_of(_entries(directory))
+
+
+def _newest_of(entries: Iterable[Location]) -> Iterator[Location]:
     found: dict[int, list[Location]] = {}
-    for path in _entries(directory):  # a name sorts before the same name with .retired or .replacement
+    for path in entries:  # a name sorts before the same name with .retired or .replacement
         if (iteration := iteration_of(path)) is not None:
             found.setdefault(iteration, []).append(path)
     for _, paths in sorted(found.items(), reverse=True):
@@ -104,6 +116,18 @@ def _entries(directory: Location) -> list[Location]:
     return sorted(directory.glob("iter_*"))
 
 
+def _was_finished(path: Location, entries: Collection[Location]) -> bool:
+    """Whether `path` of a list of entries was a whole checkpoint when they were listed, or is damaged."""
+    if iteration_of(path) is None:
+        return False
+    return not (isinstance(path, ObjectPath) and partial_path(path) in entries)
+
+
+def _is_uncommitted(path: Location) -> bool:
+    """Whether `path`, which had no marker a moment ago, is there without one: it was not just removed."""
+    return path.exists() and not is_unfinished(path) and not is_committed(path)
+
+
 def candidates(directory: str, iteration: int | None = None, flag: str = "--load") -> list[Location]:
     """The committed checkpoints, newest first, or only that of `iteration`; empty for an empty directory.
 
@@ -114,19 +138,44 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
     return list(each_candidate(directory, iteration, flag))
 
 
-def read_newest(find: Callable[[], Location | None], read: Callable[[Location], _Read]) -> _Read | None:
-    """Return what `read` returns of the checkpoint that `find` finds; None if it finds none.
+def read_newest(
+    find: Callable[[], Iterable[Location]],
+    read: Callable[[Location], _Read],
+    passes_over: Callable[[Exception], bool] = lambda error: False,
+) -> _Read | None:
+    """Return what `read` returns of the first checkpoint that `find` yields; None if it yields none.
 
-    A run with --keep-last may remove the checkpoint while it is read. Then another one is looked up: the one
-    that the run has saved meanwhile. Raises what `find` raises, and what `read` does of one that is there.
+    Checkpoints of which `read` raises an error that `passes_over` accepts are passed over; if that leaves
+    none, the first such error is raised. Other errors of `read` are raised.
+
+    A run with --keep-last may remove a checkpoint while it is read. Whatever `read` raises then, `find` is
+    called again, because that run has saved a newer one. Raises ValueError after LOOKUPS such times.
     """
-    while (path := find()) is not None:
-        try:
-            return read(path)
-        except (DamagedFile, OSError):
-            if is_committed(path):
-                raise
-    return None
+    for _ in range(LOOKUPS):
+        problem: Exception | None = None
+        for path in find():
+            try:
+                return read(path)
+            except Exception as error:
+                if not is_committed(path):
+                    gone = path
+                    break
+                if not passes_over(error):
+                    raise
+                problem = problem or error
+        else:
+            if problem is not None:
+                raise problem
+            return None
+    raise removed_too_often(gone)
+
+
+def removed_too_often(path: Location) -> ValueError:
+    """The error of a reader from which the last of LOOKUPS checkpoints, `path`, was removed as well."""
+    return ValueError(
+        f"{path}: was removed while it was read, as were {LOOKUPS - 1} before it; raise the --keep-last of "
+        "the run that saves them"
+    )
 
 
 def each_candidate(directory: str, iteration: int | None = None, flag: str = "--load") -> Iterator[Location]:
@@ -138,20 +187,32 @@ def each_candidate(directory: str, iteration: int | None = None, flag: str = "--
         root = location(directory)
     except ValueError as error:
         raise option_error(flag, directory, str(error)) from None
+    there: dict[int, Location] = {}
+    uncommitted: Location | None = None
     try:
         if not isinstance(root, ObjectPath) and root.exists():
             os.listdir(root)  # `glob` would take an unreadable directory for an empty one
         _refuse_checkpoint(flag, directory, root)
-        if iteration is not None and (path := committed_of(root, iteration)):
-            yield path
-            return
-        there = committed(root) if iteration is not None else {}
-        any_there = bool(there)
-        if iteration is None:
-            for path in newest_first(root):
-                any_there = True
-                yield path
-        foreign = None if any_there or isinstance(root, ObjectPath) else recognise(root)
+        if iteration is not None:
+            there = {} if (found := committed_of(root, iteration)) else committed(root)
+            if found := found or there.get(iteration):  # it may have been replaced meanwhile
+                yield found
+                return
+        else:
+            for _ in range(LOOKUPS):
+                entries, any_there = _entries(root), False
+                for path in _newest_of(entries):
+                    any_there = True
+                    yield path
+                if any_there:
+                    return
+                finished = [path for path in entries if _was_finished(path, entries)]
+                uncommitted = next(filter(_is_uncommitted, finished), None)
+                if uncommitted is not None or not finished:
+                    break
+            else:
+                raise removed_too_often(finished[0])
+        foreign = None if there or isinstance(root, ObjectPath) else recognise(root)
     except ObjectError as error:
         raise option_error(flag, directory, f"{error.strerror}") from None
     except OSError as error:
@@ -161,11 +222,9 @@ def each_candidate(directory: str, iteration: int | None = None, flag: str = "--
     if iteration is not None:
         shown = ", ".join(map(str, sorted(there))) or "none"
         raise option_error("--ckpt-step", iteration, f"not in {directory}; iterations there: {shown}")
-    if not any_there:
-        for path in _entries(root):
-            if iteration_of(path) is not None and not is_unfinished(path):
-                problem = f"{path.name} has no {MARKER}: it is damaged, or another program wrote it"
-                raise option_error(flag, directory, f"{problem}; name another directory, or remove it")
+    if uncommitted is not None:
+        problem = f"{uncommitted.name} has no {MARKER}: it is damaged, or another program wrote it"
+        raise option_error(flag, directory, f"{problem}; name another directory, or remove it")
 
 
 def _refuse_checkpoint(flag: str, directory: str, root: Location) -> None:
@@ -181,15 +240,19 @@ def lost_newest(directory: Location) -> str | None:
 
     None also if the tracker is missing or names no iteration.
     """
-    try:
-        named = int(read_limited(directory / TRACKER, _TRACKER_LIMIT))
-    except (OSError, ValueError):
-        return None
+    named = _tracked(directory)
+    if named is None or named < 0 or committed_of(directory, named) or _tracked(directory) != named:
+        return None  # a tracker that has just changed named a checkpoint that a newer one replaced
     path = directory / checkpoint_name(named)
-    if named < 0 or committed_of(directory, named):
-        return None
     gone = f"has no {MARKER}, so it is not whole" if path.exists() else "is not there"
     return f"{path}, which {TRACKER} names, {gone}"
+
+
+def _tracked(directory: Location) -> int | None:
+    try:
+        return int(read_limited(directory / TRACKER, _TRACKER_LIMIT))
+    except (OSError, ValueError):
+        return None
 
 
 def write_tracker(directory: Location) -> None:

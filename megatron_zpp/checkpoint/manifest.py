@@ -58,6 +58,17 @@ def is_committed(directory: Location) -> bool:
     return (directory / MARKER).is_file()
 
 
+def marker_of(directory: Location) -> str | None:
+    """The content of the marker, which identifies that of the whole checkpoint; None if there is none.
+
+    Raises OSError if the file system does.
+    """
+    try:
+        return read_limited(directory / MARKER, _MARKER_LIMIT).decode(errors="replace")
+    except (FileNotFoundError, NotADirectoryError, UnfitFile):
+        return None
+
+
 def read_manifest(directory: Location) -> dict[str, Entry]:
     """The entries by file name.
 

@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from megatron_zpp.checkpoint.manifest import format_version, write_manifest
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile, checksums_of
+from megatron_zpp.storage.files import open_new
 from megatron_zpp.storage.regular import read_limited
 
 _NAME = re.compile(r"iter_(\d{7,15})-([0-9a-f]{8})")
@@ -49,6 +49,14 @@ class SnapshotName(NamedTuple):
         """The inverse of `str`; None for other texts."""
         match = _NAME.fullmatch(text)
         return cls(int(match[1]), match[2]) if match else None
+
+    @classmethod
+    def checked(cls, iteration: Any, attempt: Any) -> "SnapshotName":
+        """The name with fields that another rank sent; a directory gets it. Raises ValueError for others."""
+        name = cls(iteration, attempt)
+        if type(iteration) is not int or cls.parse(str(name)) != name:
+            raise ValueError(f"a rank sent what is no name of a memory snapshot: {[iteration, attempt]!r}")
+        return name
 
 
 class Found(NamedTuple):
@@ -88,7 +96,8 @@ class MemoryCopies:
         fields = {"checksums": checksums.to_json(), "layout": layout_of(state), "state": state}
         text = json.dumps(fields).encode()
         partial = description.with_suffix(".partial")
-        partial.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+        with os.fdopen(open_new(partial), "wb") as file:
+            file.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
         os.replace(partial, description)
 
     def find(self, name: str) -> Path | None:
@@ -113,18 +122,6 @@ class MemoryCopies:
             copies.setdefault(snapshot, {})[copy.rank] = copy
         return {snapshot: list(ranks.values()) for snapshot, ranks in copies.items()}, problems
 
-    def newest_state(self) -> dict[str, Any] | None:
-        """The state in the newest copy on this host whose description is whole; None if there is none."""
-        paths = [
-            (name, path)
-            for path in self._directory.glob("holder_*/iter_*/rank_*.json")
-            if (name := SnapshotName.parse(path.parent.name)) is not None
-        ]
-        for _, path in sorted(paths, reverse=True):
-            with suppress(DamagedFile, OSError):
-                return _read_description(path)["state"]
-        return None
-
     def assemble(self, snapshot: SnapshotName, ranks: Iterable[int], target: Path) -> None:
         """Make `target` a checkpoint with the shards of `ranks`, whose copies must be here.
 
@@ -139,7 +136,8 @@ class MemoryCopies:
             state = state or fields["state"]
             os.link(shards, target / shard_file_name(rank))
             files[shard_file_name(rank)] = Checksums.from_json(fields["checksums"], description)
-        (target / STATE).write_text(json.dumps(state))
+        with os.fdopen(open_new(target / STATE), "w") as file:
+            json.dump(state, file)
         files[STATE] = checksums_of(target / STATE)
         write_manifest(target, files, None if state is None else format_version(state))
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.data.dataset_progress import DatasetProgress
-from megatron_zpp.model.product_algorithms import ProductAlgorithms
 
 
 @dataclass(frozen=True)
@@ -15,7 +14,6 @@ class Progress:
     each of its data sets; None if it reads none. `skipped_iterations` and `skipped_samples` count steps that
     did not change the weights; they are 0 in checkpoints of older versions. `ordered_samples` is the number
     of samples for which Megatron-LM's order was built; None for other orders, and in older versions.
-    `products` are the algorithms of matrix products; None unless they were measured, and in older versions.
     """
 
     iteration: int = 0
@@ -25,7 +23,6 @@ class Progress:
     ordered_samples: int | None = None
     run: str = ""
     dataset_progress: DatasetProgress | None = None
-    products: ProductAlgorithms | None = None
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Progress":
@@ -38,7 +35,7 @@ class Progress:
         value = dict(value)
         if "standing" in value:  # its name in format version 2
             value["dataset_progress"] = value.pop("standing")
-        for name, kind in (("dataset_progress", DatasetProgress), ("products", ProductAlgorithms)):
-            if value.get(name) is not None:
-                value[name] = kind.from_json(value[name])
+        value.pop("products", None)  # algorithms of matmuls, which versions with --gemm-algorithms saved
+        if value.get("dataset_progress") is not None:
+            value["dataset_progress"] = DatasetProgress.from_json(value["dataset_progress"])
         return cls(**value)

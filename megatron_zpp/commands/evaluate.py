@@ -18,7 +18,7 @@ from megatron_zpp.config.options import REQUIRED, Options, option, option_error,
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.process_group import select_device
-from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_for
+from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_together
 from megatron_zpp.generate.scoring import score_passages
 from megatron_zpp.generate.tasks import Outcome, Task, find_texts, lambada_task, outcome_of, perplexity_task
 from megatron_zpp.model.gpt import GPT
@@ -99,9 +99,9 @@ def main() -> None:
         heartbeat(store, topology, timeout, PROG, lifelines=met.lifelines) as activity,
     ):
         activity.now("loading", patient=True)
-        model, tokenizer = load_for(options["model"], device)
-        task = build_task(config, files, model, tokenizer)
         exchange = Exchange(store, topology, _PATIENCE, "evaluate")
+        model, tokenizer = load_together(options["model"], device, exchange)
+        task = build_task(config, files, model, tokenizer)
         outcomes = score_together(task, model, config.micro_batch_size, exchange, activity)
         if topology.rank == 0:
             report(task.figures(outcomes), config, device, model.embedding.tokens.weight.dtype)

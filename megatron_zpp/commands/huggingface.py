@@ -92,7 +92,7 @@ def _export(argv: list[str]) -> list[str]:
         file_bytes=int(config.max_file_gib * _GIB),
     )
     try:
-        lines = read_newest(lambda: next(find(), None), export)
+        lines = read_newest(find, export)
     except DamagedFile as damage:
         raise named.error(f"{damage}; choose another one with --ckpt-step") from None
     if lines is None:

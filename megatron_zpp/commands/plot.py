@@ -9,6 +9,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatron_zpp.reporting.curves import (
     read_metrics,
     smoothed,
 )
-from megatron_zpp.storage.files import check_replaceable
+from megatron_zpp.storage.files import check_replaceable, write_whole
 
 PROG = "plot"
 _FORMATS = (".png", ".svg", ".pdf")
@@ -114,7 +115,9 @@ def draw(runs: Runs, config: PlotConfig) -> None:
             axes.set_yscale("log")
     rows[0, 0].set_title(config.title or ("Loss" if config.metric == ("lm_loss",) else ""))
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(config.output, dpi=120)
+    image = BytesIO()
+    figure.savefig(image, dpi=120, format=Path(config.output).suffix[1:])
+    write_whole(Path(config.output), image.getvalue())
     pyplot.close(figure)
 
 

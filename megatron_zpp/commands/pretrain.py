@@ -22,7 +22,6 @@ from megatron_zpp.reporting.full_disk import drop_lines_when_full
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.train.build_engine import build_engine
 from megatron_zpp.train.checkpoint_arguments import read_arguments
-from megatron_zpp.train.choose_fp8 import with_chosen_products
 from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.dry_run import dry_run, planned
 from megatron_zpp.train.inputs import check_inputs
@@ -56,10 +55,10 @@ def main() -> None:
             dry_run(inputs, grid, speaks=topology.rank == 0)
             return
         device = prepare_device(config, grid)
+        notes += config.precision.speed_notes(config.model.hidden_size)
         warn(PROG, topology.rank, notes)
     with joined_ranks(process, config, device) as joined:
-        inputs = with_chosen_products(inputs, device, joined)
-        engine = build_engine(inputs.config, inputs.tokenizer["vocab_size"], device, grid)
+        engine = build_engine(config, inputs.tokenizer["vocab_size"], device, grid)
         ending = train(build_run(inputs, engine, joined))
         barrier(topology)  # logs are closed before the first rank leaves: a launcher may then end the others
         joined.signals.finish()

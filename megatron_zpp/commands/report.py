@@ -25,7 +25,7 @@ from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.curves import Axis, by_iteration, read_metrics
 from megatron_zpp.reporting.html_report import Comparison, Records, Report, Setting, page
 from megatron_zpp.reporting.step_trace import read_trace
-from megatron_zpp.storage.files import check_replaceable
+from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.storage.object_path import Location
 from megatron_zpp.train.dry_run import job_of
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -67,7 +67,7 @@ def main() -> None:
     check_replaceable("--output", config.output)
     text = page(make_report(config))
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-    Path(config.output).write_text(text, encoding="utf-8")
+    write_text(Path(config.output), text)
     print(f"wrote {config.output}")
 
 
@@ -101,7 +101,7 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> SavedRu
             grid = Grid(job, reader.state.get("tensor", 1))
             return reader.config(), grid, reader.state["tokenizer"]["vocab_size"]
 
-    found = read_newest(lambda: next(each_candidate(directory, iteration, "--checkpoint"), None), read)
+    found = read_newest(lambda: each_candidate(directory, iteration, "--checkpoint"), read)
     if found is None:
         raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
     config, grid, vocab_size = found

@@ -53,11 +53,6 @@ def sample() -> None:
     _run("sample")
 
 
-def serve() -> None:
-    """megatron-zpp-serve"""
-    _run("serve")
-
-
 def plot() -> None:
     """megatron-zpp-plot"""
     _run("plot")

@@ -1,18 +1,17 @@
-"""Whether layers are compiled with torch.compile, what multiplies their matrices, and what is cached."""
+"""Whether layers are compiled with torch.compile, and where its cache is."""
 
 import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig(Options):
-    """compilation: torch.compile on layers, and the algorithms of their matrix products"""
+    """compilation: torch.compile on layers"""
 
     compile: bool | None = option(
         None,
@@ -25,32 +24,12 @@ class CompilationConfig(Options):
         "beside this program's own kernels.",
         metavar="DIR",
     )
-    gemm_algorithms: Literal["heuristic", "measured"] = option(
-        "heuristic",
-        "Algorithms of the matrix products of layers. heuristic: those of torch and cuBLAS; measured: the "
-        "fastest of those that cuBLASLt names, timed at the first start and kept in the cache and in "
-        "checkpoints, so that later starts on the same kind of GPU compute the same bits.",
-    )
 
     def check(self) -> None:
         """Refuse a cache where nothing is compiled."""
         if self.compile is False and self.compile_cache_dir is not None:
             fix = "--no-compile compiles nothing; omit one of them"
             raise option_error("--compile-cache-dir", self.compile_cache_dir, fix)
-
-    @property
-    def measures_products(self) -> bool:
-        """Whether the algorithms of products are measured."""
-        return self.gemm_algorithms == "measured"
-
-    def check_products(self, device: str, dtype: str) -> None:
-        """Raise ValueError if products on `device` ("cpu" or "cuda") have no algorithms to measure."""
-        if self.measures_products and device != "cuda":
-            fix = f"chooses among algorithms of cuBLASLt, which a {device} lacks; use heuristic"
-            raise option_error("--gemm-algorithms", self.gemm_algorithms, fix)
-        if self.measures_products and dtype == "float32":
-            fix = "chooses algorithms of 16-bit products; use heuristic, or omit --fp32"
-            raise option_error("--gemm-algorithms", self.gemm_algorithms, fix)
 
     def wanted(self, device: str, *, apex: bool) -> bool:
         """Return whether to compile layers on `device`; `apex`: --fused-backend apex was given.

@@ -39,6 +39,6 @@ def resolve_fused_backend(
         raise option_error(
             "--fused-backend",
             "apex",
-            f"module {missing[0]} is not installed; README.md, 'NVIDIA apex', shows how to build it",
+            f"module {missing[0]} is not installed; docs/guide/gpus.md, 'NVIDIA apex', shows how to build it",
         )
     return "apex" if requested == "apex" else "torch"

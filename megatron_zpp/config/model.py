@@ -211,6 +211,11 @@ class ModelConfig(Options):
         return "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu"
 
     @property
+    def mlp_input_width(self) -> int:
+        """Outputs of the MLP's first linear map: with SwiGLU gate and value, each of --ffn-hidden-size."""
+        return self.ffn_hidden_size * (2 if self.swiglu else 1)
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The tokens that a token of each layer attends to, itself included; None stands for all."""
         if self.window_size is None:

@@ -1,9 +1,13 @@
 """How a step changes the weights: AdamW, the learning-rate schedule, and number formats."""
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from megatron_zpp.config.options import Options, flag_name, option, option_error
+
+# The smallest hidden size of a measured step with --fp8, and how many times as fast as bf16's that step was:
+# tensorwise in benchmarks/results/throughput_fp8.json, with 8-bit weights in throughput_fp8_1.3b.json.
+_FP8_PAYS, _FP8_SPEEDS = 2048, "1.09 to 1.34"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +114,6 @@ class PrecisionConfig(Options):
         "With --bf16: compute the matrix products of layers on 8-bit floats with one scale per tensor; "
         "weights, gradients and other activations keep their formats. GPUs need compute capability 8.9.",
     )
-    fp8_products: Literal["always", "measured"] | None = option(
-        None,
-        "When --fp8 computes on 8-bit floats. always (default): whatever the size of layers; measured: if a "
-        "layer of this run is at least 2% faster with 8-bit products than with 16-bit ones. The first start "
-        "times both; the choice is kept in the cache and in checkpoints, so that bits stay the same.",
-    )
     fp8_recipe: Literal["tensorwise", "delayed"] | None = option(
         None,
         "Source of the scales of --fp8. tensorwise: the tensor itself, which is read twice; delayed: the "
@@ -184,18 +182,6 @@ class PrecisionConfig(Options):
         """Whether 8-bit products take their scales from earlier steps."""
         return self.fp8_recipe == "delayed" or (self.fp8_recipe is None and bool(self._given_of_delayed()))
 
-    @property
-    def measures_fp8(self) -> bool:
-        """Whether a measurement chooses between 8-bit and 16-bit products."""
-        return self.fp8_products == "measured"
-
-    def with_16bit_products(self) -> "PrecisionConfig":
-        """The same without --fp8 and all settings of it."""
-        of_fp8: dict[str, Any] = {
-            field.name: field.default for field in fields(self) if field.name.startswith("fp8")
-        }
-        return replace(self, **of_fp8)
-
     def describe_products(self) -> str:
         """What a log line says after the compute format."""
         scaling = " and delayed scaling" if self.fp8_delayed else ""
@@ -213,7 +199,7 @@ class PrecisionConfig(Options):
         if self.fp8_recipe == "tensorwise" and given:
             flag = "--" + given[0].replace("_", "-")
             raise option_error(flag, getattr(self, given[0]), "needs --fp8-recipe delayed")
-        for name in ("fp8_products", "fp8_recipe", *given):
+        for name in ("fp8_recipe", *given):
             if not self.fp8 and getattr(self, name) is not None:
                 raise option_error("--" + name.replace("_", "-"), getattr(self, name), "needs --fp8")
         for name in ("fp8_param_gather", "fp8_output_layer"):
@@ -224,9 +210,6 @@ class PrecisionConfig(Options):
         """Raise ValueError if --fp8 cannot be used; `capability`: the GPU's compute capability, if known."""
         if self.fp8 and self.compute_dtype(device) != "bfloat16":
             raise option_error("--fp8", "(given)", f"needs --bf16, which is not the default on the {device}")
-        if self.measures_fp8 and device != "cuda":
-            fix = f"times layers on a GPU, and this is a {device}; use always"
-            raise option_error("--fp8-products", "measured", fix)
         if self.fp8 and capability is not None and capability < (8, 9):
             has = ".".join(map(str, capability))
             raise option_error(
@@ -242,6 +225,15 @@ class PrecisionConfig(Options):
                 f"needs a multiple of 16 entries in the padded vocabulary, not {padded}; choose another "
                 "--make-vocab-size-divisible-by",
             )
+
+    def speed_notes(self, hidden_size: int) -> list[str]:
+        """A note on --fp8 if layers are smaller than all whose steps it was measured to make faster."""
+        if not self.fp8 or hidden_size >= _FP8_PAYS:
+            return []
+        return [
+            f"--fp8: hidden size {hidden_size} is below {_FP8_PAYS}, the smallest whose steps were measured "
+            f"to be faster ({_FP8_SPEEDS} times as fast as bf16's, on an H200); --bf16 alone may be faster"
+        ]
 
     def compute_dtype(self, device: str) -> str:
         """Return `float32`, `bfloat16` or `float16`: the requested format, else the device's default."""

@@ -11,6 +11,7 @@ from megatron_zpp.config.checkpoint_arguments import SavedArguments, obey_checkp
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile, obey_file
+from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
 from megatron_zpp.config.legacy.translate import (
     GROUP,
     add_old_flags,
@@ -107,12 +108,6 @@ class Config:
         check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
         if self.distributed.tp_comm_overlap:
             check_overlap(tensor_ranks, fp8=self.precision.fp8)
-        if self.precision.measures_fp8 and tensor_ranks > 1:
-            fix = f"times whole layers; omit one of it and --tensor-model-parallel-size {tensor_ranks}"
-            raise option_error("--fp8-products", "measured", fix)
-        if self.compilation.measures_products:
-            _check_measured(self.precision, tensor_ranks)
-            _check_spare(self.zero)
         if self.tokenizer.tokenizer_type is None:
             raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
@@ -152,7 +147,10 @@ class Config:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Config":
-        """Return the inverse of `to_json`. Raises ValueError for settings that this version does not know."""
+        """Return the inverse of `to_json`, without the fields of retired flags.
+
+        Raises ValueError for settings that this version does not know.
+        """
         parts: dict[str, Any] = {}
         for name, part in typing.get_type_hints(cls).items():
             hints, values = typing.get_type_hints(part), saved.get(name, {})
@@ -160,6 +158,8 @@ class Config:
                 raise ValueError(f"saved configuration: {name} is not an object")
             settings = {}
             for key, value in values.items():
+                if key in RETIRED_FIELDS:
+                    continue
                 if key not in hints:
                     raise ValueError(f"saved configuration: {name}.{key} is not a setting of this version")
                 settings[key] = tuple(value) if isinstance(value, list) else value
@@ -308,25 +308,6 @@ def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
     ):
         if width % 16:
             raise option_error(flag, value, f"is {width}; must be a multiple of 16 with --fp8")
-
-
-def _check_measured(precision: PrecisionConfig, tensor_ranks: int) -> None:
-    """Refuse measured algorithms where products of layers are not 16-bit products of whole layers."""
-    flag, value = "--gemm-algorithms", "measured"
-    if precision.fp8:
-        raise option_error(flag, value, "chooses algorithms of 16-bit products; omit one of it and --fp8")
-    if precision.fp32:
-        raise option_error(flag, value, "chooses algorithms of 16-bit products; omit one of it and --fp32")
-    if tensor_ranks > 1:
-        fix = f"needs whole layers; omit one of it and --tensor-model-parallel-size {tensor_ranks}"
-        raise option_error(flag, value, fix)
-
-
-def _check_spare(zero: ZeroConfig) -> None:
-    """Refuse to leave multiprocessors to NCCL where algorithms are measured, which use all."""
-    if zero.zero_spare_multiprocessors not in ("auto", "0"):
-        fix = "has no effect on the products of --gemm-algorithms measured; omit one of them"
-        raise option_error("--zero-spare-multiprocessors", zero.zero_spare_multiprocessors, fix)
 
 
 def _check_param_gather(zero: ZeroConfig) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
 from megatron_zpp.config.options import Options, option, option_error, with_home
 from megatron_zpp.config.provided import Provided
@@ -40,7 +41,7 @@ class SettingsFile(Options):
 
 @dataclass(frozen=True)
 class Setting:
-    """A value of a settings file, and where the file has it, for errors."""
+    """A value of a settings file, and where the file has it, for errors; a retired one is of no part."""
 
     part: str
     field: str
@@ -54,19 +55,25 @@ def read_settings(path: str, parts: Mapping[str, type[Options]]) -> list[Setting
 
 
 def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provided) -> tuple[str, ...]:
-    """Fill `provided` from a file; return a note on settings that a --model-preset beside it replaces.
+    """Fill `provided` from a file; return notes on settings that are retired or that a preset replaces.
 
     Raises ValueError for a file that cannot be obeyed, and for an unknown preset.
     """
     preset = provided.get("model.model_preset")
     replaced = _replaced_by(preset) if preset is not None else frozenset()
-    not_used = []
+    not_used, notes = [], []
     for setting in read_settings(path, parts):
-        if setting.part == "model" and setting.field in replaced:
+        if setting.field in RETIRED_FIELDS:
+            notes.append(
+                f"{setting.place}: {setting.field}: no effect here: {RETIRED_FIELDS[setting.field].why}"
+            )
+        elif setting.part == "model" and setting.field in replaced:
             not_used += [setting.field] if setting.field not in provided.values["model"] else []
         else:
             provided.fill(setting.part, setting.field, setting.value, setting.place)
-    return (f"--model-preset {preset}: replaces {', '.join(not_used)} of {path}",) if not_used else ()
+    if not_used:
+        notes.append(f"--model-preset {preset}: replaces {', '.join(not_used)} of {path}")
+    return tuple(notes)
 
 
 def _replaced_by(preset: str) -> frozenset[str]:
@@ -143,6 +150,10 @@ class _File:
                 yield from self._setting(name, key, value, section=None)
 
     def _setting(self, name: str, key: Any, node: Any, section: str | None) -> Iterator[Setting]:
+        place = f"{FLAG} {self._path}: {_line(key)}"
+        if name in RETIRED_FIELDS:
+            yield Setting("", name, node.value, place)
+            return
         part = self._owners.get(name)
         if part is None or section not in (None, part):
             raise self._error(f"{_line(key)}: {name}: {self._unknown(name, section)}")
@@ -154,7 +165,7 @@ class _File:
         except ValueError as error:
             raise self._error(f"{_line(key)}: {name}: {error}") from None
         if value is not None:
-            yield Setting(part, name, with_home(value), f"{FLAG} {self._path}: {_line(key)}")
+            yield Setting(part, name, with_home(value), place)
 
     def _unknown(self, name: str, section: str | None) -> str:
         if name in self._owners:

@@ -18,6 +18,7 @@ from megatron_zpp.storage.checksums import (
     thread_count,
     verify_file,
 )
+from megatron_zpp.storage.files import write_durably
 from megatron_zpp.storage.regular import read_limited
 
 CHECKSUMS = "checksums.json"
@@ -65,7 +66,7 @@ class NpyWriter:
     def finish(self) -> None:
         """Write the checksums of all arrays."""
         sums = {name: checksums.to_json() for name, checksums in self._checksums.items()}
-        (self._directory / CHECKSUMS).write_text(json.dumps(sums) + "\n")
+        write_durably(self._directory / CHECKSUMS, (json.dumps(sums) + "\n").encode())
 
 
 def verify_arrays(directory: Path, names: tuple[str, ...]) -> None:

@@ -27,7 +27,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.data.npy_files import NpyWriter, open_array, verify_arrays
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.files import fsync, identity, locked
+from megatron_zpp.storage.files import fsync, identity, locked, write_durably
 from megatron_zpp.storage.regular import open_stream, read_again_after_error, says_what_is_there
 
 _EDGE = 1 << 16  # bytes at either end of a file that are part of its digest
@@ -130,7 +130,7 @@ class OrderCache:
             files = NpyWriter(complete)
             build(files)
             files.finish()
-            (complete / _MADE_OF).write_text(text + "\n")
+            write_durably(complete / _MADE_OF, (text + "\n").encode())
             for path in (*complete.iterdir(), complete):
                 fsync(path)
             if replace:

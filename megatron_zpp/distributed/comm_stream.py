@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.distributed.symmetric_memory import SymmetricMemory, peer_memory
+from megatron_zpp.distributed.tensor_group import all_gather_single
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
-
-# torch 2.13 renamed it and warns about the old name, the only one in torch 2.8.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending:

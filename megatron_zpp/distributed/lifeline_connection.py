@@ -79,7 +79,7 @@ class Connection:
                 self.socket.setblocking(False)
             if time.monotonic() > deadline:
                 raise Closed("no answer")
-        if not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
+        if not hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), token.encode()):
             raise Closed("another program answers there")
         self.greet(hello)
         self.confirmed = True

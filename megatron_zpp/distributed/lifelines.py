@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from megatron_zpp.distributed.job_store import derived
 from megatron_zpp.distributed.lifeline_connection import Closed, Connection, Message
 from megatron_zpp.distributed.process_end import is_request
 from megatron_zpp.distributed.topology import Topology
@@ -45,6 +46,11 @@ def parent_of(topology: Topology) -> int | None:
     if topology.rank == 0:
         return None
     return 0 if topology.local_rank == 0 else topology.node_ranks[0]
+
+
+def hello_token(token: str, rank: int) -> str:
+    """What a rank's hello has, from which `token` cannot be found: nobody is believed who repeats a hello."""
+    return derived(token.encode(), f"hello of rank {rank}").hex()
 
 
 def children_of(topology: Topology) -> set[int]:
@@ -149,7 +155,9 @@ class Lifelines:
                 else:
                     connection = Connection.to_port(address, port, _CONNECT)
                 connection.send(self._hello())
-                connection.await_hello(self._token, _CONNECT)
+                parent = parent_of(self._topology)
+                assert parent is not None
+                connection.await_hello(hello_token(self._token, parent), _CONNECT)
                 break
             except (OSError, Closed) as error:
                 if connection:
@@ -173,7 +181,8 @@ class Lifelines:
         self._wake()
 
     def _hello(self) -> Message:
-        return {"token": self._token, "rank": self._topology.rank, "host": platform.node()}
+        rank = self._topology.rank
+        return {"token": hello_token(self._token, rank), "rank": rank, "host": platform.node()}
 
     def _wake(self) -> None:
         with suppress(OSError):
@@ -262,11 +271,10 @@ class Lifelines:
     def _is_awaited(self, hello: Message) -> bool:
         """Whether a hello is that of a child of this rank which is not connected yet."""
         connected = {connection.rank for connection in self._connections}
-        token = str(hello.get("token")).encode()
-        return (
-            hmac.compare_digest(token, self._token.encode())
-            and hello.get("rank") in self._awaited - connected
-        )
+        token, rank = str(hello.get("token")).encode(errors="replace"), hello.get("rank")
+        if not isinstance(rank, int) or rank not in self._awaited - connected:
+            return False
+        return hmac.compare_digest(token, hello_token(self._token, rank).encode())
 
     def _drop_strangers(self, now: float) -> None:
         """Close connections that have sent no hello."""

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import secrets
 import socket
 import struct
 import threading
@@ -23,6 +24,7 @@ from megatron_zpp.distributed.topology import Topology
 
 _Answer = TypeVar("_Answer")
 SAY_AFTER = 10.0  # seconds of waiting between two messages
+_GAVE_UP = "gave_up"  # in the store: the verdict of a rank that rank 0 did not answer
 _HANDSHAKE = 15.0  # seconds for the first answer of a store
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
@@ -92,6 +94,9 @@ def rendezvous(
     `say` receives a message about missing ranks every 10 s; `ended` one about a rank that has connected and
     was killed, see `Lifelines`; all ranks give it or none does. `timeout` is the store's time-out for later
     waits. Raises ValueError naming the address, port or ranks that are wrong, or a limit that is too low.
+
+    Rank 0 publishes a random text, from which the key of this start follows. Every other rank answers with
+    one of its own, which rank 0 repeats. So no rank takes what an earlier start has signed.
     """
     if topology.world_size == 1:
         alone = RankAddress(platform.node(), os.getpid(), "127.0.0.1", "lo")
@@ -117,47 +122,55 @@ def rendezvous(
     store.set_timeout(timeout)
     # The launcher's store outlives a failed attempt: this attempt must not read that attempt's keys.
     attempt = f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store = JobStore(dist.PrefixStore(attempt, store), key)
+    meeting = JobStore(dist.PrefixStore(attempt, store), key)
     rank_address = RankAddress(platform.node(), os.getpid(), own, interface_of(own))
     lifelines = None if ended is None else Lifelines(topology, ended, say)
 
-    def join() -> tuple[RankAddress, ...]:
-        root = _meet_rank_0(store, topology, rank_address.host, deadline, lifelines)
+    def join() -> tuple[JobStore, tuple[RankAddress, ...]]:
+        store, root = _meet_rank_0(meeting, topology, rank_address.host, deadline, lifelines)
         if lifelines and root:
-            lifelines.start(root, address, derived(key, "lifelines").hex())
-        return _exchange_addresses(store, topology, rank_address, deadline, say)
+            lifelines.start(root, address, derived(store.key, "lifelines").hex())
+        try:
+            return store, _exchange_addresses(meeting, store, topology, rank_address, deadline, say)
+        except ValueError as error:
+            if topology.rank == 0:
+                _decide(store, str(error))  # unless that is how it was decided
+                time.sleep(0.3)  # this process may host the store, from which others still read the verdict
+            raise
 
     silence = f"RANK 0: does not answer rank {topology.rank} on {rank_address.host}; see rank 0's output"
     try:
-        addresses = _within(deadline, join, silence)
+        of_start, addresses = _within(deadline, join, silence)
     except BaseException:
         if lifelines:
             lifelines.leave()
         raise
     if lifelines:
         lifelines.all_present()
-    return Rendezvous(store, rank_address, addresses, lifelines, address)
+    return Rendezvous(of_start, rank_address, addresses, lifelines, address)
 
 
 def _meet_rank_0(
-    store: dist.Store, topology: Topology, host: str, deadline: _Deadline, lifelines: Lifelines | None
-) -> Root | None:
-    """Publish on rank 0, and learn on others, where rank 0 listens for lifelines and how long it will wait.
+    meeting: JobStore, topology: Topology, host: str, deadline: _Deadline, lifelines: Lifelines | None
+) -> tuple[JobStore, Root | None]:
+    """Publish on rank 0, and learn on others, where it listens for lifelines and how long it will wait.
 
+    Returns the store with the key of this start, for which rank 0 chooses a text, and where rank 0 listens.
     The others wait as long as rank 0: those that gave up earlier would be counted as present. What they read
     are seconds, because the clocks of hosts differ; rank 0 may have fewer left by then.
     """
     if topology.rank == 0:
-        root = lifelines.listen() if lifelines else None
-        store.set("rank_0", json.dumps({"seconds": deadline.left, "root": root and asdict(root)}))
-        return root
+        root, salt = lifelines.listen() if lifelines else None, secrets.token_hex(16)
+        fields = {"salt": salt, "seconds": deadline.left, "root": root and asdict(root)}
+        meeting.set("rank_0", json.dumps(fields))
+        return meeting.of_start(salt), root
     try:
-        rank_0 = _await_rank_0(store, "rank_0", topology, host, deadline)
+        rank_0 = _await_rank_0(meeting, "rank_0", topology, host, deadline)
     except ForeignValue:
-        store.set(f"here/{topology.rank}", "null")  # which rank 0 cannot read either, and ends all others
+        meeting.set(f"here/{topology.rank}", "null")  # which rank 0 cannot read either, and ends all others
         raise
     deadline.wait_as_long_as(rank_0["seconds"])
-    return Root(**rank_0["root"]) if rank_0["root"] else None
+    return meeting.of_start(rank_0["salt"]), Root(**rank_0["root"]) if rank_0["root"] else None
 
 
 def _within(deadline: _Deadline, ask: Callable[[], _Answer], silence: str) -> _Answer:
@@ -282,46 +295,54 @@ def _join(address: str, port: int, deadline: float) -> dist.Store:
 
 
 def _exchange_addresses(
-    store: dist.Store,
+    meeting: JobStore,
+    store: JobStore,
     topology: Topology,
     rank_address: RankAddress,
     deadline: _Deadline,
     say: Callable[[str], None],
 ) -> tuple[RankAddress, ...]:
-    """Publish this rank's address and wait for all ranks. Rank 0 returns their addresses, others nothing."""
-    rank = topology.rank
-    text = json.dumps(asdict(rank_address))
-    if store.add(f"claims/{rank}", 1) > 1:
-        other = _parse_rank_address(store.get(f"here/{rank}"))
+    """Publish this rank's address and wait for all ranks. Rank 0 returns their addresses, others nothing.
+
+    Raises ForeignValue if `store` has the key of an earlier start.
+    """
+    rank, number = topology.rank, secrets.token_hex(16)
+    text = json.dumps([number, asdict(rank_address)])
+    there = store.compare_set(f"here/{rank}", "", text).decode()
+    if there != text:
+        other = _parse_answer(there)[1]
         both = " and ".join(f"process {one.process} on {one.host}" for one in (other, rank_address))
         fix = f"is taken by {both}; give every process its own rank"
         _decide(store, f"RANK {rank}: {fix}")  # unless the ranks have met
         raise option_error("RANK", rank, fix)
-    store.set(f"here/{rank}", text)
     if rank > 0:
         if problem := _await_rank_0(store, "verdict", topology, rank_address.host, deadline):
             raise ValueError(problem)
+        echo = f"echo/{rank}"
+        if not store.check([echo]) or store.get(echo).decode() != number:
+            raise ForeignValue(
+                "'rank_0' in the run's store is of an earlier start of the job: another program wrote it "
+                "again; keep other users from MASTER_PORT"
+            )
         return ()
-    problem = _await_all(store, topology, deadline, say)
-    addresses: list[bytes] = []
+    problem, addresses = _await_all(meeting, store, topology, deadline, say), ()
     if problem is None:
-        try:
-            addresses = store.multi_get(_keys(topology))
-        except ForeignValue as error:
-            problem = str(error)
-    problem = _decide(store, problem)
-    if problem:
-        time.sleep(0.3)  # this process may host the store, from which others still read the verdict
+        answers = store.multi_get(_keys(topology))
+        numbers, addresses = zip(*map(_parse_answer, answers), strict=True)
+        store.multi_set([f"echo/{other}" for other in range(topology.world_size)], list(numbers))
+    if problem := _decide(store, problem):
         raise ValueError(problem)
-    return tuple(map(_parse_rank_address, addresses))
+    return addresses
 
 
-def _decide(store: dist.Store, verdict: str | None) -> str | None:
+def _decide(store: dist.Store, verdict: str | None, key: str = "verdict") -> str | None:
     """Publish how the rendezvous ends: None if all ranks are there, or a problem.
 
     Returns what counts, the first verdict.
     """
-    return json.loads(store.compare_set("verdict", "", json.dumps(verdict)))
+    if store.check([key]):  # if it is empty, a stranger's, it would be replaced, but others may have read it
+        return _parsed(key, store.get(key))
+    return _parsed(key, store.compare_set(key, "", json.dumps(verdict)))
 
 
 def _await_rank_0(store: dist.Store, key: str, topology: Topology, host: str, deadline: _Deadline) -> Any:
@@ -336,11 +357,11 @@ def _await_rank_0(store: dist.Store, key: str, topology: Topology, host: str, de
     )
     try:
         store.wait([key], timedelta(seconds=deadline.left + SAY_AFTER))
-        return json.loads(store.get(key))
+        return _parsed(key, store.get(key))
     except dist.DistError:
         pass
     try:
-        verdict = _decide(store, problem)
+        verdict = _decide(store, problem, key if key == "verdict" else _GAVE_UP)
     except dist.DistError:  # the store has ended, and with it what all ranks share
         verdict = problem
     if verdict or key != "verdict":
@@ -348,19 +369,28 @@ def _await_rank_0(store: dist.Store, key: str, topology: Topology, host: str, de
     return None
 
 
-def _parse_rank_address(text: bytes) -> RankAddress:
-    return RankAddress(**json.loads(text))
+def _parsed(key: str, value: str | bytes) -> Any:
+    """The JSON of a key. Raises ForeignValue for an empty value, which no rank writes here."""
+    if not value:
+        raise ForeignValue(f"{key!r} in the run's store is empty: another program did that")
+    return json.loads(value)
+
+
+def _parse_answer(text: str | bytes) -> tuple[str, RankAddress]:
+    number, address = _parsed("here", text)
+    return number, RankAddress(**address)
 
 
 def _await_all(
-    store: dist.Store, topology: Topology, deadline: _Deadline, say: Callable[[str], None]
+    meeting: JobStore, store: JobStore, topology: Topology, deadline: _Deadline, say: Callable[[str], None]
 ) -> str | None:
     """On rank 0: wait for all ranks. Returns None, or the problem if some are late or claim the same rank."""
     patience = Backoff(say)
     keys, who = _keys(topology), ""
     while not store.check(keys):  # one request for all ranks
-        if store.check(["verdict"]):
-            return json.loads(store.get("verdict"))
+        for decided, key in ((store, "verdict"), (meeting, _GAVE_UP)):
+            if decided.check([key]):
+                return _parsed(key, decided.get(key))
         late = deadline.passed
         if late or patience.due:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]

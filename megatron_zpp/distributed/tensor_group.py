@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 # torch 2.13 renamed it and warns about the old name, the only one in torch 2.8.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _COLLECTIVES = torch.ops._c10d_functional  # asynchronous: `wait_tensor` makes the current stream wait
 
 
@@ -56,7 +56,7 @@ class TensorGroup:
 
     def gather_into(self, out: Tensor, rows: Tensor) -> None:
         """All-gather contiguous rows (R, …) of each rank into `out` (ranks · R, …)."""
-        _all_gather(out, rows, group=self._group)
+        all_gather_single(out, rows, group=self._group)
 
     def exchange_parts(self, parts: Tensor) -> Tensor:
         """(ranks, …), a part for each rank -> what each rank has for this one."""

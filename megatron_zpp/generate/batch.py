@@ -13,19 +13,17 @@ from torch import Tensor
 
 from megatron_zpp.generate.cached import Cache, decode, logits_of, prefill
 from megatron_zpp.generate.draw import Sampling, draw, uniforms
-from megatron_zpp.generate.text import Continuation, TokenScore
+from megatron_zpp.generate.text import Continuation
 from megatron_zpp.model.gpt import GPT
 
-_PROMPT_TOKENS = 4096  # of prompts that are computed together, so that running texts do not wait long
-_SCORED_TOKENS = 256  # whose logits are in memory at a time, to score prompts
-NOT_FINITE = "the model gives logits that are not finite; its weights cannot be used"
+_PROMPT_TOKENS = 4096  # of prompts that are computed together: a bound on the memory of that pass
 
 
 class Batch:
-    """Up to `size` texts. Not safe for use by several threads."""
+    """Up to `size` texts, drawn in one way."""
 
-    def __init__(self, model: GPT, size: int) -> None:
-        self._model, self._size = model, size
+    def __init__(self, model: GPT, size: int, sampling: Sampling) -> None:
+        self._model, self._size, self._sampling = model, size, sampling
         self._cache = Cache(model, size)
         self._rows: list[Continuation] = []  # in the order of the cache's rows
         self._joining: list[Continuation] = []
@@ -33,33 +31,19 @@ class Batch:
     @property
     def free(self) -> int:
         """How many texts could join."""
-        return self._size - len(self)
-
-    def __len__(self) -> int:
-        return len(self._rows) + len(self._joining)
-
-    @property
-    def texts(self) -> list[Continuation]:
-        """Those that have not ended."""
-        return self._rows + self._joining
+        return self._size - len(self._rows) - len(self._joining)
 
     def add(self, text: Continuation) -> None:
-        """Let a text join at the next step."""
+        """Let a text that has not ended join at the next step."""
         assert self.free
+        assert not text.ended
         self._joining.append(text)
 
-    def remove(self, text: Continuation) -> None:
-        """Forget a text that has not ended."""
-        if text in self._joining:
-            self._joining.remove(text)
-        else:
-            self._forget(text)
-
     @torch.inference_mode()
-    def step(self) -> list[Continuation]:
-        """Give every running text a token, and texts that join their first; return the texts that changed.
+    def step(self) -> None:
+        """Give every running text a token, and texts that join their first; those that end leave the batch.
 
-        Those that have ended, or whose logits are not finite (`failure`), have left the batch.
+        Raises ValueError if the model's logits are not finite.
         """
         positions = self._model.config.max_position_embeddings
         for text in [row for row, n in zip(self._rows, self._cache.lengths, strict=True) if n == positions]:
@@ -70,15 +54,13 @@ class Batch:
         if changed:
             x = decode(self._model, self._cache, [text.ids[-1] for text in changed])
             self._advance(changed, logits_of(self._model, x))
-        joined = self._join(positions)
-        for text in changed + joined:
+        for text in changed + self._join(positions):
             if text.ended:
                 self._forget(text)
-        return changed + joined
 
     def _join(self, positions: int) -> list[Continuation]:
         """Compute the prompts of the first texts that are joining, and their next tokens."""
-        windows = [[*text.order.prompt, *text.ids][-positions:] for text in self._joining]
+        windows = [[*text.prompt, *text.ids][-positions:] for text in self._joining]
         count, longest = 0, 0
         for window in windows:
             longest = max(longest, len(window))
@@ -90,80 +72,22 @@ class Batch:
         texts, windows, self._joining = self._joining[:count], windows[:count], self._joining[count:]
         self._rows += texts
         x = prefill(self._model, self._cache, windows)
-        for index, (text, window) in enumerate(zip(texts, windows, strict=True)):
-            if text.order.score_prompt and not text.prompt_scores:
-                text.prompt_scores = self._prompt_scores(text, window, x[index])
-        writing = [index for index, text in enumerate(texts) if not text.ended]
-        if writing:
-            ends = torch.tensor([len(windows[index]) - 1 for index in writing], device=x.device)
-            last = x[torch.tensor(writing, device=x.device), ends]
-            self._advance([texts[index] for index in writing], logits_of(self._model, last))
+        ends = torch.tensor([len(window) - 1 for window in windows], device=x.device)
+        last = x[torch.arange(count, device=x.device), ends]
+        self._advance(texts, logits_of(self._model, last))
         return texts
-
-    def _prompt_scores(self, text: Continuation, window: Sequence[int], x: Tensor) -> list[TokenScore]:
-        """Return scores of all tokens of a prompt but the first, from hidden states (T, D)."""
-        assert len(window) == len(text.order.prompt), "only prompts that fit the positions are scored"
-        scores: list[TokenScore] = []
-        for first in range(0, len(window) - 1, _SCORED_TOKENS):
-            last = min(first + _SCORED_TOKENS, len(window) - 1)
-            targets = torch.tensor(window[first + 1 : last + 1], device=x.device)
-            logits = logits_of(self._model, x[first:last])
-            if not torch.isfinite(logits).all():
-                text.failure = NOT_FINITE
-                return []
-            scores += self._scores(logits, targets, [text.order.alternatives] * len(targets))
-        return scores
 
     def _advance(self, texts: Sequence[Continuation], logits: Tensor) -> None:
         """Draw the next token of each text from logits (R, V)."""
-        sound = torch.isfinite(logits).all(-1).tolist()
-        if not all(sound):
-            for text, good in zip(texts, sound, strict=True):
-                text.failure = "" if good else NOT_FINITE
-            texts = [text for text in texts if not text.failure]
-            logits = logits[torch.tensor(sound, device=logits.device)]
-            if not texts:
-                return
-        tokens = _draw(texts, logits[:, : self._model.entries])
-        scores = self._scores(logits, tokens, [text.order.alternatives for text in texts])
-        for text, token, score in zip(texts, tokens.tolist(), scores, strict=True):
-            text.take(token, score)
-
-    def _scores(self, logits: Tensor, tokens: Tensor, alternatives: Sequence[int]) -> list[TokenScore]:
-        """Score tokens (R) by logits (R, V); `alternatives` says how many of the likeliest come with each."""
-        values = torch.log_softmax(logits, -1)
-        own = values.gather(-1, tokens[:, None])[:, 0].tolist()
-        written = values[:, : self._model.entries]  # the other rows of a vocabulary have no text
-        most = min(max(alternatives), written.shape[-1])
-        if not most:
-            return [TokenScore(value) for value in own]
-        best = written.topk(most)
-        pairs = [
-            tuple(zip(ids, found, strict=True))
-            for ids, found in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
-        return [
-            TokenScore(value, pair[:count])
-            for value, pair, count in zip(own, pairs, alternatives, strict=True)
-        ]
+        if not torch.isfinite(logits).all():
+            raise ValueError("the model gives logits that are not finite; its weights cannot be used")
+        written = logits[:, : self._model.entries]  # the other rows of a vocabulary have no text
+        tokens = draw(written, self._sampling, uniforms([text.generator for text in texts]))
+        for text, token in zip(texts, tokens.tolist(), strict=True):
+            text.take(token)
 
     def _forget(self, text: Continuation) -> None:
         row = self._rows.index(text)
         self._cache.remove(row)
         self._rows[row] = self._rows[-1]
         del self._rows[-1]
-
-
-def _draw(texts: Sequence[Continuation], logits: Tensor) -> Tensor:
-    """Ids (R) from logits (R, V), each by the text's own sampling and random numbers."""
-    numbers = uniforms([text.generator for text in texts])
-    groups: dict[Sampling, list[int]] = {}
-    for index, text in enumerate(texts):
-        groups.setdefault(text.order.sampling, []).append(index)
-    if len(groups) == 1:
-        return draw(logits, texts[0].order.sampling, numbers)
-    tokens = torch.empty(len(texts), dtype=torch.long, device=logits.device)
-    for sampling, members in groups.items():
-        chosen = torch.tensor(members, device=logits.device)
-        tokens[chosen] = draw(logits[chosen], sampling, numbers[members])
-    return tokens

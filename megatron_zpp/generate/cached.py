@@ -43,8 +43,6 @@ class Cache:
             layer.clear(last)
         self.lengths[row] = self.lengths[last]
         del self.lengths[last]
-        if not self.lengths:
-            self._resize((0, 0))  # an idle server holds no memory for texts
 
     @torch.inference_mode()
     def place(self, place: Place) -> None:

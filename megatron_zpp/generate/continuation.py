@@ -4,30 +4,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from megatron_zpp.generate.batch import Batch
-from megatron_zpp.generate.draw import Sampling
-from megatron_zpp.generate.text import Continuation, Order, Stop
+from megatron_zpp.generate.draw import Sampling, generator_of
+from megatron_zpp.generate.text import Continuation, Stop
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
-
-
-def order_texts(
-    prompts: Sequence[Sequence[int]],
-    *,
-    new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    stop: Stop,
-    alternatives: int = 0,
-    score_prompts: bool = False,
-) -> list[Order]:
-    """An order of one text for each prompt. Equal prompts get different texts."""
-    copies: Counter[tuple[int, ...]] = Counter()
-    orders = []
-    for prompt in map(tuple, prompts):
-        scored = score_prompts and len(prompt) > 1
-        orders.append(Order(prompt, new_tokens, sampling, seed, copies[prompt], stop, alternatives, scored))
-        copies[prompt] += 1
-    return orders
 
 
 def continue_texts(
@@ -47,16 +27,18 @@ def continue_texts(
     tokens that fit, without a cache. The drawn ids depend only on the seed, the prompt and how often this
     prompt came before. Raises ValueError if the model's logits are not finite.
     """
-    started = [list(prompt) or [tokenizer.eod] for prompt in prompts]
-    orders = order_texts(started, new_tokens=new_tokens, sampling=sampling, seed=seed, stop=stop)
-    texts = [Continuation(order, tokenizer) for order in orders]
-    batch, waiting = Batch(model, batch_size), iter(texts)
+    copies: Counter[tuple[int, ...]] = Counter()
+    texts = []
+    for prompt in prompts:
+        ids = tuple(prompt) or (tokenizer.eod,)
+        generator = generator_of(seed, ids, copies[ids])
+        copies[ids] += 1
+        texts.append(Continuation(ids, tokenizer, generator, new_tokens, stop))
+    batch = Batch(model, batch_size, sampling)
+    waiting = iter([text for text in texts if not text.ended])
     for text in texts:
         while not text.ended:
             while batch.free and (new := next(waiting, None)) is not None:
-                if not new.ended:
-                    batch.add(new)
+                batch.add(new)
             batch.step()
-        if text.failure:
-            raise ValueError(text.failure)
         yield text

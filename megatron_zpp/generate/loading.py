@@ -6,15 +6,27 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_zpp.checkpoint.directory import each_candidate, lost_newest, read_newest
+from megatron_zpp.checkpoint.directory import (
+    LOOKUPS,
+    each_candidate,
+    lost_newest,
+    named_checkpoint,
+    read_newest,
+    removed_too_often,
+)
+from megatron_zpp.checkpoint.manifest import marker_of
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error
+from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.object_path import Location, location
 from megatron_zpp.tokenizer.base import Tokenizer
+
+_REMOVED = "removed"  # in place of a rank's problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,23 +67,75 @@ def load_for(options: CheckpointOptions, device: torch.device) -> tuple[GPT, Tok
     return model.to(device, options.dtype(device)), tokenizer
 
 
+def load_together(
+    options: CheckpointOptions, device: torch.device, exchange: Exchange
+) -> tuple[GPT, Tokenizer]:
+    """`load_for` on every rank, all of the checkpoint that rank 0 finds. Every rank must call it.
+
+    If that checkpoint is removed or replaced before all ranks have read it, as by a run with --keep-last, all
+    look again. Raises the same ValueError on every rank, which names --load, and one after LOOKUPS such
+    times.
+    """
+    for number in range(LOOKUPS):
+        if exchange.topology.rank == 0:
+            exchange.put(f"found/{number}", _found(options))
+        found = exchange.get(f"found/{number}")
+        if found["problem"]:
+            raise ValueError(found["problem"])
+        path = named_checkpoint(location(options.load), found["name"])
+        loaded, problem, caught = None, None, None
+        try:
+            loaded = _read_model(path)
+        except Exception as error:
+            problem, caught = one_line(_explained(options.load, error)), error
+        if found["marker"] is None or marker_of(path) != found["marker"]:
+            problem = _REMOVED
+        problems = exchange.all_gather(f"problems/{number}", problem)
+        if _REMOVED in problems:
+            continue
+        if problem := next(filter(None, problems), None):
+            raise ValueError(problem) from caught
+        assert loaded is not None
+        return loaded[0].to(device, options.dtype(device)), loaded[1]
+    raise removed_too_often(path)
+
+
+def _found(options: CheckpointOptions) -> dict[str, str | None]:
+    """The name and the marker of the checkpoint to load, or the problem, for the other ranks."""
+    try:
+        path = _newest(options.load, options.ckpt_step)
+        return {"name": path.name, "marker": marker_of(path), "problem": None}
+    except (ValueError, OSError) as error:
+        return {"problem": one_line(error)}
+
+
 def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
     """The model of a checkpoint on the CPU in fp32, and the tokenizer that it was trained with."""
-
-    def read(checkpoint: Location) -> tuple[GPT, Tokenizer]:
-        if iteration is None and (lost := lost_newest(location(directory))):
-            sys.stderr.write(f"warning: {lost}: skipped; {checkpoint} is loaded instead\n")
-        return _read_model(checkpoint)
-
     try:
-        found = read_newest(lambda: next(each_candidate(directory, iteration), None), read)
+        found = read_newest(lambda: [_newest(directory, iteration)], _read_model)
     except DamagedFile as damage:
-        raise option_error("--load", directory, f"{damage}; choose another one with --ckpt-step") from None
-    if found is None:
+        raise _explained(directory, damage) from None
+    assert found is not None  # `_newest` finds one, or raises
+    return found
+
+
+def _newest(directory: str, iteration: int | None) -> Location:
+    """The checkpoint to load. Raises ValueError that names --load, and warns if a newer one is lost."""
+    checkpoint = next(each_candidate(directory, iteration), None)
+    if checkpoint is None:
         raise option_error(
             "--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to"
         )
-    return found
+    if iteration is None and (lost := lost_newest(location(directory))):
+        sys.stderr.write(f"warning: {lost}: skipped; {checkpoint} is loaded instead\n")
+    return checkpoint
+
+
+def _explained(directory: str, error: Exception) -> Exception:
+    """`error`, with the remedy if it is damage."""
+    if isinstance(error, DamagedFile):
+        return option_error("--load", directory, f"{error}; choose another one with --ckpt-step")
+    return error
 
 
 def _read_model(checkpoint: Location) -> tuple[GPT, Tokenizer]:

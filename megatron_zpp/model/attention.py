@@ -25,6 +25,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.model.masks import CAUSAL, CachedPrefix, Causal, InsideDocuments, Mask, SlidingWindow
 
 FLAG = "--attention-backend"
+_BOUNDED = (InsideDocuments, SlidingWindow)  # no union: torch 2.8 compiles no `isinstance` with one
 TORCH_BACKENDS = {
     "math": SDPBackend.MATH,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -70,7 +71,7 @@ class DotProduct:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
         """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H)."""
         dense, causal = None, True
-        if isinstance(mask, InsideDocuments | SlidingWindow):
+        if isinstance(mask, _BOUNDED):
             dense, causal = mask.bounds, False
         elif isinstance(mask, CachedPrefix):
             dense, causal = mask.visible, mask.visible is None and q.shape[1] > 1
@@ -118,7 +119,7 @@ class PackedFlash(DotProduct):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
         """As DotProduct."""
-        if not isinstance(mask, InsideDocuments | SlidingWindow):
+        if not isinstance(mask, _BOUNDED):
             return super().__call__(q, k, v, dropout, mask)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         batch, tokens = q.shape[:2]

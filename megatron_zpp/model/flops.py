@@ -17,8 +17,7 @@ def parameter_count(config: ModelConfig, vocab_size: int) -> int:
     hidden, biased = config.hidden_size, not config.disable_bias_linear
     norm = 2 if config.normalization == "LayerNorm" else 1  # vectors: gains, and a LayerNorm's biases
     qkv = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
-    inner = config.ffn_hidden_size * (2 if config.swiglu else 1)
-    biases = qkv * (biased or config.add_qkv_bias) + (inner + 2 * hidden) * biased
+    biases = qkv * (biased or config.add_qkv_bias) + (config.mlp_input_width + 2 * hidden) * biased
     norms = norm * (2 * hidden + (2 * config.kv_channels if config.qk_layernorm else 0))
     tables = config.embedding_rows(vocab_size) * hidden
     tables *= 2 if config.untie_embeddings_and_output_weights else 1
@@ -29,8 +28,7 @@ def parameter_count(config: ModelConfig, vocab_size: int) -> int:
 def layer_matrices(config: ModelConfig) -> int:
     """Return the number of parameters of one layer's matrices."""
     width = (config.num_attention_heads + config.num_query_groups) * config.kv_channels
-    inner = config.ffn_hidden_size * (3 if config.swiglu else 2)
-    return config.hidden_size * (2 * width + inner)
+    return config.hidden_size * (2 * width + config.mlp_input_width + config.ffn_hidden_size)
 
 
 def _position_parameters(config: ModelConfig) -> int:

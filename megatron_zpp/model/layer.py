@@ -78,10 +78,10 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # and the inputs of each of its outputs
-    "gelu": (gelu, 1),
-    "squared_relu": (squared_relu, 1),
-    "swiglu": (swiglu, 2),
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "squared_relu": squared_relu,
+    "swiglu": swiglu,
 }
 
 
@@ -90,10 +90,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, parts: ModelComponents) -> None:
         super().__init__()
-        self.activation, inputs = _ACTIVATIONS[config.activation]
+        self.activation = _ACTIVATIONS[config.activation]
         biased = not config.disable_bias_linear
-        inner = config.ffn_hidden_size
-        self.input = parts.column(config.hidden_size, inputs * inner, bias=biased, runs=(inner,) * inputs)
+        inner, outer = config.ffn_hidden_size, config.mlp_input_width
+        self.input = parts.column(config.hidden_size, outer, bias=biased, runs=(inner,) * (outer // inner))
         self.output = parts.row(inner, config.hidden_size, bias=biased)
 
     def forward(self, x: Tensor, kernels: "BlockKernels") -> Tensor:

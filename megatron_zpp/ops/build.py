@@ -36,7 +36,7 @@ from megatron_zpp.ops.toolchain import (
     Command,
     Toolchain,
     build_key,
-    device_commands,
+    check_commands,
     find_nvcc,
     find_toolchain,
     library_commands,
@@ -99,15 +99,13 @@ def check_device_code(
     sources: Path = SOURCES,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Compile the .cu files, which needs no GPU; not optimised if nvcc allows it. Raises BuildError."""
+    """Compile the .cu files for every kind of GPU that nvcc knows, which needs none. Raises BuildError."""
     nvcc = find_nvcc(environ)
     if nvcc is None:
         say("csrc: nvcc is not installed; device code was not compiled")
         return
     tools = find_toolchain(environ)
-    known = subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=False).stdout
-    fast = ("-Ofc=max",) if "-Ofc" in known else ()
-    commands = device_commands(nvcc, tools.cxx, sources, *fast)
+    commands, architectures = check_commands(nvcc, tools.cxx, sources)
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
         compiled = _Compiled(len(commands))
@@ -115,7 +113,8 @@ def check_device_code(
             _run_ninja(
                 tools.ninja, commands, Path(directory), log, compiled.next_line, say if verbose else None
             )
-    say(f"csrc: {nvcc} compiles {len(commands)} files of device code")
+    kinds = ", ".join(f"{each[:-1]}.{each[-1]}" for each in architectures)
+    say(f"csrc: {nvcc} compiles {len(commands)} files of device code for compute capabilities {kinds}")
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_zpp.native.cache import BuildError
-from megatron_zpp.ops import checks, products, reference
+from megatron_zpp.ops import checks, reference
 from megatron_zpp.ops.build import build
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.toolchain import capability_problem, cuda_problem
@@ -63,7 +63,6 @@ def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
             ) from error
         for operation, check in _CHECKED:
             torch.library.register_fake(f"megatron_zpp::{operation.__name__}", _fake(operation, check))
-        products.register_fakes()
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
     if key is None:
         raise BuildError(f"there are no kernels for devices of type {device_type}")

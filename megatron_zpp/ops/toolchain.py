@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ ARCHITECTURES = (
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=[sm_90,compute_90]",  # PTX too, which later devices compile at load time
 )
-
+CHECKED = ("80", "86", "89", "90", "100", "120")  # for which device code is compiled without a GPU
 LEAST_CAPABILITY = (8, 0)  # the compute capability of the oldest of them
 
 
@@ -123,10 +123,28 @@ def library_commands(tools: Toolchain, sources: Path, library: str) -> list[Comm
     return [*commands, Command(library, objects, (tools.cxx, *objects, *_link_flags(tools), "-o", library))]
 
 
-def device_commands(nvcc: str, cxx: str, sources: Path, *flags: str) -> list[Command]:
-    """The commands that compile every .cu file, with additional `flags`."""
-    compiler = (nvcc, f"-ccbin={cxx}", *DEVICE_FLAGS, *ARCHITECTURES, *flags)
+def device_commands(
+    nvcc: str,
+    cxx: str,
+    sources: Path,
+    architectures: Sequence[str] = ARCHITECTURES,
+    flags: Sequence[str] = (),
+) -> list[Command]:
+    """The commands that compile every .cu file for `architectures`, with additional `flags`."""
+    compiler = (nvcc, f"-ccbin={cxx}", *DEVICE_FLAGS, *architectures, *flags)
     return [_object(sources, file, compiler) for file in _files(sources, "cu")]
+
+
+def check_commands(nvcc: str, cxx: str, sources: Path) -> tuple[list[Command], tuple[str, ...]]:
+    """The commands that compile every .cu file for all of CHECKED that nvcc knows, unoptimised if it can.
+
+    Returns them and the architectures. Raises BuildError.
+    """
+    known = _run(nvcc, "--list-gpu-code").split()
+    found = tuple(each for each in CHECKED if f"sm_{each}" in known)
+    codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in found]
+    flags = ("-Ofc=max",) if "-Ofc" in _run(nvcc, "--help") else ()
+    return device_commands(nvcc, cxx, sources, codes, flags), found
 
 
 def ninja_text(commands: list[Command]) -> str:
@@ -173,18 +191,8 @@ def _torch_flags(tools: Toolchain) -> tuple[str, ...]:
     if tools.cuda_home is not None:
         includes.append(tools.cuda_home / "include")
         flags.append("-DWITH_CUDA")
-        if (cublas := _cublas_headers(tools.cuda_home)) is not None:
-            includes.append(cublas)  # no library: csrc/cublaslt.cpp finds torch's
-            flags.append("-DWITH_CUBLASLT")
     # As system headers, whose warnings are not shown.
     return (*flags, *(part for include in includes for part in ("-isystem", str(include))))
-
-
-def _cublas_headers(cuda_home: Path) -> Path | None:
-    """The directory of cublasLt.h: CUDA's, or that of the package beside torch; None if not installed."""
-    packages = _torch_root().parent / "nvidia"
-    folders = cuda_home / "include", *sorted(packages.glob("cu*/include")), packages / "cublas/include"
-    return next((folder for folder in folders if (folder / "cublasLt.h").is_file()), None)
 
 
 def _link_flags(tools: Toolchain) -> tuple[str, ...]:

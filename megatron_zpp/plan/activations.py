@@ -187,7 +187,7 @@ def working_bytes(job: Job) -> int:
     saved is gone.
     """
     hidden, tensor = job.model.hidden_size, job.tensor
-    inner = job.model.ffn_hidden_size * (2 if job.model.swiglu else 1)
+    inner = job.model.mlp_input_width
     second = job.rows * hidden + (job.tokens + hidden) * inner // tensor
     if tensor > 1:
         saved = job.tokens * (inner + job.model.ffn_hidden_size) // tensor

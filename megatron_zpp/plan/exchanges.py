@@ -93,8 +93,7 @@ def _products(job: Job, machine: Machine, forward: bool) -> float:
     """
     model, layers = job.model, job.model.num_layers
     heads = model.num_attention_heads * model.kv_channels
-    column = heads + 2 * model.num_query_groups * model.kv_channels
-    column += model.ffn_hidden_size * (2 if model.swiglu else 1)
+    column = heads + 2 * model.num_query_groups * model.kv_channels + model.mlp_input_width
     row, others = heads + model.ffn_hidden_size, 1 - 1 / job.tensor if job.overlapped else 0.0
     if forward:
         width = others * (column + row) * layers

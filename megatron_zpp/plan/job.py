@@ -36,8 +36,7 @@ class Job:
     as by default. `memory_snapshots`: the run takes some. `async_save`: it saves beside the
     training, with `save_optim` the optimizer's states too. `overlapped`: tensor ranks, if there are several,
     compute beside their exchanges. `demands_overlap`: --tp-comm-overlap is given, which one rank alone is
-    refused. `may_offload`: no setting refuses the optimizer on the CPU. `times_layers`: a measurement of
-    whole layers chooses their products, so tensor ranks are refused.
+    refused. `may_offload`: no setting refuses the optimizer on the CPU.
     """
 
     model: ModelConfig
@@ -58,7 +57,6 @@ class Job:
     overlapped: bool = False
     demands_overlap: bool = False
     may_offload: bool = True
-    times_layers: bool = False
 
     @property
     def ranks(self) -> int:

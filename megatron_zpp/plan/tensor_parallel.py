@@ -94,8 +94,6 @@ def _units_of(job: Job, size: int) -> list[tuple[str, nn.Module]]:
 
 def _divides(job: Job, size: int) -> bool:
     """Whether `size` ranks of a node can share each layer, and a run with so many is not refused."""
-    if size > 1 and job.times_layers:
-        return False
     try:
         check_tensor_ranks(job.model, size, fp8=job.precision.fp8)
         check_vocabulary(job.model, job.vocab_size, size)

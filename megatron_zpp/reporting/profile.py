@@ -1,5 +1,7 @@
 """Traces steps with torch's profiler."""
 
+import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -57,7 +59,10 @@ class StepProfiler:
         if self._running is not None:
             running = self._stop()
             directory.mkdir(parents=True, exist_ok=True)
-            running.export_chrome_trace(str(directory / f"rank{self._rank}.trace.json.gz"))
+            name = f"rank{self._rank}.trace.json.gz"
+            with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=directory) as private:
+                running.export_chrome_trace(str(Path(private) / name))
+                os.replace(Path(private) / name, directory / name)  # a link that has the name is not followed
         return f" wrote traces of steps {first} to {step} to {directory}"
 
     def discard(self) -> None:

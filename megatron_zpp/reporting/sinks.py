@@ -20,7 +20,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.config.urls import check_local_directory
 from megatron_zpp.reporting.metrics import Record
-from megatron_zpp.storage.files import check_writable
+from megatron_zpp.storage.files import check_writable, open_named
 from megatron_zpp.storage.regular import open_stream
 
 
@@ -38,13 +38,14 @@ class MetricsFile:
     """Appends one JSON object per line; NaN and Inf become null, because JSON has neither.
 
     If the file ends within a line, because an earlier start was killed or its disk was full, that line is
-    ended first.
+    ended first. A link in place of the file is followed as `open_named` says.
     """
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         cut = _ends_within_a_line(Path(path))
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 - a line is on disk when it is written
+        descriptor = open_named(Path(path), os.O_WRONLY | os.O_APPEND)
+        self._file = os.fdopen(descriptor, "a", buffering=1)  # a line is on disk when it is written
         if cut:
             self._file.write("\n")
 
@@ -267,6 +268,11 @@ def check_sinks(logging: LoggingConfig) -> None:
                 "--metrics-file", path, "cannot be written; check its permissions or name another"
             )
         check_writable("--metrics-file", str(path.parent))
+        if path.is_symlink():
+            try:
+                os.close(open_named(path, os.O_WRONLY | os.O_APPEND))
+            except OSError as error:
+                raise option_error("--metrics-file", path, f"{one_line(error)}; name another file") from None
 
 
 def open_sinks(

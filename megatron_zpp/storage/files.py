@@ -16,6 +16,8 @@ from pathlib import Path
 from megatron_zpp.storage.object_path import Location, ObjectPath, is_object, location
 from megatron_zpp.storage.object_store import ObjectError
 
+_MOST_LINKS = 40  # the kernel's limit
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of fsync on a directory on some network file systems
 
 
@@ -46,6 +48,36 @@ def open_shared(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
+def open_named(path: Path, flags: int) -> int:
+    """Return a descriptor for writing to a file that the user names; it is created if it is missing.
+
+    Links are followed, because the user may have one to another disk, or name /dev/stdout. But in a directory
+    that its group or others can write to, a link is followed only if the user or root owns it:
+    PermissionError for one of another user, who may have planted it. The kernel has such a rule
+    (fs.protected_symlinks), for directories with the sticky bit, and not everywhere. Directories of the path
+    may be links of anybody. Raises OSError as the file system does.
+    """
+    for _ in range(_MOST_LINKS):
+        try:
+            return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError:  # of a link, also of the kernel's rule
+            if not path.is_symlink():
+                raise
+        link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)  # so that nobody replaces it meanwhile
+        try:
+            status, directory = os.fstat(link), os.stat(path.parent)
+            if directory.st_mode & _OTHERS_WRITE and status.st_uid not in (0, os.geteuid()):
+                problem = f"is a link of user {status.st_uid} in a directory that others can write to"
+                raise PermissionError(errno.EACCES, problem, str(path))
+            target = os.readlink("", dir_fd=link)
+        finally:
+            os.close(link)
+        if status.st_dev == os.stat("/proc").st_dev:  # /dev/stdout is a link to one that may lead to a pipe
+            return os.open(path, flags | os.O_CLOEXEC)
+        path = path.parent / target
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
+
 def write_durably(path: Location, content: bytes) -> None:
     """Write and flush a file. Its name is durable only once its directory is flushed as well."""
     if isinstance(path, ObjectPath):
@@ -59,12 +91,17 @@ def write_durably(path: Location, content: bytes) -> None:
 
 def write_text(path: Location, text: str) -> None:
     """Replace the file `path` atomically by one that holds `text`; after an error it is unchanged."""
+    write_whole(path, text.encode())
+
+
+def write_whole(path: Location, content: bytes) -> None:
+    """As `write_text`, of bytes. A link that has the name is replaced, and not followed."""
     if isinstance(path, ObjectPath):
-        path.write(text.encode())
+        path.write(content)
         return
     partial = path.with_name(f"{path.name}.partial")
     try:
-        write_durably(partial, text.encode())
+        write_durably(partial, content)
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):

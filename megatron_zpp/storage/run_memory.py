@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _LOCK = "lock"
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _KINDS = ("tmpfs", "ramfs")
 _ABANDONED = 24 * 3600.0  # seconds without a change, after which an unlocked directory is removed
 
@@ -28,16 +29,30 @@ def snapshots_root(parent: str) -> Path:
     root = Path(parent) / f"megatron_zpp-snapshots-{os.geteuid()}"
     try:
         kind = kind_of_file_system(parent)
-        found = root.lstat() if os.path.lexists(root) else None
     except OSError as error:
         raise ValueError(f"{error.strerror}; name a directory in memory, such as /dev/shm") from None
     if kind not in _KINDS:
         raise ValueError(f"is on {kind or 'an unknown file system'}; must be in memory, on tmpfs")
-    if found is not None and (
-        not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077
-    ):
-        raise ValueError(f"{root} is not a directory of yours alone (mode 0700); remove it")
+    try:
+        _check_private(root)
+    except OSError as error:
+        raise ValueError(str(error)) from None
     return root
+
+
+def run_directory(root: Path, run: str) -> Path:
+    """The directory of a run, which may not exist. Raises OSError if it or `root` is not yours alone."""
+    _check_private(root)
+    _check_private(root / run)
+    return root / run
+
+
+def _check_private(directory: Path) -> None:
+    """Raise OSError unless a directory is missing, or this user's alone."""
+    with suppress(FileNotFoundError):
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise OSError(f"{directory} is not a directory of yours alone (mode 0700); remove it")
 
 
 def room_for(root: Path, run: str | None) -> int:
@@ -52,9 +67,10 @@ class RunMemory:
 
     def __init__(self, root: Path, run: str) -> None:
         """Create the directory, or take the one that an earlier start left. Raises OSError."""
-        root.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+        self.path = run_directory(root, run)  # from now on nobody else can make anything below `root`
         _remove_abandoned(root, run)
-        self.path = root / run
         self._descriptor = _lock(self.path)
 
     def close(self) -> None:
@@ -71,7 +87,7 @@ def _lock(directory: Path) -> int:
     while True:
         directory.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # another run has just removed it
-            descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(directory / _LOCK, _LOCK_FLAGS, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if os.path.samestat(os.fstat(descriptor), os.stat(directory / _LOCK)):
                 return descriptor
@@ -84,7 +100,7 @@ def _remove_abandoned(root: Path, run: str) -> None:
             continue
         with suppress(OSError):  # it is in use, or another rank has just removed it
             # Without a lock, a process that was killed in between left it.
-            descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(directory / _LOCK, _LOCK_FLAGS, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 changed = max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))

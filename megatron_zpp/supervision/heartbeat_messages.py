@@ -67,8 +67,9 @@ class Patience:
 class LivenessMonitor:
     """Decides which rank ended a run, from the heartbeat messages seen so far.
 
-    A rank is silent while its message stays the same. A silent rank is lost after `timeout` seconds, or after
-    `patience` seconds if another rank asks; `news` as in Patience.
+    A rank is silent while its message stays the same, or is an earlier one, which a stranger can write again.
+    A silent rank is lost after `timeout` seconds, or after `patience` seconds if another rank asks; `news` as
+    in Patience.
     """
 
     def __init__(self, *, timeout: float, patience: float, news: float) -> None:
@@ -83,7 +84,7 @@ class LivenessMonitor:
         self._now = now
         for rank, message in enumerate(messages):
             count = message.count if message else 0
-            if rank not in self._newest or self._newest[rank][0] != count:
+            if rank not in self._newest or self._newest[rank][0] < count:
                 self._newest[rank] = (count, now)
 
     def lost(self, messages: Sequence[HeartbeatMessage | None], *, asked: bool = False) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.agreement import check_agreement
 from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.job_store import VARIABLE as SECRET
 from megatron_zpp.distributed.nccl_sockets import choose_nccl_sockets
 from megatron_zpp.distributed.process_group import backend_of, process_group
 from megatron_zpp.distributed.rendezvous import Rendezvous, rendezvous
@@ -38,7 +39,9 @@ def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> R
 
     limit = config.preflight_timeout
     rank_address = launcher_variables(os.environ)
-    return rendezvous(topology, rank_address, limit=limit, timeout=config.timeout, say=say, ended=ended)
+    met = rendezvous(topology, rank_address, limit=limit, timeout=config.timeout, say=say, ended=ended)
+    os.environ.pop(SECRET, None)  # workers of data loaders and programs such as that of W&B need none
+    return met
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def read_together(
         except Stuck:
             raise
         except (DamagedFile, OSError) as error:
-            is_damage = in_memory or is_damaged(error)
+            is_damage = in_memory or _is_damaged(error)
             reason = one_line(error) if is_damage else _unreadable(error, exchange.topology.rank)
             problem = {"reason": reason, "is_damage": is_damage}
         problem = exchange.first("problem", problem)
@@ -47,7 +47,7 @@ def read_together(
     return result, problem["reason"]
 
 
-def is_damaged(error: Exception) -> bool:
+def _is_damaged(error: Exception) -> bool:
     """Return whether an error says that a checkpoint is damaged, so that an older one may take its place.
 
     Storage that does not answer says nothing about a checkpoint.

@@ -10,7 +10,6 @@ import shutil
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
 from megatron_zpp.checkpoint.states import shards_of
@@ -24,8 +23,14 @@ from megatron_zpp.distributed.peer_files import FileServer, Peer, get_file, put_
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes, pinned_bytes
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
-from megatron_zpp.storage.run_memory import RunMemory, available_memory, room_for, size_of, snapshots_root
-from megatron_zpp.train.memory_name import memory_name, remove_memory_name, write_memory_name
+from megatron_zpp.storage.run_memory import (
+    RunMemory,
+    available_memory,
+    room_for,
+    size_of,
+    snapshots_root,
+)
+from megatron_zpp.train.memory_name import checked_name, memory_name, remove_memory_name, write_memory_name
 from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -139,18 +144,6 @@ def check_memory(settings: MemorySnapshotsConfig) -> None:
             raise option_error("--buddy-directory", settings.buddy_directory, str(error)) from None
 
 
-def newest_state(config: Config) -> dict[str, Any] | None:
-    """The state in the newest memory snapshot of the run on this node, before `open_memory`; None without."""
-    settings, save = config.memory_snapshots, config.checkpoint.save
-    try:
-        name = None if settings.buddy_snapshots is None or save is None else memory_name(save)[0]
-    except DamagedFile:
-        return None  # `open_memory` refuses it
-    if name is None:
-        return None
-    return MemoryCopies(snapshots_root(settings.buddy_directory) / name, 0).newest_state()
-
-
 def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[BuddyMemory | None, list[str]]:
     """(the memory of a run with --buddy-snapshots, lines for the log); None for other runs.
 
@@ -175,6 +168,7 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[Buddy
     (name, lines), problem, attempt = exchange.get("names")
     if problem is not None:
         raise ValueError(problem)
+    name, attempt = name and checked_name(name), SnapshotName.checked(0, attempt).attempt
     shards = shards_of(engine, with_optimizer=True).values()
     pinned = pinned_bytes(shard.nbytes for shard in shards if shard.is_cuda)
     copied = pinned + sum(shard.nbytes for shard in shards if not shard.is_cuda)
@@ -189,7 +183,7 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[Buddy
     agree("room", problem)
     if ranks.topology.rank == 0:
         exchange.put("name", write_memory_name(save, name))
-    name = exchange.get("name")
+    name = checked_name(exchange.get("name"))
     memory, problem = None, None
     try:
         secret = derived(ranks.store.key, "snapshots").hex() if isinstance(ranks.store, JobStore) else ""

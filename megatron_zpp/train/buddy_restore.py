@@ -75,7 +75,10 @@ def held_snapshots(memory: BuddyMemory, engine: ZeroEngine) -> tuple[list[HeldSn
     sharded = not any(unit.whole for unit in engine.units)
     held = [
         HeldSnapshot(
-            SnapshotName(*name), tuple(map(tuple, holders)), tuple(sizes), sharded and layout == present
+            SnapshotName.checked(*name),
+            tuple(map(tuple, holders)),
+            tuple(sizes),
+            sharded and layout == present,
         )
         for name, layout, holders, sizes in whole
     ]

@@ -26,10 +26,8 @@ from megatron_zpp.model.fp8_output import OutputProduct
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.fp8_weights import WeightCodes
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.products import ChosenLinear
 from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.model.tensor_parallel import Product, TensorParallelComponents, exchanges_of, splits_of
-from megatron_zpp.ops import products
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -51,7 +49,11 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     if grid.tensor > 1:
         group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
         overlapped = _overlaps(config, device, group)
-    model, scaling, codes = build_model(config, vocab_size, device, grid.job, group, overlapped=overlapped)
+    model = _build_model(config, vocab_size, device, group, overlapped=overlapped)
+    scaling = _scaling(config.precision, model, device.device)
+    codes = _weight_codes(config.precision, scaling, device.device)
+    if device.compiles:
+        _compile(config, model, device, grid.job, scaling)
     share = ALONE
     if group is not None:
         share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
@@ -78,28 +80,6 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
 def decoupled_of(model: ModelConfig) -> tuple[str, ...]:
     """The parameters with a learning rate of their own. Tied output weights are the table of tokens."""
     return DECOUPLED if model.untie_embeddings_and_output_weights else DECOUPLED[:1]
-
-
-def build_model(
-    config: Config,
-    vocab_size: int,
-    device: Device,
-    topology: Topology,
-    group: TensorGroup | None = None,
-    *,
-    overlapped: bool = False,
-) -> tuple[GPT, DelayedScaling | None, WeightCodes | None]:
-    """The model on the meta device, compiled if a run on `device` is, and the state of its 8-bit products.
-
-    It is this rank's part of the model if a `group` shares it; `overlapped`: its ranks compute beside their
-    exchanges.
-    """
-    model = _build_model(config, vocab_size, device, group, overlapped=overlapped)
-    scaling = _scaling(config.precision, model, device.device)
-    codes = _weight_codes(config.precision, scaling, device.device)
-    if device.compiles:
-        _compile(config, model, device, topology, scaling)
-    return model, scaling, codes
 
 
 def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
@@ -129,14 +109,8 @@ def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
 
 
 def zero_of(config: Config, ranks: int) -> ZeroConfig:
-    """The settings of ZeRO with the defaults that depend on other settings.
-
-    They are --zero-delta4-iterations, which depends on the warm-up, and --zero-spare-multiprocessors, which
-    is 0 with measured algorithms, because these use all.
-    """
+    """The settings of ZeRO with the default that depends on the warm-up: --zero-delta4-iterations."""
     zero = config.zero
-    if config.compilation.measures_products:
-        zero = replace(zero, zero_spare_multiprocessors="0")
     if not zero.narrows_differences or zero.zero_delta4_iterations is not None:
         return zero
     warmup = RunSchedule.from_config(config.training, config.learning_rate, ranks).warmup_iterations
@@ -146,10 +120,12 @@ def zero_of(config: Config, ranks: int) -> ZeroConfig:
 def _build_model(
     config: Config, vocab_size: int, device: Device, group: TensorGroup | None, *, overlapped: bool
 ) -> GPT:
-    """The model on the meta device, this rank's part of it if a `group` shares it."""
+    """The model on the meta device, this rank's part of it if a `group` shares it.
+
+    `overlapped`: its ranks compute beside their exchanges.
+    """
     norms = norm_classes(device.fused_backend)
-    measured = config.compilation.measures_products
-    linear, product = _products(config.precision, device.device, measured=measured)
+    linear, product = _products(config.precision, device.device)
     output = partial(OutputProduct, _kernels(device.device)[0]) if config.precision.fp8_output_layer else None
     parts = ModelComponents(norms, linear, device.attention, output)
     if config.zero.zero_table_rows is not None:
@@ -168,7 +144,7 @@ def _build_model(
 
 
 def _products(
-    precision: PrecisionConfig, device: torch.device, *, measured: bool
+    precision: PrecisionConfig, device: torch.device
 ) -> tuple[Callable[..., nn.Linear], Callable[[], Product]]:
     """What makes the linear maps of a model, and what makes their products where tensor ranks share it."""
     if precision.fp8_delayed:
@@ -178,8 +154,7 @@ def _products(
         )
     if precision.fp8:
         return Float8Linear, lambda: float8_linear
-    linear = partial(ChosenLinear, multiply=products.multiply) if measured else nn.Linear
-    return linear, lambda: F.linear
+    return nn.Linear, lambda: F.linear
 
 
 def _kernels(device: torch.device) -> tuple[Cast, Transpose]:

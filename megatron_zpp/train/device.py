@@ -57,7 +57,6 @@ def prepare_device(config: Config, grid: Grid) -> Device:
     device = select_device(config.distributed.device, topology)
     config.recompute.check_device(device.type)
     on_gpu = config.precision.fp8 and device.type == "cuda"
-    config.compilation.check_products(device.type, config.precision.compute_dtype(device.type))
     config.precision.check_device(device.type, torch.cuda.get_device_capability(device) if on_gpu else None)
 
     def say(line: str) -> None:
@@ -77,8 +76,9 @@ def prepare_device(config: Config, grid: Grid) -> Device:
             config.optimizer, config.zero, device.type, compiles=compiles, decoupled=decoupled
         )
     attention = choose_attention(config.attention.attention_backend, **_attention(config, device))
-    required = config.distributed.require_kernels or config.compilation.measures_products
-    operations = _operations(device, say, required=required, quantizes=config.zero.quantizes)
+    operations = _operations(
+        device, say, required=config.distributed.require_kernels, quantizes=config.zero.quantizes
+    )
     return Device(device, backend, operations, attention, compiles, say)
 
 

@@ -64,7 +64,6 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -
         overlapped=config.overlaps_exchanges("cuda"),
         demands_overlap=bool(config.distributed.tp_comm_overlap),
         may_offload=config.learning_rate.decoupled_lr is None and config.optimizer.fused_backend != "apex",
-        times_layers=config.compilation.measures_products or config.precision.measures_fp8,
     )
 
 
@@ -126,10 +125,6 @@ def _not_planned(config: Config, dense: str) -> list[str]:
         lines.append(
             f"  attention that keeps no scores; --attention-backend {backend} keeps them, for each layer and "
             "head, and takes longer"
-        )
-    if config.precision.measures_fp8:
-        lines.append(
-            "  8-bit products, which --fp8-products measured may replace by 16-bit ones at the start"
         )
     if masked:
         lines.append("  attention over whole samples, also with --reset-attention-mask")

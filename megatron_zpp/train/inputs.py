@@ -28,7 +28,6 @@ class RunInputs:
     tokenizer_files: Mapping[str, bytes]  # what checkpoints keep of it
     schedule: RunSchedule
     splits: Splits
-    lines: tuple[str, ...] = ()  # for the log, on settings that the run chose itself
 
 
 def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunInputs:

@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.storage.checksums import DamagedFile
@@ -57,6 +57,13 @@ def write_memory_name(save: str, name: str | None) -> str:
     name, directory = name or secrets.token_hex(8), location(save)
     fields = {"name": name, "directory": DirectoryIdentity.of(directory)}
     write_text(directory / _FILE, _line_of(json.dumps(fields)))
+    return name
+
+
+def checked_name(name: Any) -> str:
+    """`name`, which another rank sent; a directory gets it. Raises ValueError if it is none."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"a rank sent what is no name of memory snapshots: {name!r}")
     return name
 
 

@@ -39,13 +39,16 @@ def model_changes(saved: Mapping[str, Any], present: ModelConfig) -> list[str]:
 
 
 def product_changes(saved: Mapping[str, Any], present: PrecisionConfig) -> list[str]:
-    """A log line if a resumed run has 8-bit products and the run that saved has not, or the reverse."""
+    """Log lines on matmuls of layers whose formats or algorithms are not those of the run that saved."""
+    lines = []
     was, now = bool(saved.get("precision", {}).get("fp8", False)), present.fp8
-    if was == now:
-        return []
-    return [
-        f" WARNING: --fp8 was {_shown(was)} and is {_shown(now)}: products of layers are of other formats"
-    ]
+    if was != now:
+        lines.append(
+            f" WARNING: --fp8 was {_shown(was)} and is {_shown(now)}: products of layers are of other formats"
+        )
+    if saved.get("compilation", {}).get("gemm_algorithms") == "measured":
+        lines.append(" WARNING: --gemm-algorithms was measured and is retired: bits may differ")
+    return lines
 
 
 _MEANING = "the weights are those of another model"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,21 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import (
+    LOOKUPS,
     TRACKER,
     candidates,
     each_candidate,
     iteration_of,
     lost_newest,
+    named_checkpoint,
     newest_first,
+    removed_too_often,
     write_tracker,
 )
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
+from megatron_zpp.checkpoint.manifest import is_committed
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.model import ModelConfig
@@ -146,7 +151,9 @@ def restore(
         return Start(_named(Progress(), settings, exchange_for), [line])
     sources, warnings = _sources(settings, engine, memory, exchange_for, files)
     passed_over: list[tuple[_Source, str]] = []
-    for number, source in enumerate(sources):
+    numbers, removals = count(), 0
+    while sources:
+        source, number = sources.pop(0), next(numbers)
         exchange = exchange_for(f"load/{number}")
         with bounded(exchange, *source.flag(config)):
             load = _brought(source, exchange, partial(_load, config, source, engine, tokenizer, schedule))
@@ -167,6 +174,15 @@ def restore(
                 lines=[*warnings, *start.lines],
                 saved=source.path is not None,
             )
+        if gone := _removed(source, exchange, files, settings):
+            removals += 1
+            if removals == LOOKUPS:
+                raise removed_too_often(gone)
+            found = _agreed_candidates(settings, exchange_for(f"load/{number}/again"), files)
+            tried = [source.path for source, _ in passed_over]
+            held = [source for source in sources if source.path is None]
+            sources = _in_order([*held, *(_Source(path) for path in found if path not in tried)])
+            continue
         passed_over.append((source, problem))
     if memory is not None:
         memory.restored(None)
@@ -218,12 +234,32 @@ def _sources(
 
     Of the same iteration the memory comes first.
     """
-    found = [_Source(path) for path in _agreed_candidates(config, exchange_for, files)]
+    found = [_Source(path) for path in _agreed_candidates(config, exchange_for("load"), files)]
     if memory is None:
         return found, []
     held, lines = held_snapshots(memory, engine)
-    found = [*(_Source(snapshot=each, memory=memory) for each in held), *found]
-    return sorted(found, key=lambda source: source.iteration, reverse=True), lines  # stable
+    return _in_order([*(_Source(snapshot=each, memory=memory) for each in held), *found]), lines
+
+
+def _in_order(sources: list[_Source]) -> list[_Source]:
+    return sorted(sources, key=lambda source: source.iteration, reverse=True)  # stable
+
+
+def _removed(
+    source: _Source, exchange: Exchange, files: FileWorker, config: CheckpointConfig
+) -> Location | None:
+    """The path of `source`, which could not be read, if it is no checkpoint any more. All ranks must call it.
+
+    The lease keeps other runs away from --save, but not from the --load of a run that saves elsewhere: the
+    run that owns it may remove old checkpoints meanwhile (--keep-last), and has saved newer ones.
+    """
+    path = source.path
+    if path is None:
+        return None
+    with bounded(exchange, "--load", config.load):
+        if exchange.topology.rank == 0:
+            exchange.put("removed", files.run(lambda on_progress: not is_committed(path), exchange))
+        return path if exchange.get("removed") else None
 
 
 def _brought(
@@ -271,19 +307,16 @@ def _named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[
     return replace(progress, run=exchange.get("name"))
 
 
-def _agreed_candidates(
-    config: CheckpointConfig, exchange_for: Callable[[str], Exchange], files: FileWorker
-) -> list[Location]:
+def _agreed_candidates(config: CheckpointConfig, exchange: Exchange, files: FileWorker) -> list[Location]:
     """The checkpoints that rank 0 sees, because a shared file system may show ranks different ones."""
     if config.load is None:
         return []
-    load, exchange = config.load, exchange_for("load")
+    load = config.load
     with bounded(exchange, "--load", load):
         if exchange.topology.rank == 0:
             found = files.run(lambda on_progress: candidates(load, config.ckpt_step), exchange)
             exchange.put("candidates", [path.name for path in found])
-        names = exchange.get("candidates")
-        return [path for path in (location(load) / name for name in names) if iteration_of(path) is not None]
+        return [named_checkpoint(location(load), name) for name in exchange.get("candidates")]
 
 
 def _directory_warnings(config: CheckpointConfig, on_progress: OnProgress) -> list[str]:

@@ -1,13 +1,8 @@
 """`Run`, what one run is made of, and the builder that finds out where it starts."""
 
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-
-import torch
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.root import Config
@@ -16,15 +11,12 @@ from megatron_zpp.data.resume import resume_data
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.train.buddy_memory import BuddyMemory, open_memory
-from megatron_zpp.train.choose_products import FLAG, check_aligned, choose_products, of_device
 from megatron_zpp.train.inputs import RunInputs
-from megatron_zpp.train.product_cache import ProductCache
 from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.train.reading import open_data, verify_data
 from megatron_zpp.train.restore import restore
 from megatron_zpp.train.run_file import write_run_file
 from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.time_products import ProductTimer
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -55,7 +47,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     Every rank must call it. Raises ValueError if no checkpoint of --load is whole or the data do not fit
     them, DamagedFile if --verify-data finds damage.
     """
-    config, splits, lines = inputs.config, inputs.splits, [*ranks.lines, *inputs.lines]
+    config, splits, lines = inputs.config, inputs.splits, list(ranks.lines)
     if config.data.verify_data:
         ranks.activity.now("verifying data", patient=True)
         exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "verify-data")
@@ -64,7 +56,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     memory, said = open_memory(config, engine, ranks)
     lines += said
     loaded = restore(config, engine, inputs.tokenizer, ranks.store, inputs.schedule, memory)
-    progress, said = _with_products(config, engine, ranks, loaded.progress)
+    progress = loaded.progress
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
     assert splits.train is not None  # every run trains
@@ -100,31 +92,8 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         start_is_saved=loaded.saved,
         memory=memory,
         reporter=reporter,
-        lines=(*lines, *loaded.lines, *said, *resumed.lines, *epochs),
+        lines=(*lines, *loaded.lines, *resumed.lines, *epochs),
     )
-
-
-def _with_products(
-    config: Config, engine: ZeroEngine, ranks: Ranks, progress: Progress
-) -> tuple[Progress, list[str]]:
-    """`progress` with the products' algorithms, which the model has then, and lines for the log."""
-    saved = progress.products
-    if not config.compilation.measures_products:
-        lines = [] if saved is None else [f" WARNING: {FLAG} was measured and is heuristic: bits may differ"]
-        return replace(progress, products=None), lines
-    check_aligned(engine)
-    ranks.activity.now("measuring products", patient=True)
-    choice = choose_products(
-        engine.model,
-        config.training.micro_batch_size * config.model.seq_length,
-        getattr(torch, config.precision.compute_dtype(engine.device.type)),
-        own=of_device(engine.device),
-        saved=saved,
-        timer=lambda: ProductTimer(engine.device),
-        cache=lambda: ProductCache(os.environ, partial(print, file=sys.stderr)),
-        exchange=Exchange(ranks.store, ranks.topology, config.distributed.timeout, "products"),
-    )
-    return replace(progress, products=choice.algorithms), choice.lines
 
 
 def _in_its_order(inputs: RunInputs, progress: Progress, lines: list[str]) -> tuple[Splits, Progress]:

@@ -26,7 +26,7 @@ _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their 
 }
 _OF_THE_START = {  # they change no number of a run
     *("zero_prefetch_units", "zero_copy_engines", "zero_check_interval", "zero_spare_multiprocessors"),
-    *("fp8", "fp8_products"),  # said by model_changes.product_changes
+    "fp8",  # said by model_changes.product_changes
 }
 Settings = Mapping[str, Any]  # of a run, by part and name, as Config.to_json returns them
 

@@ -49,6 +49,7 @@ def train(folder: Path, archives: Path, *flags: str, steps: int = STEPS) -> subp
     return run(*command, "--parts", "2", *SETTINGS, *flags)
 
 
+@pytest.mark.nightly
 def test_baseline_and_ours_have_the_same_losses(tmp_path: Path, archives: Path) -> None:
     """In fp32 they differ by the order of sums: some units in the last place of a loss near 6."""
     assert train(tmp_path, archives).returncode == 0
@@ -68,6 +69,7 @@ def test_baseline_and_ours_have_the_same_losses(tmp_path: Path, archives: Path) 
         assert figures["loss"] == pytest.approx(sources["stage_0"]["by_source"][name]["loss"], rel=2e-6)
 
 
+@pytest.mark.nightly
 def test_processes_that_end_early_continue_to_the_same_losses(tmp_path: Path, archives: Path) -> None:
     """Each process of the baseline has a tenth of a second, and so takes one step."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -4,6 +4,8 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,13 @@ from megatron_zpp.checkpoint.directory import (
     candidates,
     committed,
     each_candidate,
+    lost_newest,
     read_newest,
     remove_leftovers,
     remove_old,
     write_tracker,
 )
-from megatron_zpp.checkpoint.manifest import MARKER
+from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.storage.checksums import DamagedFile
@@ -140,11 +143,10 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_looked_up_again(tmp_pa
     writer.start()
     asked: list[Location] = []
 
-    def find() -> Location | None:
-        path = next(each_candidate(str(tmp_path)), None)
-        if path is not None:
+    def find() -> Iterator[Location]:
+        for path in each_candidate(str(tmp_path)):
             asked.append(path)
-        return path
+            yield path
 
     try:
         found = [read_newest(find, read) for _ in range(20)]
@@ -159,5 +161,92 @@ def test_a_checkpoint_that_is_there_and_damaged_stays_an_error(tmp_path: Path) -
     path = save(tmp_path, small())
     (path / "state.json").write_text("{}")
     with pytest.raises(DamagedFile):
-        read_newest(lambda: next(each_candidate(str(tmp_path)), None), lambda path: CheckpointReader(path))
-    assert read_newest(lambda: None, lambda path: path) is None
+        read_newest(lambda: each_candidate(str(tmp_path)), CheckpointReader)
+    assert read_newest(lambda: [], lambda path: path) is None
+
+
+def test_whatever_the_reading_of_a_removed_checkpoint_raises_it_is_looked_up_again(saved: Path) -> None:
+    """As the tokenizer's ValueError, when the tokenizer's files vanish."""
+    asked: list[Location] = []
+
+    def read(path: Location) -> str:
+        asked.append(path)
+        if len(asked) == 1:
+            remove_old(saved, 1, None, newest=saved / "iter_0000005")
+            (saved / "iter_0000006").rename(saved / "iter_0000006.partial")
+            raise ValueError("--tokenizer-model x: there is no such file")
+        return path.name
+
+    assert read_newest(lambda: each_candidate(str(saved)), read) == "iter_0000005"
+    with pytest.raises(ValueError, match="of one that is there"):
+        read_newest(lambda: each_candidate(str(saved)), lambda path: int("of one that is there"))
+
+
+def test_damage_is_passed_over_and_a_removal_looked_up_again(saved: Path) -> None:
+    asked: list[str] = []
+
+    def read(path: Location) -> str:
+        asked.append(path.name)
+        if path.name == "iter_0000006":
+            raise DamagedFile("damaged")
+        if path.name == "iter_0000005":
+            (saved / "iter_0000005").rename(saved / "iter_0000005.partial")
+            raise FileNotFoundError
+        return path.name
+
+    find = partial(each_candidate, str(saved))
+    assert read_newest(find, read, lambda error: isinstance(error, DamagedFile)) == "iter_0000004"
+    assert asked == [f"iter_000000{iteration}" for iteration in (6, 5, 6, 4)]
+
+
+def test_checkpoints_that_always_vanish_end_in_one_line(saved: Path) -> None:
+    def read(path: Path) -> None:
+        path.rename(saved / f"iter_{int(path.name[5:]) + 1:07d}")
+        raise FileNotFoundError
+
+    with pytest.raises(ValueError, match="was removed while it was read, as were 19 before it; raise the"):
+        read_newest(lambda: each_candidate(str(saved)), read)
+
+
+@pytest.fixture
+def rotated_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Iteration 5 alone; at the first look for its marker a run saves iteration 6 and removes 5."""
+    remove_old(saved, 2, None, newest=saved / "iter_0000006")
+    (saved / "iter_0000006").rename(saved / "later")
+    write_tracker(saved)
+    looks: list[Location] = []
+
+    def rotated(path: Path) -> bool:
+        looks.append(path)
+        if len(looks) == 1:
+            (saved / "later").rename(saved / "iter_0000006")
+            (saved / "iter_0000005").rename(saved / "iter_0000005.partial")
+            (saved / TRACKER).write_text("6\n")
+        return is_committed(path)
+
+    monkeypatch.setattr(directory_module, "is_committed", rotated)
+    return saved
+
+
+def test_a_checkpoint_that_vanishes_while_it_is_looked_up_is_no_damage(rotated_once: Path) -> None:
+    """After the list of the directory, and before the look for its marker."""
+    assert [path.name for path in candidates(str(rotated_once))] == ["iter_0000006"]
+
+
+def test_a_tracker_that_changes_while_its_checkpoint_is_looked_up_warns_of_nothing(
+    rotated_once: Path,
+) -> None:
+    assert lost_newest(rotated_once) is None
+
+
+def test_a_named_checkpoint_that_is_replaced_while_it_is_looked_up_is_found(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Location] = []
+
+    def replaced(path: Path) -> bool:
+        looks.append(path)
+        return len(looks) > 3 and is_committed(path)
+
+    monkeypatch.setattr(directory_module, "is_committed", replaced)
+    assert [path.name for path in candidates(str(saved), 4)] == ["iter_0000004"]

@@ -16,10 +16,12 @@ from megatron_zpp.checkpoint.manifest import MANIFEST, read_manifest, write_mani
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.write import STATE
+from megatron_zpp.config.root import parse_args
 from megatron_zpp.data.dataset_progress import DatasetProgress, SourceProgress
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, checksums_of
-from tests.checkpoint.saving import TOKENIZER, save, small, train
+from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
+from tests.config.command_line import MINIMAL
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
 
@@ -36,6 +38,26 @@ def test_dataset_progress_of_version_2_is_read(tmp_path: Path, monkeypatch: pyte
     rewrite(path, state, 2, monkeypatch)
     found = load_checkpoint(path, small(seed=9), TOKENIZER, with_optimizer=True)
     assert found == progress
+
+
+def test_choices_of_retired_flags_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Algorithms of matmuls in the progress, and both flags in the settings."""
+    config = parse_args([*MINIMAL, "--bf16", "--fp8"])
+    path = save(tmp_path, small(), config=config.to_json())
+    state = json.loads((path / STATE).read_text())
+    chosen = {"bfloat16_64x96x32_nt_bias": "0" * 144}
+    state["progress"]["products"] = {
+        "device": "NVIDIA H200",
+        "cublaslt": 130100,
+        "torch": "2.11.0",
+        "chosen": chosen,
+    }
+    state["config"]["compilation"]["gemm_algorithms"] = "measured"
+    state["config"]["precision"]["fp8_products"] = "measured"
+    rewrite(path, state, 5, monkeypatch)
+    assert load_checkpoint(path, small(seed=9), TOKENIZER, with_optimizer=True) == FIRST
+    with CheckpointReader(path) as reader:
+        assert reader.config() == config
 
 
 @pytest.mark.parametrize(("version", "younger"), [(3, ["tensor", "nodes"]), (4, ["tensor"])])

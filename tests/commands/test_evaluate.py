@@ -3,13 +3,17 @@
 import json
 import math
 import re
+import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_zpp.commands.evaluate import GROUPS, build_task, report
 from megatron_zpp.config.options import parse_all
+from megatron_zpp.generate import loading
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.generate.scoring import Passage, score_passages
 from megatron_zpp.generate.tasks import Task, find_texts, last_word
@@ -17,7 +21,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.null import NullTokenizer
 from tests.generate.models import MODELS, TRAINED, as_transformers, make_checkpoint
-from tests.support import program
+from tests.support import Run, program, wait_until
 
 ARTICLES = [
     f"Article {number}: the fox jumps over the lazy dog, and then sleeps.\n" * 3 for number in range(3)
@@ -252,3 +256,97 @@ def test_ranks_that_are_refused_say_it_once(checkpoint: Path, tmp_path: Path) ->
     status, out, err = evaluate(*argv, ranks=2)
     assert (status, out) == (1, "")
     assert err.count("--stride 99: must be at most") == 1
+
+
+@pytest.fixture(scope="module")
+def saved_twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of the iterations 1 and 2."""
+    return make_checkpoint(tmp_path_factory.mktemp("twice"), "gpt2", "--save-interval", "1")
+
+
+def read_then_say(directory: Path) -> None:
+    """On rank 0: what it has read is still there when it has read it."""
+    read = loading._read_model
+
+    def patched(path: Path) -> Any:
+        found = read(path)
+        (directory / "rank 0 has read").touch()
+        return found
+
+    loading._read_model = patched
+
+
+def rotate_first(directory: Path) -> None:
+    """On rank 1: before the first read, a run saves iteration 2 and removes iteration 1."""
+    read = loading._read_model
+
+    def patched(path: Path) -> Any:
+        if (directory / "saved later").exists():
+            wait_until((directory / "rank 0 has read").exists)
+            (directory / "saved later").rename(directory / "iter_0000002")
+            (directory / "iter_0000001").rename(directory / "iter_0000001.partial")
+        return read(path)
+
+    loading._read_model = patched
+
+
+def test_all_ranks_read_the_same_checkpoint_beside_a_run_that_rotates(
+    saved_twice: Path, tmp_path: Path
+) -> None:
+    data = jsonl(tmp_path / "a.jsonl", ARTICLES)
+    expected = figures(tmp_path, "--load", saved_twice, "--valid-data", data)
+    older = figures(tmp_path, "--load", saved_twice, "--ckpt-step", 1, "--valid-data", data)
+    assert expected["loss"] != older["loss"]
+    rotated = tmp_path / "rotated"
+    shutil.copytree(saved_twice, rotated)
+    (rotated / "iter_0000002").rename(rotated / "saved later")
+    argv = ["--load", rotated, "--valid-data", data, "--device", "cpu", "--output", tmp_path / "out.json"]
+    with Run(tmp_path, 2, "megatron_zpp.commands.evaluate") as run:
+        for rank, change in enumerate((read_then_say, rotate_first)):
+            run.start(rank, *map(str, argv), change=partial(change, rotated))
+        assert set(run.statuses().values()) == {0}, run.errors()
+    assert json.loads((tmp_path / "out.json").read_text()) == expected
+
+
+def keep_removing(directory: Path) -> None:
+    """On rank 1: each checkpoint is removed before it is read, and another one is saved."""
+
+    def patched(path: Path) -> Any:
+        iteration = int(path.name.removeprefix("iter_"))
+        path.rename(directory / f"iter_{iteration + 1:07d}")
+        raise FileNotFoundError(2, "No such file or directory", str(path / "state.json"))
+
+    loading._read_model = patched
+
+
+def test_ranks_that_never_read_the_same_checkpoint_end_in_one_line(saved_twice: Path, tmp_path: Path) -> None:
+    rotated = tmp_path / "rotated"
+    shutil.copytree(saved_twice, rotated)
+    argv = ["--load", rotated, "--valid-data", jsonl(tmp_path / "a.jsonl", ARTICLES), "--device", "cpu"]
+    with Run(tmp_path, 2, "megatron_zpp.commands.evaluate") as run:
+        for rank, change in enumerate((None, partial(keep_removing, rotated))):
+            run.start(rank, *map(str, argv), change=change)
+        assert set(run.statuses().values()) == {1}
+        (line,) = run.errors()
+    assert "was removed while it was read, as were 19 before it; raise the --keep-last" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [((), "holds no checkpoint; name what"), (("--ckpt-step", "7"), "--ckpt-step 7: not in ")],
+)
+def test_ranks_without_a_checkpoint_say_it_once(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+    data = jsonl(tmp_path / "a.jsonl", ARTICLES)
+    status, _, err = evaluate("--load", tmp_path, "--valid-data", data, *flags, ranks=2)
+    assert (status, err.count(said)) == (1, 1)
+
+
+def test_ranks_say_once_that_a_checkpoint_is_damaged(saved_twice: Path, tmp_path: Path) -> None:
+    """It is there, so it is not looked up again."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(saved_twice, damaged)
+    (damaged / "iter_0000002/state.json").write_text("{}")
+    data = jsonl(tmp_path / "a.jsonl", ARTICLES)
+    status, _, err = evaluate("--load", damaged, "--valid-data", data, ranks=2)
+    assert status == 1
+    assert err.count("choose another one with --ckpt-step") == 1

@@ -1,4 +1,4 @@
-"""sample as a person runs it, and the server where its package is missing."""
+"""sample as a person runs it."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.commands import sample, serve
+from megatron_zpp.commands import sample
 from megatron_zpp.generate.loading import load_model
 from tests.generate.models import MODELS, make_checkpoint
 
@@ -58,12 +58,3 @@ def test_temperature_0_is_the_models_choice(
     stop = found[len("The fox") :][1:3]
     (stopped,) = texts(capsys, monkeypatch, *flags, "--stop", stop)
     assert stopped == "The fox" + found[len("The fox") :].split(stop)[0]
-
-
-def test_the_server_says_which_package_it_needs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.setattr(sys, "argv", ["serve", "--load", str(checkpoint)])
-    with pytest.raises(
-        ValueError, match=r"^aiohttp .not installed.: .* pip install -r launch/requirements-serve.txt$"
-    ):
-        serve.main()

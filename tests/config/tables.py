@@ -12,7 +12,7 @@ from megatron_zpp.config.json_file import shown
 from megatron_zpp.config.legacy.deepspeed_keys import KEYS, Idle, Obeyed, Off, Only, Refused, Rule
 from megatron_zpp.config.legacy.megatron_features import feature_flag
 from megatron_zpp.config.legacy.old_flag import OldFlag
-from megatron_zpp.config.legacy.old_flags import IDLE, OLD_FLAGS, ONLY, REFUSED, RENAMED
+from megatron_zpp.config.legacy.old_flags import IDLE, OLD_FLAGS, ONLY, REFUSED, RENAMED, RETIRED
 from megatron_zpp.config.options import make_parser
 from megatron_zpp.config.root import Config
 
@@ -34,6 +34,7 @@ def tables() -> dict[str, str]:
         "bound flags": _table(
             "flag", ("possible", "otherwise"), [_bound(flag) for flag in (*ONLY, *REFUSED)]
         ),
+        "retired flags": _table("flag", ("possible", "otherwise"), [_bound(flag) for flag in RETIRED]),
         "idle flags": _table("flag", ("why it has no effect",), [(flag.name, (flag.why,)) for flag in IDLE]),
     }
 

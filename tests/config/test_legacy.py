@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED
+from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED, RETIRED
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
@@ -41,7 +41,7 @@ OLD = [  # what was typed, and what says the same today
 ]
 
 
-LENGTHS = {"--train-tokens": 3231, "--lr-decay-tokens": 1600, "--lr-warmup-tokens": 64}  # of 32 tokens a sample
+LENGTHS = {"--train-tokens": 3231, "--lr-decay-tokens": 1600, "--lr-warmup-tokens": 64}  # samples have 32
 
 
 def parse(line: str) -> CommandLine:
@@ -107,6 +107,17 @@ def test_a_flag_with_one_possible_value_takes_only_that_value(flag) -> None:
         assert [note.split(":")[0] for note in parsed.notes] == [flag.name] * bool(flag.today)
     with pytest.raises(UsageError, match=rf"^{flag.name} \w+: only .* is possible: "):
         parse(f"{flag.name} {VALUES[flag.takes]}")
+
+
+@pytest.mark.parametrize("flag", RETIRED, ids=lambda flag: flag.name)
+def test_a_retired_flag_takes_only_the_value_that_describes_what_happens(flag) -> None:
+    (value,) = flag.allowed
+    parsed = parse(f"{flag.name} {value}")
+    assert parsed.config == BASELINE
+    assert parsed.notes == (f"{flag.name}: no effect here: {flag.why}",)
+    with pytest.raises(UsageError) as refused:
+        parse(f"{flag.name} measured")
+    assert str(refused.value) == f"{flag.name} measured: only {value} is possible: {flag.otherwise}"
 
 
 @pytest.mark.parametrize("flag", REFUSED, ids=lambda flag: flag.name)

@@ -1,11 +1,14 @@
 """The command line of pretrain_gpt.py: Megatron-LM's names and defaults, and what is refused."""
 
 import dataclasses
+import json
 import typing
+from pathlib import Path
 
 import pytest
 
 from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile
+from megatron_zpp.config.model import preset_fields
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.config.settings_file import SettingsFile
 from tests.config.command_line import MINIMAL
@@ -100,6 +103,30 @@ def test_saved_settings_of_another_version_are_refused() -> None:
     saved["model"]["flux_capacitor"] = 1
     with pytest.raises(ValueError, match="flux_capacitor"):
         Config.from_json(saved)
+
+
+def test_saved_settings_of_retired_flags_are_read() -> None:
+    config = parse("--bf16", "--fp8", "--kv-channels", "16")
+    saved = config.to_json()
+    saved["compilation"]["gemm_algorithms"] = "measured"
+    saved["precision"]["fp8_products"] = "measured"
+    assert Config.from_json(saved) == config
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def test_layers_that_are_smaller_than_those_measured_with_fp8_get_a_note() -> None:
+    speeds = []
+    for name, run in (("throughput_fp8", "stage 0, fp8"), ("throughput_fp8_1.3b", "stage 0, fp8 codes")):
+        steps = json.loads((RESULTS / f"{name}.json").read_text())["figures"]["1.3b:16"]
+        speeds.append(steps["stage 0"]["milliseconds"] / steps[run]["milliseconds"])
+    (note,) = parse("--bf16", "--fp8").precision.speed_notes(2032)
+    assert "hidden size 2032 is below 2048, the smallest whose steps were measured to be faster" in note
+    assert f"({speeds[0]:.2f} to {speeds[1]:.2f} times as fast as bf16's, on an H200)" in note
+    assert preset_fields("1.3b")["hidden_size"] == 2048
+    assert parse("--bf16", "--fp8").precision.speed_notes(2048) == []
+    assert parse("--bf16").precision.speed_notes(64) == []
 
 
 def test_parts_are_frozen() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.distributed import lifelines as module
-from megatron_zpp.distributed.lifelines import Lifelines, Root, children_of, parent_of
+from megatron_zpp.distributed.lifelines import Lifelines, Root, children_of, hello_token, parent_of
 from megatron_zpp.distributed.process_end import OtherProcess, is_request
 from megatron_zpp.distributed.topology import Topology
 from tests.forkserver import CONTEXT
@@ -299,9 +299,16 @@ def test_strangers_are_turned_away(tmp_path: Path) -> None:
             b"[" * 60_000 + b"\n",
             json.dumps(hello).encode() + b"\n",
         ]
-        hello |= {"token": TOKEN}  # of a rank that is connected, and of one that is not a child
+        hello |= {
+            "token": hello_token(TOKEN, 3)
+        }  # of a rank that is connected, and of one that is not a child
         wait_until(lambda: run.ask(3, "complete") is False)
-        sent += [json.dumps(hello | {"rank": rank}).encode() + b"\n" for rank in (5, 17, "x")]
+        sent += [json.dumps(hello | {"rank": rank}).encode() + b"\n" for rank in (5, 17, "x", [3])]
+        sent.append(json.dumps(hello | {"rank": 4, "token": "\ud800"}).encode() + b"\n")
+        for rank in (3, 5, 17):
+            sent.append(
+                json.dumps(hello | {"rank": rank, "token": hello_token(TOKEN, rank)}).encode() + b"\n"
+            )
         for text in sent:
             with socket.create_connection(("127.0.0.1", run.root["port"])) as stranger:
                 stranger.sendall(text)
@@ -314,6 +321,25 @@ def test_strangers_are_turned_away(tmp_path: Path) -> None:
         assert run.ask(0, "complete") is False
         run.send(1, signal.SIGKILL)
         run.heard([0, 2, 3, 5])
+
+
+def test_who_repeats_the_hello_of_a_rank_is_not_its_parent() -> None:
+    """At a port of an earlier start, which a stranger has taken and named again."""
+    heard: list[str] = []
+    lines = Lifelines(Topology(1, 2, 0, 1), heard.append, heard.append)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.settimeout(60)
+        lines.start(Root(stranger.getsockname()[1]), "127.0.0.1", TOKEN)
+        for rank in (0, 1):
+            connected, _ = stranger.accept()
+            with connected, connected.makefile("rb") as words:
+                connected.settimeout(60)
+                hello = json.loads(words.readline()) | {"rank": rank}
+                for message in (hello, {"ended": "call 555-0100"}):
+                    connected.sendall(json.dumps(message).encode() + b"\n")
+                assert words.readline() == b""  # it turns away from a stranger
+    lines.leave()
+    assert heard == []
 
 
 def wait_briefly() -> None:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.nccl_network import NcclSettings, Network, other_network
 from megatron_zpp.distributed.spare_multiprocessors import (
@@ -16,7 +15,6 @@ from megatron_zpp.distributed.spare_multiprocessors import (
     spare_multiprocessors,
 )
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.train.build_engine import zero_of
 
 CPU = torch.device("cpu")
 
@@ -134,16 +132,6 @@ def test_an_error_of_cublas_ends_the_run(cublas: Cublas, monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match=r"cublasSetSmCountTarget\(128\) failed with status 7"):
         spare.reserve()
     torch._C._set_sm_carveout_experimental(None)
-
-
-def test_measured_algorithms_leave_none() -> None:
-    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 99 --train-iters 1 --lr 1e-3".split()
-    shape = (
-        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1".split()
-    )
-    for more, expected in (([], "auto"), (["--gemm-algorithms", "measured"], "0")):
-        config = parse_args([*flags, *shape, *more])
-        assert zero_of(config, 1).zero_spare_multiprocessors == expected
 
 
 @pytest.mark.parametrize("value", ["-1", "four", "1.5", "00", "04", "100"])

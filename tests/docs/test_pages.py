@@ -11,6 +11,7 @@ import pytest
 from tests.docs.blocks import PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
+MAP = ROOT / "docs" / "internals" / "map.md"
 NOT_OURS = {".git", ".venv", "build", "mine", "quickstart", "wandb", "__pycache__"}  # what git does not keep
 CODE = {".py", ".sh", ".sbatch", ".toml", ".txt", ".cu", ".cuh", ".cc", ".cpp", ".h", ".md"}
 FOLDERS = "megatron_zpp tests csrc launch benchmarks docs data"
@@ -93,8 +94,8 @@ def test_files_named_on_pages_exist(page: Path) -> None:
     assert not [path for path in named if not any(any(folder.glob(path.rstrip("/"))) for folder in above)]
 
 
-def test_the_readme_lists_every_folder_and_the_files_to_start_at() -> None:
-    table = {cells[0].strip("`"): cells[2] for cells in rows(ROOT / "README.md", "Folders")}
+def test_the_map_lists_every_folder_and_the_files_to_start_at() -> None:
+    table = {cells[0].strip("`"): cells[2] for cells in rows(MAP, "Folders")}
     code = {file.parent for file in files() if file.suffix in CODE - {".md", ".txt"}}
     packages = {path for path in code if path.is_relative_to(ROOT / "megatron_zpp")} - {ROOT / "megatron_zpp"}
     others = {ROOT / name for name in "benchmarks csrc data docs docs/site launch launch/slurm tests".split()}
@@ -104,8 +105,8 @@ def test_the_readme_lists_every_folder_and_the_files_to_start_at() -> None:
             assert (ROOT / folder / name).exists(), f"{folder}{name}"
 
 
-def test_the_readme_lists_every_file_of_zero() -> None:
-    listed = [cells[0].strip("`") for cells in rows(ROOT / "README.md", "Files of `zero/`")][1:]
+def test_the_map_lists_every_file_of_zero() -> None:
+    listed = [cells[0].strip("`") for cells in rows(MAP, "Files of `zero/`")][1:]
     there = [file for file in (ROOT / "megatron_zpp" / "zero").rglob("*.py") if file.name != "__init__.py"]
     assert sorted(listed) == sorted(names(there))
 

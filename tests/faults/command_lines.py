@@ -193,17 +193,8 @@ OPTIMIZER = [
         "--zero-quantized-weights in int8 would gather other codes; use --zero-quantized-weights-format "
         "delta4, delta3 or delta2, or omit",
     ),
-    bad("--fp8-products measured", "--fp8-products measured: needs --fp8"),
-    bad("--fp8-products always", "--fp8-products always: needs --fp8"),
-    bad("--fp8 --bf16 --fp8-products fastest", "--fp8-products: invalid choice: 'fastest' … 'measured'"),
-    bad(
-        f"{EIGHT} --fp8 --bf16 --kv-channels 16 --fp8-products measured --tensor-model-parallel-size 2",
-        "--fp8-products measured: times whole layers; omit one of it and --tensor-model-parallel-size 2",
-    ),
-    Case(
-        "--fp8 --bf16 --kv-channels 16 --fp8-products measured",
-        "--fp8-products measured: times layers on a GPU, and this is a cpu; use always",
-    ),
+    bad("--fp8 --bf16 --fp8-products measured", "--fp8-products measured: only always is possible: "),
+    bad("--gemm-algorithms measured", "--gemm-algorithms measured: only heuristic is possible: "),
     bad(
         "--fp8 --bf16 --fp8-output-layer", "--fp8-output-layer (given): needs --fp8 and --fp8-recipe delayed"
     ),

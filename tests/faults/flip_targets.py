@@ -44,15 +44,12 @@ from megatron_zpp.data.text.shards import open_shards
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.model.product_algorithms import ProductAlgorithms
 from megatron_zpp.native.library_file import install, problem_of
 from megatron_zpp.storage.lease import LEASE, Holder
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
-from megatron_zpp.train.layer_times import LayerTimes, LayerTimesCache
 from megatron_zpp.train.memory_name import memory_name, write_memory_name
-from megatron_zpp.train.product_cache import ProductCache
 from tests.checkpoint.saving import FIRST, small, train
 from tests.data.format_by_hand import write_by_hand
 from tests.faults.site import train_bpe, write_gpt2
@@ -346,37 +343,6 @@ def _compiled(directory: Path) -> Target:
     return Target("compiled library", (library, directory / "kernel.so.sha256"), read)
 
 
-def _algorithms(directory: Path) -> Target:
-    """Measured algorithms of products: what is not as it was written is measured again, after a line."""
-    own, said = ProductAlgorithms("a GPU", 130_000, "2.11", {}), []
-    cache = ProductCache({"MEGATRON_ZPP_CACHE": str(directory / "cache")}, said.append)
-    cache.add(own, {f"{size} x 64": f"{size:064x}" for size in range(20)})
-    return Target(
-        "measured algorithms", _files_in(directory), partial(_or_said, partial(cache.read, own), said)
-    )
-
-
-def _layer_times(directory: Path) -> Target:
-    """Measured times of a layer, likewise."""
-    layer, said = {"device": "a GPU", "versions": ["1", "2"]}, []
-    cache = LayerTimesCache({"MEGATRON_ZPP_CACHE": str(directory / "cache")}, said.append)
-    cache.add(layer, LayerTimes(0.002, 0.001))
-    return Target("measured times", _files_in(directory), partial(_or_said, partial(cache.read, layer), said))
-
-
-def _files_in(directory: Path) -> tuple[Path, ...]:
-    return tuple(path for path in sorted(directory.rglob("*.json*")) if path.is_file())
-
-
-def _or_said(read: Callable[[], Any], said: list[str]) -> Any:
-    """What `read` returns, or the line that it said as an error."""
-    said.clear()
-    found = read()
-    if said:
-        raise ValueError("\n".join(said))
-    return found
-
-
 def _lease(directory: Path) -> Target:
     """The record of the process that uses --save: one that is damaged is not believed."""
     path = directory / LEASE
@@ -481,7 +447,5 @@ TARGETS: tuple[tuple[int, Make], ...] = (  # each with its share of the changes:
     (10, _memory_snapshot),
     (200, _name_of_memory),
     (10, _parquet),
-    (100, _algorithms),
-    (100, _layer_times),
     (100, _lease),
 )

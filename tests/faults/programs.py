@@ -1,4 +1,4 @@
-"""What the other programs refuse: evaluate, import_checkpoint, plot, report, serve, and settings in YAML."""
+"""What the other programs refuse: evaluate, import_checkpoint, plot, report, and settings in YAML."""
 
 import json
 
@@ -30,11 +30,6 @@ def plot(argv: str, said: str, **more: object) -> Case:
 def report(argv: str, said: str, **more: object) -> Case:
     """megatron_zpp.commands.report."""
     return Case(argv, said, program="report", **more)
-
-
-def serve(argv: str, said: str, **more: object) -> Case:
-    """megatron_zpp.commands.serve."""
-    return Case(argv, said, program="serve", **more)
 
 
 EVALUATE = [
@@ -125,17 +120,6 @@ REPORT = [
     report("--smoothing 2", "--smoothing 2.0", status=2),
     report("", "text.txt", harm=locked("text.txt")),
 ]
-SERVE = [
-    serve("", "are required: --load", status=2, without="--load"),
-    serve("--load gone", "--load gone: holds no checkpoint"),
-    serve("--port 0x50", "--port: invalid int value", status=2),
-    serve("--port 70000", "--port 70000: must be below 65536", status=2),
-    serve("--host nowhere.invalid", "--host nowhere.invalid: … give an address of this host"),
-    serve("--batch-size 0", "--batch-size 0: must be at least 1", status=2),
-    serve("--max-waiting -1", "--max-waiting -1: must be at least 0", status=2),
-    serve("--request-timeout 0", "--request-timeout 0.0: must be above 0", status=2),
-    serve("--ckpt-step 9", "--ckpt-step 9: not in checkpoints; iterations there: 1, 2"),
-]
 
 
 def settings(text: str | bytes, said: str, status: int = 2) -> Case:
@@ -171,4 +155,4 @@ SETTINGS = [
     settings("seed: &a 1\nlr: *b\n", "line 2"),
 ]
 
-PROGRAMS = [*EVALUATE, *IMPORT, *PLOT, *REPORT, *SERVE, *SETTINGS]
+PROGRAMS = [*EVALUATE, *IMPORT, *PLOT, *REPORT, *SETTINGS]

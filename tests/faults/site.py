@@ -29,7 +29,6 @@ COMMANDS = {
     "import": "megatron_zpp/commands/import_checkpoint.py",
     "plot": "megatron_zpp/commands/plot.py text.txt",
     "report": "megatron_zpp/commands/report.py text.txt",
-    "serve": "megatron_zpp/commands/serve.py --load checkpoints --device cpu",
 }
 
 

@@ -28,7 +28,7 @@ MODELS = {  # flags beside those
 STEPS = "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --mock-data".split()
 
 
-def make_checkpoint(directory: Path, model: str = "gpt2") -> Path:
+def make_checkpoint(directory: Path, model: str = "gpt2", *flags: str) -> Path:
     """Train one of MODELS for two steps on two ranks at stage 3; return where it was saved."""
     train_bpe(directory, [f"{text} {__doc__}" for text in PROMPTS])
     words = [
@@ -39,7 +39,7 @@ def make_checkpoint(directory: Path, model: str = "gpt2") -> Path:
     ]
     save = directory / "checkpoints"
     parts = [*SHAPE, *WIDE, *MODELS[model], *STEPS, *words]
-    parts += ["--save", str(save), "--zero-stage", "3", "--device", "cpu"]
+    parts += ["--save", str(save), "--zero-stage", "3", "--device", "cpu", *flags]
     done = pretrain(*parts, processes=2)
     assert done.returncode == 0, done.stderr
     return save

@@ -10,6 +10,7 @@ import transformers
 
 from megatron_zpp.generate import continuation
 from megatron_zpp.generate.batch import Batch
+from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from tests.generate.models import POSITIONS
@@ -97,9 +98,9 @@ def test_copies_of_a_sampled_request_differ_and_answers_keep_their_order(
     """A task with `repeats` hands over the same request several times. `--batch_size` is obeyed."""
     sizes = []
 
-    def recorded(model: GPT, size: int) -> Batch:
+    def recorded(model: GPT, size: int, sampling: Sampling) -> Batch:
         sizes.append(size)
-        return Batch(model, size)
+        return Batch(model, size, sampling)
 
     monkeypatch.setattr(continuation, "Batch", recorded)
     greedy = {"max_gen_toks": 8, "do_sample": False}

@@ -118,6 +118,19 @@ def test_the_ledger_is_what_the_kernel_counts(zero: list[str], tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("namespaces")
+def test_all_nodes_share_a_secret_of_their_job(tmp_path: Path) -> None:
+    program, said = tmp_path / "program.py", tmp_path / "said"
+    words = "os.environ['MEGATRON_ZPP_SECRET'] + '\\n'"
+    program.write_text(f"import os\nopen({str(said)!r}, 'a').write({words})\n")
+    run = emulate("--nodes", "2", "--ranks-per-node", "1", "--", str(program))
+    printed = "".join(run.communicate(timeout=PATIENCE))
+    one, other = said.read_text().splitlines()
+    assert one == other
+    assert re.fullmatch("[0-9a-f]{64}", one)
+    assert one not in printed
+
+
+@pytest.mark.usefixtures("namespaces")
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     program, started = sleeper(tmp_path)
     run = emulate("--nodes", "2", "--ranks-per-node", "1", "--link-rate", "100mbit", "--", program)

@@ -1,6 +1,7 @@
 """launch/local.sh: one process a rank, and nothing left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,37 @@ def test_every_rank_gets_the_launchers_variables_and_the_flags(tmp_path: Path) -
     out, err = local("-n", "3", program, "--flag", "two words").communicate(timeout=PATIENCE)
     expected = [f"{rank} 3 {rank} 3 127.0.0.1 True ['--flag', 'two words']" for rank in range(3)]
     assert (sorted(out.splitlines()), err) == (expected, "")
+
+
+def test_ranks_share_a_secret_of_their_job_that_nobody_else_sees(tmp_path: Path) -> None:
+    """It is neither printed, not even by `bash -x`, nor in the arguments of a process, which `ps` shows."""
+    program = write(
+        tmp_path,
+        "from pathlib import Path\n"
+        "secret = os.environ['MEGATRON_ZPP_SECRET']\n"
+        "pids = os.getpid(), os.getppid()\n"
+        "assert not any(secret in Path(f'/proc/{pid}/cmdline').read_text() for pid in pids)\n"
+        "Path(sys.argv[1], str(rank)).write_text(secret)",
+    )
+    found = []
+    for job, extra in (("1", {}), ("2", {}), ("3", {"MEGATRON_ZPP_SECRET": "g" * 40})):
+        (tmp_path / job).mkdir()
+        argv = ["bash", "-x", SCRIPT, "-n", "2", program, str(tmp_path / job)]
+        done = subprocess.run(
+            argv,
+            env=environment(PYTHON=sys.executable, **extra),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=True,
+        )
+        one, other = ((tmp_path / job / rank).read_text() for rank in "01")
+        assert one == other
+        assert one not in done.stdout + done.stderr
+        found.append(one)
+    assert found[0] != found[1]
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in found[:2])
+    assert found[2] == "g" * 40
 
 
 def test_an_environment_that_is_not_active_is_named(tmp_path: Path) -> None:

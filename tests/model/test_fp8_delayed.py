@@ -63,6 +63,7 @@ def test_codes_are_the_nearest_ones_and_saturate(kind: int) -> None:
     assert maxima.count_nonzero() == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose interpreter takes numpy's scalars")
 def test_kernels_write_the_same_codes() -> None:
     done = subprocess.run(

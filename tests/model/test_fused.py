@@ -21,6 +21,7 @@ def version() -> tuple[int, ...]:
         return (0,)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose interpreter takes numpy's scalars")
 def test_kernels_compute_what_torch_does() -> None:
     done = subprocess.run(

@@ -14,7 +14,7 @@ from tests.support import ROOT
 
 SHARED = sysconfig.get_path("purelib")  # torch and the others, which are not installed again
 SCRIPTS = (
-    "pretrain preprocess build-corpus train-tokenizer evaluate sample serve plot huggingface torchrun "
+    "pretrain preprocess build-corpus train-tokenizer evaluate sample plot huggingface torchrun "
     "build-kernels import-checkpoint report"
 ).split()
 RUN = (
@@ -105,5 +105,3 @@ def test_the_requirements_are_those_of_the_package() -> None:
     assert {line for line in pinned if not line.startswith(("torch==", "pytest"))} == declared - {
         "torch>=2.8"
     }
-    serve = (ROOT / "launch/requirements-serve.txt").read_text()
-    assert all(line in serve for line in project["optional-dependencies"]["serve"])

@@ -35,8 +35,6 @@ CASES = {  # a command line, and a part of what is said of it
     f"{FITS} {EVERYTHING} --zero-hpz-secondary quantized": "--zero-hpz-secondary bf16",
     f"{FITS} {DELTAS} --zero-check-interval 5 --zero-delta4-iterations 3": "  take all of them: ",
     f"{FITS} {DELTAS} --zero-check-interval 5 --plan-link-gbit 9000": " --zero-check-interval):\n    no ",
-    f"{FITS} {STAGE_3} --gemm-algorithms measured": "take ",
-    f"{FITS} {STAGE_3} --fp8 --fp8-products measured": "take ",
     f"{FITS} {STAGE_3} --fp8 --fp8-recipe delayed --fp8-param-gather --fp8-output-layer": "take ",
     f"{TOO_LARGE} {STAGE_3} --zero-table-rows 4096": " without --zero-table-rows",
     f"{FITS} --zero-stage 1 --zero-gradient-partition-size auto": "take ",

@@ -54,7 +54,7 @@ def test_a_run_of_any_size_is_planned_and_nothing_is_left(tmp_path: Path) -> Non
 
 
 def test_a_plan_says_what_it_assumes() -> None:
-    unknown = "--fp8 --fp8-products measured --attention-backend local --reset-attention-mask".split()
+    unknown = "--fp8 --attention-backend local --reset-attention-mask".split()
     done = pretrain(*SMALL, "--dry-run", *unknown)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("plan for 1 × 1 H100, bfloat16 with 8-bit products, ZeRO stage 0\n")
@@ -63,10 +63,6 @@ def test_a_plan_says_what_it_assumes() -> None:
         in done.stdout
     )
     assert "no scores; --attention-backend local keeps them" in done.stdout
-    assert (
-        "8-bit products, which --fp8-products measured may replace by 16-bit ones at the start\n"
-        in done.stdout
-    )
     assert "attention over whole samples, also with --reset-attention-mask\n" in done.stdout
     mask = (
         "dense, 64 × 32 numbers, and layers compute whole attention: --attention-backend local knows no other"

@@ -106,6 +106,20 @@ def test_flags_reach_the_program_as_they_are(tmp_path: Path) -> None:
     assert "--cpus-per-task=6" in given  # which srun does not take over from sbatch by itself
 
 
+def test_the_step_gets_a_secret_of_the_job_by_its_environment(tmp_path: Path) -> None:
+    """Another one for each job, unless the site's file sets one, exported or not."""
+    site = tmp_path / "site.sh"
+    site.write_text(f"MEGATRON_ZPP_SECRET={'s' * 40}\n")
+    srun = f'#!/bin/sh\necho "$MEGATRON_ZPP_SECRET" >>{tmp_path}/secrets\n'
+    for extra in ({}, {}, {"ZPP_ENVIRONMENT": str(site)}):
+        done, _ = script(tmp_path, "pretrain_gpt.sbatch", *SAVED, srun=srun, **JOB, **extra)
+        assert (done.returncode, done.stderr) == (0, "")
+    one, other, of_site = (tmp_path / "secrets").read_text().splitlines()
+    assert one != other
+    assert {len(one), len(other)} == {64}
+    assert of_site == "s" * 40
+
+
 def test_a_signal_while_the_step_is_started_reaches_it(tmp_path: Path) -> None:
     """It comes when the script does not know srun's process yet. TERM asks for a save without a requeue."""
     moment = tmp_path / "moment.sh"

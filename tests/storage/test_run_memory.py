@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.storage.run_memory import RunMemory, room_for, snapshots_root
+from megatron_zpp.storage.run_memory import RunMemory, room_for, run_directory, snapshots_root
 
 DAY = 24 * 3600
 
@@ -79,6 +79,42 @@ def test_a_directory_that_is_not_this_users_alone_is_refused(parent: str, spoil:
         root.touch()
     with pytest.raises(ValueError, match="is not a directory of yours alone"):
         snapshots_root(parent)
+
+
+@pytest.mark.parametrize("which", ["root", "run"])
+@pytest.mark.parametrize("spoil", ["others", "link", "file"])
+def test_directories_are_examined_again_at_each_open(parent: str, which: str, spoil: str) -> None:
+    """After `snapshots_root`, or between two starts: what a link names is neither read nor written."""
+    root, elsewhere = snapshots_root(parent), Path(parent) / "elsewhere"
+    RunMemory(root, "run").close()
+    found, kept = (root if which == "root" else root / "run"), Path(parent) / "kept"
+    found.rename(kept)
+    if spoil == "others":
+        kept.rename(found)
+        found.chmod(0o750)
+    elif spoil == "link":
+        elsewhere.mkdir(mode=0o755)
+        found.symlink_to(elsewhere)
+    else:
+        found.touch()
+    with pytest.raises(
+        OSError, match=f"^{found} is not a directory of yours alone \\(mode 0700\\); remove it"
+    ):
+        RunMemory(root, "run")
+    with pytest.raises(OSError, match="is not a directory of yours alone"):
+        run_directory(root, "run")
+    assert not elsewhere.exists() or not list(elsewhere.iterdir())
+
+
+def test_a_planted_link_is_no_lock(parent: str) -> None:
+    root, target = snapshots_root(parent), Path(parent) / "target"
+    memory = RunMemory(root, "run")
+    (memory.path / "lock").unlink()
+    (memory.path / "lock").symlink_to(target)
+    with pytest.raises(OSError, match="lock"):
+        RunMemory(root, "run")
+    memory.close()
+    assert not target.exists()
 
 
 def test_what_is_not_in_memory_is_refused() -> None:

@@ -31,6 +31,14 @@ def test_the_liveness_monitor_names_silent_failed_and_stuck_ranks() -> None:
     assert judge.lost([beat(0), beat(1), beat(2, failed="no memory")]) == "rank 2 [host2] failed: no memory"
 
 
+def test_messages_that_are_written_again_are_no_sign_of_life() -> None:
+    judge = LivenessMonitor(timeout=60, patience=3, news=0)
+    for now, count in ((100, 1), (101, 2), (130, 1), (160, 2), (162, 1)):
+        judge.see([beat(0, now), beat(1, count)], now)
+    lost = judge.lost([beat(0, 162), beat(1, 1)])
+    assert lost == "rank 1 [host1] has been silent for 61 s; last seen: step 7"
+
+
 def test_who_begins_to_ask_waits_for_news_of_an_end_before_a_long_silence_counts() -> None:
     """A process killed while it waited for a disk has been silent for long when its connections close."""
     judge = LivenessMonitor(timeout=60, patience=3, news=2)

@@ -17,7 +17,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from tests.model.variants import LLAMA, MODELS
-from tests.support import pretrain
+from tests.support import GROUPED_FLASH, pretrain
 from tests.zero.engines import engine_of
 from tests.zero.ranks import on_ranks
 
@@ -152,6 +152,8 @@ def test_a_text_without_documents_beside_batches_with_them() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_documents_in_compiled_layers(recompute: str, model: str) -> None:
     """Masks are arguments of one graph, which gives the gradients of plain layers for any documents."""
+    if model == "llama" and not GROUPED_FLASH:
+        pytest.skip("this torch's attention for CPUs adds the scores of queries in groups in another order")
     config = ModelConfig(
         num_layers=2,
         hidden_size=32,

@@ -9,13 +9,14 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint.memory_copies import SnapshotName
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.signals import StopSignals
 from megatron_zpp.train.buddy_memory import open_memory
-from megatron_zpp.train.memory_name import memory_name, remove_memory_name, write_memory_name
+from megatron_zpp.train.memory_name import checked_name, memory_name, remove_memory_name, write_memory_name
 from megatron_zpp.train.ranks import Ranks
 from tests.train.conftest import BYTES, TINY
 
@@ -101,3 +102,15 @@ def test_every_changed_byte_is_found(tmp_path: Path) -> None:
         (tmp_path / FILE).write_bytes(changed)
         with pytest.raises(DamagedFile):
             memory_name(str(tmp_path))
+
+
+@pytest.mark.parametrize("sent", ["..", "../0123456789abcdef", "0123456789abcdef/..", "", 7, None, ["a"]])
+def test_what_another_rank_sends_is_a_name_or_an_error(sent: object) -> None:
+    """Because it becomes a part of paths."""
+    with pytest.raises(ValueError, match="a rank sent what is no name of memory snapshots"):
+        checked_name(sent)
+    for fields in ((0, sent), (sent, "01234567") if sent != 7 else (-7, "01234567")):
+        with pytest.raises(ValueError, match="a rank sent what is no name of a memory snapshot"):
+            SnapshotName.checked(*fields)
+    assert checked_name("0123456789abcdef") == "0123456789abcdef"
+    assert SnapshotName.checked(7, "01234567") == SnapshotName(7, "01234567")

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.train.model_changes import product_changes
 from tests.train.in_process import Resumed, of
 
 
@@ -32,6 +34,21 @@ def test_nothing_is_said_where_nothing_changed(
     assert "resuming at iteration 2" in said
     assert "changed" not in said
     assert "WARNING" not in said
+
+
+@pytest.mark.parametrize(("before", "now"), [(False, True), (True, False)])
+def test_other_formats_and_algorithms_of_matmuls_are_said(before: bool, now: bool) -> None:
+    """As after runs that --fp8-products or --gemm-algorithms measured chose them for."""
+    saved = {"precision": {"fp8": before, "fp8_products": "measured"}}
+    given = {True: "given", False: "not given"}
+    formats = (
+        f" WARNING: --fp8 was {given[before]} and is {given[now]}: products of layers are of other formats"
+    )
+    assert product_changes(saved, PrecisionConfig(bf16=True, fp8=now)) == [formats]
+    assert product_changes(saved, PrecisionConfig(bf16=True, fp8=before)) == []
+    saved = {"compilation": {"gemm_algorithms": "measured"}}
+    algorithms = " WARNING: --gemm-algorithms was measured and is retired: bits may differ"
+    assert product_changes(saved, PrecisionConfig()) == [algorithms]
 
 
 def test_a_run_without_its_moments_says_that_the_schedule_goes_on(

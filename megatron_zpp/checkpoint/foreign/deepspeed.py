@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,25 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, join_ranks, stored
-from megatron_zpp.checkpoint.foreign.rank_files import settings_of
-from megatron_zpp.checkpoint.foreign.torch_file import StoredTensor, read_torch_file
+from megatron_zpp.checkpoint.foreign.rank_files import iteration_in, read_state, settings_of
+from megatron_zpp.checkpoint.foreign.torch_file import (
+    LARGEST_SIZE,
+    MOST_DIMENSIONS,
+    StoredTensor,
+    read_torch_file,
+)
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_ITERATION = ("iteration", "global_steps")
+_MOST_NAMES = 200_000  # of weights
 _MOMENTS = "the optimizer's moments: they start at zero, and the schedule at iteration 0"
 
 
 def read_zero(path: Path) -> ForeignModel:
     """Return the model of a directory of ZeRO files. Raises ValueError or DamagedFile, in one line."""
-    states = {rank: read_torch_file(file) for rank, file in sorted(_first_files(path, _MODEL).items())}
+    states = {rank: read_state(file) for rank, file in sorted(_first_files(path, _MODEL).items())}
     if not states or sorted(states) != list(range(len(states))):
         raise ValueError(f"{path}: has files of model-parallel ranks {sorted(states)}; copy all of them")
     if any(state.get("frozen_param_shapes") for state in states.values()):
@@ -54,7 +62,7 @@ def read_zero(path: Path) -> ForeignModel:
         left_out = ["fp32 weights: there are no optim_states files, so weights are those of the module"]
     tensors, lines = join_ranks(path, ranks, gated=bool(args.get("swiglu")))
     kind = "DeepSpeed (ZeRO files)"
-    return ForeignModel(kind, path, args, _iteration(states[0]), tensors, (*left_out, *lines))
+    return ForeignModel(kind, path, args, iteration_in(states[0], *_ITERATION), tensors, (*left_out, *lines))
 
 
 def read_universal(path: Path) -> ForeignModel:
@@ -62,7 +70,7 @@ def read_universal(path: Path) -> ForeignModel:
     files = _first_files(path, _MODEL)
     if 0 not in files:
         raise ValueError(f"{path}: has no mp_rank_00_model_states.pt, which describes the model")
-    state = read_torch_file(files[0])
+    state = read_state(files[0])
     found: dict[str, ForeignTensor] = {}
     for file in sorted((path / "zero").glob("*/fp32.pt")):
         value = read_torch_file(file)
@@ -73,12 +81,9 @@ def read_universal(path: Path) -> ForeignModel:
         found[file.parent.name] = stored(value)
     args = settings_of(state.get("args"))
     tensors, lines = join_ranks(path, [found], gated=bool(args.get("swiglu")))
-    return ForeignModel("DeepSpeed (Universal)", path, args, _iteration(state), tensors, (_MOMENTS, *lines))
-
-
-def _iteration(state: Mapping[str, Any]) -> int | None:
-    value = state.get("iteration", state.get("global_steps"))
-    return value if type(value) is int else None
+    return ForeignModel(
+        "DeepSpeed (Universal)", path, args, iteration_in(state, *_ITERATION), tensors, (_MOMENTS, *lines)
+    )
 
 
 def _first_files(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -105,7 +110,7 @@ def _optimizer_files(path: Path, rank: int) -> list[Path]:
 def _module(path: Path, rank: int, state: Mapping[str, Any]) -> dict[str, ForeignTensor]:
     """Return the weights of the module itself, in the format of the run."""
     if isinstance(state.get("module"), dict):
-        return {name: stored(tensor) for name, tensor in flatten(state["module"]).items()}
+        return {name: stored(tensor) for name, tensor in flatten(path, state["module"]).items()}
     return _layers(path, rank)
 
 
@@ -119,7 +124,7 @@ def _layers(path: Path, rank: int) -> dict[str, ForeignTensor]:
     found: dict[str, ForeignTensor] = {}
     for file in sorted(path.iterdir()):
         if (match := _LAYER.fullmatch(file.name)) and int(match[2]) == rank:
-            layer = flatten(read_torch_file(file))
+            layer = flatten(file, read_state(file))
             found |= {f"{int(match[1])}.{name}": stored(tensor) for name, tensor in layer.items()}
     if not found:
         raise ValueError(f"{path}: has no weights of tensor rank {rank} in model_states or layer files")
@@ -142,12 +147,21 @@ def _from_shares(
     groups = [groups] if isinstance(groups, dict) else groups
     if not groups or not all(isinstance(group, dict) for group in groups):
         raise ValueError(f"{path}: has no param_shapes; save it with DeepSpeed 0.5 or later")
+    if sum(map(len, groups)) > _MOST_NAMES:
+        raise ValueError(f"{path}: its param_shapes have more than {_MOST_NAMES:,} names")
+    for shape in (shape for group in groups for shape in group.values()):
+        if not isinstance(shape, list | tuple) or len(shape) > MOST_DIMENSIONS:
+            raise ValueError(f"{path}: its param_shapes have a shape that is none; copy it again")
+        if not all(type(size) is int and 0 <= size < LARGEST_SIZE for size in shape):
+            raise ValueError(f"{path}: its param_shapes have a size that is none; copy it again")
     if not shares:
         raise ValueError(f"{path}: has optim_states of some model-parallel ranks only; copy all of them")
     world = shares[0].get("partition_count", len(shares))
-    world = max(world) if isinstance(world, list) else world
+    if isinstance(world, list) and world and all(type(one) is int for one in world):
+        world = max(world)
     if world != len(shares):
-        raise ValueError(f"{path}: has optim_states of {len(shares)} of {world} data ranks; copy all of them")
+        said = f" of {world}" if type(world) is int else ""
+        raise ValueError(f"{path}: has optim_states of {len(shares)}{said} data ranks; copy all of them")
     stage = _number(shares[0]["zero_stage"])
     if stage == 3:
         flats = [_Pieces(_tensors(path, share, "fp32_flat_groups")) for share in shares]
@@ -185,9 +199,14 @@ class _Pieces:
 
     tensors: Sequence[StoredTensor]
 
+    @cached_property
+    def elements(self) -> int:
+        """How many there are."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
     def check(self, path: Path, name: str, stop: int) -> None:
         """Raise ValueError unless there are `stop` elements."""
-        if stop > sum(math.prod(tensor.shape) for tensor in self.tensors):
+        if stop > self.elements:
             raise ValueError(f"{path}: its optim_states end before {name} does; copy all of them")
 
     def read(self, start: int, length: int) -> Tensor:

@@ -14,8 +14,8 @@ from megatron_zpp.checkpoint.foreign.torch_file import FLOATS, StoredTensor
 
 _LARGEST_COPY = 1 << 24  # elements of a tensor that all ranks have, up to which the copies are compared
 
-_MOST_VALUES = 1_000_000  # of nested dictionaries; a model of 10,000 tensors has some 100,000
-_DEEPEST = 100  # points in a name
+_MOST_VALUES = 200_000  # dictionaries and tensors in each other; a model of 10,000 tensors has some 20,000
+_LONGEST_NAME = 1_000  # characters
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ def stored(tensor: StoredTensor) -> ForeignTensor:
     return ForeignTensor(tensor.shape, tensor.read)
 
 
-def flatten(value: Mapping[Any, Any]) -> dict[str, StoredTensor]:
+def flatten(file: Path, value: Mapping[Any, Any]) -> dict[str, StoredTensor]:
     """Return the tensors of nested dictionaries by their keys, joined by points; other values are dropped.
 
-    Raises NotData for more values than a model has, as of dictionaries that share others.
+    Raises NotData, which names `file`, for more values or longer names than a model has, as of dictionaries
+    that share others.
     """
     found: dict[str, StoredTensor] = {}
     waiting: list[tuple[str, Any]] = [("", value)]
@@ -64,13 +65,18 @@ def flatten(value: Mapping[Any, Any]) -> dict[str, StoredTensor]:
             return found
         name, inner = waiting.pop()
         if isinstance(inner, Mapping):
-            if name.count(".") > _DEEPEST:
+            below = []
+            for key, part in inner.items():
+                if isinstance(part, Mapping | StoredTensor):
+                    below.append((f"{name}.{key}" if name else f"{key}", part))
+                    if len(below[-1][0]) > _LONGEST_NAME:
+                        raise NotData(f"{file}: has a name of more than {_LONGEST_NAME:,} characters")
+            waiting += reversed(below)
+            if len(waiting) > _MOST_VALUES:
                 break
-            below = ((f"{name}.{key}" if name else f"{key}", part) for key, part in inner.items())
-            waiting += reversed(list(below))
         elif isinstance(inner, StoredTensor):
             found[name] = inner
-    raise NotData(f"has dictionaries in each other to more than {_MOST_VALUES:,} values")
+    raise NotData(f"{file}: has dictionaries in each other to more than {_MOST_VALUES:,} values")
 
 
 def join_ranks(

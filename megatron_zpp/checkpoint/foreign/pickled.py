@@ -3,6 +3,9 @@
 `pickletools` cuts the bytes into opcodes, and a stack machine here builds plain values of them. A name of a
 class or function becomes a `Global`, an object of it a `Record` of the name, its arguments and its state. A
 pickle that names anything outside of the libraries that write checkpoints is refused.
+
+A few hundred bytes can copy a value again and again, or make keys that collide. So every copied element
+counts as an opcode, copied text is bounded by the length of the pickle, and keys are what models have.
 """
 
 import pickletools
@@ -10,7 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-_MOST_OPCODES = 5_000_000  # some seconds; a model of 10,000 tensors has a tenth of them
+_MOST_OPCODES = 3_000_000  # some seconds; a model of 10,000 tensors has a sixth of them
+_LONGEST_NAME = 200  # characters of a class or function with its module
+_LONGEST_KEY = 10_000  # characters: equal keys are compared
+_MOST_TUPLE_KEYS = 5_000  # hashes of tuples can be made to collide, and then each is compared with all
+_LARGEST_KEY = (1 << 61) - 2  # larger whole numbers can be made to collide
+_LONGEST_NUMBER = 2048  # bits
 _LIBRARIES = (  # whose names may appear, though they are never looked up
     *("torch", "numpy", "collections", "argparse", "enum", "types", "pathlib", "_codecs", "datetime"),
     *("megatron", "deepspeed", "transformer_engine", "apex", "signal"),
@@ -48,6 +56,9 @@ class Record:
     items: list[Any] = field(default_factory=list)
     entries: dict[Any, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:  # not what is in it, which may share its parts and be endless in words
+        return f"{self.of}(…)"
+
     @property
     def fields(self) -> dict[str, Any]:
         """The attributes of an object that has a dictionary of them; empty for others."""
@@ -60,12 +71,16 @@ def read_pickle(content: bytes, persistent: Callable[[Any], Any]) -> Any:
         return _Machine(persistent).run(content)
     except NotData:
         raise
+    except MemoryError:
+        raise NotData("asks for more memory than there is") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:100]
         raise NotData(f"not a whole pickle ({reason or type(error).__name__})") from None
 
 
 def _check_name(module: str, name: str) -> Global:
+    if len(module) + len(name) > _LONGEST_NAME:
+        raise NotData(f"names {module[:40]!r}…, which is longer than {_LONGEST_NAME} characters")
     top = module.split(".")[0]
     if top in _LIBRARIES or (module in ("builtins", "__builtin__") and name in _BUILTINS):
         return Global(module, name)
@@ -101,20 +116,30 @@ class _Machine:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._persistent = persistent
+        self._steps = 0  # opcodes, and elements that were copied
+        self._text = 0  # characters that may still be copied
+        self._tuple_keys = 0
 
     def run(self, content: bytes) -> Any:
         """Return what the pickle leaves on the stack."""
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
-            if count > _MOST_OPCODES:
-                raise NotData(f"has more than {_MOST_OPCODES:,} opcodes")
+        self._text = len(content)
+        for opcode, argument, _ in pickletools.genops(content):
+            self._count(1)
             if opcode.name == "STOP":
                 return self._stack.pop()
             self._step(opcode.name, argument)
         raise NotData("not a whole pickle (no end)")
 
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > _MOST_OPCODES:
+            raise NotData(f"has more than {_MOST_OPCODES:,} opcodes and copies of values")
+
     def _step(self, name: str, argument: Any) -> None:
         stack = self._stack
         if name in _LITERALS:
+            if type(argument) is int and argument.bit_length() > _LONGEST_NUMBER:
+                raise NotData(f"has a number of more than {_LONGEST_NUMBER} bits, which no model needs")
             stack.append(argument)
         elif name in _CONSTANTS:
             stack.append(_CONSTANTS[name]())
@@ -140,9 +165,9 @@ class _Machine:
         elif name == "LIST":
             stack.append(self._marked())
         elif name == "DICT":
-            stack.append(_pairs(self._marked()))
+            stack.append(self._pairs(self._marked()))
         elif name == "FROZENSET":
-            stack.append(frozenset(map(_checked_key, self._marked())))
+            stack.append(frozenset(map(self._key, self._marked())))
         elif name == "POP":
             stack.pop()
         elif name == "POP_MARK":
@@ -151,11 +176,11 @@ class _Machine:
             stack.append(stack[-1])
         elif name in ("APPEND", "APPENDS", "ADDITEMS"):
             items = [stack.pop()] if name == "APPEND" else self._marked()
-            _extend(items, stack[-1])
+            self._extend(items, stack[-1])
         elif name in ("SETITEM", "SETITEMS"):
             entries = [stack.pop(-2), stack.pop()] if name == "SETITEM" else self._marked()
             target = stack[-1]
-            (target.entries if isinstance(target, Record) else target).update(_pairs(entries))
+            (target.entries if isinstance(target, Record) else target).update(self._pairs(entries))
         elif name == "PERSID":
             stack.append(self._persistent(argument))
         elif name == "BINPERSID":
@@ -174,10 +199,10 @@ class _Machine:
                 raise NotData("not a whole pickle (a name that is no text)")
             stack.append(_check_name(module, attribute))
         elif name in ("REDUCE", "NEWOBJ"):
-            stack.append(_record(stack.pop(-2), stack.pop()))
+            stack.append(self._record(stack.pop(-2), stack.pop()))
         elif name == "NEWOBJ_EX":
             stack.pop()  # keywords
-            stack.append(_record(stack.pop(-2), stack.pop()))
+            stack.append(self._record(stack.pop(-2), stack.pop()))
         elif name == "BUILD":
             state = stack.pop()
             if isinstance(stack[-1], Record):
@@ -194,35 +219,61 @@ class _Machine:
                 return found
         raise NotData("not a whole pickle (no mark)")
 
+    def _record(self, of: Any, arguments: Any) -> Any:
+        """Return an inert object; dictionaries, sets, sizes and bytes are made, as they are data."""
+        if not isinstance(of, Global) or not isinstance(arguments, tuple):
+            raise NotData("calls what is not the name of a class or function")
+        if str(of) == "collections.OrderedDict":
+            pairs = self._copied(arguments)
+            if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+                raise NotData("not a whole pickle (a dictionary of other than pairs)")
+            return self._pairs([part for pair in pairs for part in pair])
+        if of.name == "set" and of.module in ("builtins", "__builtin__"):
+            return set(map(self._key, self._copied(arguments)))
+        if str(of) == "torch.Size":
+            return tuple(self._copied(arguments))
+        if str(of) == "_codecs.encode" and isinstance(arguments[0], str):  # how older protocols write bytes
+            self._text -= len(arguments[0])
+            if self._text < 0:
+                raise NotData("copies more text than it has, which no model needs")
+            return arguments[0].encode("latin1")
+        return Record(of, arguments)
 
-def _record(of: Any, arguments: Any) -> Any:
-    """Return an inert object; dictionaries, sets and bytes are made, as they are data."""
-    if not isinstance(of, Global) or not isinstance(arguments, tuple):
-        raise NotData("calls what is not the name of a class or function")
-    if str(of) == "collections.OrderedDict":
-        return _pairs([part for pair in arguments[0] for part in pair]) if arguments else {}
-    if of.name == "set" and of.module in ("builtins", "__builtin__"):
-        return set(map(_checked_key, arguments[0])) if arguments else set()
-    if str(of) == "_codecs.encode" and isinstance(arguments[0], str):  # how older protocols write bytes
-        return arguments[0].encode("latin1")
-    return Record(of, arguments)
+    def _copied(self, arguments: tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+        """Return the sequence that is the first argument, if there is one. It counts as read once more."""
+        found = arguments[0] if arguments else ()
+        if not isinstance(found, list | tuple):
+            raise NotData("not a whole pickle (a container of other than a sequence)")
+        self._count(len(found))
+        return found
 
+    def _extend(self, items: list[Any], target: Any) -> None:
+        if isinstance(target, Record):
+            target.items.extend(items)
+        elif isinstance(target, set):
+            target.update(map(self._key, items))
+        else:
+            target.extend(items)
 
-def _extend(items: list[Any], target: Any) -> None:
-    if isinstance(target, Record):
-        target.items.extend(items)
-    elif isinstance(target, set):
-        target.update(map(_checked_key, items))
-    else:
-        target.extend(items)
+    def _pairs(self, flat: list[Any]) -> dict[Any, Any]:
+        return dict(zip(map(self._key, flat[::2]), flat[1::2], strict=True))
 
+    def _key(self, key: Any) -> Any:
+        """Return a key. Raises NotData for one that may take for ever to hash or compare: see the constants.
 
-def _pairs(flat: list[Any]) -> dict[Any, Any]:
-    return dict(zip(map(_checked_key, flat[::2]), flat[1::2], strict=True))
-
-
-def _checked_key(key: Any) -> Any:
-    """Return a key. Raises NotData for nested tuples, whose hash may take for ever: they may share parts."""
-    if isinstance(key, tuple | frozenset) and any(isinstance(part, tuple | frozenset) for part in key):
-        raise NotData("has a nested tuple as a key, which no model needs")
-    return key
+        The hash of nested tuples visits their parts by path, and they may share parts.
+        """
+        if isinstance(key, str | bytes) and len(key) > _LONGEST_KEY:
+            raise NotData(f"has a key of more than {_LONGEST_KEY:,} characters, which no model needs")
+        if isinstance(key, int) and abs(key) > _LARGEST_KEY:
+            raise NotData("has a key of more than 60 bits, which no model needs")
+        if isinstance(key, tuple | frozenset):
+            self._tuple_keys += 1
+            self._count(len(key))
+            if self._tuple_keys > _MOST_TUPLE_KEYS:
+                raise NotData(f"has more than {_MOST_TUPLE_KEYS:,} tuples as keys, which no model needs")
+            for part in key:
+                if isinstance(part, tuple | frozenset):
+                    raise NotData("has a nested tuple as a key, which no model needs")
+                self._key(part)
+        return key

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, join_ranks, stored
-from megatron_zpp.checkpoint.foreign.pickled import Record
+from megatron_zpp.checkpoint.foreign.pickled import Global, Record
 from megatron_zpp.checkpoint.foreign.torch_file import read_torch_file
 
 KIND = "Megatron-LM (mp_rank files)"
@@ -17,6 +17,8 @@ LEFT_OUT_OPTIMIZER = (
     "the optimizer's state, with its fp32 weights: moments start at zero, weights are the model's own, and "
     "the schedule starts at iteration 0"
 )
+_SCALARS = (bool, int, float, str, Global)
+_LONGEST_SETTING = 10_000  # entries
 _OLDEST = 2.0  # older ones have the rows of queries, keys and values in another order
 
 
@@ -34,23 +36,52 @@ def read_rank_files(path: Path) -> ForeignModel:
     for rank in range(tensor):
         whole: dict[str, ForeignTensor] = {}
         for stage in range(pipeline):
-            state = _read(grid[rank, stage])
+            file = grid[rank, stage]
+            state = _read(file)
             first = first or state
-            _add_stage(path, whole, flatten(state["model"]))
+            _add_stage(path, whole, flatten(file, state["model"]))
         ranks.append(whole)
     assert first is not None
     args = settings_of(first.get("args"))
     tensors, left_out = join_ranks(path, ranks, gated=bool(args.get("swiglu")))
     if {"optimizer", "opt_param_scheduler"} & first.keys():
         left_out.append(LEFT_OUT_OPTIMIZER)
-    return ForeignModel(KIND, path, args, first.get("iteration"), tensors, tuple(left_out))
+    return ForeignModel(KIND, path, args, iteration_in(first, "iteration"), tensors, tuple(left_out))
+
+
+class _Nested:
+    """In place of a value of values: no setting that describes a model is one, and it may be endless."""
+
+    def __str__(self) -> str:
+        return "of several values"
 
 
 def settings_of(args: Any) -> dict[str, Any]:
-    """Return what an argparse.Namespace held; empty if it is none."""
-    if isinstance(args, Record):
-        return dict(args.fields)
-    return args if isinstance(args, dict) else {}
+    """Return what an argparse.Namespace held; empty if it is none. Values in values are not shown."""
+    fields = args.fields if isinstance(args, Record) else args
+    return {name: _plain(value) for name, value in fields.items()} if isinstance(fields, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        simple = len(value) <= _LONGEST_SETTING and all(isinstance(one, _SCALARS) for one in value)
+        return value if simple else _Nested()
+    if isinstance(value, Record):  # an enum's member
+        return value if all(isinstance(one, _SCALARS) for one in value.arguments) else _Nested()
+    return value if isinstance(value, _SCALARS) or value is None else _Nested()
+
+
+def read_state(file: Path) -> dict[str, Any]:
+    """Return the dictionary in a file of torch.save's. Raises ValueError if it holds another value."""
+    state = read_torch_file(file)
+    if not isinstance(state, dict):
+        raise ValueError(f"{file}: holds no dictionary; copy it again")
+    return state
+
+
+def iteration_in(state: Mapping[str, Any], *names: str) -> int | None:
+    """Return the first whole number that `state` has under one of the names; None if there is none."""
+    return next((state[name] for name in names if type(state.get(name)) is int), None)
 
 
 def _grid(path: Path) -> dict[tuple[int, int], Path]:
@@ -69,12 +100,11 @@ def _grid(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    state = read_torch_file(file)
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        several = isinstance(state, dict) and "model0" in state
-        reason = "has interleaved pipeline stages (model0, model1)" if several else "has no model"
+    state = read_state(file)
+    if not isinstance(state.get("model"), dict):
+        reason = "has interleaved pipeline stages (model0, model1)" if "model0" in state else "has no model"
         raise ValueError(f"{file}: {reason}; save it again with megatron's tools/checkpoint/convert.py")
-    version = state.get("checkpoint_version", 0)
+    version = _plain(state.get("checkpoint_version", 0))
     if not isinstance(version, int | float) or version < _OLDEST:
         raise ValueError(
             f"{file}: checkpoint_version {version!s:.20}; load and save it with a Megatron-LM of 2021 or "

@@ -11,14 +11,25 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, join_ranks
-from megatron_zpp.checkpoint.foreign.pickled import Record
-from megatron_zpp.checkpoint.foreign.rank_files import LEFT_OUT_OPTIMIZER, settings_of
-from megatron_zpp.checkpoint.foreign.torch_file import StoredTensor, read_pickle_file, read_torch_file
+from megatron_zpp.checkpoint.foreign.rank_files import (
+    LEFT_OUT_OPTIMIZER,
+    iteration_in,
+    read_state,
+    settings_of,
+)
+from megatron_zpp.checkpoint.foreign.torch_file import (
+    LARGEST_SIZE,
+    MOST_DIMENSIONS,
+    StoredTensor,
+    read_pickle_file,
+    read_torch_file,
+)
 from megatron_zpp.config.json_file import read_json_object
 from megatron_zpp.storage.checksums import DamagedFile
 
 KIND = "Megatron-LM (torch_dist)"
 _STACKED = re.compile(r"(.*\.layers\.)(?!\d)(.+)")  # all layers in one tensor, along a first axis
+_MOST_BLOCKS = 500_000  # of tensors and their layers; a model of 10,000 tensors on 8 ranks has some 80,000
 _NOT_WEIGHTS = re.compile(r"(optimizer|rng_state|chained_\d+|rerun_state).*")
 
 
@@ -41,7 +52,7 @@ def read_torch_dist(path: Path) -> ForeignModel:
             f"{path}: its sharded_backend is {backend!s:.30}; save it again with "
             "--dist-ckpt-format torch_dist"
         )
-    common = read_torch_file(path / "common.pt")
+    common = read_state(path / "common.pt")
     try:
         metadata = read_pickle_file(path / ".metadata").fields
         shapes, chunks = _tensors(path, metadata)
@@ -59,6 +70,8 @@ def read_torch_dist(path: Path) -> ForeignModel:
         elif match := _STACKED.fullmatch(name):
             if "_extra_state" in name:
                 continue
+            if not shape or shape[0] * max(len(chunks[name]), 1) > _MOST_BLOCKS:
+                raise ValueError(f"{path / '.metadata'}: {name} has more layers than any model")
             for layer in range(shape[0]):
                 weights[f"{match[1]}{layer}.{match[2]}"] = _tensor(path, name, shape, chunks[name], layer)
         else:
@@ -66,7 +79,7 @@ def read_torch_dist(path: Path) -> ForeignModel:
     tensors, left_out = join_ranks(path, [weights], gated=bool(args.get("swiglu")))
     if any(name.startswith(("optimizer", "chained")) for name in others):
         left_out.append(LEFT_OUT_OPTIMIZER)
-    return ForeignModel(KIND, path, args, common.get("iteration"), tensors, tuple(left_out))
+    return ForeignModel(KIND, path, args, iteration_in(common, "iteration"), tensors, tuple(left_out))
 
 
 def _tensors(
@@ -83,8 +96,12 @@ def _tensors(
         if (offset := index.fields.get("offset")) is not None:
             places.setdefault(index.fields["fqn"], {})[_size(offset)] = info.fields
     chunks: dict[str, list[_Chunk]] = {}
+    count = 0
     for name, shape in shapes.items():
         found = []
+        count += len(metadata["state_dict_metadata"][name].fields["chunks"])
+        if count > _MOST_BLOCKS:
+            raise ValueError(f"{path / '.metadata'}: has more than {_MOST_BLOCKS:,} blocks of tensors")
         for record in metadata["state_dict_metadata"][name].fields["chunks"]:
             offsets, sizes = _size(record.fields["offsets"]), _size(record.fields["sizes"])
             info = places[name][offsets]
@@ -105,10 +122,11 @@ def _tensors(
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    numbers = tuple(value.arguments[0]) if isinstance(value, Record) else tuple(value)
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise TypeError(f"a size is {numbers!r:.60}")
-    return numbers
+    if not isinstance(value, list | tuple) or len(value) > MOST_DIMENSIONS:
+        raise TypeError(f"a size is no tuple of up to {MOST_DIMENSIONS} numbers")
+    if not all(type(number) is int and 0 <= number < LARGEST_SIZE for number in value):
+        raise TypeError("a size has what is no size of a tensor")
+    return tuple(value)
 
 
 def _tensor(
@@ -122,6 +140,9 @@ def _tensor(
     def read() -> Tensor:
         found: Tensor | None = None
         covered = 0
+        there = sum(file.stat().st_size for file in {chunk.file for chunk in chunks} if file.is_file())
+        if math.prod(whole) > there:
+            raise DamagedFile(f"{path}: {name} has {math.prod(whole)} elements, and its files {there} bytes")
         for chunk in chunks:
             stored = read_torch_file(chunk.file, chunk.start, chunk.length)
             if not isinstance(stored, StoredTensor) or stored.shape != chunk.sizes:

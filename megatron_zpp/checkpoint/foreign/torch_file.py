@@ -23,6 +23,9 @@ from megatron_zpp.storage.regular import open_stream
 
 _PIECE = 1 << 20  # bytes read at a time
 _PICKLE_LIMIT = 1 << 30  # bytes of the pickle alone; tensors are beside it
+_DIRECTORY_LIMIT = 16 << 20  # bytes of the archive's list of files: 100,000 tensors and more
+MOST_DIMENSIONS = 64  # torch's limit
+LARGEST_SIZE = 1 << 60  # elements
 _OPEN = object()  # a container whose parts are being looked at
 _STORAGES = {
     "FloatStorage": torch.float32,
@@ -117,12 +120,16 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
             size = os.fstat(file.fileno()).st_size
             window = _Window(file, start, size - start if length is None else length)
             with zipfile.ZipFile(window) as archive:
+                window.limit = window.length
                 return _read(path, start, file, archive)
     except NotData as error:
         raise NotData(f"{path}: {error}") from None
+    except RecursionError:
+        raise NotData(f"{path}: has values nested deeper than those of any model") from None
     except (*_DAMAGES, zipfile.BadZipFile) as error:
+        reason = str(error) or type(error).__name__
         raise DamagedFile(
-            f"{path}: not a whole file of torch.save's zip format ({error}); copy it again, or save it with "
+            f"{path}: not a whole file of torch.save's zip format ({reason}); copy it again, or save it with "
             "torch 1.6 or later"
         ) from None
 
@@ -147,7 +154,9 @@ class _Window:
     """A part of a file as a file, for zipfile."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._place = file, start, max(length, 0), 0
+        self._file, self._start, self._place = file, start, 0
+        self.length = max(length, 0)
+        self.limit = _DIRECTORY_LIMIT  # bytes read at once
 
     def seekable(self) -> bool:
         return True
@@ -156,16 +165,19 @@ class _Window:
         return self._place
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self.length}[whence]
         if base + offset < 0:
             raise zipfile.BadZipFile("it is too short")
         self._place = base + offset
         return self._place
 
     def read(self, count: int = -1) -> bytes:
-        left = max(self._length - self._place, 0)
+        left = max(self.length - self._place, 0)
+        wanted = left if count < 0 else min(count, left)
+        if wanted > self.limit:
+            raise zipfile.BadZipFile(f"its list of files is longer than {self.limit:,} bytes")
         self._file.seek(self._start + self._place)
-        found = self._file.read(left if count < 0 else min(count, left))
+        found = self._file.read(wanted)
         self._place += len(found)
         return found
 
@@ -176,7 +188,8 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
         raise zipfile.BadZipFile("it has no data.pkl")
     if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in entries.values()):
         raise zipfile.BadZipFile("its entries are compressed")
-    if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+    order = entries.get("byteorder")
+    if order is not None and (order.file_size > 10 or archive.read(order) != b"little"):
         raise NotData("was written on a big-endian machine; save it again on another one")
     if entries["data.pkl"].file_size > _PICKLE_LIMIT:
         raise NotData(f"its pickle is longer than {_PICKLE_LIMIT:,} bytes")
@@ -217,34 +230,41 @@ def tensors_of(value: Any, seen: dict[int, Any] | None = None) -> Any:
     NotData for a container inside itself.
     """
     seen = {} if seen is None else seen
-    if isinstance(value, dict | list | tuple):
-        if id(value) not in seen:
-            seen[id(value)] = _OPEN
-            if isinstance(value, dict):
-                found: Any = {key: tensors_of(inner, seen) for key, inner in value.items()}
-            else:
-                found = type(value)([tensors_of(inner, seen) for inner in value])
-            seen[id(value)] = found
-        if seen[id(value)] is _OPEN:
-            raise NotData("has a value inside itself, which no model needs")
-        return seen[id(value)]
-    if not isinstance(value, Record) or not isinstance(value.of, Global):
+    if not isinstance(value, dict | list | tuple | Record):
+        return value
+    if id(value) not in seen:
+        seen[id(value)] = _OPEN
+        if isinstance(value, dict):
+            found: Any = {key: tensors_of(inner, seen) for key, inner in value.items()}
+        elif isinstance(value, Record):
+            found = _made(value, seen)
+        else:
+            found = type(value)([tensors_of(inner, seen) for inner in value])
+        seen[id(value)] = found
+    if seen[id(value)] is _OPEN:
+        raise NotData("has a value inside itself, which no model needs")
+    return seen[id(value)]
+
+
+def _made(value: Record, seen: dict[int, Any]) -> Any:
+    """Return the tensor that a record describes; other records as they are."""
+    if not isinstance(value.of, Global):
         return value
     if value.of.module == "torch._utils" and value.of.name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
         return _tensor(*value.arguments[:4])
     if value.of.module == "torch._utils" and value.of.name.startswith("_rebuild_parameter"):
         return tensors_of(value.arguments[0], seen)
-    if value.of.module == "torch" and value.of.name == "Size":
-        return tuple(value.arguments[0])
     return value
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> StoredTensor:
-    if isinstance(shape, Record):
-        shape = tensors_of(shape)
+    if not all(isinstance(one, list | tuple) and len(one) <= MOST_DIMENSIONS for one in (shape, stride)):
+        raise NotData(f"has a tensor of more than {MOST_DIMENSIONS} dimensions")
     numbers: Sequence[Any] = [offset, *shape, *stride]
-    if not isinstance(storage, _Storage) or not all(type(one) is int and one >= 0 for one in numbers):
+    if not isinstance(storage, _Storage):
         raise NotData("has a tensor without a storage")
+    if not all(type(one) is int and 0 <= one < LARGEST_SIZE for one in numbers):
+        raise NotData("has a tensor with a size that none has")
     reach = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     if math.prod(shape) and max(offset + reach, math.prod(shape)) * storage.dtype.itemsize > storage.nbytes:
         raise NotData("has a tensor that is longer than its storage")

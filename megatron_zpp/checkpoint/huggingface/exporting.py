@@ -160,6 +160,7 @@ def _write_weights(
             for theirs, weight in zip(tensors_of_it, weights, strict=True):
                 whole = (weight.T if theirs.transposed else weight).contiguous()
                 tensors[names.with_prefix(theirs.name)] = whole
+        # By name, as safetensors does it: the directory is new, so nobody has planted a link in it.
         save_file(tensors, directory / file, metadata={"format": "pt"})
         (directory / file).chmod((directory / CONFIG).stat().st_mode)  # as the umask says; its own is 0600
         weight_map |= dict.fromkeys(tensors, file)

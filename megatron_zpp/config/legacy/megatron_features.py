@@ -10,9 +10,7 @@ _ATTENTION = "attention is the usual one, with --group-query-attention; omit it"
 _HYBRID = "all layers are attention and MLP; omit it"
 _RL = "this program pretrains only; omit it"
 _ADAM = "AdamW is the only optimizer; omit it"
-_SERVED = (
-    "training generates no text; use megatron_zpp.commands.sample or serve, which have flags of their own"
-)
+_SERVED = "training generates no text; use megatron_zpp.commands.sample, which has flags of its own"
 _OTHER = "the model is a GPT that reads text; omit it"
 _FP4 = "the smallest format of the compute is --fp8; omit it"
 _FAULTS = "tests inject faults; omit it"

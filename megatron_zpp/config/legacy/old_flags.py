@@ -1,6 +1,7 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that are not current flags, and what happens to each.
+"""Flags of Megatron-LM, Megatron-DeepSpeed and this program's past, and what happens to each.
 
 Names and meanings are those of Megatron-LM from its first release to core 0.12 and of Megatron-DeepSpeed.
+None of them is a current flag.
 """
 
 from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, REFUSED_TODAY, RENAMED_TODAY
@@ -206,7 +207,26 @@ REFUSED = (
     *refused("weight decay is constant; use --weight-decay", "--start-weight-decay", "--end-weight-decay"),
 )
 
+RETIRED = (  # flags of this program, whose fields may be in settings files and in checkpoints
+    OldFlag(
+        name="--gemm-algorithms",
+        takes=str,
+        allowed=("heuristic",),
+        why="torch always chooses the algorithms of matmuls",
+        otherwise="torch always chooses the algorithms of matmuls; omit it",
+    ),
+    OldFlag(
+        name="--fp8-products",
+        takes=str,
+        allowed=("always",),
+        why="--fp8 always computes the matmuls of layers on 8-bit floats",
+        otherwise="no layer is timed any more; omit it, and below --hidden-size 2048, where no step was "
+        "measured to be faster with --fp8, omit --fp8 too",
+    ),
+)
+RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
+
 OLD_FLAGS: tuple[OldFlag, ...] = (
-    *(*RENAMED, *ONLY, *IDLE, *REFUSED),
+    *(*RENAMED, *ONLY, *IDLE, *REFUSED, *RETIRED),
     *(*RENAMED_TODAY, *ONLY_TODAY, *IDLE_TODAY, *REFUSED_TODAY),
 )

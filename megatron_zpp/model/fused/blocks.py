@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
@@ -11,7 +12,6 @@ from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
 from megatron_zpp.model.fused import swiglu as fused_swiglu
 from megatron_zpp.model.layer import MLP, Attention, BlockKernels, Layer, gelu, swiglu
-from megatron_zpp.model.products import affine
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.model.sublayers import CutLayer
 
@@ -88,4 +88,4 @@ class FusedKernels(BlockKernels):
 
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """See BlockKernels."""
-        return affine(linear, x, linear.bias.detach()) if self._sums_biases else linear(x)
+        return F.linear(x, linear.weight, linear.bias.detach()) if self._sums_biases else linear(x)

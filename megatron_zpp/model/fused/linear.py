@@ -12,13 +12,13 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fused.math import exp2, reciprocal
-from megatron_zpp.model.products import ChosenLinear, affine
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _SLOPE
@@ -28,17 +28,17 @@ _PROGRAMS = 4  # on each multiprocessor
 
 def serves(module: nn.Module) -> bool:
     """Whether the functions here can take the place of the module."""
-    return type(module) in (nn.Linear, ChosenLinear) and module.bias is not None
+    return type(module) is nn.Linear and module.bias is not None
 
 
 def gelu_of_linear(x: Tensor, linear: nn.Linear) -> Tensor:
     """F.gelu(linear(x), approximate="tanh")."""
-    return _gelu(affine(linear, x, linear.bias.detach()), linear.bias)
+    return _gelu(F.linear(x, linear.weight, linear.bias.detach()), linear.bias)
 
 
 def heads_of_linear(x: Tensor, linear: nn.Linear, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """(B, T, D) -> queries, keys and values, each (B, T, heads, width) and a view of what the map makes."""
-    mapped = affine(linear, x, linear.bias.detach())
+    mapped = F.linear(x, linear.weight, linear.bias.detach())
     return _Heads.apply(mapped.unflatten(-1, (3, heads, width)), linear.bias)
 
 

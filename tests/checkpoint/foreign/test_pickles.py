@@ -214,7 +214,7 @@ def within(tmp_path: Path, value: Any) -> str:
     directory.mkdir(parents=True)
     torch.save(value, directory / "model_optim_rng.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
-    command = [sys.executable, "-m", "megatron_zpp.commands.import_checkpoint", str(tmp_path)]
+    command = [sys.executable, "-m", "megatron_zpp.commands.import_checkpoint", str(tmp_path), *TOKENIZER]
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "new")], capture_output=True, text=True, timeout=20, cwd=ROOT
     )
@@ -226,7 +226,7 @@ def within(tmp_path: Path, value: Any) -> str:
 def test_values_that_share_parts_end_in_one_line(tmp_path: Path, kind: str) -> None:
     said = within(tmp_path, SHARED[kind])
     assert len(said.splitlines()) == 1
-    assert "error" in said
+    assert "model_optim_rng.pt: " in said
 
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "key"])
@@ -241,8 +241,8 @@ def test_nested_tuples_are_no_keys(kind: str) -> None:
 
 
 def test_many_empty_lists_end_soon() -> None:
-    content = b"\x80\x04](" + b"]" * 6_000_000 + b"e."
+    content = b"\x80\x04](" + b"]" * 4_000_000 + b"e."
     began = time.monotonic()
-    with pytest.raises(NotData, match="has more than 5,000,000 opcodes"):
+    with pytest.raises(NotData, match="has more than 3,000,000 opcodes"):
         read_pickle(content, lambda value: None)
     assert time.monotonic() - began < 60

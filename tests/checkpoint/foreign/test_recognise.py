@@ -9,7 +9,7 @@ import pytest
 
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.foreign.recognise import recognise
-from megatron_zpp.commands import huggingface, import_checkpoint, sample, serve
+from megatron_zpp.commands import huggingface, import_checkpoint, sample
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.train.restore import check_start
@@ -59,12 +59,10 @@ def test_the_words_say_what_it_is(foreign: Path, request: pytest.FixtureRequest)
 
 @pytest.mark.parametrize(
     ("command", "argv"),
-    [(sample, "--load {} --device cpu"), (serve, "--load {} --device cpu"), (huggingface, "export {} new")],
-    ids=["sample", "serve", "export"],
+    [(sample, "--load {} --device cpu"), (huggingface, "export {} new")],
+    ids=["sample", "export"],
 )
 def test_commands_name_it(foreign: Path, command: Any, argv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if command is serve:
-        pytest.importorskip("aiohttp")
     monkeypatch.setattr(sys, "argv", ["program", *argv.format(foreign).split()])
     with pytest.raises(ValueError, match=WORDS):
         command.main()

@@ -1,0 +1,106 @@
+"""Starts from the directory of another run, which saves and removes checkpoints meanwhile (--keep-last)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.config.root import Config, parse_args
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train import checkpoint_arguments, restore
+from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.zero.engine import ZeroEngine
+from tests.checkpoint.saving import TOKENIZER, save, small
+from tests.zero.ranks import on_ranks
+
+FLAGS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --train-iters 9 --lr 1 --eval-iters 0"
+)
+
+
+def config_of(*flags: str) -> Config:
+    return parse_args([*FLAGS.split(), *flags])
+
+
+def saved_by_another_run(directory: Path, engine: ZeroEngine) -> None:
+    """Iterations 3 and 5; 6, which is saved later, is out of sight. Every rank must call it."""
+    for iteration in (3, 5, 6):
+        save(directory, engine, Progress(iteration, iteration), config=config_of().to_json())
+    if engine.topology.rank == 0:
+        (directory / "iter_0000006").rename(directory / "later")
+    if engine.topology.world_size > 1:
+        dist.barrier()
+
+
+def rotate(directory: Path) -> None:
+    """Save iteration 6, and remove the others."""
+    if (directory / "later").exists():
+        (directory / "later").rename(directory / "iter_0000006")
+        for iteration in (3, 5):
+            name = f"iter_{iteration:07d}"
+            (directory / name).rename(directory / f"{name}.partial")
+
+
+def before(directory: Path, call: Callable[..., Any]) -> Callable[..., Any]:
+    def rotated(*arguments: Any, **named: Any) -> Any:
+        rotate(directory)
+        return call(*arguments, **named)
+
+    return rotated
+
+
+def resume(topology: Topology, directory: str) -> tuple[int, list[str]]:
+    """The iteration that a rank resumes from, and the warnings; the last rank's first load comes too late."""
+    engine = small(topology=topology, zero_stage=3)
+    saved_by_another_run(Path(directory), engine)
+    store = dist.HashStore() if topology.world_size == 1 else dist.distributed_c10d._get_default_store()
+    config = config_of("--load", directory)
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, topology.world_size)
+    load = restore.load_checkpoint
+    if topology.rank == topology.world_size - 1:
+        restore.load_checkpoint = before(Path(directory), load)
+    try:
+        start = restore.restore(config, engine, TOKENIZER, store, schedule)
+    finally:
+        restore.load_checkpoint = load
+    return start.progress.iteration, [line for line in start.lines if "WARNING" in line]
+
+
+def test_a_run_resumes_from_the_newest_of_a_directory_that_rotates(tmp_path: Path) -> None:
+    assert resume(Topology(), str(tmp_path)) == (6, [])
+
+
+def test_ranks_resume_from_the_same_checkpoint_of_a_directory_that_rotates(tmp_path: Path) -> None:
+    assert on_ranks(2, resume, str(tmp_path)) == [(6, []), (6, [])]
+
+
+def test_checkpoints_that_are_always_removed_end_the_start_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small()
+    save(tmp_path, engine, Progress(1, 1), config=config_of().to_json())
+
+    def load(path: Path, *arguments: Any, **named: Any) -> None:
+        path.rename(tmp_path / f"iter_{int(path.name[5:]) + 1:07d}")
+        raise FileNotFoundError(2, "No such file or directory", str(path / "state.json"))
+
+    monkeypatch.setattr(restore, "load_checkpoint", load)
+    config = config_of("--load", str(tmp_path))
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, 1)
+    with pytest.raises(ValueError, match="iter_0000020: was removed while it was read, as were 19 before it"):
+        restore.restore(config, engine, TOKENIZER, dist.HashStore(), schedule)
+
+
+def test_arguments_are_those_of_the_newest_of_a_directory_that_rotates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_by_another_run(tmp_path, small())
+    monkeypatch.setattr(checkpoint_arguments, "CheckpointReader", before(tmp_path, CheckpointReader))
+    found = checkpoint_arguments.read_arguments(str(tmp_path), None)
+    assert found is not None
+    assert found.name == str(tmp_path / "iter_0000006")
