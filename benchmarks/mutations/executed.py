@@ -109,7 +109,7 @@ class Executed:
     def _traced(self, name: str) -> dict[str, str]:
         rules = str(ROOT / "tests" / "coverage.ini")
         traced = {"COVERAGE_PROCESS_START": rules, "COVERAGE_FILE": str(self._state / name)}
-        return {**os.environ, "OMP_NUM_THREADS": "1", **traced}
+        return {**environment(), **traced}
 
     def _combine(self, name: str) -> None:
         command = [sys.executable, "-m", "coverage", "combine", "--quiet"]
@@ -141,6 +141,14 @@ class Executed:
                         prepared[line] |= folders[test.partition("::")[0].rpartition("/")[0]]
                     else:
                         tests[line].add(test)
+
+
+def environment() -> dict[str, str]:
+    """This environment, with few threads, and without what a test that started this program has in it."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))
+    }
+    return {**kept, "OMP_NUM_THREADS": "1"}
 
 
 def _write_documents(prefix: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mutations.executed import ROOT
+from benchmarks.mutations.executed import ROOT, environment
 
 ORDER, STARTED, FAILED = "MUTATION_ORDER", "MUTATION_STARTED", "MUTATION_FAILED"  # files, by environment
 IGNORED = shutil.ignore_patterns(*".git .venv build mine quickstart wandb site .*_cache".split())
@@ -52,14 +52,14 @@ class Tree:
         shutil.copytree(self.root.parent / "kernels", self._scratch / "kernels")
         files = {name: self._scratch / name for name in (ORDER, STARTED, FAILED)}
         files[ORDER].write_text(json.dumps(tests))
-        environment = {**os.environ, **{name: str(path) for name, path in files.items()}}
-        environment |= {"MUTATION_TREE": self._mark, "TMPDIR": str(self._scratch), "OMP_NUM_THREADS": "1"}
-        environment |= {"MEGATRON_ZPP_CACHE": str(self._scratch / "kernels")}
+        settings = {**environment(), **{name: str(path) for name, path in files.items()}}
+        settings |= {"MUTATION_TREE": self._mark, "TMPDIR": str(self._scratch)}
+        settings |= {"MEGATRON_ZPP_CACHE": str(self._scratch / "kernels")}
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.mutations.tree", *flags, *tests]
         began = time.time()
         with (self._scratch / "output").open("w") as said:
             pytest = subprocess.Popen(
-                command, cwd=self.root, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+                command, cwd=self.root, env=settings, stdin=subprocess.DEVNULL, stdout=said, stderr=said
             )
             try:
                 status: int | None = pytest.wait(limit)
