@@ -1,25 +1,15 @@
-"""Builds tables of docs/guide/ from the code; `python -m tests.config.tables` writes them.
-
-deepspeed.md has the keys of DeepSpeed's file and old flags; megatron_flags.md has a row for every flag of
-Megatron-LM's parser, whose names are in megatron_flags.txt.
-"""
+"""Builds the tables of docs/guide/deepspeed.md from the code; `python -m tests.config.tables` writes them."""
 
 import re
-import typing
 from pathlib import Path
 
 from megatron_zpp.config.json_file import shown
 from megatron_zpp.config.legacy.deepspeed_keys import KEYS, Idle, Obeyed, Off, Only, Refused, Rule
-from megatron_zpp.config.legacy.megatron_features import feature_flag
 from megatron_zpp.config.legacy.old_flag import OldFlag
-from megatron_zpp.config.legacy.old_flags import IDLE, OLD_FLAGS, ONLY, REFUSED, RENAMED, RETIRED
-from megatron_zpp.config.options import make_parser
-from megatron_zpp.config.root import Config
+from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED, RETIRED
 
 Row = tuple[str, tuple[str, ...]]  # of a key or flag, and what is said of it
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide"
-PAGE, MEGATRON_PAGE = GUIDE / "deepspeed.md", GUIDE / "megatron_flags.md"
-MEGATRON_FLAGS = Path(__file__).with_name("megatron_flags.txt").read_text().split()
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "deepspeed.md"
 
 
 def tables() -> dict[str, str]:
@@ -37,41 +27,6 @@ def tables() -> dict[str, str]:
         "retired flags": _table("flag", ("possible", "otherwise"), [_bound(flag) for flag in RETIRED]),
         "idle flags": _table("flag", ("why it has no effect",), [(flag.name, (flag.why,)) for flag in IDLE]),
     }
-
-
-def current_flags() -> dict[str, str]:
-    """The help of every flag of a run, by all of its spellings."""
-    found = {}
-    parts = typing.get_type_hints(Config)
-    for action in make_parser("", "", parts)._actions:
-        found |= dict.fromkeys(action.option_strings, action.help or "")
-    return found
-
-
-def fate(name: str, current: dict[str, str]) -> tuple[str, str]:
-    """What becomes of a flag of Megatron-LM: (status, note). Raises KeyError if nothing is known of it."""
-    if name in current:
-        (first, *_) = re.split(r"(?<=[a-z)0-9])[.;] ", current[name].replace("%%", "%"))
-        return "obeyed", first.rstrip(".").replace("|", "or")
-    flag = next((flag for flag in OLD_FLAGS if flag.name == name), None) or feature_flag(name)
-    if flag is None:
-        raise KeyError(name)
-    if flag.refused:
-        return "refused", flag.otherwise
-    if flag.allowed:
-        return "one value", f"{' or '.join(f'`{value}`' for value in flag.allowed)}; else: {flag.otherwise}"
-    if flag.needs:
-        return "no effect", f"{flag.why}; refused with another value: {flag.otherwise}"
-    if flag.why:
-        return "no effect", flag.why
-    return "obeyed", f"as {flag.today}"
-
-
-def megatron_table() -> str:
-    """A row for every flag of Megatron-LM."""
-    current = current_flags()
-    rows = [f"| `{name}` | {' | '.join(fate(name, current))} |" for name in sorted(MEGATRON_FLAGS)]
-    return "\n".join(["| flag | status | note |", "| --- | --- | --- |", *rows])
 
 
 def page(text: str, tables: dict[str, str]) -> str:
@@ -117,4 +72,3 @@ def _bound(flag: OldFlag) -> Row:
 
 if __name__ == "__main__":
     PAGE.write_text(page(PAGE.read_text(), tables()))
-    MEGATRON_PAGE.write_text(page(MEGATRON_PAGE.read_text(), {"megatron flags": megatron_table()}))

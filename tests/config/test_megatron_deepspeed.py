@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.site.megatron_flags import current_flags, fate
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
 from tests.config.command_line import MINIMAL
-from tests.config.tables import current_flags, fate
 
 FLAGS = Path(__file__).with_name("megatron_deepspeed_flags.txt").read_text().split()
 ROPE = "--position-embedding-type rope"

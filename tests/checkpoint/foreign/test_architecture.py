@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from docs.site.megatron_flags import MEGATRON_FLAGS, current_flags, fate
 from megatron_zpp.checkpoint.foreign.architecture import _ONLY, read_settings
 from megatron_zpp.config.legacy.megatron_features import FEATURES
-from tests.config.tables import MEGATRON_FLAGS, current_flags, fate
 
 GPT = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 32}
 OTHERS = {
