@@ -25,7 +25,7 @@ from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.shard_order import ShardOrder
 from megatron_zpp.data.text.shards import ShardedText, open_shards
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
-from megatron_zpp.storage.files import fsync, keep_first, locked, open_new, write_text
+from megatron_zpp.storage.files import fsync, keep_first, locked, open_new, write_durably
 
 _VERSION = 1  # of the cache's format
 _BLOCK_BYTES = 1 << 20
@@ -117,7 +117,11 @@ def _entry(directory: Path, made_of: Mapping[str, Any]) -> Path:
     text = json.dumps(made_of, sort_keys=True, indent=1)
     entry = directory / hashlib.sha256(text.encode()).hexdigest()[:32]
     entry.mkdir(parents=True, exist_ok=True)
-    write_text(entry / "made_of.json", text + "\n")
+    kept = entry / "made_of.json"
+    if kept.is_symlink() or not kept.exists():  # processes that come at once each write their own
+        own = entry / f"{kept.name}.{secrets.token_hex(8)}.partial"
+        write_durably(own, (text + "\n").encode())
+        os.replace(own, kept)
     return entry
 
 
