@@ -2,8 +2,8 @@
 
 import ctypes
 
-from tests.faults.held import in_use
-from tests.faults.soak import verdict
+from benchmarks.faults.held import in_use
+from benchmarks.faults.soak import verdict
 
 SIZE = 64 * 2**10  # bytes, below what malloc takes from the kernel alone
 
