@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.faults.held import in_use
 from megatron_zpp.checkpoint import write as write_module
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import small
+from tests.faults.held import in_use
 from tests.train.test_slow_storage import Quiet, config_of, saver_of
 from tests.zero.ranks import on_ranks
 
