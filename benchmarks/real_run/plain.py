@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="save and exit after as many")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--fp32", action="store_true", help="without autocast")
-    parser.add_argument("--bf16-residual", action="store_true", help="the sum that all layers add to, in bf16")
+    parser.add_argument("--bf16-residual", action="store_true", help="what all layers add to, in bf16")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     options = parser.parse_args()
     if options.global_batch_size % options.micro_batch_size:
