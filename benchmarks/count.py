@@ -19,8 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 1 --hidden-size 16 --seq-length 16 "
-    "--num-attention-heads 2 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --device cpu"
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 1 --hidden-size 16 "
+    "--num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 "
+    "--device cpu"
 )
 LISTED = "import pretrain_gpt, sys; pretrain_gpt.main(); print(*sys.modules, sep='\\n')"
 TARGETS = {  # of issue 50
