@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
@@ -157,7 +158,7 @@ def main() -> int:
     count = 1 if options.only is not None else options.workers
     if options.only is not None:
         options.workers = 1
-    pids = [fork(lambda at=at: work(options.kind, options, at), Output(log, log)) for at in range(count)]
+    pids = [fork(partial(work, options.kind, options, at), Output(log, log)) for at in range(count)]
     try:
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     except KeyboardInterrupt:

@@ -50,8 +50,9 @@ class Disturbances(Runs):
         return name, outcome, f"case {number}, {setting.name}: {detail}"
 
     def _kinds(self) -> list[Disturb]:
-        kinds = [self._kill_rank, self._kill_node, self._kill_all, self._signal, self._stop, self._twice]
-        kinds += [self._damage_checkpoint, self._damage_cache] + [self._memory] * MEMORY.exists()
+        kinds: list[Disturb] = [self._kill_rank, self._kill_node, self._kill_all, self._signal, self._stop]
+        kinds += [self._twice, self._damage_checkpoint, self._damage_cache]
+        kinds += [self._memory] * MEMORY.exists()
         return kinds + [self._network] * 2 * (os.geteuid() == 0)
 
     def _after_a_moment(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> Job:
