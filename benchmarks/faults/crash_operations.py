@@ -234,7 +234,7 @@ def engine_zero(name: str) -> dict[str, Any]:
 
 def _order(directory: Path) -> Operation:
     (directory / "before").mkdir(parents=True)
-    values = {"a": np.arange(3000), "b": np.arange(77, dtype=np.uint16)}
+    values: dict[str, np.ndarray] = {"a": np.arange(3000), "b": np.arange(77, dtype=np.uint16)}
 
     def build(files: Any) -> None:
         for name, array in values.items():

@@ -12,9 +12,9 @@ from pathlib import Path
 from benchmarks.faults.children import Job
 from benchmarks.faults.network import FAULTS as OF_NETWORKS
 from benchmarks.faults.network import Link
+from benchmarks.faults.outcomes import checkpoints_in
 from benchmarks.faults.runs import PATIENCE, WATCHED, Runs, Whole
 from benchmarks.faults.settings import Setting
-from megatron_zpp.checkpoint.directory import committed
 
 STOPPED = (
     75,
@@ -165,7 +165,7 @@ class Disturbances(Runs):
         """A file of the newest checkpoint is damaged; the run begins from the one before, or anew."""
         job = self._after_a_moment(setting, run, whole, draw)
         job.kill()
-        there = list(committed(run / "checkpoints").values())
+        there = checkpoints_in(run / "checkpoints")
         if len(there) > 1:
             self._damage(sorted(there[0].iterdir()), draw)
             job = self._start(setting, run, WATCHED)  # also if the run was complete
