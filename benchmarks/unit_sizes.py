@@ -15,14 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.common import refuse_options, write_result
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.distributed.topology import Topology, planned
 from megatron_zpp.plan.advice import fits
 from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import step_time
 from megatron_zpp.plan.traffic import total, traffic_of
-from megatron_zpp.train.dry_run import job_of, planned
+from megatron_zpp.train.dry_run import job_of
 from megatron_zpp.train.run_schedule import RunSchedule
 
 COMMON = (

@@ -17,13 +17,13 @@ from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import barrier
+from megatron_zpp.distributed.topology import planned
 from megatron_zpp.reporting.console import tell, warn
 from megatron_zpp.reporting.full_disk import drop_lines_when_full
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.train.build_engine import build_engine
 from megatron_zpp.train.checkpoint_arguments import read_arguments
 from megatron_zpp.train.device import prepare_device
-from megatron_zpp.train.dry_run import dry_run, planned
 from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.loop import train
 from megatron_zpp.train.ranks import joined_ranks
@@ -52,6 +52,8 @@ def main() -> None:
         inputs = check_inputs(config, grid.data.world_size, partial(tell, PROG))
         if config.plan.dry_run:
             warn(PROG, topology.rank, notes)
+            from megatron_zpp.train.dry_run import dry_run
+
             dry_run(inputs, grid, speaks=topology.rank == 0)
             return
         device = prepare_device(config, grid)

@@ -9,10 +9,8 @@ from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import usage_errors
-from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import (
     TORCH_BACKENDS,
     check_flash3_settings,
@@ -26,14 +24,6 @@ from megatron_zpp.train.compiling import check_cache
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.plan_communication import check_topology
-
-
-def planned(plan: PlanConfig, started: Topology) -> Topology:
-    """The ranks to check and plan for: those started, unless a dry run names others."""
-    if not plan.dry_run:
-        return started
-    local = plan.plan_gpus_per_node or started.local_world_size
-    return Topology(world_size=(plan.plan_nodes or started.nodes) * local, local_world_size=local)
 
 
 def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -> Job:

@@ -11,9 +11,6 @@ from megatron_zpp.config.words import counted
 from megatron_zpp.data.open import Splits
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.plan.advice import advice_of
-from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.train.dry_run import job_of
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -57,16 +54,21 @@ def _tensor_ranks(engine: ZeroEngine) -> str:
 
 
 def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: RunSchedule) -> list[str]:
-    """On rank 0, the planned memory of each GPU, and advice to accumulate gradients if that pays.
+    """On rank 0, the planned memory of each GPU, and between nodes, advice on what would send less.
 
     The memory of a CPU is not planned; it is assumed to suffice.
     """
-    if engine.topology.rank != 0:
+    on_gpu = engine.device.type == "cuda"
+    if engine.topology.rank != 0 or not (on_gpu or engine.topology.nodes > 1):
         return []
+    from megatron_zpp.plan.advice import advice_of
+    from megatron_zpp.plan.memory import memory_of
+    from megatron_zpp.train.dry_run import job_of
+
     job = job_of(config, vocab_size, schedule, engine.grid)
     zero = replace(job.zero, zero_copy_engines="on" if engine.copy_engines else "off")  # what auto chose
     job, lines, total = replace(job, zero=zero), [], math.inf
-    if engine.device.type == "cuda":
+    if on_gpu:
         total = torch.cuda.get_device_properties(engine.device).total_memory
         memory = memory_of(job)
         sizes = (memory.resident, memory.peak, total)

@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.config.root import Config
-from megatron_zpp.data.open import Splits, open_splits
-from megatron_zpp.data.text.open import open_text
+from megatron_zpp.data.open import Splits, TextSlice, open_splits
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import DamagedFile
@@ -42,13 +41,19 @@ def open_data(
         requested=requested,
         say=say,
         open_text=partial(
-            open_text, data=config.data, tokenizer=config.tokenizer, description=tokenizer, say=say
+            _open_text, data=config.data, tokenizer=config.tokenizer, description=tokenizer, say=say
         ),
         evaluated=schedule.evaluated_samples(config.evaluation),
     )
     assert splits.train is not None  # every run trains
     schedule.check_data(splits.train)
     return splits
+
+
+def _open_text(flag: str, path: str, **settings: Any) -> TextSlice:
+    from megatron_zpp.data.text.open import open_text
+
+    return open_text(flag, path, **settings)
 
 
 def verify_data(splits: Splits, exchange: Exchange) -> str:
