@@ -43,8 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.common import RESULTS, write_result
 from benchmarks.contest.grid import node_environment, visible_gpus
 from benchmarks.intervals import mean_and_interval
-from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
-from megatron_zpp.distributed.peer_files import FileServer, Peer, put_file
+from megatron_zpp.memory_snapshots.copies import MemoryCopies, SnapshotName, file_names
+from megatron_zpp.memory_snapshots.peer_files import FileServer, Peer, put_file
 from tests.support import free_port
 
 _COMMON = (

@@ -12,7 +12,7 @@ from megatron_zpp.reporting.profile import check_profile
 from megatron_zpp.reporting.sinks import check_sinks
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
-from megatron_zpp.train.buddy_memory import check_memory
+from megatron_zpp.train.memory_snapshots import check_memory
 from megatron_zpp.train.reading import open_data
 from megatron_zpp.train.restore import check_start
 from megatron_zpp.train.run_schedule import RunSchedule

@@ -3,19 +3,17 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from megatron_zpp.data.documents import counted_share
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
-from megatron_zpp.train.buddy_snapshots import MemorySnapshots
 from megatron_zpp.train.evaluation import evaluate
 from megatron_zpp.train.log_head import head_lines, plan_lines
+from megatron_zpp.train.memory_snapshots import memory_snapshots
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.sampled_text import text_writer
 from megatron_zpp.train.saver import Saver
@@ -61,7 +59,14 @@ class Trainer:
             start=run.start if run.start_is_saved else None,
             lease=ranks.lease,
         )
-        self._snapshots = _snapshots_of(run)
+        self._snapshots = memory_snapshots(
+            run.memory,
+            engine,
+            config,
+            tokenizer=run.tokenizer,
+            reporter=run.reporter,
+            store=ranks.store,
+        )
         self._stops = StopConditions(
             config.training,
             engine,
@@ -277,21 +282,6 @@ class Trainer:
         if split == "valid" and self._write_text is not None:
             self._activity.now(f"writes text at iteration {iteration}", patient=True)
             self._reporter.text(self.progress, self._write_text())
-
-
-def _snapshots_of(run: Run) -> MemorySnapshots | None:
-    """What takes the memory snapshots of a run; None without --buddy-snapshots."""
-    if run.memory is None:
-        return None
-    timeout = run.config.distributed.timeout
-    return MemorySnapshots(
-        run.memory,
-        run.engine,
-        run.config,
-        tokenizer=run.tokenizer,
-        reporter=run.reporter,
-        exchange_for=partial(Exchange, run.ranks.store, run.engine.topology, timeout),
-    )
 
 
 def seed_dropout(seed: int, first_sample: int, tensor_rank: int) -> None:

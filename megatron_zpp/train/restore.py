@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,6 @@ from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.object_path import Location, is_object, location
 from megatron_zpp.train.bounded import bounded, read_together
-from megatron_zpp.train.buddy_memory import BuddyMemory
-from megatron_zpp.train.buddy_restore import HeldSnapshot, held_snapshots
 from megatron_zpp.train.data_changes import (
     batch_changes,
     data_changes,
@@ -50,10 +48,15 @@ from megatron_zpp.train.data_changes import (
     order_change,
     ordered_samples,
 )
+from megatron_zpp.train.memory_snapshots import held_snapshots
 from megatron_zpp.train.model_changes import model_changes, product_changes
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.setting_changes import rate_change, setting_changes
 from megatron_zpp.zero.engine import ZeroEngine
+
+if TYPE_CHECKING:
+    from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
+    from megatron_zpp.memory_snapshots.held import HeldSnapshot
 
 _SCHEDULE_GOES_ON = (
     " --no-load-optim: the learning rate continues its schedule, and the moments start at zero; --finetune "
@@ -135,7 +138,7 @@ def restore(
     tokenizer: dict[str, Any],
     store: dist.Store,
     schedule: RunSchedule,
-    memory: BuddyMemory | None = None,
+    memory: "BuddyMemory | None" = None,
 ) -> Start:
     """Where the run starts, with lines that say so and name what is damaged and was skipped.
 
@@ -196,8 +199,8 @@ class _Source:
     """A checkpoint, or a memory snapshot and the memory that it is in."""
 
     path: Location | None = None
-    snapshot: HeldSnapshot | None = None
-    memory: BuddyMemory | None = None
+    snapshot: "HeldSnapshot | None" = None
+    memory: "BuddyMemory | None" = None
 
     @property
     def iteration(self) -> int:
@@ -226,7 +229,7 @@ class _Source:
 def _sources(
     config: CheckpointConfig,
     engine: ZeroEngine,
-    memory: BuddyMemory | None,
+    memory: "BuddyMemory | None",
     exchange_for: Callable[[str], Exchange],
     files: FileWorker,
 ) -> tuple[list[_Source], list[str]]:
@@ -235,8 +238,6 @@ def _sources(
     Of the same iteration the memory comes first.
     """
     found = [_Source(path) for path in _agreed_candidates(config, exchange_for("load"), files)]
-    if memory is None:
-        return found, []
     held, lines = held_snapshots(memory, engine)
     return _in_order([*(_Source(snapshot=each, memory=memory) for each in held), *found]), lines
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.root import Config
@@ -10,14 +10,17 @@ from megatron_zpp.data.open import Splits, seed_of
 from megatron_zpp.data.resume import resume_data
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
-from megatron_zpp.train.buddy_memory import BuddyMemory, open_memory
 from megatron_zpp.train.inputs import RunInputs
+from megatron_zpp.train.memory_snapshots import open_memory
 from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.train.reading import open_data, verify_data
 from megatron_zpp.train.restore import restore
 from megatron_zpp.train.run_file import write_run_file
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
+
+if TYPE_CHECKING:
+    from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Run:
     engine: ZeroEngine
     start: Progress
     start_is_saved: bool  # in --load, or it is that of new weights; otherwise it comes from memory
-    memory: BuddyMemory | None  # with --buddy-snapshots
+    memory: "BuddyMemory | None"  # with --buddy-snapshots
     # Log
     reporter: Reporter
     lines: tuple[str, ...]  # on what happened before the first step

@@ -26,7 +26,6 @@ from safetensors.numpy import load_file
 from megatron_zpp.checkpoint.directory import candidates, checkpoint_path
 from megatron_zpp.checkpoint.foreign.torch_file import StoredTensor, read_torch_file
 from megatron_zpp.checkpoint.huggingface.load import open_weights
-from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
@@ -44,12 +43,13 @@ from megatron_zpp.data.text.shards import open_shards
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.memory_snapshots.copies import MemoryCopies, SnapshotName, file_names
+from megatron_zpp.memory_snapshots.name import memory_name, write_memory_name
 from megatron_zpp.native.library_file import install, problem_of
 from megatron_zpp.storage.lease import LEASE, Holder
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
-from megatron_zpp.train.memory_name import memory_name, write_memory_name
 from tests.checkpoint.saving import FIRST, small, train
 from tests.data.format_by_hand import write_by_hand
 from tests.faults.site import train_bpe, write_gpt2

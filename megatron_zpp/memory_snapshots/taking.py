@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.checkpoint.memory_copies import SnapshotName
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
 from megatron_zpp.checkpoint.states import describe_state, shards_of
@@ -16,8 +15,9 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange, NoProgress
+from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
+from megatron_zpp.memory_snapshots.copies import SnapshotName
 from megatron_zpp.reporting.reporter import Reporter
-from megatron_zpp.train.buddy_memory import BuddyMemory
 from megatron_zpp.zero.engine import ZeroEngine
 
 _POLL = 0.1  # seconds between two reports to other ranks that this one waits for its writer

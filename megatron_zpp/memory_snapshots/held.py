@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.memory_copies import SnapshotName, layout_of
 from megatron_zpp.checkpoint.unit_entries import describe_units
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.rendezvous import ranges
+from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
+from megatron_zpp.memory_snapshots.copies import SnapshotName, layout_of
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.train.buddy_memory import BuddyMemory
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -57,7 +57,7 @@ class HeldSnapshot:
         return memory.assembled()
 
 
-def held_snapshots(memory: BuddyMemory, engine: ZeroEngine) -> tuple[list[HeldSnapshot], list[str]]:
+def find_held(memory: BuddyMemory, engine: ZeroEngine) -> tuple[list[HeldSnapshot], list[str]]:
     """The whole memory snapshots, and lines on those that are not whole. Every rank must call it."""
     copies, problems = memory.copies.found() if memory.by_first else ({}, [])
     report = [[[*name], [[*copy] for copy in found]] for name, found in copies.items()]

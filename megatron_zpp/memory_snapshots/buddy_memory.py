@@ -1,7 +1,7 @@
 """The memory of this rank's node and of its buddy node, in which a run with --buddy-snapshots keeps copies.
 
 The buddy node of node k is node k + 1; rank p of one sends to rank p of the other. On one node there is only
-the node's own memory. A run is recognised after a restart by what train/memory_name.py writes to --save.
+the node's own memory. A run is recognised after a restart by what memory_snapshots/name.py writes to --save.
 """
 
 import platform
@@ -11,7 +11,8 @@ from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
-from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
+import torch.distributed as dist
+
 from megatron_zpp.checkpoint.states import shards_of
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.memory_snapshots import MemorySnapshotsConfig
@@ -19,19 +20,19 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.job_store import JobStore, derived
-from megatron_zpp.distributed.peer_files import FileServer, Peer, get_file, put_file
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes, pinned_bytes
-from megatron_zpp.storage.checksums import DamagedFile, OnProgress
-from megatron_zpp.storage.run_memory import (
+from megatron_zpp.memory_snapshots.copies import MemoryCopies, SnapshotName, file_names
+from megatron_zpp.memory_snapshots.name import checked_name, memory_name, write_memory_name
+from megatron_zpp.memory_snapshots.peer_files import FileServer, Peer, get_file, put_file
+from megatron_zpp.memory_snapshots.run_memory import (
     RunMemory,
     available_memory,
     room_for,
     size_of,
     snapshots_root,
 )
-from megatron_zpp.train.memory_name import checked_name, memory_name, remove_memory_name, write_memory_name
-from megatron_zpp.train.ranks import Ranks
+from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes, pinned_bytes
+from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -135,29 +136,32 @@ class BuddyMemory:
         return Peer(host, port, self._secret)
 
 
-def check_memory(settings: MemorySnapshotsConfig) -> None:
-    """Raise ValueError, before a device is taken, for a --buddy-directory that cannot be used."""
-    if settings.buddy_snapshots is not None:
-        try:
-            snapshots_root(settings.buddy_directory)
-        except ValueError as error:
-            raise option_error("--buddy-directory", settings.buddy_directory, str(error)) from None
+def check_directory(directory: str) -> None:
+    """Raise ValueError for a --buddy-directory that cannot be used."""
+    try:
+        snapshots_root(directory)
+    except ValueError as error:
+        raise option_error("--buddy-directory", directory, str(error)) from None
 
 
-def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[BuddyMemory | None, list[str]]:
-    """(the memory of a run with --buddy-snapshots, lines for the log); None for other runs.
+def open_buddy_memory(
+    config: Config,
+    engine: ZeroEngine,
+    store: dist.Store,
+    topology: Topology,
+    *,
+    address: str,
+    master: str,
+) -> tuple[BuddyMemory | None, list[str]]:
+    """(the memory of a run with --buddy-snapshots, lines for the log); `address`, `master`: see `serve`.
 
     Every rank must call it. Raises ValueError on all ranks if a node has no directory in memory, or too
     little room in it, or if the file that says where the run's copies are is damaged.
     """
     settings, save = config.memory_snapshots, config.checkpoint.save
-    if settings.buddy_snapshots is None:
-        if save is not None and ranks.topology.rank == 0:
-            remove_memory_name(save)
-        return None, []
     assert save is not None  # the configuration requires it
-    exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "memory")
-    if ranks.topology.rank == 0:
+    exchange = Exchange(store, topology, config.distributed.timeout, "memory")
+    if topology.rank == 0:
         found: tuple[str | None, list[str]] = (None, [])
         problem = None
         try:
@@ -177,23 +181,23 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> tuple[Buddy
     try:
         root = snapshots_root(settings.buddy_directory)
         owned, copies = sum(shard.nbytes for shard in shards), 2 if config.checkpoint.async_save else 1
-        problem = _lack_of_room(root, name, ranks.topology, owned, copies * copied)
+        problem = _lack_of_room(root, name, topology, owned, copies * copied)
     except (OSError, ValueError) as error:
         problem = one_line(error)
     agree("room", problem)
-    if ranks.topology.rank == 0:
+    if topology.rank == 0:
         exchange.put("name", write_memory_name(save, name))
     name = checked_name(exchange.get("name"))
     memory, problem = None, None
     try:
-        secret = derived(ranks.store.key, "snapshots").hex() if isinstance(ranks.store, JobStore) else ""
-        memory = BuddyMemory(RunMemory(root, name), ranks.topology, exchange, attempt=attempt, secret=secret)
-        if ranks.topology.nodes > 1:
-            memory.serve(ranks.address, ranks.master)
+        secret = derived(store.key, "snapshots").hex() if isinstance(store, JobStore) else ""
+        memory = BuddyMemory(RunMemory(root, name), topology, exchange, attempt=attempt, secret=secret)
+        if topology.nodes > 1:
+            memory.serve(address, master)
     except OSError as error:
         problem = one_line(error)
     agree("open", problem)
-    if memory is not None and ranks.topology.nodes > 1:
+    if memory is not None and topology.nodes > 1:
         memory.find_buddy()
     return memory, lines
 

@@ -3,8 +3,8 @@
 import os
 from typing import NamedTuple
 
+from megatron_zpp.memory_snapshots.run_memory import kind_of_file_system
 from megatron_zpp.storage.object_path import Location, ObjectPath
-from megatron_zpp.storage.run_memory import kind_of_file_system
 
 
 class DirectoryIdentity(NamedTuple):

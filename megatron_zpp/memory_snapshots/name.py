@@ -11,18 +11,18 @@ import hashlib
 import json
 import re
 import secrets
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.memory_snapshots import NAME_FILE
+from megatron_zpp.memory_snapshots.directory_identity import DirectoryIdentity
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.directory_identity import DirectoryIdentity
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.object_path import location
 from megatron_zpp.storage.object_store import ObjectError
 from megatron_zpp.storage.regular import read_limited
 
-_FILE, _CHECK_DIGITS = "memory_snapshots.txt", 8
+_CHECK_DIGITS = 8
 _NAME = re.compile(r"[0-9a-f]{16}")
 _LONGEST = 1 << 16  # bytes; a path has at most 4096, each of which JSON writes as up to 6
 
@@ -46,8 +46,8 @@ def memory_name(save: str) -> tuple[str | None, list[str]]:
     if found.directory is None or found.directory.is_same(DirectoryIdentity.of(location(save))):
         return found.name, []
     line = (
-        f" {_FILE} in {save} was written in another directory, {found.directory.path}: the memory snapshots "
-        "of that run are not used"
+        f" {NAME_FILE} in {save} was written in another directory, {found.directory.path}: the memory "
+        "snapshots of that run are not used"
     )
     return None, [line]
 
@@ -56,7 +56,7 @@ def write_memory_name(save: str, name: str | None) -> str:
     """Write the name of the run, or a new one, to --save, which exists; return it. Raises OSError."""
     name, directory = name or secrets.token_hex(8), location(save)
     fields = {"name": name, "directory": DirectoryIdentity.of(directory)}
-    write_text(directory / _FILE, _line_of(json.dumps(fields)))
+    write_text(directory / NAME_FILE, _line_of(json.dumps(fields)))
     return name
 
 
@@ -67,15 +67,9 @@ def checked_name(name: Any) -> str:
     return name
 
 
-def remove_memory_name(save: str) -> None:
-    """Forget the memory snapshots of earlier starts, which hold later states than this start continues."""
-    with suppress(OSError):
-        (location(save) / _FILE).unlink()
-
-
 def _read(save: str) -> MemoryName | None:
     try:
-        line = read_limited(location(save) / _FILE, _LONGEST).decode(errors="replace")
+        line = read_limited(location(save) / NAME_FILE, _LONGEST).decode(errors="replace")
     except FileNotFoundError:
         return None
     except ObjectError:
@@ -107,6 +101,6 @@ def _line_of(text: str) -> str:
 
 def _problem(what: str) -> str:
     return (
-        f"{_FILE} there says which copies in memory are this run's, and {what}; remove it to resume "
+        f"{NAME_FILE} there says which copies in memory are this run's, and {what}; remove it to resume "
         "without them, from the newest checkpoint"
     )
