@@ -22,12 +22,12 @@ from torch import Tensor
 from benchmarks.common import RESULTS, write_result
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import Options, option, parse_options
-from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, WEIGHT, factors_of
-from megatron_zpp.model.fused.cast import cast
-from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
-from megatron_zpp.model.fused.coded_loss import logits_to_codes
-from megatron_zpp.model.fused.coded_norm import _coded_norm
-from megatron_zpp.model.fused.gradient_cast import cast_gradient, cast_gradients_of_heads
+from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, WEIGHT, factors_of
+from megatron_zpp.model.fp8.kernels.cast import cast
+from megatron_zpp.model.fp8.kernels.coded_activation import coded_activation, coded_activation_backward
+from megatron_zpp.model.fp8.kernels.coded_loss import logits_to_codes
+from megatron_zpp.model.fp8.kernels.coded_norm import _coded_norm
+from megatron_zpp.model.fp8.kernels.gradient_cast import cast_gradient, cast_gradients_of_heads
 
 CALLS = 10  # in a graph
 

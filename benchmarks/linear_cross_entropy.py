@@ -26,8 +26,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, write_result
-from megatron_zpp.model.fp8_cast import INPUT, LARGEST, SMALLEST, factors_of
-from megatron_zpp.model.fp8_output import OutputProduct
+from megatron_zpp.model.fp8.cast import INPUT, LARGEST, SMALLEST, factors_of
+from megatron_zpp.model.fp8.output import OutputProduct
 from megatron_zpp.model.loss import LossKernels, linear_cross_entropy, logits_to_gradient
 
 Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -65,7 +65,7 @@ def _kernels() -> LossKernels:
 
 def _coded() -> Loss:
     """8-bit products, with the scales of the first pass in all later ones."""
-    from megatron_zpp.model.fused.cast import cast
+    from megatron_zpp.model.fp8.kernels.cast import cast
 
     product, passes = OutputProduct(cast).cuda(), _kernels()
 

@@ -27,11 +27,11 @@ from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT, Head
 from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit
+from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.partial_softmax import local_statistics
 from megatron_zpp.model.tensor_exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows (R, K), a weight (N, K) and a bias (N)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,11 @@
 """Builds the model with its initial weights, sharded over the ranks."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
@@ -19,15 +17,10 @@ from megatron_zpp.distributed.peer_rows import allocate, can_copy
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents, norm_classes
-from megatron_zpp.model.fp8 import Float8Linear, float8_linear
-from megatron_zpp.model.fp8_cast import Cast, plain_cast
-from megatron_zpp.model.fp8_delayed import DelayedLinear, DelayedProduct, Transpose, plain_transpose
-from megatron_zpp.model.fp8_output import OutputProduct
-from megatron_zpp.model.fp8_scaling import DelayedScaling
-from megatron_zpp.model.fp8_weights import WeightCodes
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.row_blocks import RowBlockComponents
-from megatron_zpp.model.tensor_parallel import Product, TensorParallelComponents, exchanges_of, splits_of
+from megatron_zpp.model.tensor_parallel import TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -49,11 +42,12 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     if grid.tensor > 1:
         group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
         overlapped = _overlaps(config, device, group)
-    model = _build_model(config, vocab_size, device, group, overlapped=overlapped)
-    scaling = _scaling(config.precision, model, device.device)
-    codes = _weight_codes(config.precision, scaling, device.device)
+    matmuls = _matmuls(config.precision, device.device)
+    model = _build_model(config, vocab_size, device, matmuls, group, overlapped=overlapped)
+    scaling = matmuls.scaling(model)
+    codes = matmuls.weight_codes(scaling)
     if device.compiles:
-        _compile(config, model, device, grid.job, scaling)
+        _compile(config, model, device, grid.job, matmuls, scaling)
     share = ALONE
     if group is not None:
         share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
@@ -118,83 +112,51 @@ def zero_of(config: Config, ranks: int) -> ZeroConfig:
 
 
 def _build_model(
-    config: Config, vocab_size: int, device: Device, group: TensorGroup | None, *, overlapped: bool
+    config: Config,
+    vocab_size: int,
+    device: Device,
+    matmuls: Matmuls,
+    group: TensorGroup | None,
+    *,
+    overlapped: bool,
 ) -> GPT:
     """The model on the meta device, this rank's part of it if a `group` shares it.
 
     `overlapped`: its ranks compute beside their exchanges.
     """
     norms = norm_classes(device.fused_backend)
-    linear, product = _products(config.precision, device.device)
-    output = partial(OutputProduct, _kernels(device.device)[0]) if config.precision.fp8_output_layer else None
-    parts = ModelComponents(norms, linear, device.attention, output)
+    parts = ModelComponents(norms, matmuls.linear, device.attention, matmuls.output)
     if config.zero.zero_table_rows is not None:
-        parts = RowBlockComponents(norms, linear, device.attention, rows=config.zero.zero_table_rows)
+        parts = RowBlockComponents(norms, matmuls.linear, device.attention, rows=config.zero.zero_table_rows)
     if group is not None:
         parts = TensorParallelComponents(
             norms,
             attention=device.attention,
             group=group,
             tokens=config.model.seq_length,
-            product=product,
+            product=matmuls.product,
             overlapped=overlapped,
         )
     with torch.device("meta"):
         return GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)
 
 
-def _products(
-    precision: PrecisionConfig, device: torch.device
-) -> tuple[Callable[..., nn.Linear], Callable[[], Product]]:
-    """What makes the linear maps of a model, and what makes their products where tensor ranks share it."""
-    if precision.fp8_delayed:
-        cast, transpose = _kernels(device)
-        return partial(DelayedLinear, cast=cast, transpose=transpose), partial(
-            DelayedProduct, cast, transpose
-        )
-    if precision.fp8:
-        return Float8Linear, lambda: float8_linear
-    return nn.Linear, lambda: F.linear
+def _matmuls(precision: PrecisionConfig, device: torch.device) -> Matmuls:
+    """What computes the products of a run; a run without --fp8 imports nothing of model/fp8/."""
+    if not precision.fp8:
+        return PLAIN_MATMULS
+    from megatron_zpp.model.fp8.matmuls import DelayedMatmuls, TensorwiseMatmuls
 
-
-def _kernels(device: torch.device) -> tuple[Cast, Transpose]:
-    """What casts and transposes for products with delayed scaling."""
-    if device.type != "cuda":
-        return plain_cast, plain_transpose
-    from megatron_zpp.model.fused.cast import cast  # imports Triton, which only torch for GPUs brings
-    from megatron_zpp.model.fused.weight_codes import transpose
-
-    return cast, transpose
-
-
-def _scaling(precision: PrecisionConfig, model: GPT, device: torch.device) -> DelayedScaling | None:
-    if not precision.fp8_delayed:
-        return None
-    return DelayedScaling(
-        model,
-        device,
-        history=precision.fp8_amax_history_len or 1,
-        algorithm=precision.fp8_amax_compute_algo or "most_recent",
-        margin=precision.fp8_margin or 0,
-    )
-
-
-def _weight_codes(
-    precision: PrecisionConfig, scaling: DelayedScaling | None, device: torch.device
-) -> WeightCodes | None:
-    """What encodes the weights that are held as codes, if --fp8-param-gather is given."""
-    if not precision.fp8_param_gather:
-        return None
-    assert scaling is not None
-    if device.type != "cuda":
-        return WeightCodes(scaling)
-    from megatron_zpp.model.fused.weight_codes import encode_weights
-
-    return WeightCodes(scaling, encode_weights)
+    return DelayedMatmuls(precision, device) if precision.fp8_delayed else TensorwiseMatmuls()
 
 
 def _compile(
-    config: Config, model: GPT, device: Device, topology: Topology, scaling: DelayedScaling | None
+    config: Config,
+    model: GPT,
+    device: Device,
+    topology: Topology,
+    matmuls: Matmuls,
+    scaling: Any,  # a DelayedScaling, or None
 ) -> None:
     prepare_compiler(config.compilation, topology, os.environ)
     compile_parts(
@@ -203,5 +165,6 @@ def _compile(
         device.say,
         masked=config.data.reset_attention_mask,
         on_gpu=device.device.type == "cuda",
+        matmuls=matmuls,
         ready=(lambda: True) if scaling is None else (lambda: scaling.known),
     )

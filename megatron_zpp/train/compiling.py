@@ -6,7 +6,6 @@ the first one computes.
 
 import os
 from collections.abc import Callable, MutableMapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import LayerCache
-from megatron_zpp.model.layer import PLAIN_BLOCK, BlockKernels, Layer, transformer_block
-from megatron_zpp.model.loss import LossKernels
+from megatron_zpp.model.layer import PLAIN_BLOCK, Layer, transformer_block
 from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
+from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.model.sublayers import (
     AttentionSublayer,
@@ -69,13 +68,14 @@ def compile_parts(
     *,
     masked: bool = False,
     on_gpu: bool = False,
+    matmuls: Matmuls = PLAIN_MATMULS,
     ready: Callable[[], bool] = lambda: True,
 ) -> None:
     """Let one graph compute every layer of `model`, or every half, for micro-batches of `shape` (B, T).
 
     `say` gets a line if torch compiles a second graph. On GPUs (`on_gpu`) some operations of the layers, and
     all of the loss but its matrix products, are Triton kernels. Elsewhere these operations of the loss become
-    another graph.
+    another graph. The kernels are those for `matmuls`, by which the layers were made.
     A graph is inside the hooks of a unit, so that the parameters are gathered before it runs. Other inputs
     go through the same block without a graph: a text that grows, a cache, or a mask of another kind than that
     of batches (`masked`: inside documents). So do all inputs until the layers are `ready`: 8-bit products may
@@ -84,7 +84,7 @@ def compile_parts(
     whole = not isinstance(model.parts.attention, FlashAttention3)
     first = model.layers[0]
     assert isinstance(first, Layer)
-    kernels, passes = _kernels(first) if on_gpu else (PLAIN_BLOCK, None)
+    kernels, passes = matmuls.block_kernels(first) if on_gpu else (PLAIN_BLOCK, None)
     hidden = model.parts.hidden_shape(*shape, model.config.hidden_size)
 
     def layer_block(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
@@ -168,17 +168,6 @@ def _without_graph(
     if recomputed and torch.is_grad_enabled():
         return checkpoint(plain, module, x, *others, use_reentrant=False)
     return plain(module, x, *others)
-
-
-def _kernels(layer: Layer) -> tuple[BlockKernels, LossKernels]:
-    """Triton kernels for layers like `layer`, and for all of the loss but its matrix products."""
-    from megatron_zpp.model.fused import (
-        blocks,
-        coded_loss,
-        loss,
-    )  # import Triton, which comes with GPUs' torch
-
-    return blocks.FusedKernels(layer), replace(loss.PASSES, to_codes=coded_loss.logits_to_codes)
 
 
 class _Backend:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of

@@ -13,8 +13,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fp8_cast import GRADIENT, INPUT
-from megatron_zpp.model.fused.cast import encode, grid, keep_maximum, outputs, packed, rounded, store_turned
+from megatron_zpp.model.fp8.cast import GRADIENT, INPUT
+from megatron_zpp.model.fp8.kernels.cast import (
+    encode,
+    grid,
+    keep_maximum,
+    outputs,
+    packed,
+    rounded,
+    store_turned,
+)
 from megatron_zpp.model.fused.math import exp2, reciprocal
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
@@ -28,7 +36,7 @@ def coded_activation(
 ) -> tuple[Tensor, Tensor]:
     """The codes of the activation of x (R, H) by rows (R, F) and, if wanted, by columns (F, R).
 
-    `factors` and `maxima` are those of the second map, see model/fp8_cast.py.
+    `factors` and `maxima` are those of the second map, see model/fp8/cast.py.
     """
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     by_rows, by_columns = outputs(x, rows, width, INPUT, by_rows=True, by_columns=columns)

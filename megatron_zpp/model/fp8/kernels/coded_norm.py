@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fp8_cast import INPUT
-from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
-from megatron_zpp.model.fused.cast import encode, keep_maximum, outputs, rounded, turn
+from megatron_zpp.model.fp8.cast import INPUT
+from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
+from megatron_zpp.model.fp8.kernels.cast import encode, keep_maximum, outputs, rounded, turn
 from megatron_zpp.model.fused.norm import _norm_backward, _shape
 
 

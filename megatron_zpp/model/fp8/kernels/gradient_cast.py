@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fp8_cast import GRADIENT
-from megatron_zpp.model.fused.cast import coded_row, grid, keep_maximum, outputs, packed, store_turned
+from megatron_zpp.model.fp8.cast import GRADIENT
+from megatron_zpp.model.fp8.kernels.cast import coded_row, grid, keep_maximum, outputs, packed, store_turned
 
 _GROUPS, _COLUMNS, _WARPS = 32, 32, 4  # of a program: 128 rows, 32 elements a thread
 
@@ -22,7 +22,7 @@ def cast_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of a gradient (R, W) by rows (R, W) and by columns (W, R), and its sums over rows (W) fp32.
 
-    R and W are multiples of 16; `factors` and `maxima` as in model/fp8_cast.py. Sums that are not wanted have
+    R and W are multiples of 16; `factors` and `maxima` as in model/fp8/cast.py. Sums that are not wanted have
     no elements.
     """
     return _cast_parts(gradient.contiguous(), None, None, factors, maxima, sums)

@@ -4,10 +4,10 @@
 one pass, which finds the largest magnitude for later steps on its way and writes codes in both layouts that
 the three products of a linear map take: cuBLASLt takes the right factor by columns alone.
 
-Scales change between optimizer steps only (model/fp8_scaling.py). So every micro-batch, and a recomputation
+Scales change between optimizer steps only (model/fp8/scaling.py). So every micro-batch, and a recomputation
 as much as the forward that it repeats, has the same codes. Weights are cast where they are used: by rows in
 the forward, by columns in the backward, since a copy of codes would have to be held for every layer. Weights
-that are held as codes (model/fp8_weights.py) are multiplied as they are in the forward, and transposed in the
+that are held as codes (model/fp8/weights.py) are multiplied as they are in the forward, and transposed in the
 backward.
 """
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.fp8 import multiply
-from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, Cast, back, plain_cast, present_factors
+from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, Cast, back, plain_cast, present_factors
+from megatron_zpp.model.fp8.tensorwise import multiply
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DelayedProduct(nn.Module):
 
     holds_codes = True  # whether its weight is one of those that can be held as codes
 
-    factors: Tensor | None  # (2, 3, 4) fp32; see model/fp8_cast.py
+    factors: Tensor | None  # (2, 3, 4) fp32; see model/fp8/cast.py
     maxima: Tensor  # (3,) fp32
     codes: Tensor | None  # (N, K) E4M3
     code_factors: Tensor | None  # (2, 3, 4) fp32: those of `codes`, known before all of `factors` are

@@ -1,7 +1,7 @@
-"""Codes of weights in both layouts, by kernels: of those that are held as codes (model/fp8_weights.py) too.
+"""Codes of weights in both layouts, by kernels: of those that are held as codes (model/fp8/weights.py) too.
 
 Shapes: n numbers, N outputs, K inputs. A program encodes consecutive numbers of a part of a weight;
-model/fused/cast.py has the kernels that cast and transpose.
+model/fp8/kernels/cast.py has the kernels that cast and transpose.
 """
 
 import torch
@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from megatron_zpp.model.fp8_cast import WEIGHT
-from megatron_zpp.model.fused.cast import (
+from megatron_zpp.model.fp8.cast import WEIGHT
+from megatron_zpp.model.fp8.kernels.cast import (
     _COLUMNS,
     _GROUPS,
     _WARPS,

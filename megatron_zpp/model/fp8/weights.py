@@ -1,7 +1,7 @@
 """Weights of linear maps that are held, gathered and multiplied as E4M3 codes, one byte per parameter.
 
 As with Megatron-LM's --fp8-param-gather. The optimizer's fp32 master weights are encoded once per step, with
-the scale that delayed scaling has for the step to come; model/fp8_cast.py has the rounding. So what is
+the scale that delayed scaling has for the step to come; model/fp8/cast.py has the rounding. So what is
 multiplied are codes of the master weights themselves. Without this, they are codes of the master weights
 after these were rounded to bf16.
 
@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.fp8_cast import FORMATS, LARGEST, SMALLEST, WEIGHT, factors_of, plain_cast
-from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.fp8.cast import FORMATS, LARGEST, SMALLEST, WEIGHT, factors_of, plain_cast
+from megatron_zpp.model.fp8.scaling import DelayedScaling
 
 
 class Encode(Protocol):
@@ -27,7 +27,7 @@ class Encode(Protocol):
 
 
 def plain_encode(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor) -> None:
-    """Write the codes of weights (n,) fp32 to `codes` (n,) E4M3; `maxima` grow. See model/fp8_cast.py."""
+    """Write the codes of weights (n,) fp32 to `codes` (n,) E4M3; `maxima` grow. See model/fp8/cast.py."""
     rows, _ = plain_cast(numbers[None], factors, maxima, WEIGHT, rows=True, columns=False)
     codes.copy_(rows[0])
 

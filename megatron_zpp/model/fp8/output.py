@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.fp8 import multiply
-from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, WEIGHT, Cast
-from megatron_zpp.model.fp8_delayed import DelayedProduct, coded
+from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, WEIGHT, Cast
+from megatron_zpp.model.fp8.delayed import DelayedProduct, coded
+from megatron_zpp.model.fp8.tensorwise import multiply
 from megatron_zpp.model.loss import (
     CODE_UNIT,
     PLAIN,
@@ -88,7 +88,7 @@ class _Layer(NamedTuple):
     targets: Tensor  # (N)
     vocab_size: int
     chunk_bytes: int
-    factors: Tensor | None  # see model/fp8_cast.py
+    factors: Tensor | None  # see model/fp8/cast.py
     maxima: Tensor
     cast: Cast
     passes: LossKernels

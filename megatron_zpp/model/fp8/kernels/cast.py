@@ -1,4 +1,4 @@
-"""model/fp8_cast.py's cast in one pass: codes in both layouts and the largest magnitude from one read.
+"""model/fp8/cast.py's cast in one pass: codes in both layouts and the largest magnitude from one read.
 
 Shapes: R rows, W columns. A program has a tile of both layouts. Codes are turned in words of four rows, since
 to turn bytes one by one takes longer than to write them. Largest magnitudes are joined by atomic maxima,
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fp8_cast import FORMATS
+from megatron_zpp.model.fp8.cast import FORMATS
 
 _GROUPS, _COLUMNS, _WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.model.fp8_cast import LARGEST, SMALLEST, factors_of
-from megatron_zpp.model.fp8_delayed import DelayedProduct
+from megatron_zpp.model.fp8.cast import LARGEST, SMALLEST, factors_of
+from megatron_zpp.model.fp8.delayed import DelayedProduct
 
 OUTPUT = "head"  # the output layer, whose products a resumed run may compute in other formats than before
 
@@ -28,7 +28,7 @@ class HeldWeight(NamedTuple):
 
     product: DelayedProduct
     factors: Tensor  # (2, 3, 4) fp32
-    maxima: Tensor  # (3,) fp32: see model/fp8_cast.py
+    maxima: Tensor  # (3,) fp32: see model/fp8/cast.py
 
 
 class DelayedScaling:

@@ -2,7 +2,7 @@
 
 Shapes: C tokens of a chunk, V padded vocabulary. One kernel reads rows of logits for their softmax's
 statistics and losses. Another reads tiles, and writes codes by rows and by columns, which are turned as in
-model/fused/cast.py. Logits of one chunk are read twice, and their gradient is in memory as codes alone.
+model/fp8/kernels/cast.py. Logits of one chunk are read twice, and their gradient is in memory as codes alone.
 """
 
 import math
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_zpp.model.fused.cast import grid, packed, rounded, store_apart
+from megatron_zpp.model.fp8.kernels.cast import grid, packed, rounded, store_apart
 from megatron_zpp.model.fused.loss import row_statistics
 from megatron_zpp.model.fused.math import exp2
 from megatron_zpp.model.loss import CODE_UNIT, IGNORED
