@@ -15,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_zpp.checkpoint.foreign.recognise import recognise
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
@@ -212,7 +211,11 @@ def each_candidate(directory: str, iteration: int | None = None, flag: str = "--
                     break
             else:
                 raise removed_too_often(finished[0])
-        foreign = None if there or isinstance(root, ObjectPath) else recognise(root)
+        foreign = None
+        if not there and not isinstance(root, ObjectPath):
+            from megatron_zpp.checkpoint.foreign.recognise import recognise
+
+            foreign = recognise(root)
     except ObjectError as error:
         raise option_error(flag, directory, f"{error.strerror}") from None
     except OSError as error:

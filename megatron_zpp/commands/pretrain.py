@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron_zpp.config.checkpoint_arguments import CheckpointArguments
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.distributed.grid import Grid
@@ -22,7 +23,6 @@ from megatron_zpp.reporting.console import tell, warn
 from megatron_zpp.reporting.full_disk import drop_lines_when_full
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.train.build_engine import build_engine
-from megatron_zpp.train.checkpoint_arguments import read_arguments
 from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.loop import train
@@ -43,7 +43,7 @@ def main() -> None:
             sys.argv[1:],
             PROG,
             lambda plan: planned(plan, topology).world_size,
-            read_arguments,
+            _saved_arguments,
             lambda plan: planned(plan, topology).local_world_size,
         )
         config, notes = command_line.config, [*command_line.notes, *untested_torch(torch.__version__)]
@@ -66,6 +66,13 @@ def main() -> None:
         joined.signals.finish()
         engine.close()
     ending.leave(PROG, topology.rank)
+
+
+def _saved_arguments(load: str, iteration: int | None) -> CheckpointArguments | None:
+    """What --use-checkpoint-args takes; only a run with that flag needs it before it has a device."""
+    from megatron_zpp.train.checkpoint_arguments import read_arguments
+
+    return read_arguments(load, iteration)
 
 
 if __name__ == "__main__":

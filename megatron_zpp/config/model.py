@@ -12,8 +12,6 @@ from megatron_zpp.config.attention_window import (
     parse_pattern,
     parse_window,
 )
-from megatron_zpp.config.huggingface_config import CONFIG, describe_model
-from megatron_zpp.config.json_file import read_json_object
 from megatron_zpp.config.options import Options, flag_name, option, option_error
 from megatron_zpp.config.presets import PRESETS
 
@@ -325,6 +323,9 @@ def preset_fields(preset: str) -> Mapping[str, Any]:
     """
     if preset in PRESETS:
         return PRESETS[preset]
+    from megatron_zpp.config.huggingface_config import CONFIG, describe_model
+    from megatron_zpp.config.json_file import read_json_object
+
     flag, path = "--model-preset", Path(preset)
     if path.is_dir():
         path /= CONFIG

@@ -13,15 +13,11 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.peer_rows import allocate, can_copy
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
-from megatron_zpp.model.row_blocks import RowBlockComponents
-from megatron_zpp.model.tensor_parallel import TensorParallelComponents, exchanges_of, splits_of
-from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
@@ -50,6 +46,8 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         _compile(config, model, device, grid.job, matmuls, scaling)
     share = ALONE
     if group is not None:
+        from megatron_zpp.model.tensor_parallel import exchanges_of, splits_of
+
         share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
     return ZeroEngine(
         model,
@@ -84,6 +82,8 @@ def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
     place = device.device
     if place.type != "cuda" or not config.overlaps_exchanges("cuda"):
         return config.overlaps_exchanges(place.type)
+    from megatron_zpp.distributed.peer_rows import allocate, can_copy
+
     flag, needs = "--tp-comm-overlap", "GPUs that can write to each other's memory, as with NVLink"
     if not can_copy(group, place):
         if config.distributed.tp_comm_overlap:
@@ -127,8 +127,12 @@ def _build_model(
     norms = norm_classes(device.fused_backend)
     parts = ModelComponents(norms, matmuls.linear, device.attention, matmuls.output)
     if config.zero.zero_table_rows is not None:
+        from megatron_zpp.model.row_blocks import RowBlockComponents
+
         parts = RowBlockComponents(norms, matmuls.linear, device.attention, rows=config.zero.zero_table_rows)
     if group is not None:
+        from megatron_zpp.model.tensor_parallel import TensorParallelComponents
+
         parts = TensorParallelComponents(
             norms,
             attention=device.attention,
@@ -158,6 +162,8 @@ def _compile(
     matmuls: Matmuls,
     scaling: Any,  # a DelayedScaling, or None
 ) -> None:
+    from megatron_zpp.train.compiling import compile_parts, prepare_compiler
+
     prepare_compiler(config.compilation, topology, os.environ)
     compile_parts(
         model,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.compilation import CompilationConfig
-from megatron_zpp.config.urls import check_local_directory
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT
@@ -35,12 +34,6 @@ from megatron_zpp.native.cache import cache_directory
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-
-
-def check_cache(config: CompilationConfig) -> None:
-    """Raise ValueError, before the first step, for a --compile-cache-dir that cannot be written."""
-    if config.compile_cache_dir is not None:
-        check_local_directory("--compile-cache-dir", config.compile_cache_dir)
 
 
 def prepare_compiler(

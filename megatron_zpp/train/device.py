@@ -15,9 +15,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
-from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.train.compiling import check_cache
 from megatron_zpp.zero.plan_communication import check_topology
 
 
@@ -69,7 +67,7 @@ def prepare_device(config: Config, grid: Grid) -> Device:
         say(f"warning: layers are not compiled and run more slowly: compiling needs {compilation.missing}")
     compiles = compilation.wanted
     if compiles:
-        check_cache(config.compilation)
+        config.compilation.check_cache()
     decoupled = config.learning_rate.decoupled_lr is not None
     with usage_errors():
         backend = resolve_fused_backend(
@@ -112,5 +110,7 @@ def _operations(
     """The compiled operations; None on CPUs without quantisation, where torch's kernels are as fast."""
     if not (required or quantizes or device.type == "cuda"):
         return None
+    from megatron_zpp.ops.library import load_operations
+
     operations = load_operations(device.type, require_kernels=required, say=say)
     return operations if operations.compiled or quantizes else None

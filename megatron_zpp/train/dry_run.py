@@ -20,7 +20,6 @@ from megatron_zpp.model.attention import (
 from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.report import report
-from megatron_zpp.train.compiling import check_cache
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.plan_communication import check_topology
@@ -69,7 +68,7 @@ def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
     config.recompute.check_device("cuda")
     compiles = _compiles(config.compilation, config.optimizer)
     if compiles:
-        check_cache(config.compilation)
+        config.compilation.check_cache()
     decoupled = config.learning_rate.decoupled_lr is not None
     resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles, decoupled=decoupled)
     dtype = config.precision.compute_dtype("cuda")

@@ -1,7 +1,7 @@
 """The training loop: steps, and between them logging, evaluation and saving."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,6 @@ from megatron_zpp.train.evaluation import evaluate
 from megatron_zpp.train.log_head import head_lines, plan_lines
 from megatron_zpp.train.memory_snapshots import memory_snapshots
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.sampled_text import text_writer
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.skips import SkipFlag
 from megatron_zpp.train.step_log import StepLog
@@ -76,7 +75,13 @@ class Trainer:
         )
         shared = engine.share.group is not None  # tensor ranks compute samples of one length alone
         positions = config.model.seq_length if shared else config.model.max_position_embeddings
-        self._write_text = text_writer(engine, config.evaluation, config.tokenizer, positions)
+        self._write_text: Callable[[], str] | None = None
+        prompt = config.evaluation.sample_prompt
+        if prompt is not None:
+            from megatron_zpp.train.sampled_text import text_writer
+
+            tokens = config.evaluation.sample_tokens
+            self._write_text = text_writer(engine, prompt, tokens, config.tokenizer, positions)
         self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
         self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)

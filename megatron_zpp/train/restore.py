@@ -26,7 +26,6 @@ from megatron_zpp.checkpoint.directory import (
     write_tracker,
 )
 from megatron_zpp.checkpoint.file_worker import FileWorker
-from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.manifest import is_committed
 from megatron_zpp.checkpoint.progress import Progress
@@ -86,6 +85,8 @@ def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[st
         _check_nothing_newer(config, start=0)
         return
     if config.huggingface:
+        from megatron_zpp.checkpoint.huggingface.load import open_weights
+
         open_weights(config.huggingface, model, tokenizer).close()
         _check_nothing_newer(config, start=0)
         return
@@ -149,6 +150,8 @@ def restore(
     settings, files = config.checkpoint, FileWorker()
     exchange_for = partial(Exchange, store, engine.topology, config.distributed.timeout)
     if settings.huggingface:
+        from megatron_zpp.checkpoint.huggingface.load import load_weights
+
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
         return Start(_named(Progress(), settings, exchange_for), [line])

@@ -5,8 +5,6 @@ from functools import partial
 
 import torch
 
-from megatron_zpp.config.options import option_error
-from megatron_zpp.config.run import EvaluationConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.generate.draw import Sampling, draw, generator_of, uniforms
 from megatron_zpp.tokenizer.base import Tokenizer
@@ -16,29 +14,16 @@ from megatron_zpp.zero.engine import ZeroEngine
 _SAMPLING, _SEED = Sampling(temperature=0.8, top_k=50), 1234
 
 
-def check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
-    """Raise ValueError for a --sample-prompt that `tokenizer` has no ids for, or that has no tokens."""
-    if prompt is not None:
-        try:
-            ids = tokenizer.encode(prompt)
-        except ValueError as error:
-            raise option_error("--sample-prompt", prompt, str(error)) from None
-        if not ids:
-            raise option_error("--sample-prompt", prompt, "has no tokens; give text that has some")
-
-
 def text_writer(
-    engine: ZeroEngine, evaluation: EvaluationConfig, tokenizer: TokenizerConfig, positions: int
-) -> Callable[[], str] | None:
-    """`sample_text` with all its arguments; None without --sample-prompt."""
-    if evaluation.sample_prompt is None:
-        return None
+    engine: ZeroEngine, prompt: str, new_tokens: int, tokenizer: TokenizerConfig, positions: int
+) -> Callable[[], str]:
+    """`sample_text` with all its arguments."""
     return partial(
         sample_text,
         engine,
         build_tokenizer(tokenizer),
-        evaluation.sample_prompt,
-        new_tokens=evaluation.sample_tokens,
+        prompt,
+        new_tokens=new_tokens,
         positions=positions,
         fills_window=engine.share.group is not None,
     )
