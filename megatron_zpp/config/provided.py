@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_zpp.config.options import Options, fits, flag_of, option_error
 
+OTHERS = "old"  # where the typed flags of other programs and earlier versions are
 # Fields of a part in groups: giving one of a group excludes the fields of the other groups.
 _ALTERNATIVES = (
     ("precision", "bf16", "fp16", "fp32"),

@@ -12,19 +12,19 @@ place of underscores. Values are read as flags are: by the field's type, whateve
 import contextlib
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
 from megatron_zpp.config.options import Options, option, option_error, with_home
 from megatron_zpp.config.provided import Provided
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
-FLAG = "--config"
+FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed_config"
 LARGEST_FILE = 1 << 20  # bytes; a file of settings has a few thousand
 
 
@@ -35,6 +35,19 @@ class SettingsFile(Options):
     config: str | None = option(
         None,
         "YAML file of settings, such as the config.yaml that a run writes to --save. Flags win over it.",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedFile(Options):
+    """DeepSpeed: settings from its JSON file"""
+
+    deepspeed_config: str | None = option(
+        None,
+        "DeepSpeed's JSON file. Each key is obeyed, reported as having no effect here, or refused; "
+        "docs/guide/deepspeed.md lists them all.",
+        flag=DEEPSPEED_FLAG,
         metavar="FILE",
     )
 
@@ -63,10 +76,8 @@ def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provi
     replaced = _replaced_by(preset) if preset is not None else frozenset()
     not_used, notes = [], []
     for setting in read_settings(path, parts):
-        if setting.field in RETIRED_FIELDS:
-            notes.append(
-                f"{setting.place}: {setting.field}: no effect here: {RETIRED_FIELDS[setting.field].why}"
-            )
+        if retired := _retired().get(setting.field):
+            notes.append(f"{setting.place}: {setting.field}: no effect here: {retired.why}")
         elif setting.part == "model" and setting.field in replaced:
             not_used += [setting.field] if setting.field not in provided.values["model"] else []
         else:
@@ -74,6 +85,13 @@ def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provi
     if not_used:
         notes.append(f"--model-preset {preset}: replaces {', '.join(not_used)} of {path}")
     return tuple(notes)
+
+
+def _retired() -> Mapping[str, Any]:
+    """Return the OldFlag of each retired field."""
+    from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
+
+    return RETIRED_FIELDS
 
 
 def _replaced_by(preset: str) -> frozenset[str]:
@@ -88,11 +106,11 @@ def _replaced_by(preset: str) -> frozenset[str]:
 
 def write_settings(values: Mapping[str, Options], comments: list[str]) -> str:
     """Return the YAML text, by part, of settings that neither a default nor other settings imply."""
-    lines = [f"# {comment}" for comment in comments]
-    for part, options in values.items():
-        given = [f"  {name}: {_yaml(value)}" for name, value in _not_implied(options).items()]
-        lines += [f"{part}:", *given] if given else []
-    return "\n".join(lines) + "\n"
+    import yaml
+
+    given = {part: settings for part, options in values.items() if (settings := _not_implied(options))}
+    lines = "".join(f"# {comment}\n" for comment in comments)
+    return lines + yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=math.inf)
 
 
 def _not_implied(options: Options) -> dict[str, Any]:
@@ -151,7 +169,7 @@ class _File:
 
     def _setting(self, name: str, key: Any, node: Any, section: str | None) -> Iterator[Setting]:
         place = f"{FLAG} {self._path}: {_line(key)}"
-        if name in RETIRED_FIELDS:
+        if name in _retired():
             yield Setting("", name, node.value, place)
             return
         part = self._owners.get(name)
@@ -229,27 +247,3 @@ def _scalar(node: Any, hint: Any) -> Any:
         return hint(text)
     except ValueError:
         raise ValueError(f"{text!r} must be {'a whole number' if hint is int else 'a number'}") from None
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        text = repr(value)
-        return text if "." in text else text.replace("e", ".0e")  # or other readers take 1e-05 for a text
-    return _quoted(value) if isinstance(value, str) else str(value) if value is not None else "null"
-
-
-def _quoted(text: str) -> str:
-    """Return text in YAML's double quotes."""
-
-    def escaped(character: str) -> str:
-        if character in '"\\':
-            return f"\\{character}"
-        if character.isprintable():
-            return character
-        return f"\\u{ord(character):04x}" if ord(character) < 1 << 16 else f"\\U{ord(character):08x}"
-
-    return f'"{"".join(map(escaped, text))}"'
