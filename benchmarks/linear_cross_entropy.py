@@ -58,7 +58,8 @@ WITH_KERNELS = ("ours_kernels", "ours_codes")  # on GPUs
 
 
 def _kernels() -> LossKernels:
-    from megatron_zpp.model.fused import coded_loss, loss
+    from megatron_zpp.model.fp8.kernels import coded_loss
+    from megatron_zpp.model.fused import loss
 
     return replace(loss.PASSES, to_codes=coded_loss.logits_to_codes)
 

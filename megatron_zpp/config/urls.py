@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron_zpp.config.options import UsageError, option_error
 from megatron_zpp.storage.files import check_writable
-from megatron_zpp.storage.object_path import location
+from megatron_zpp.storage.location import location
 
 
 def check_location(flag: str, value: str) -> None:

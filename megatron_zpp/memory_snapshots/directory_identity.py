@@ -1,10 +1,11 @@
 """Tells a directory that was moved, or is mounted at another path, from a copy of it."""
 
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_zpp.memory_snapshots.run_memory import kind_of_file_system
-from megatron_zpp.storage.object_path import Location, ObjectPath
+from megatron_zpp.storage.location import Location
 
 
 class DirectoryIdentity(NamedTuple):
@@ -22,7 +23,7 @@ class DirectoryIdentity(NamedTuple):
     @classmethod
     def of(cls, directory: Location) -> "DirectoryIdentity":
         """The identity of a directory that exists. Raises OSError."""
-        if isinstance(directory, ObjectPath):
+        if not isinstance(directory, Path):
             return cls(str(directory), None, 0)
         path = os.path.realpath(directory)
         if (kind_of_file_system(path) or "").startswith("fuse"):

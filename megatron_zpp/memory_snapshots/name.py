@@ -18,8 +18,7 @@ from megatron_zpp.config.memory_snapshots import NAME_FILE
 from megatron_zpp.memory_snapshots.directory_identity import DirectoryIdentity
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import write_text
-from megatron_zpp.storage.object_path import location
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import ObjectError, location
 from megatron_zpp.storage.regular import read_limited
 
 _CHECK_DIGITS = 8

@@ -27,7 +27,7 @@ class Matmuls:
         """What encodes the weights that are held as codes, a WeightEncoder of zero/; None without."""
         return None
 
-    def block_kernels(self, layer: nn.Module) -> tuple[Any, Any]:
+    def block_kernels(self, layer: Any) -> tuple[Any, Any]:
         """Triton kernels for layers like `layer` (BlockKernels), and for the loss beside its products."""
         from megatron_zpp.model.fused import blocks, loss  # import Triton, which comes with torch for GPUs
 

@@ -10,7 +10,7 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import ObjectError
 from megatron_zpp.storage.regular import says_what_is_there
 
 

@@ -5,7 +5,7 @@ from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.config.checkpoint_arguments import CheckpointArguments
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 
 
 def read_arguments(load: str, iteration: int | None) -> CheckpointArguments | None:

@@ -14,8 +14,8 @@ from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.train.memory_snapshots import check_memory
 from megatron_zpp.train.reading import open_data
-from megatron_zpp.train.restore import check_start
 from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.start import check_start
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,10 @@
 """The start of a run: the newest memory snapshot or checkpoint that is whole, or new weights."""
 
-import os
-import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +12,10 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import (
     LOOKUPS,
-    TRACKER,
     candidates,
-    each_candidate,
     iteration_of,
     lost_newest,
     named_checkpoint,
-    newest_first,
     removed_too_often,
     write_tracker,
 )
@@ -29,16 +23,13 @@ from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.manifest import is_committed
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.exchange import Exchange, NoProgress
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
-from megatron_zpp.storage.files import check_writable
-from megatron_zpp.storage.object_path import Location, is_object, location
+from megatron_zpp.storage.location import Location, location
 from megatron_zpp.train.bounded import bounded, read_together
 from megatron_zpp.train.data_changes import (
     batch_changes,
@@ -51,6 +42,7 @@ from megatron_zpp.train.memory_snapshots import held_snapshots
 from megatron_zpp.train.model_changes import model_changes, product_changes
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.setting_changes import rate_change, setting_changes
+from megatron_zpp.train.start import Start, named
 from megatron_zpp.zero.engine import ZeroEngine
 
 if TYPE_CHECKING:
@@ -61,76 +53,6 @@ _SCHEDULE_GOES_ON = (
     " --no-load-optim: the learning rate continues its schedule, and the moments start at zero; --finetune "
     "restarts schedule and iteration"
 )
-
-
-@dataclass(frozen=True)
-class Start:
-    """The progress that a run starts from, and log lines that say where it was loaded from.
-
-    `saved`: --load has a checkpoint of that progress, unless it is that of new weights.
-    """
-
-    progress: Progress
-    lines: list[str]
-    saved: bool = True
-
-
-def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
-    """Raise ValueError, before anything is built, for a --load or --save that cannot be used."""
-    if config.save:
-        check_writable("--save", config.save)
-        if not is_object(config.save) and (Path(config.save) / TRACKER).is_dir():
-            raise option_error("--save", config.save, f"its {TRACKER} is a directory; remove that")
-    if config.load is None:
-        _check_nothing_newer(config, start=0)
-        return
-    if config.huggingface:
-        from megatron_zpp.checkpoint.huggingface.load import open_weights
-
-        open_weights(config.huggingface, model, tokenizer).close()
-        _check_nothing_newer(config, start=0)
-        return
-    if found := next(each_candidate(config.load, config.ckpt_step), None):
-        if config.finetune or config.ckpt_step is not None or not _saves_where_it_loads(config):
-            _check_nothing_newer(config, start=0 if config.finetune else iteration_of(found) or 0)
-        return
-    if config.exit_on_missing_checkpoint:
-        raise option_error(
-            "--load", config.load, "holds no checkpoint, and --exit-on-missing-checkpoint is given"
-        )
-    if config.load != config.save:
-        raise option_error(
-            "--load", config.load, "holds no checkpoint; only a --load equal to --save may still be empty"
-        )
-
-
-def _saves_where_it_loads(config: CheckpointConfig) -> bool:
-    if config.save is None or config.load is None:
-        return False
-    return os.path.realpath(config.save) == os.path.realpath(config.load)
-
-
-def _check_nothing_newer(config: CheckpointConfig, *, start: int) -> None:
-    """Raise ValueError if --save has a checkpoint newer than iteration `start`: the next start would load it.
-
-    It would go on from another run's weights, or from those that this run went back from.
-    """
-    if config.save is None:
-        return
-    try:
-        path = next(newest_first(location(config.save)), None)
-    except OSError as error:
-        raise option_error(
-            "--save", config.save, f"{one_line(error)}; name a directory that can be read"
-        ) from None
-    if path is None or (iteration_of(path) or 0) <= start:
-        return
-    if config.ckpt_step is not None:
-        fix = f"{path.name} in --save {config.save} is newer, and the next start would load it; move it away"
-        raise option_error("--ckpt-step", config.ckpt_step, f"{fix}, or give another --save")
-    resume = f"give --load {config.save}{' without --finetune' if config.finetune else ''} to resume from it"
-    fix = f"the run starts at iteration {start}, and the next start would load {path.name} there"
-    raise option_error("--save", config.save, f"{fix}; {resume}, or another --save")
 
 
 def restore(
@@ -154,7 +76,7 @@ def restore(
 
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
-        return Start(_named(Progress(), settings, exchange_for), [line])
+        return Start(named(Progress(), settings, exchange_for), [line])
     sources, warnings = _sources(settings, engine, memory, exchange_for, files)
     passed_over: list[tuple[_Source, str]] = []
     numbers, removals = count(), 0
@@ -176,7 +98,7 @@ def restore(
             warnings += [f" WARNING: {source} is skipped: {problem}" for source, problem in passed_over]
             return replace(
                 start,
-                progress=_named(start.progress, settings, exchange_for),
+                progress=named(start.progress, settings, exchange_for),
                 lines=[*warnings, *start.lines],
                 saved=source.path is not None,
             )
@@ -194,7 +116,7 @@ def restore(
         memory.restored(None)
     if passed_over:
         raise _none_whole(config, passed_over)
-    return Start(_named(Progress(), settings, exchange_for), [*warnings, " starting from initial weights"])
+    return Start(named(Progress(), settings, exchange_for), [*warnings, " starting from initial weights"])
 
 
 @dataclass(frozen=True)
@@ -299,16 +221,6 @@ def _none_whole(config: Config, passed_over: list[tuple[_Source, str]]) -> Value
         f"{source} is not whole: {problem}; --load {load} holds no checkpoint, so the next start, which "
         "finds nothing in memory, begins with new weights",
     )
-
-
-def _named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> Progress:
-    """`progress` with the name of the run: a new one unless the run resumes in the directory it saves to."""
-    if progress.run and _saves_where_it_loads(config):
-        return progress
-    exchange = exchange_for("run")
-    if exchange.topology.rank == 0:
-        exchange.put("name", secrets.token_hex(4))
-    return replace(progress, run=exchange.get("name"))
 
 
 def _agreed_candidates(config: CheckpointConfig, exchange: Exchange, files: FileWorker) -> list[Location]:

@@ -14,9 +14,9 @@ from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.memory_snapshots import open_memory
 from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.train.reading import open_data, verify_data
-from megatron_zpp.train.restore import restore
 from megatron_zpp.train.run_file import write_run_file
 from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.start import start_of
 from megatron_zpp.zero.engine import ZeroEngine
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     ranks.activity.now("loading", patient=True)
     memory, said = open_memory(config, engine, ranks)
     lines += said
-    loaded = restore(config, engine, inputs.tokenizer, ranks.store, inputs.schedule, memory)
+    loaded = start_of(config, engine, inputs.tokenizer, ranks.store, inputs.schedule, memory)
     progress = loaded.progress
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)

@@ -1,13 +1,14 @@
 """Writes config.yaml to --save: the file that repeats a run."""
 
 import os
+from pathlib import Path
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.lease import Lease
-from megatron_zpp.storage.object_path import ObjectPath, location
+from megatron_zpp.storage.location import location
 from megatron_zpp.version import __version__
 
 RUN_FILE = "config.yaml"
@@ -29,7 +30,7 @@ def write_run_file(config: Config, topology: Topology, lease: Lease | None) -> l
     try:
         if lease is not None:
             lease.check()
-        if not isinstance(path, ObjectPath):
+        if isinstance(path, Path):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, config.to_yaml(comments))
     except OSError as error:

@@ -10,8 +10,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.lease import SECONDS, Held, Lease
-from megatron_zpp.storage.object_path import location
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import ObjectError, location
 from megatron_zpp.supervision.activity import Activity
 
 _ANSWER = timedelta(seconds=4 * SECONDS)  # for rank 0, which may itself wait for SECONDS

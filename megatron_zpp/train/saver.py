@@ -22,7 +22,7 @@ from megatron_zpp.distributed.exchange import Exchange, NoProgress
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.checksums import Checksums, OnProgress
 from megatron_zpp.storage.lease import Lease
-from megatron_zpp.storage.object_path import Location, location
+from megatron_zpp.storage.location import Location, location
 from megatron_zpp.zero.engine import ZeroEngine
 
 

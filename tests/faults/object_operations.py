@@ -15,7 +15,7 @@ from megatron_zpp.checkpoint.directory import TRACKER, committed
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.storage.lease import Lease
-from megatron_zpp.storage.object_path import ObjectPath
+from megatron_zpp.storage.objects.path import ObjectPath
 from tests.faults.crash_operations import Case, Operation, checkpoints, engines, outcome_of
 from tests.faults.faulty_store import (
     BROKEN,

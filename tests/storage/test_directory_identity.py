@@ -8,7 +8,7 @@ import pytest
 
 from megatron_zpp.memory_snapshots import directory_identity
 from megatron_zpp.memory_snapshots.directory_identity import DirectoryIdentity
-from megatron_zpp.storage.object_path import location
+from megatron_zpp.storage.location import location
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import commit_directory, fsync, write_durably
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.zero.model_states import WEIGHTS
 

@@ -60,7 +60,7 @@ class DelayedMatmuls(Matmuls):
 
         return WeightCodes(scaling, encode_weights)
 
-    def block_kernels(self, layer: nn.Module) -> tuple[Any, Any]:
+    def block_kernels(self, layer: Any) -> tuple[Any, Any]:
         """See Matmuls."""
         from megatron_zpp.model.fp8.kernels import blocks, coded_loss
         from megatron_zpp.model.fused import loss

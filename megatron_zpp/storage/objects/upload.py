@@ -4,8 +4,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from megatron_zpp.storage.checksums import CHUNK_BYTES, Checksums, OnProgress, digest_of, no_report
-from megatron_zpp.storage.object_path import ObjectPath
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import ObjectError
+from megatron_zpp.storage.objects.path import ObjectPath
 
 _PART_BYTES = 16 << 20  # at least 5 MiB, by S3's rule
 _PARTS = 10_000  # of an object at most, by S3's rule

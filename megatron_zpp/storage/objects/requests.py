@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from megatron_zpp.storage.location import Conflict, NoObject, ObjectError
+
 _LOGIN = re.compile(r"//[^/@\s]*@")
 ATTEMPTS = 5  # of a request
 _PAUSE = 1.0  # seconds on average before the second attempt; doubled for each further one: 15 s in all
@@ -32,21 +34,6 @@ _REASONS = {  # error codes of S3; {what} is the request, {message} what the sto
 }
 _BUSY = ("InternalError", "RequestLimitExceeded", "RequestTimeout", "SlowDown", "Throttling")  # error codes
 _Answer = TypeVar("_Answer")
-
-
-class ObjectError(OSError):
-    """A request failed. `strerror` says why and what to do, `filename` is the URL."""
-
-    def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}"
-
-
-class NoObject(ObjectError, FileNotFoundError):
-    """There is no such object."""
-
-
-class Conflict(ObjectError):
-    """The object is not the one that a conditional request was for."""
 
 
 class NoUpload(ObjectError):

@@ -10,12 +10,11 @@ import errno
 import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron_zpp.storage.object_store import NoObject, NoUpload, ObjectError, get, request
+from megatron_zpp.storage.location import S3, NoObject, ObjectError
+from megatron_zpp.storage.objects.requests import NoUpload, get, request
 
-S3 = "s3://"
 _REMOVED_AT_ONCE = 1000  # objects; S3's limit
 
 
@@ -189,24 +188,3 @@ class ObjectPath:
             if not page.get("IsTruncated"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
-
-
-Location = Path | ObjectPath
-AnyLocation = TypeVar("AnyLocation", Path, ObjectPath)
-
-
-def is_object(text: str) -> bool:
-    """Whether text names an object: s3://…"""
-    return text.startswith(S3)
-
-
-def location(text: str) -> Location:
-    """Return the path that `text` names. Raises ValueError, only the reason, for a useless URL."""
-    if not is_object(text):
-        if "://" in text:
-            raise ValueError(f"is a URL that cannot be used here; give a path, or {S3}BUCKET/PREFIX")
-        return Path(text)
-    bucket, _, key = text.removeprefix(S3).rstrip("/").partition("/")
-    if not bucket or any(part in ("", ".", "..") for part in (key.split("/") if key else [])):
-        raise ValueError(f"must be {S3}BUCKET/PREFIX, without empty parts, . and ..")
-    return ObjectPath(bucket, key)
