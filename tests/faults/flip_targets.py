@@ -39,7 +39,7 @@ from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.provenance import check_provenance, write_provenance
 from megatron_zpp.data.text.cache import TokenCache
-from megatron_zpp.data.text.shards import open_shards
+from megatron_zpp.data.text.shards.text import open_shards
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.distributed.exchange import Exchange

@@ -15,14 +15,21 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import PARQUET
 from megatron_zpp.data.samples import ShardRecord
-from megatron_zpp.data.text.json_shards import CompressedShard, JsonLinesShard, is_compressed, text_bytes
-from megatron_zpp.data.text.parquet_shards import ParquetShard, read_indexes
-from megatron_zpp.data.text.shard_files import ShardFile, examine_files
+from megatron_zpp.data.text.shards.files import ShardFile, examine_files
+from megatron_zpp.data.text.shards.json_lines import (
+    CompressedShard,
+    JsonLinesShard,
+    is_compressed,
+    text_bytes,
+)
+from megatron_zpp.data.text.shards.order import ShardOrder
+from megatron_zpp.data.text.shards.parquet import ParquetShard, read_indexes
 
 # About a thousand blocks of 1 KiB to 1 MiB; in more than 64 GiB of text the blocks grow to 4 MiB.
 _BLOCKS, _MANY_BLOCKS = 1024, 1 << 16
 _LEAST_BYTES, _MOST_BYTES, _LARGEST = 1 << 10, 1 << 20, 4 << 20
 _GROUP_BYTES, _GROUP_BLOCKS = 16 << 20, 8
+_LEAST_WINDOWS, _TOKEN_BYTES = 16, 4  # per group; bytes of text per token, about
 _PARTS = 8  # groups of a text, at least: the first sample must not wait for all of a small text
 _STRETCHES, _LONGEST = 128, 64  # of a text; blocks
 _OPEN = 16  # files that stay open for the next block
@@ -78,9 +85,11 @@ class ShardedText:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_open": {}, "_process": 0}
 
-    def group_for(self, size: int) -> int:
-        """Return the blocks per group: more than usual if a group would hold less than `size` bytes."""
-        return max(self.group, -(-size // self._block_bytes))
+    def order(self, first: int, last: int, seq_length: int, seed: int) -> ShardOrder:
+        """Return the order of [first, last). A group has more blocks than usual if it would be too small."""
+        least = _LEAST_WINDOWS * _TOKEN_BYTES * seq_length
+        group = max(self.group, -(-least // self._block_bytes))
+        return ShardOrder(first, last, group, seed, stretches=self.stretches)
 
     def shard_records(self) -> tuple[ShardRecord, ...]:
         """Return what a checkpoint keeps of each shard."""

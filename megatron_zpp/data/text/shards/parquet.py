@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.text.shard_files import THREADS, ShardFile
+from megatron_zpp.data.text.shards.files import THREADS, ShardFile
 from megatron_zpp.storage.files import identity, locked, write_text
 from megatron_zpp.storage.regular import read_again_after_error
 

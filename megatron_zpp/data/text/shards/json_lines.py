@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from megatron_zpp.config.text import SUFFIXES
 from megatron_zpp.data.corpus.compression import Decompressor
-from megatron_zpp.data.text.shard_files import ShardFile
+from megatron_zpp.data.text.shards.files import ShardFile
 
 _RATIO = 4  # assumed bytes of text per byte of a compressed file
 _COUNTED = 1 << 20  # bytes read at a time to count lines

@@ -10,9 +10,10 @@ from typing import Any
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import HUB, JSON_LINES, PARQUET, plain_suffix
 from megatron_zpp.data.samples import ShardRecord
-from megatron_zpp.data.text.parquet_shards import json_line
-from megatron_zpp.data.text.shard_files import first_bytes
-from megatron_zpp.data.text.shards import open_shards
+from megatron_zpp.data.text.group_order import GroupOrder
+from megatron_zpp.data.text.shards.files import first_bytes
+from megatron_zpp.data.text.shards.parquet import json_line
+from megatron_zpp.data.text.shards.text import open_shards
 from megatron_zpp.data.text.sources import GROUP_BLOCKS, TextSource, size_of_block
 
 _LEAST_ROWS, _MOST_ROWS = 1, 1024
@@ -64,6 +65,9 @@ class HubText:
         kind = getattr(rows.features[key], "dtype", "")
         if kind not in ("string", "large_string"):
             self.made_of = {**self.made_of, "column": kind}
+
+    def order(self, first: int, last: int, seq_length: int, seed: int) -> GroupOrder:
+        return GroupOrder(first, last, self.group, seed)
 
     def read(self, block: int) -> bytes:
         first = block * self._rows_of_block
