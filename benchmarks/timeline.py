@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.step_parts import read_trace
-from megatron_zpp.reporting.step_trace import Event, kind_of
+from megatron_zpp.reporting.report.step_trace import Event, kind_of
 
 
 def last_step(events: list[Event]) -> tuple[float, float]:

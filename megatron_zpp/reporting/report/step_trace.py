@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.reporting.charts import WIDTH, nice_ticks, short
+from megatron_zpp.reporting.report.charts import WIDTH, nice_ticks, short
 from megatron_zpp.storage.regular import open_stream
 
 TRACE_LIMIT = 1 << 30  # bytes of JSON

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from megatron_zpp.reporting.charts import Series, bars, chart, short
-from megatron_zpp.reporting.curves import (
+from megatron_zpp.reporting.report.charts import Series, bars, chart, short
+from megatron_zpp.reporting.report.curves import (
     AXIS_LABELS,
     Axis,
     Curve,
@@ -16,8 +16,8 @@ from megatron_zpp.reporting.curves import (
     smoothed,
     tokens_trained,
 )
-from megatron_zpp.reporting.page_style import SCRIPT, STYLE
-from megatron_zpp.reporting.step_trace import Lane, draw_lanes
+from megatron_zpp.reporting.report.page_style import SCRIPT, STYLE
+from megatron_zpp.reporting.report.step_trace import Lane, draw_lanes
 
 _MOST_SAMPLES = 12
 Records = Sequence[dict[str, Any]]
