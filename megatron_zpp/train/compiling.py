@@ -23,13 +23,7 @@ from megatron_zpp.model.layer import PLAIN_BLOCK, Layer, transformer_block
 from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.rotary import Rotation
-from megatron_zpp.model.sublayers import (
-    AttentionSublayer,
-    CutLayer,
-    MLPSublayer,
-    attention_sublayer,
-    mlp_sublayer,
-)
+from megatron_zpp.model.sublayers import CutLayer, Sublayer, sublayer_block
 from megatron_zpp.native.cache import cache_directory
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -83,11 +77,11 @@ def compile_parts(
     def layer_block(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
         return transformer_block(layer, x, mask, rotation, kernels=kernels)
 
-    def attention_block(sublayer: AttentionSublayer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
-        return attention_sublayer(sublayer, x, mask, rotation, kernels=kernels)
+    def attention_block(sublayer: Sublayer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
+        return sublayer_block(sublayer, x, mask, rotation, None, kernels=kernels)
 
-    def mlp_block(sublayer: MLPSublayer, x: Tensor) -> Tensor:
-        return mlp_sublayer(sublayer, x, kernels)
+    def mlp_block(sublayer: Sublayer, x: Tensor) -> Tensor:
+        return sublayer_block(sublayer, x, kernels=kernels)
 
     graph = partial(_graph, ready=ready, recomputed=model.parts.tensor_ranks == 1)
 
@@ -101,11 +95,11 @@ def compile_parts(
             return x.shape == hidden and type(mask) is kind and cache is None
 
         if model.cut_layers:
-            return graph(attention_block, attention_sublayer, is_usual, _Backend(backend, say), whole)
+            return graph(attention_block, sublayer_block, is_usual, _Backend(backend, say), whole)
         return graph(layer_block, transformer_block, is_usual, _Backend(backend, say), whole)
 
     runs = {window: attending(window) for window in set(model.windows)}
-    run_mlp = graph(mlp_block, mlp_sublayer, lambda x: x.shape == hidden, _Backend(backend, say), True)
+    run_mlp = graph(mlp_block, sublayer_block, lambda x: x.shape == hidden, _Backend(backend, say), True)
     for layer, window in zip(model.layers, model.windows, strict=True):
         if isinstance(layer, CutLayer):
             attention, mlp = layer.sublayers
@@ -138,7 +132,7 @@ def _graph(
         if not is_usual(x, *others):
             return plain(module, x, *others)
         if not ready():
-            return _without_graph(plain, module, x, *others[:2], recomputed=recomputed)
+            return _without_graph(plain, module, x, *others, recomputed=recomputed)
         try:
             out = compiled(module, x, *others[:2])  # mask and rotation, where there are any
         except TorchDynamoException as error:
