@@ -19,7 +19,7 @@ _GROUPS, _COLUMNS, _WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a th
 def cast(
     x: Tensor, factors: Tensor, maxima: Tensor, kind: int, *, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
-    """See model/fp8_cast.plain_cast; x is contiguous."""
+    """See model/fp8/cast.plain_cast; x is contiguous."""
     return _cast(x, factors, maxima, kind, rows, columns)
 
 

@@ -27,7 +27,7 @@ _NUMBERS = 4096  # of a program that encodes: 32 numbers a thread
 
 
 def encode_weights(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor) -> None:
-    """See model/fp8_weights.plain_encode; both are contiguous."""
+    """See model/fp8/weights.plain_encode; both are contiguous."""
     count = numbers.numel()
     _encode_kernel[(triton.cdiv(count, _NUMBERS),)](
         *(numbers, factors, maxima, codes, count),
@@ -56,7 +56,7 @@ def weight_by_columns(
 
 
 def transpose(codes: Tensor, after: Tensor) -> Tensor:
-    """See model/fp8_delayed.plain_transpose."""
+    """See model/fp8/delayed.plain_transpose."""
     return _transpose(codes.view(torch.uint8), after).view(codes.dtype)
 
 
