@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,11 +16,13 @@ from megatron_zpp.train.evaluation import evaluate
 from megatron_zpp.train.log_head import head_lines, plan_lines
 from megatron_zpp.train.memory_snapshots import memory_snapshots
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.skips import SkipFlag
 from megatron_zpp.train.step_log import StepLog
 from megatron_zpp.train.stopping import Ending, Stop, StopConditions
 from megatron_zpp.zero.engine import Batch, StepResult
+
+if TYPE_CHECKING:
+    from megatron_zpp.train.saver import Saver
 
 
 def train(run: Run) -> Ending:
@@ -48,16 +51,7 @@ class Trainer:
         self._config, self._engine, self._activity = config, engine, ranks.activity
         self._splits, self._schedule, self._reporter = run.splits, run.schedule, run.reporter
         self.progress = run.start
-        self._saver = Saver(
-            engine,
-            config,
-            tokenizer=run.tokenizer,
-            tokenizer_files=run.tokenizer_files,
-            reporter=run.reporter,
-            store=ranks.store,
-            start=run.start if run.start_is_saved else None,
-            lease=ranks.lease,
-        )
+        self._saver = _saver_of(run)
         self._snapshots = memory_snapshots(
             run.memory,
             engine,
@@ -112,7 +106,8 @@ class Trainer:
             self._finish_saving()
         except Stop as stop:
             if not stop.saves:
-                self._saver.abandon()
+                if self._saver is not None:
+                    self._saver.abandon()
                 self._end_snapshots(saved=False)
                 return stop
             self._save()
@@ -146,21 +141,24 @@ class Trainer:
                     self._end_profile()
                 if self.progress.iteration % self._config.evaluation.eval_interval == 0:
                     self._evaluate("valid")
-                self._saver.after_step()
-                if self._saver.due(self.progress):
-                    self._save()
+                if self._saver is not None:
+                    self._saver.after_step()
+                    if self._saver.due(self.progress):
+                        self._save()
                 self._snapshot_if_due()
                 self._stops.after_step(self.progress.iteration, result)
         self._stops.at_the_end()
 
     def _save(self) -> None:
-        self._activity.now(f"saves iteration {self.progress.iteration}", patient=True)
         self._count_if_skipped()
-        self._saver.save(self.progress)
+        if self._saver is not None:
+            self._activity.now(f"saves iteration {self.progress.iteration}", patient=True)
+            self._saver.save(self.progress)
 
     def _finish_saving(self) -> None:
-        self._activity.now("waits for the last save", patient=True)
-        self._saver.finish()
+        if self._saver is not None:
+            self._activity.now("waits for the last save", patient=True)
+            self._saver.finish()
         self._end_snapshots(saved=True)
 
     def _snapshot_if_due(self) -> None:
@@ -213,7 +211,8 @@ class Trainer:
                 losses += loss if weight == 1 else loss * weight
                 weights += weight
         self._mark(f"{where}, optimizer")
-        self._saver.before_step()
+        if self._saver is not None:
+            self._saver.before_step()
         if self._snapshots is not None:
             self._snapshots.before_step()
         self._count_if_skipped()
@@ -287,6 +286,24 @@ class Trainer:
         if split == "valid" and self._write_text is not None:
             self._activity.now(f"writes text at iteration {iteration}", patient=True)
             self._reporter.text(self.progress, self._write_text())
+
+
+def _saver_of(run: Run) -> "Saver | None":
+    """What saves a run with --save."""
+    if run.config.checkpoint.save is None:
+        return None
+    from megatron_zpp.train.saver import Saver
+
+    return Saver(
+        run.engine,
+        run.config,
+        tokenizer=run.tokenizer,
+        tokenizer_files=run.tokenizer_files,
+        reporter=run.reporter,
+        store=run.ranks.store,
+        start=run.start if run.start_is_saved else None,
+        lease=run.ranks.lease,
+    )
 
 
 def seed_dropout(seed: int, first_sample: int, tensor_rank: int) -> None:

@@ -1,9 +1,10 @@
 """The ranks of a run while they are connected: what they share, and who may save."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -11,14 +12,15 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import tell
 from megatron_zpp.reporting.slow_work import SlowWork
-from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.heartbeat import heartbeat, is_of_a_collective
 from megatron_zpp.supervision.joining import join
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.supervision.signals import StopSignals, stop_signals
 from megatron_zpp.train.device import Device
-from megatron_zpp.train.save_lease import save_lease
+
+if TYPE_CHECKING:
+    from megatron_zpp.storage.lease import Lease
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class Ranks:
     address: str = "127.0.0.1"
     master: str = "127.0.0.1"
     lines: tuple[str, ...] = ()
-    lease: Lease | None = None
+    lease: "Lease | None" = None
 
     @contextmanager
     def errors_told(self) -> Iterator[None]:
@@ -74,7 +76,7 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
         settings = config.shared_settings() | device.settings()
         with (
             join(config.distributed, topology, device.device, rendezvous, settings, activity) as lines,
-            save_lease(save, topology, store, activity, partial(tell, prog)) as lease,
+            _lease(save, topology, store, activity, partial(tell, prog)) as lease,
             SlowWork(lambda: activity.latest, partial(tell, prog)) if topology.rank == 0 else nullcontext(),
         ):
             ranks = Ranks(
@@ -89,3 +91,14 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
             )
             with ranks.errors_told():
                 yield ranks
+
+
+def _lease(
+    save: str | None, topology: Topology, store: dist.Store, activity: Activity, say: Callable[[str], None]
+) -> "AbstractContextManager[Lease | None]":
+    """See `save_lease`; nothing is held without --save."""
+    if save is None:
+        return nullcontext()
+    from megatron_zpp.train.save_lease import save_lease
+
+    return save_lease(save, topology, store, activity, say)

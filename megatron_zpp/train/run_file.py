@@ -14,14 +14,12 @@ from megatron_zpp.version import __version__
 RUN_FILE = "config.yaml"
 
 
-def write_run_file(config: Config, topology: Topology, lease: Lease | None) -> list[str]:
-    """Write the settings of a run with --save, on rank 0; return a line for the log if that fails.
+def write_run_file(config: Config, save: str, topology: Topology, lease: Lease | None) -> list[str]:
+    """Write the settings of a run to --save, on rank 0; return a line for the log if that fails.
 
     `lease` is that of --save, whose holder alone may write there.
     """
-    if config.checkpoint.save is None or topology.rank != 0:
-        return []
-    path = location(config.checkpoint.save) / RUN_FILE
+    path = location(save) / RUN_FILE
     comments = [
         f"Written by megatron_zpp {__version__}. pretrain_gpt.py --config {RUN_FILE} repeats the run on as",
         f"many ranks ({topology.world_size}) and nodes ({topology.nodes}); flags beside it win. Start it in",

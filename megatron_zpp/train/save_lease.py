@@ -18,16 +18,13 @@ _ANSWER = timedelta(seconds=4 * SECONDS)  # for rank 0, which may itself wait fo
 
 @contextmanager
 def save_lease(
-    save: str | None, topology: Topology, store: dist.Store, activity: Activity, say: Callable[[str], None]
+    save: str, topology: Topology, store: dist.Store, activity: Activity, say: Callable[[str], None]
 ) -> Iterator[Lease | None]:
     """Hold the lease of --save on rank 0 while the block runs. Yields the lease on rank 0, else None.
 
     Raises ValueError on all ranks if another live run holds it or the file system does not let rank 0 take
     it.
     """
-    if save is None:
-        yield None
-        return
     activity.now("takes the lease of --save", patient=True)
     lease: Lease | None = None
     if topology.rank == 0:
