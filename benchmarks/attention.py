@@ -38,7 +38,7 @@ from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import CAUSAL
 from megatron_zpp.ops.library import load_operations
-from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero.engine import Batch, ZeroEngine
 
 VOCABULARY, EOD = 50_304, 0

@@ -43,9 +43,9 @@ from megatron_zpp.data.open import Splits, open_splits
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
-from megatron_zpp.train.compiling import compile_parts
-from megatron_zpp.train.evaluation import evaluate
-from megatron_zpp.train.learning_rate import LearningRate
+from megatron_zpp.train.schedule.learning_rate import LearningRate
+from megatron_zpp.train.setup.compiling import compile_parts
+from megatron_zpp.train.steps.evaluation import evaluate
 from megatron_zpp.zero.engine import ZeroEngine
 
 QWZ = {"zero_quantized_weights": True}

@@ -23,7 +23,7 @@ from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import step_time
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.train.dry_run import job_of
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 COMMON = (
     "--dry-run --mock-data --tokenizer-type NullTokenizer --train-iters 1000 --lr 1e-4 --bf16 --zero-stage 3 "

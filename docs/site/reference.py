@@ -20,7 +20,7 @@ from megatron_zpp.commands.sample import SampleConfig
 from megatron_zpp.commands.train_tokenizer import TrainTokenizerConfig
 from megatron_zpp.config.options import Options, flag_of
 from megatron_zpp.config.root import Config
-from megatron_zpp.config.settings_file import DeepSpeedFile, SettingsFile
+from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions
 

@@ -13,21 +13,21 @@ if __name__ == "__main__":
 
 import torch
 
-from megatron_zpp.config.checkpoint_arguments import CheckpointArguments
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
+from megatron_zpp.config.sources.checkpoint_arguments import CheckpointArguments
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import barrier
 from megatron_zpp.distributed.topology import planned
 from megatron_zpp.reporting.console import tell, warn
 from megatron_zpp.reporting.full_disk import drop_lines_when_full
 from megatron_zpp.supervision.process import Process
-from megatron_zpp.train.build_engine import build_engine
-from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.loop import train
-from megatron_zpp.train.ranks import joined_ranks
 from megatron_zpp.train.run import build_run
+from megatron_zpp.train.setup.build_engine import build_engine
+from megatron_zpp.train.setup.device import prepare_device
+from megatron_zpp.train.setup.ranks import joined_ranks
 from megatron_zpp.version import untested_torch
 
 PROG = "pretrain_gpt.py"
@@ -70,7 +70,7 @@ def main() -> None:
 
 def _saved_arguments(load: str, iteration: int | None) -> CheckpointArguments | None:
     """What --use-checkpoint-args takes; only a run with that flag needs it before it has a device."""
-    from megatron_zpp.train.checkpoint_arguments import read_arguments
+    from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
 
     return read_arguments(load, iteration)
 

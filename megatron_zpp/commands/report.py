@@ -28,7 +28,7 @@ from megatron_zpp.reporting.report.step_trace import read_trace
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.storage.location import Location
 from megatron_zpp.train.dry_run import job_of
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 PROG = "report"
 

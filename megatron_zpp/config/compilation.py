@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_zpp.config.options import Options, option, option_error
-from megatron_zpp.config.urls import check_local_directory
+from megatron_zpp.config.values.urls import check_local_directory
 
 
 @dataclass(frozen=True, kw_only=True)

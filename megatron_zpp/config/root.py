@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.config.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.memory_snapshots import MemorySnapshotsConfig, check_resumes
@@ -24,7 +23,6 @@ from megatron_zpp.config.options import (
     usage_errors,
 )
 from megatron_zpp.config.plan import PlanConfig
-from megatron_zpp.config.provided import OTHERS, Provided
 from megatron_zpp.config.run import (
     CheckpointConfig,
     DistributedConfig,
@@ -32,11 +30,18 @@ from megatron_zpp.config.run import (
     LoggingConfig,
     TrainingConfig,
 )
-from megatron_zpp.config.settings_file import DeepSpeedFile, SettingsFile, obey_settings, write_settings
-from megatron_zpp.config.tensor_parallel import check_overlap, check_tensor_ranks
-from megatron_zpp.config.text import is_text
+from megatron_zpp.config.shapes.tensor_parallel import check_overlap, check_tensor_ranks
+from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
+from megatron_zpp.config.sources.provided import OTHERS, Provided
+from megatron_zpp.config.sources.settings_file import (
+    DeepSpeedFile,
+    SettingsFile,
+    obey_settings,
+    write_settings,
+)
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig, resolved_type
+from megatron_zpp.config.values.text import is_text
 from megatron_zpp.config.zero import ZeroConfig
 
 

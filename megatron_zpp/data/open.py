@@ -14,7 +14,7 @@ import numpy as np
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
+from megatron_zpp.config.values.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.blend import Blend, BlendedDataset, Concatenation
 from megatron_zpp.data.checksums import checksums_path

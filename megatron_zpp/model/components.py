@@ -1,6 +1,6 @@
 """The components of layers, which decide how they are computed: norms, linear maps, attention's kernel.
 
-A model is built of these; model/tensor_parallel.py has others, for layers that ranks share.
+A model is built of these; model/parallel/layers.py has others, for layers that ranks share.
 """
 
 from collections.abc import Callable, Mapping

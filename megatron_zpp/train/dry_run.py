@@ -21,7 +21,7 @@ from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.inputs import RunInputs
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.plan_communication import check_topology
 
 

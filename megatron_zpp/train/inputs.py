@@ -6,16 +6,16 @@ from typing import Any
 
 from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
-from megatron_zpp.config.tensor_parallel import check_vocabulary
+from megatron_zpp.config.shapes.tensor_parallel import check_vocabulary
 from megatron_zpp.data.open import Splits
 from megatron_zpp.reporting.profile import check_profile
 from megatron_zpp.reporting.sinks import check_sinks
 from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.train.memory_snapshots import check_memory
-from megatron_zpp.train.reading import open_data
-from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.start import check_start
+from megatron_zpp.train.resume.start import check_start
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.train.setup.reading import open_data
 
 
 @dataclass(frozen=True, kw_only=True)

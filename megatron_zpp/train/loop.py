@@ -12,17 +12,17 @@ from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
-from megatron_zpp.train.evaluation import evaluate
-from megatron_zpp.train.log_head import head_lines, plan_lines
 from megatron_zpp.train.memory_snapshots import memory_snapshots
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.skips import SkipFlag
-from megatron_zpp.train.step_log import StepLog
-from megatron_zpp.train.stopping import Ending, Stop, StopConditions
+from megatron_zpp.train.steps.evaluation import evaluate
+from megatron_zpp.train.steps.log_head import head_lines, plan_lines
+from megatron_zpp.train.steps.skips import SkipFlag
+from megatron_zpp.train.steps.step_log import StepLog
+from megatron_zpp.train.steps.stopping import Ending, Stop, StopConditions
 from megatron_zpp.zero.engine import Batch, StepResult
 
 if TYPE_CHECKING:
-    from megatron_zpp.train.saver import Saver
+    from megatron_zpp.train.saving.saver import Saver
 
 
 def train(run: Run) -> Ending:
@@ -72,7 +72,7 @@ class Trainer:
         self._write_text: Callable[[], str] | None = None
         prompt = config.evaluation.sample_prompt
         if prompt is not None:
-            from megatron_zpp.train.sampled_text import text_writer
+            from megatron_zpp.train.steps.sampled_text import text_writer
 
             tokens = config.evaluation.sample_tokens
             self._write_text = text_writer(engine, prompt, tokens, config.tokenizer, positions)
@@ -292,7 +292,7 @@ def _saver_of(run: Run) -> "Saver | None":
     """What saves a run with --save."""
     if run.config.checkpoint.save is None:
         return None
-    from megatron_zpp.train.saver import Saver
+    from megatron_zpp.train.saving.saver import Saver
 
     return Saver(
         run.engine,

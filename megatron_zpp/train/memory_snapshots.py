@@ -11,7 +11,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.location import location
-from megatron_zpp.train.ranks import Ranks
+from megatron_zpp.train.setup.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
 
 if TYPE_CHECKING:

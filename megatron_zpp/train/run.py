@@ -12,10 +12,10 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.memory_snapshots import open_memory
-from megatron_zpp.train.ranks import Ranks
-from megatron_zpp.train.reading import open_data, verify_data
-from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.start import start_of
+from megatron_zpp.train.resume.start import start_of
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.train.setup.ranks import Ranks
+from megatron_zpp.train.setup.reading import open_data, verify_data
 from megatron_zpp.zero.engine import ZeroEngine
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     progress = replace(progress, dataset_progress=resumed.dataset_progress)
     epochs = schedule.describe_epochs(resumed.samples)
     if config.checkpoint.save is not None and ranks.topology.rank == 0:
-        from megatron_zpp.train.run_file import write_run_file
+        from megatron_zpp.train.saving.run_file import write_run_file
 
         lines += write_run_file(config, config.checkpoint.save, ranks.topology, ranks.lease)
     reporter = Reporter(

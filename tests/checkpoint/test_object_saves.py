@@ -23,7 +23,7 @@ from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.location import location
 from megatron_zpp.storage.objects import path as object_path
 from megatron_zpp.tokenizer import build_tokenizer, describe
-from megatron_zpp.train.checkpoint_arguments import read_arguments
+from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
 from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
 from tests.checkpoint.test_tokenizer import SHAPE, STEPS, flags_of
 from tests.object_server import BUCKET, ObjectServer, object_server

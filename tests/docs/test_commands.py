@@ -14,9 +14,9 @@ import pytest
 from docs.site.reference import PROGRAMS
 from megatron_zpp.config.legacy.translate import add_old_flags
 from megatron_zpp.config.options import make_parser, parse_all, parse_groups
-from megatron_zpp.config.provided import OTHERS
 from megatron_zpp.config.root import Config, parse_command_line
-from megatron_zpp.config.settings_file import DeepSpeedFile, SettingsFile
+from megatron_zpp.config.sources.provided import OTHERS
+from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
 from tests.docs.blocks import Block, Command, blocks, command, lines
 from tests.support import ROOT, environment
 

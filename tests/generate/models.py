@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from megatron_zpp.checkpoint.huggingface.names import names_of
-from megatron_zpp.config.huggingface_config import huggingface_values
+from megatron_zpp.config.shapes.huggingface import huggingface_values
 from megatron_zpp.model.gpt import GPT
 from tests.faults.site import train_bpe
 from tests.support import pretrain

@@ -12,8 +12,8 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, factors_of, plain_cast
 from megatron_zpp.model.fp8.delayed import DelayedLinear
 from megatron_zpp.model.fp8.scaling import DelayedScaling
-from megatron_zpp.train.build_engine import build_engine
-from megatron_zpp.train.device import prepare_device
+from megatron_zpp.train.setup.build_engine import build_engine
+from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.steady import assert_steady
 from tests.model.test_fp8 import check_products

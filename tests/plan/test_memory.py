@@ -29,7 +29,7 @@ from megatron_zpp.plan.advice import at_stage
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds
-from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.train.setup.compiling import compile_parts
 from tests.model.variants import LLAMA
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.support import GROUPED_FLASH

@@ -17,7 +17,7 @@ from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.signals import StopSignals
 from megatron_zpp.train.memory_snapshots import open_memory
-from megatron_zpp.train.ranks import Ranks
+from megatron_zpp.train.setup.ranks import Ranks
 from tests.train.conftest import BYTES, TINY
 
 FILE = "memory_snapshots.txt"

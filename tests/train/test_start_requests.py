@@ -15,10 +15,10 @@ from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.location import location
 from megatron_zpp.storage.objects import path as object_path
-from megatron_zpp.train import restore
-from megatron_zpp.train import start as start_of_run
-from megatron_zpp.train.checkpoint_arguments import read_arguments
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.resume import restore
+from megatron_zpp.train.resume import start as start_of_run
+from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from tests.checkpoint.saving import TOKENIZER, save, small
 from tests.object_server import BUCKET, object_server
 from tests.zero.ranks import on_ranks

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_zpp.config.json_file import read_json_object, shown, shown_key
 from megatron_zpp.config.legacy.deepspeed_keys import (
     ACCUMULATION,
     BATCH_SIZE,
@@ -18,8 +17,9 @@ from megatron_zpp.config.legacy.deepspeed_keys import (
     Rule,
 )
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.provided import Provided
-from megatron_zpp.config.settings_file import DEEPSPEED_FLAG as FLAG
+from megatron_zpp.config.sources.provided import Provided
+from megatron_zpp.config.sources.settings_file import DEEPSPEED_FLAG as FLAG
+from megatron_zpp.config.values.json_file import read_json_object, shown, shown_key
 
 AUTO = "auto"  # Hugging Face's placeholder for a value that the command line gives
 _BLOCKS = {path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)}

@@ -11,7 +11,7 @@ from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag
 from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
-from megatron_zpp.config.provided import OTHERS, Provided
+from megatron_zpp.config.sources.provided import OTHERS, Provided
 
 _LENGTH = "training.train_samples"
 _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}

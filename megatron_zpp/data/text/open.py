@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import HUB, SUFFIXES, fixed_directory, is_hub, is_sharded
 from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.config.values.text import HUB, SUFFIXES, fixed_directory, is_hub, is_sharded
 from megatron_zpp.data.corpus.encode import Encoder
 from megatron_zpp.data.corpus.inputs import find_files, read_blocks, whole
 from megatron_zpp.data.indexed import token_dtype

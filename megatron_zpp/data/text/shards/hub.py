@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import HUB, JSON_LINES, PARQUET, plain_suffix
+from megatron_zpp.config.values.text import HUB, JSON_LINES, PARQUET, plain_suffix
 from megatron_zpp.data.samples import ShardRecord
 from megatron_zpp.data.text.group_order import GroupOrder
 from megatron_zpp.data.text.shards.files import first_bytes

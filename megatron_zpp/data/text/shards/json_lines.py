@@ -7,7 +7,7 @@ lines that begin in what a range of its compressed bytes adds, so the file need 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from megatron_zpp.config.text import SUFFIXES
+from megatron_zpp.config.values.text import SUFFIXES
 from megatron_zpp.data.corpus.compression import Decompressor
 from megatron_zpp.data.text.shards.files import ShardFile
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import PARQUET
+from megatron_zpp.config.values.text import PARQUET
 from megatron_zpp.data.samples import ShardRecord
 from megatron_zpp.data.text.shards.files import ShardFile, examine_files
 from megatron_zpp.data.text.shards.json_lines import (

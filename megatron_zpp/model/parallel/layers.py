@@ -28,8 +28,8 @@ from megatron_zpp.model.gpt import GPT, Head
 from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit
 from megatron_zpp.model.matmuls import Product
+from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
 from megatron_zpp.model.partial_softmax import local_statistics
-from megatron_zpp.model.tensor_exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 

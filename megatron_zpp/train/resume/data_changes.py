@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from megatron_zpp.config.data import DEFAULT_SPLIT, MASKS
 from megatron_zpp.data.batches import BatchSchedule
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 _READ = (  # settings that determine how samples are numbered
     ("data", "split"),

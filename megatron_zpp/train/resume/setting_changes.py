@@ -13,7 +13,7 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.run import TrainingConfig
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their fields; none named: all
     "model": ("attention_dropout", "hidden_dropout"),

@@ -7,8 +7,8 @@ in layers from `max_window_layers` on, or in those that `layer_types` names.
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.config.attention_window import describe_pattern, parse_pattern, parse_window
-from megatron_zpp.config.json_file import shown
+from megatron_zpp.config.values.attention_window import describe_pattern, parse_pattern, parse_window
+from megatron_zpp.config.values.json_file import shown
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 

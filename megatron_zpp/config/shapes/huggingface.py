@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_zpp.config.huggingface_window import window_fields, window_keys
-from megatron_zpp.config.json_file import shown
+from megatron_zpp.config.shapes.huggingface_window import window_fields, window_keys
+from megatron_zpp.config.values.json_file import shown
 
 CONFIG = "config.json"
 _LARGEST = 2**31 - 1

@@ -17,7 +17,7 @@ from megatron_zpp.supervision.heartbeat import heartbeat, is_of_a_collective
 from megatron_zpp.supervision.joining import join
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.supervision.signals import StopSignals, stop_signals
-from megatron_zpp.train.device import Device
+from megatron_zpp.train.setup.device import Device
 
 if TYPE_CHECKING:
     from megatron_zpp.storage.lease import Lease
@@ -99,6 +99,6 @@ def _lease(
     """See `save_lease`; nothing is held without --save."""
     if save is None:
         return nullcontext()
-    from megatron_zpp.train.save_lease import save_lease
+    from megatron_zpp.train.setup.save_lease import save_lease
 
     return save_lease(save, topology, store, activity, say)

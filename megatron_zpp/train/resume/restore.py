@@ -30,19 +30,19 @@ from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.exchange import Exchange, NoProgress
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.location import Location, location
-from megatron_zpp.train.bounded import bounded, read_together
-from megatron_zpp.train.data_changes import (
+from megatron_zpp.train.memory_snapshots import held_snapshots
+from megatron_zpp.train.resume.data_changes import (
     batch_changes,
     data_changes,
     mask_changes,
     order_change,
     ordered_samples,
 )
-from megatron_zpp.train.memory_snapshots import held_snapshots
-from megatron_zpp.train.model_changes import model_changes, product_changes
-from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.setting_changes import rate_change, setting_changes
-from megatron_zpp.train.start import Start, named
+from megatron_zpp.train.resume.model_changes import model_changes, product_changes
+from megatron_zpp.train.resume.setting_changes import rate_change, setting_changes
+from megatron_zpp.train.resume.start import Start, named
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.train.setup.bounded import bounded, read_together
 from megatron_zpp.zero.engine import ZeroEngine
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
-from megatron_zpp.config.checkpoint_arguments import CheckpointArguments
+from megatron_zpp.config.sources.checkpoint_arguments import CheckpointArguments
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.location import Location
 

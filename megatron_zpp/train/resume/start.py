@@ -20,7 +20,7 @@ from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.location import is_object, location
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def start_of(
 ) -> Start:
     """Where the run starts; with --load or `memory`, what `restore` returns. Every rank must call it."""
     if config.checkpoint.load is not None or memory is not None:
-        from megatron_zpp.train.restore import restore
+        from megatron_zpp.train.resume.restore import restore
 
         return restore(config, engine, tokenizer, store, schedule, memory)
     exchange_for = partial(Exchange, store, engine.topology, config.distributed.timeout)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.model import overlap
+from megatron_zpp.model.parallel import overlap
 
 
 class Gather(torch.autograd.Function):
@@ -43,7 +43,7 @@ class ScatterSum(torch.autograd.Function):
 class GatheredLinear(torch.autograd.Function):
     """F.linear of the rows of all ranks; rows (R, D) are kept, and gathered once more by the backward.
 
-    `overlapped`: products run beside the exchanges (model/overlap.py).
+    `overlapped`: products run beside the exchanges (model/parallel/overlap.py).
     """
 
     @staticmethod

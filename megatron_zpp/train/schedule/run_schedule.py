@@ -9,7 +9,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import EvaluationConfig, TrainingConfig
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.samples import Epochs, Samples
-from megatron_zpp.train.learning_rate import LearningRate
+from megatron_zpp.train.schedule.learning_rate import LearningRate
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
-from megatron_zpp.train.device import Device, check_attention
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.train.setup.device import Device, check_attention
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
@@ -46,7 +46,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         _compile(config, model, device, grid.job, matmuls, scaling)
     share = ALONE
     if group is not None:
-        from megatron_zpp.model.tensor_parallel import exchanges_of, splits_of
+        from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
 
         share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
     return ZeroEngine(
@@ -131,7 +131,7 @@ def _build_model(
 
         parts = RowBlockComponents(norms, matmuls.linear, device.attention, rows=config.zero.zero_table_rows)
     if group is not None:
-        from megatron_zpp.model.tensor_parallel import TensorParallelComponents
+        from megatron_zpp.model.parallel.layers import TensorParallelComponents
 
         parts = TensorParallelComponents(
             norms,
@@ -162,7 +162,7 @@ def _compile(
     matmuls: Matmuls,
     scaling: Any,  # a DelayedScaling, or None
 ) -> None:
-    from megatron_zpp.train.compiling import compile_parts, prepare_compiler
+    from megatron_zpp.train.setup.compiling import compile_parts, prepare_compiler
 
     prepare_compiler(config.compilation, topology, os.environ)
     compile_parts(

@@ -8,8 +8,8 @@ from typing import Any
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.config.options import Options, flag_name
-from megatron_zpp.config.provided import Provided
 from megatron_zpp.config.run import TrainingConfig
+from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.tokenizer import TokenizerConfig
 
 MODEL, SCHEDULE = "--use-checkpoint-args", "--use-checkpoint-opt-param-scheduler"

@@ -11,7 +11,7 @@ from megatron_zpp.config.words import counted
 from megatron_zpp.data.open import Splits
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
 from megatron_zpp.config.options import Options, option, option_error, with_home
-from megatron_zpp.config.provided import Provided
+from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
 FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed_config"
