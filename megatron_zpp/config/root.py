@@ -5,6 +5,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,8 +199,7 @@ def parse_command_line(
     parts = typing.get_type_hints(Config)
     files: dict[str, type[Options]] = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
     parser = make_parser(prog, "Pretrain a GPT. README.md shows whole command lines.", parts | files)
-    others = _flags_of_others(parser, argv)
-    typed = parse_groups(parser, (*parts, *files, OTHERS), argv)
+    typed, others = _typed(parser, (*parts, *files, OTHERS), argv)
     provided = Provided(parts, typed)
     try:
         notes = () if others is None else others.obey_old_flags(typed[OTHERS], provided)
@@ -231,21 +231,23 @@ def parse_command_line(
         raise UsageError(provided.explain(str(error))) from error
 
 
-def _flags_of_others(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Any:
-    """Add the flags of other programs and earlier versions, unless all flags in `argv` are current ones.
+def _typed(
+    parser: argparse.ArgumentParser, groups: Collection[str], argv: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], Any]:
+    """Return what was typed, by group, and the module that translates flags which are not current ones.
 
-    Returns the module that translates them. The help names some. Raises UsageError for a feature of another
-    program that is not here.
+    The module is imported, and None otherwise, if current flags alone do not explain `argv`; the help names
+    some of the others. Raises UsageError, also for a feature of another program that is not here.
     """
-    current = parser._option_string_actions.keys() - {"-h", "--help"}
-    if all(word.partition("=")[0] in current for word in argv if word.startswith("-")):
-        return None
+    if not {"-h", "--help"} & set(argv):
+        with suppress(UsageError):
+            return parse_groups(parser, groups, argv), None
     from megatron_zpp.config.legacy import translate
 
     translate.add_old_flags(parser)
     with usage_errors():
         translate.refuse_features(parser, argv)
-    return translate
+    return parse_groups(parser, groups, argv), translate
 
 
 _VOCAB_SIZE = "tokenizer.vocab_size"
