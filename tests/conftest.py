@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.faults.network import Link
+from benchmarks.faults.network import Link
 
 # One of these that began last would leave the other workers without work.
 LONGEST = (
     "slurm/test_jobs.py",
     "zero/test_accumulation.py",
     "train/test_compiling.py",
-    "faults/test_harness.py",
+    "faults/test_campaigns.py",
     "zero/test_tensor_parallel.py",
     "supervision/test_heartbeat.py",
     "zero/test_stages.py",

@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_zpp.storage.location import ObjectError
-from megatron_zpp.storage.objects import path as object_path
-from megatron_zpp.storage.objects import requests as object_store
-from megatron_zpp.storage.objects.path import ObjectPath
-from megatron_zpp.storage.objects.requests import NoUpload
-from megatron_zpp.storage.objects.upload import ChecksummedUpload
-from tests.faults.faulty_store import (
+from benchmarks.faults.faulty_store import (
     BROKEN,
     BUSY,
     DENIED,
@@ -22,6 +16,12 @@ from tests.faults.faulty_store import (
     RequestFault,
     faulty_store,
 )
+from megatron_zpp.storage.location import ObjectError
+from megatron_zpp.storage.objects import path as object_path
+from megatron_zpp.storage.objects import requests as object_store
+from megatron_zpp.storage.objects.path import ObjectPath
+from megatron_zpp.storage.objects.requests import NoUpload
+from megatron_zpp.storage.objects.upload import ChecksummedUpload
 from tests.object_server import BUCKET
 
 CONTENT = bytes(range(256)) * 64

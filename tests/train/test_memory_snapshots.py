@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 import pytest
 
+from benchmarks.faults.network import Link
 from megatron_zpp.memory_snapshots.copies import MemoryCopies, SnapshotName
-from tests.faults.network import Link
 from tests.support import ROOT, Run, environment, free_port, holding, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.test_faults import in_micro_batch, weights
