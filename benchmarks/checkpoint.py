@@ -35,7 +35,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.supervision.joining import connect_ranks
-from megatron_zpp.train.saver import Saver
+from megatron_zpp.train.saving.saver import Saver
 from megatron_zpp.zero.engine import ZeroEngine
 
 TOKENIZER: dict[str, Any] = {

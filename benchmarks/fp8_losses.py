@@ -125,9 +125,9 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
     from megatron_zpp.config.root import parse_args
     from megatron_zpp.distributed.grid import Grid
     from megatron_zpp.distributed.topology import Topology
-    from megatron_zpp.train.build_engine import build_engine
-    from megatron_zpp.train.device import prepare_device
-    from megatron_zpp.train.learning_rate import LearningRate
+    from megatron_zpp.train.schedule.learning_rate import LearningRate
+    from megatron_zpp.train.setup.build_engine import build_engine
+    from megatron_zpp.train.setup.device import prepare_device
 
     name, seed = job
     started, steps = time.perf_counter(), settings["steps"]

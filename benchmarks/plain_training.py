@@ -41,7 +41,7 @@ from benchmarks.plain_llama import PlainLlama, cross_entropy
 from benchmarks.plain_tensor_parallel import TensorParallelGPT, parallelize
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.train.setup.compiling import compile_parts
 
 TENSOR_PARALLEL = ("dtensor", "dtensor-async")
 FSDP2 = ("fsdp2", "fsdp2-torchao", "fsdp2-our-gpt")

@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.reporting.step_trace import kind_of
+from megatron_zpp.reporting.report.step_trace import kind_of
 
-KINDS = {  # kind of reporting/step_trace.py -> part
+KINDS = {  # kind of reporting/report/step_trace.py -> part
     "matrix product": "matrix products",
     "attention": "attention",
     "AdamW": "AdamW",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.storage.object_store import _client
+from megatron_zpp.storage.objects.requests import _client
 from tests.support import free_port, wait_until
 
 BUCKET = "runs"

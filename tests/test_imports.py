@@ -1,21 +1,42 @@
-"""What takes long to import, or may be missing, is imported by what needs it alone."""
+"""What few runs need, takes long to import, or may be missing, is imported by what needs it alone."""
+
+import functools
 
 from tests.support import run
 
 OPTIONAL = "wandb datasets matplotlib apex sentencepiece tokenizers tensorboard zstandard transformers"
 SLOW = "sympy torch._dynamo triton"  # half a second to two, which each start and each rank would pay
+SET_APART = (
+    "checkpoint.foreign checkpoint.huggingface checkpoint.object_saves config.legacy data.megatron data.text "
+    "generate memory_snapshots model.fp8 model.fused model.parallel ops.library plan reporting.report "
+    "storage.objects train.saving"
+)
+MOST = 210  # modules of the package
 
 
-def test_a_run_that_does_not_need_optional_packages_does_not_import_them() -> None:
+@functools.cache
+def imported() -> frozenset[str]:
+    """The modules that a smallest run has imported when it ends."""
     done = run(
         "-c",
         "import sys\n"
-        "sys.argv = 'pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer --vocab-size 50 "
-        "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
-        "--train-iters 1 --lr 1e-3 --eval-iters 1 --num-workers 0'.split()\n"
+        "sys.argv = 'pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer --vocab-size 50 --device cpu "
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
+        "--train-iters 1 --lr 1e-3 --eval-iters 1 --num-workers 0 --zero-stage 0'.split()\n"
         "import pretrain_gpt\n"
         "pretrain_gpt.main()\n"
-        f"print('imported:', *(name for name in {(OPTIONAL + ' ' + SLOW).split()} if name in sys.modules))",
+        "print(*sys.modules)",
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "imported:"
+    return frozenset(done.stdout.splitlines()[-1].split())
+
+
+def test_a_run_that_does_not_need_optional_packages_does_not_import_them() -> None:
+    assert not imported() & {*OPTIONAL.split(), *SLOW.split()}
+
+
+def test_a_smallest_run_imports_nothing_that_is_set_apart() -> None:
+    own = {name for name in imported() if name.partition(".")[0] == "megatron_zpp"}
+    apart = tuple(f"megatron_zpp.{name}" for name in SET_APART.split())
+    assert not {name for name in own if f"{name}.".startswith(tuple(f"{each}." for each in apart))}
+    assert len(own) <= MOST, f"{len(own)} modules; import what few runs need where it is needed"

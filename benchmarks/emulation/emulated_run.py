@@ -23,7 +23,7 @@ from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.train.learning_rate import LearningRate
+from megatron_zpp.train.schedule.learning_rate import LearningRate
 
 SHAPES = {  # layers, hidden size, heads, tokens of a sample, vocabulary; parameters by name
     "tiny": (2, 64, 2, 32, 256),
@@ -341,7 +341,7 @@ def _evaluated_at(settings: RunSettings) -> set[int]:
 
 
 def _compile(flat: FlatModel, settings: RunSettings, tokens: int, device: torch.device) -> None:
-    from megatron_zpp.train.compiling import compile_parts
+    from megatron_zpp.train.setup.compiling import compile_parts
 
     torch._dynamo.reset()
     shape = settings.micro_batch_size, tokens

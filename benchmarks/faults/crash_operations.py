@@ -30,7 +30,7 @@ from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.sources import JsonLinesText
 from megatron_zpp.native.library_file import install, problem_of
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import ZeroEngine
 

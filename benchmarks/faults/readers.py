@@ -22,7 +22,7 @@ from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.indexed import DTYPE_CODES, HEADER, MAGIC, IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.provenance import check_provenance, provenance_path, write_provenance
-from megatron_zpp.data.text.shards import open_shards
+from megatron_zpp.data.text.shards.text import open_shards
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.data.windows import WindowDataset
 from megatron_zpp.tokenizer.build import build_tokenizer

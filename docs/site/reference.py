@@ -18,10 +18,9 @@ from megatron_zpp.commands.preprocess_data import PreprocessConfig
 from megatron_zpp.commands.report import ReportConfig
 from megatron_zpp.commands.sample import SampleConfig
 from megatron_zpp.commands.train_tokenizer import TrainTokenizerConfig
-from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile
 from megatron_zpp.config.options import Options, flag_of
 from megatron_zpp.config.root import Config
-from megatron_zpp.config.settings_file import SettingsFile
+from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions
 

@@ -13,17 +13,18 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_zpp.checkpoint.foreign.recognise import recognise
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.files import write_text
-from megatron_zpp.storage.object_path import AnyLocation, Location, ObjectPath, location
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import AnyLocation, Location, ObjectError, location
 from megatron_zpp.storage.regular import read_limited
+
+if TYPE_CHECKING:
+    from megatron_zpp.storage.objects.path import ObjectPath
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _TRACKER_LIMIT = 32  # bytes
@@ -66,14 +67,14 @@ def retired_path(final: AnyLocation) -> AnyLocation:
     return final.with_name(f"{final.name}.retired")
 
 
-def replacement_path(final: ObjectPath) -> ObjectPath:
+def replacement_path(final: "ObjectPath") -> "ObjectPath":
     """The path of a checkpoint in an object store that is to replace `final`, which cannot be renamed."""
     return final.with_name(f"{final.name}.replacement")
 
 
 def places_of(final: Location) -> list[Location]:
     """The directories to which a save of a checkpoint may write."""
-    return [final, replacement_path(final)] if isinstance(final, ObjectPath) else [partial_path(final)]
+    return [partial_path(final)] if isinstance(final, Path) else [final, replacement_path(final)]
 
 
 def committed(directory: Location) -> dict[int, Location]:
@@ -111,7 +112,7 @@ def committed_of(directory: Location, iteration: int) -> Location | None:
 
 def _entries(directory: Location) -> list[Location]:
     """What is called like a checkpoint, in the order of names."""
-    if isinstance(directory, ObjectPath):
+    if not isinstance(directory, Path):
         return sorted(directory.glob("iter_*"))
     return sorted(directory.glob("iter_*"))
 
@@ -120,7 +121,7 @@ def _was_finished(path: Location, entries: Collection[Location]) -> bool:
     """Whether `path` of a list of entries was a whole checkpoint when they were listed, or is damaged."""
     if iteration_of(path) is None:
         return False
-    return not (isinstance(path, ObjectPath) and partial_path(path) in entries)
+    return isinstance(path, Path) or partial_path(path) not in entries
 
 
 def _is_uncommitted(path: Location) -> bool:
@@ -190,7 +191,7 @@ def each_candidate(directory: str, iteration: int | None = None, flag: str = "--
     there: dict[int, Location] = {}
     uncommitted: Location | None = None
     try:
-        if not isinstance(root, ObjectPath) and root.exists():
+        if isinstance(root, Path) and root.exists():
             os.listdir(root)  # `glob` would take an unreadable directory for an empty one
         _refuse_checkpoint(flag, directory, root)
         if iteration is not None:
@@ -212,7 +213,11 @@ def each_candidate(directory: str, iteration: int | None = None, flag: str = "--
                     break
             else:
                 raise removed_too_often(finished[0])
-        foreign = None if there or isinstance(root, ObjectPath) else recognise(root)
+        foreign = None
+        if not there and isinstance(root, Path):
+            from megatron_zpp.checkpoint.foreign.recognise import recognise
+
+            foreign = recognise(root)
     except ObjectError as error:
         raise option_error(flag, directory, f"{error.strerror}") from None
     except OSError as error:
@@ -286,7 +291,7 @@ def remove_leftovers(directory: Path) -> None:
 
 def is_unfinished(path: Location) -> bool:
     """Whether `path`, of an object store, was begun by a save that did not commit it. False for others."""
-    return isinstance(path, ObjectPath) and partial_path(path).is_file()
+    return not isinstance(path, Path) and partial_path(path).is_file()
 
 
 def remove_old(
@@ -313,7 +318,7 @@ def remove_committed(path: Location, on_progress: OnProgress = no_report) -> Non
     If the removal is cut, by a kill or an error, nobody takes the rest for a checkpoint, and the next save
     removes it.
     """
-    if isinstance(path, ObjectPath):
+    if not isinstance(path, Path):
         unfinished = partial_path(path)
         unfinished.write(b"")
         (path / MARKER).unlink()

@@ -19,7 +19,7 @@ from megatron_zpp.checkpoint.unit_entries import (
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import OnProgress, no_report
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS

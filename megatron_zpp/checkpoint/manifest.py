@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile
 from megatron_zpp.storage.files import write_durably
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 from megatron_zpp.storage.sidecar import SidecarDigest
 

@@ -16,7 +16,7 @@ from megatron_zpp.checkpoint.directory import (
     replacement_path,
 )
 from megatron_zpp.checkpoint.manifest import is_committed
-from megatron_zpp.storage.object_path import ObjectPath
+from megatron_zpp.storage.objects.path import ObjectPath
 
 
 def begin_save(final: ObjectPath) -> ObjectPath:

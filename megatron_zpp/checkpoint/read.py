@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from megatron_zpp.storage.checksums import (
     thread_count,
     verify_file,
 )
-from megatron_zpp.storage.object_path import Location, ObjectPath
+from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
@@ -117,7 +118,7 @@ class CheckpointReader:
         self._sharing = Sharing(splits, self.tensor)
         self._files: dict[int, ShardFile] = {}
         self._recent = RecentChunks(_RECENT)
-        threads = _REQUESTS if isinstance(path, ObjectPath) else thread_count()
+        threads = thread_count() if isinstance(path, Path) else _REQUESTS
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="checkpoint")
 
     def __enter__(self) -> "CheckpointReader":

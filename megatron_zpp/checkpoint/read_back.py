@@ -3,12 +3,13 @@
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from megatron_zpp.checkpoint.directory import remove_committed, write_tracker
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, attempt, outcome, shard_file_name
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, OnProgress, thread_count, verify_file
-from megatron_zpp.storage.object_path import Location, ObjectPath
+from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.sidecar import check_sidecar, sidecar_path
 
 
@@ -91,7 +92,7 @@ def _verify(path: Location, checksums: Checksums, on_progress: OnProgress) -> No
 
 def _forget(path: Location) -> None:
     """Drop a file from the page cache, from which it would be read otherwise. Raises DamagedFile."""
-    if isinstance(path, ObjectPath):
+    if not isinstance(path, Path):
         return
     try:
         with path.open("rb") as file:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_zpp.checkpoint.unit_entries import split_of
-from megatron_zpp.config.checkpoint_arguments import MODEL
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.config.sources.checkpoint_arguments import MODEL
+from megatron_zpp.storage.location import Location
 from megatron_zpp.tokenizer.base import in_words
 
 TABLES = ("embedding.tokens.weight", "head.output.weight")  # with a row for each entry of the vocabulary

@@ -8,6 +8,8 @@ import json
 import operator
 import struct
 from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +23,11 @@ from megatron_zpp.storage.checksums import (
     VerifiedFile,
     no_report,
 )
-from megatron_zpp.storage.object_path import Location, ObjectPath
-from megatron_zpp.storage.object_upload import ChecksummedUpload
+from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.recent_chunks import RecentChunks
+
+if TYPE_CHECKING:
+    from megatron_zpp.storage.objects.upload import ChecksummedUpload
 
 DTYPES = {  # buffers may have any of them; states are fp32
     torch.float64: "F64",
@@ -125,8 +129,10 @@ class ShardFile:
         return entries
 
 
-def _writer_of(path: Location, size: int, on_progress: OnProgress) -> ChecksummedWriter | ChecksummedUpload:
-    if isinstance(path, ObjectPath):
+def _writer_of(path: Location, size: int, on_progress: OnProgress) -> "ChecksummedWriter | ChecksummedUpload":
+    if not isinstance(path, Path):
+        from megatron_zpp.storage.objects.upload import ChecksummedUpload
+
         return ChecksummedUpload(path, size, on_progress=on_progress)
     return ChecksummedWriter(path, on_progress=on_progress)
 

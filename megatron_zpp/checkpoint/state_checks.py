@@ -6,7 +6,6 @@ from typing import Any
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.shard_file import DTYPES
 from megatron_zpp.checkpoint.unit_entries import local_shape, row_count, split_of
-from megatron_zpp.model.fp8_scaling import check_scaling_state
 
 _LIMIT = 2**48  # of any count of samples or elements
 _MOST_DIMENSIONS = 8  # of a parameter
@@ -41,7 +40,10 @@ def check_state(state: dict[str, Any]) -> None:
     if not all(type(kind) is str for kind in state.get("kinds", [])):
         raise ValueError(f"kinds is {state['kinds']!r}")
     _check_difference_formats(state.get("difference_formats"), len(state["units"]))
-    check_scaling_state(state.get("product_scaling"))
+    if (scaling := state.get("product_scaling")) is not None:
+        from megatron_zpp.model.fp8.scaling import check_scaling_state
+
+        check_scaling_state(scaling)
     for name, buffer in state.get("buffers", {}).items():
         if buffer["dtype"] not in DTYPES.values() or not all(map(_is_count, buffer["shape"])):
             raise ValueError(f"buffer {name!r} is {_shown(buffer)}")

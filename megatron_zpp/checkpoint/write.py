@@ -21,13 +21,12 @@ from megatron_zpp.checkpoint.directory import (
 )
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.manifest import Entry, format_version, write_manifest
-from megatron_zpp.checkpoint.object_saves import begin_save, discard_save, end_save
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of_bytes
 from megatron_zpp.storage.files import commit_directory, sizes_in, write_durably
-from megatron_zpp.storage.object_path import Location, ObjectPath
+from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.sidecar import SidecarDigest, write_sidecar
 
 STATE = "state.json"
@@ -98,8 +97,10 @@ def write_checkpoint(
         raise SaveFailed(problem)
     exchange.clear()
     assert shards.checksums is not None, "committed without this rank's file"
-    directory = shards.directory  # of an object store, what is written stays where it is
-    return directory if isinstance(directory, ObjectPath) else final, shards.checksums
+    directory = shards.directory
+    if directory is None or isinstance(directory, Path):
+        return final, shards.checksums
+    return directory, shards.checksums  # of an object store, what is written stays where it is
 
 
 class _Shards:
@@ -201,7 +202,9 @@ def attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgre
 def _open(final: Location, may_write: Callable[[], None]) -> Location:
     """Return the directory that all ranks write to, after removing what earlier saves have left."""
     may_write()
-    if isinstance(final, ObjectPath):
+    if not isinstance(final, Path):
+        from megatron_zpp.checkpoint.object_saves import begin_save
+
         return begin_save(final)
     remove_leftovers(final.parent)
     partial = partial_path(final)
@@ -212,7 +215,9 @@ def _open(final: Location, may_write: Callable[[], None]) -> Location:
 def _remove(final: Location, may_write: Callable[[], None]) -> None:
     """Remove a failed save. Raises OSError if the directory may belong to another run."""
     may_write()
-    if isinstance(final, ObjectPath):
+    if not isinstance(final, Path):
+        from megatron_zpp.checkpoint.object_saves import discard_save
+
         discard_save(final)
     else:
         shutil.rmtree(partial_path(final), ignore_errors=True)
@@ -243,8 +248,10 @@ def _commit(
         on_progress()
     write_manifest(partial, files, version)
     on_progress()  # raises if the save was abandoned, before a directory gets its name
-    if isinstance(partial, ObjectPath) and isinstance(final, ObjectPath):
-        end_save(partial, final)
-    elif isinstance(partial, Path) and isinstance(final, Path):
+    if isinstance(partial, Path) and isinstance(final, Path):
         commit_directory(partial, final, retired_path(final))
+    elif not isinstance(partial, Path) and not isinstance(final, Path):
+        from megatron_zpp.checkpoint.object_saves import end_save
+
+        end_save(partial, final)
     write_tracker(final.parent)

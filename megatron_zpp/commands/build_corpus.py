@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
-from megatron_zpp.config.text import JSON_LINES, plain_suffix
+from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.hub import read_hub
 from megatron_zpp.data.corpus.inputs import find_files

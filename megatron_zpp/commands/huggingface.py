@@ -16,7 +16,7 @@ from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_all, parse_options
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.config.urls import local_path
+from megatron_zpp.config.values.urls import local_path
 from megatron_zpp.storage.checksums import DamagedFile
 
 PROG = "huggingface"

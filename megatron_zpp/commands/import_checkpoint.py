@@ -21,7 +21,7 @@ from megatron_zpp.checkpoint.huggingface.named_directory import check_empty
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.config.urls import local_path
+from megatron_zpp.config.values.urls import local_path
 from megatron_zpp.storage.checksums import DamagedFile
 
 PROG = "import_checkpoint"

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
 from megatron_zpp.reporting.console import warn
-from megatron_zpp.reporting.curves import (
+from megatron_zpp.reporting.report.curves import (
     AXIS_LABELS,
     Axis,
     Band,

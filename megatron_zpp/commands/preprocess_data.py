@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, option_error, parse_all
-from megatron_zpp.config.text import plain_suffix
 from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.config.values.text import plain_suffix
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.corpus.encode import Encoder
 from megatron_zpp.data.corpus.inputs import TEXT, find_files, partition

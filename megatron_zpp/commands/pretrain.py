@@ -15,19 +15,19 @@ import torch
 
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
+from megatron_zpp.config.sources.checkpoint_arguments import CheckpointArguments
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import barrier
+from megatron_zpp.distributed.topology import planned
 from megatron_zpp.reporting.console import tell, warn
 from megatron_zpp.reporting.full_disk import drop_lines_when_full
 from megatron_zpp.supervision.process import Process
-from megatron_zpp.train.build_engine import build_engine
-from megatron_zpp.train.checkpoint_arguments import read_arguments
-from megatron_zpp.train.device import prepare_device
-from megatron_zpp.train.dry_run import dry_run, planned
 from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.loop import train
-from megatron_zpp.train.ranks import joined_ranks
 from megatron_zpp.train.run import build_run
+from megatron_zpp.train.setup.build_engine import build_engine
+from megatron_zpp.train.setup.device import prepare_device
+from megatron_zpp.train.setup.ranks import joined_ranks
 from megatron_zpp.version import untested_torch
 
 PROG = "pretrain_gpt.py"
@@ -43,7 +43,7 @@ def main() -> None:
             sys.argv[1:],
             PROG,
             lambda plan: planned(plan, topology).world_size,
-            read_arguments,
+            _saved_arguments,
             lambda plan: planned(plan, topology).local_world_size,
         )
         config, notes = command_line.config, [*command_line.notes, *untested_torch(torch.__version__)]
@@ -52,6 +52,8 @@ def main() -> None:
         inputs = check_inputs(config, grid.data.world_size, partial(tell, PROG))
         if config.plan.dry_run:
             warn(PROG, topology.rank, notes)
+            from megatron_zpp.train.dry_run import dry_run
+
             dry_run(inputs, grid, speaks=topology.rank == 0)
             return
         device = prepare_device(config, grid)
@@ -64,6 +66,13 @@ def main() -> None:
         joined.signals.finish()
         engine.close()
     ending.leave(PROG, topology.rank)
+
+
+def _saved_arguments(load: str, iteration: int | None) -> CheckpointArguments | None:
+    """What --use-checkpoint-args takes; only a run with that flag needs it before it has a device."""
+    from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
+
+    return read_arguments(load, iteration)
 
 
 if __name__ == "__main__":

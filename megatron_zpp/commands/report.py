@@ -22,13 +22,13 @@ from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.reporting.console import warn
-from megatron_zpp.reporting.curves import Axis, by_iteration, read_metrics
-from megatron_zpp.reporting.html_report import Comparison, Records, Report, Setting, page
-from megatron_zpp.reporting.step_trace import read_trace
+from megatron_zpp.reporting.report.curves import Axis, by_iteration, read_metrics
+from megatron_zpp.reporting.report.page import Comparison, Records, Report, Setting, page
+from megatron_zpp.reporting.report.step_trace import read_trace
 from megatron_zpp.storage.files import check_replaceable, write_text
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 from megatron_zpp.train.dry_run import job_of
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 PROG = "report"
 

@@ -18,7 +18,7 @@ from torch.distributed.run import parse_args, run
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.distributed.slurm import RANKS_PORT, ranks_port, rendezvous_endpoint
-from megatron_zpp.train.stopping import NOT_FINITE, STOPPED
+from megatron_zpp.train.steps.stopping import NOT_FINITE, STOPPED
 
 PROG = "torchrun"
 _USAGE = 2

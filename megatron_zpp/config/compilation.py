@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.values.urls import check_local_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,11 @@ class CompilationConfig(Options):
             fix = "torch.compile fuses norms itself; omit --fused-backend apex"
             raise option_error("--compile", "(given)", fix)
         return device == "cuda" and not apex if self.compile is None else self.compile
+
+    def check_cache(self) -> None:
+        """Raise ValueError, before the first step, for a --compile-cache-dir that cannot be written."""
+        if self.compile_cache_dir is not None:
+            check_local_directory("--compile-cache-dir", self.compile_cache_dir)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error
-from megatron_zpp.config.text import is_hub, is_text
-from megatron_zpp.config.urls import check_location, local_path
+from megatron_zpp.config.values.text import is_hub, is_text
+from megatron_zpp.config.values.urls import check_location, local_path
 
 DEFAULT_SPLIT = "969,30,1"
 SPLITS = ("train", "valid", "test")

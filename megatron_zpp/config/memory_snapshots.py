@@ -6,6 +6,7 @@ from megatron_zpp.config.options import Options, option, option_error
 from megatron_zpp.config.run import CheckpointConfig
 
 IN_MEMORY = "/dev/shm"  # a file system in memory on every Linux host
+NAME_FILE = "memory_snapshots.txt"  # in --save: under which name nodes hold the memory snapshots of the run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_zpp.config.attention_window import (
+from megatron_zpp.config.options import Options, flag_name, option, option_error
+from megatron_zpp.config.shapes.presets import PRESETS
+from megatron_zpp.config.values.attention_window import (
     FREQUENCY,
     SIZE,
     describe_pattern,
     parse_pattern,
     parse_window,
 )
-from megatron_zpp.config.huggingface_config import CONFIG, describe_model
-from megatron_zpp.config.json_file import read_json_object
-from megatron_zpp.config.options import Options, flag_name, option, option_error
-from megatron_zpp.config.presets import PRESETS
 
 _WIDEST = 2**20  # more than any model has, so that a typing error is refused before memory is allocated
 
@@ -325,6 +323,9 @@ def preset_fields(preset: str) -> Mapping[str, Any]:
     """
     if preset in PRESETS:
         return PRESETS[preset]
+    from megatron_zpp.config.shapes.huggingface import CONFIG, describe_model
+    from megatron_zpp.config.values.json_file import read_json_object
+
     flag, path = "--model-preset", Path(preset)
     if path.is_dir():
         path /= CONFIG

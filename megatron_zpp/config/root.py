@@ -1,25 +1,16 @@
 """The whole configuration of a run, and the command line that makes it."""
 
+import argparse
 import dataclasses
 import json
 import typing
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.config.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
-from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile, obey_file
-from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
-from megatron_zpp.config.legacy.translate import (
-    GROUP,
-    add_old_flags,
-    check_old_flags,
-    obey_old_flags,
-    refuse_features,
-    settle_old_flags,
-)
 from megatron_zpp.config.memory_snapshots import MemorySnapshotsConfig, check_resumes
 from megatron_zpp.config.model import AttentionConfig, ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
@@ -33,7 +24,6 @@ from megatron_zpp.config.options import (
     usage_errors,
 )
 from megatron_zpp.config.plan import PlanConfig
-from megatron_zpp.config.provided import Provided
 from megatron_zpp.config.run import (
     CheckpointConfig,
     DistributedConfig,
@@ -41,11 +31,18 @@ from megatron_zpp.config.run import (
     LoggingConfig,
     TrainingConfig,
 )
-from megatron_zpp.config.settings_file import SettingsFile, obey_settings, write_settings
-from megatron_zpp.config.tensor_parallel import check_overlap, check_tensor_ranks
-from megatron_zpp.config.text import is_text
+from megatron_zpp.config.shapes.tensor_parallel import check_overlap, check_tensor_ranks
+from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
+from megatron_zpp.config.sources.provided import OTHERS, Provided
+from megatron_zpp.config.sources.settings_file import (
+    DeepSpeedFile,
+    SettingsFile,
+    obey_settings,
+    write_settings,
+)
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig, resolved_type
+from megatron_zpp.config.values.text import is_text
 from megatron_zpp.config.zero import ZeroConfig
 
 
@@ -151,6 +148,8 @@ class Config:
 
         Raises ValueError for settings that this version does not know.
         """
+        from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
+
         parts: dict[str, Any] = {}
         for name, part in typing.get_type_hints(cls).items():
             hints, values = typing.get_type_hints(part), saved.get(name, {})
@@ -200,26 +199,27 @@ def parse_command_line(
     parts = typing.get_type_hints(Config)
     files: dict[str, type[Options]] = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
     parser = make_parser(prog, "Pretrain a GPT. README.md shows whole command lines.", parts | files)
-    add_old_flags(parser)
-    with usage_errors():
-        refuse_features(parser, argv)
-    typed = parse_groups(parser, (*parts, *files, GROUP), argv)
+    typed, others = _typed(parser, (*parts, *files, OTHERS), argv)
     provided = Provided(parts, typed)
     try:
-        notes = obey_old_flags(typed[GROUP], provided)
+        notes = () if others is None else others.obey_old_flags(typed[OTHERS], provided)
         settings = SettingsFile(**typed["settings"]).config
         if settings is not None:
             notes += obey_settings(settings, parts, provided)
         notes += obey_checkpoint(provided, saved)
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
+            from megatron_zpp.config.legacy.deepspeed import obey_file
+
             tensor_ranks = DistributedConfig(**provided.values["distributed"]).tensor_model_parallel_size
             data_ranks = ranks(PlanConfig(**provided.values["plan"])) // tensor_ranks
             notes += obey_file(file, provided, max(1, data_ranks))
-        settle_old_flags(typed[GROUP], provided)
-        notes += _drop_vocab_size(provided, own_size=_UNPADDED & typed[GROUP].keys())
+        if others is not None:
+            others.settle_old_flags(typed[OTHERS], provided)
+        notes += _drop_vocab_size(provided, own_size=_UNPADDED & typed[OTHERS].keys())
         parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
-        check_old_flags(typed[GROUP], parsed)
+        if others is not None:
+            others.check_old_flags(typed[OTHERS], parsed)
         check_tensor_ranks(  # before Config does, which cannot name the sizes that suit a node too
             parsed["model"],
             parsed["distributed"].tensor_model_parallel_size,
@@ -229,6 +229,25 @@ def parse_command_line(
         return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]))
     except ValueError as error:
         raise UsageError(provided.explain(str(error))) from error
+
+
+def _typed(
+    parser: argparse.ArgumentParser, groups: Collection[str], argv: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], Any]:
+    """Return what was typed, by group, and the module that translates flags which are not current ones.
+
+    The module is imported, and None otherwise, if current flags alone do not explain `argv`; the help names
+    some of the others. Raises UsageError, also for a feature of another program that is not here.
+    """
+    if not {"-h", "--help"} & set(argv):
+        with suppress(UsageError):
+            return parse_groups(parser, groups, argv), None
+    from megatron_zpp.config.legacy import translate
+
+    translate.add_old_flags(parser)
+    with usage_errors():
+        translate.refuse_features(parser, argv)
+    return parse_groups(parser, groups, argv), translate
 
 
 _VOCAB_SIZE = "tokenizer.vocab_size"

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from megatron_zpp.config.nccl_sockets import explicit_sockets
 from megatron_zpp.config.options import Options, option, option_error
-from megatron_zpp.config.urls import check_location, local_path
+from megatron_zpp.config.values.nccl_sockets import explicit_sockets
+from megatron_zpp.config.values.urls import check_location, local_path
 
 _LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
 _LARGEST_BATCH = 2**22

@@ -13,13 +13,15 @@ import resource
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 
-from megatron_zpp.data.object_files import ObjectFile
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.regular import open_regular
+
+if TYPE_CHECKING:
+    from megatron_zpp.storage.objects.files import ObjectFile
 
 _NEAR = 1 << 15  # bytes; rows within this distance are fetched by one read
 _CHUNK = 1 << 20  # rows
@@ -80,6 +82,9 @@ class OpenFile:
         return b"".join([self.read(start, size) for start, size in zip(starts, sizes, strict=True)])
 
 
+AnyFile: TypeAlias = Union[OpenFile, "ObjectFile"]
+
+
 class FileArray:
     """An array (N, …) in C order whose rows are read when indexed: by a slice, a number, or numbers.
 
@@ -87,9 +92,7 @@ class FileArray:
     shorter, IndexError for numbers outside [0, N).
     """
 
-    def __init__(
-        self, file: OpenFile | ObjectFile, dtype: np.dtype | str, offset: int, shape: tuple[int, ...]
-    ) -> None:
+    def __init__(self, file: AnyFile, dtype: np.dtype | str, offset: int, shape: tuple[int, ...]) -> None:
         self.dtype, self.shape = np.dtype(dtype), shape
         self.size = math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize

@@ -23,11 +23,10 @@ from typing import Any
 import numpy as np
 
 from megatron_zpp.data.checksums import changed_since_written, read_checksums
-from megatron_zpp.data.file_array import FileArray, OpenFile
+from megatron_zpp.data.file_array import AnyFile, FileArray, OpenFile
 from megatron_zpp.data.index_checks import check_document_indices, check_lengths_and_pointers
-from megatron_zpp.data.object_files import ObjectFile, copied_prefix
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, verify_file
-from megatron_zpp.storage.object_path import ObjectPath, location
+from megatron_zpp.storage.location import Location, location
 from megatron_zpp.storage.regular import UnfitFile
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -90,8 +89,10 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, cache: str | None = None) -> None:
         self.prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
         self.local, self._cache = self.prefix, cache
-        if isinstance(stored := location(self.prefix), ObjectPath):
+        if not isinstance(stored := location(self.prefix), Path):
             assert cache is not None, "DataConfig.check requires a directory for data in an object store"
+            from megatron_zpp.storage.objects.files import copied_prefix
+
             self.local = str(copied_prefix(stored, Path(cache)))
         path = index_path(self.local)
         file = _open(path, index_path(self.prefix))
@@ -201,7 +202,7 @@ class IndexedDataset:
         return FileArray(file, self.dtype, 0, (self.num_tokens,))
 
 
-def _read_header(file: OpenFile | ObjectFile) -> tuple[np.dtype, int, int]:
+def _read_header(file: AnyFile) -> tuple[np.dtype, int, int]:
     """Return the dtype of the tokens, S and D."""
     path, size = file.path, file.size
     start = file.read(0, min(size, HEADER.size))
@@ -220,15 +221,23 @@ def _read_header(file: OpenFile | ObjectFile) -> tuple[np.dtype, int, int]:
     return np.dtype(DTYPE_CODES[code]), sequences, documents
 
 
-def _open(path: str, shown: str) -> OpenFile | ObjectFile:
+def _open_file(path: Location) -> AnyFile:
+    if isinstance(path, Path):
+        return OpenFile(path)
+    from megatron_zpp.storage.objects.files import ObjectFile
+
+    return ObjectFile(path)
+
+
+def _open(path: str, shown: str) -> AnyFile:
     """Open a file or object, which an error calls `shown`."""
     named = location(path)
     try:
-        file = ObjectFile(named) if isinstance(named, ObjectPath) else OpenFile(named)
+        file = _open_file(named)
     except FileNotFoundError:
         prefix = shown[: -len(".idx")]
         files = index_path(prefix), tokens_path(prefix)
-        if not isinstance(named, ObjectPath) and not any(map(os.path.lexists, files)):
+        if isinstance(named, Path) and not any(map(os.path.lexists, files)):
             raise NoDataset(shown) from None
         raise ValueError(
             f"{shown}: no such file; the data set {prefix} consists of {prefix}.bin and {prefix}.idx"

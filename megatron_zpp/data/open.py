@@ -6,33 +6,31 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
+from megatron_zpp.config.values.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.blend import Blend, BlendedDataset, Concatenation
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.documents import check_ends, masked_samples
 from megatron_zpp.data.indexed import IndexedDataset, NoDataset
-from megatron_zpp.data.megatron.compiled_orders import CompiledOrders, compiled_orders
-from megatron_zpp.data.megatron.dataset import MegatronOrders
-from megatron_zpp.data.megatron.split import build_split
 from megatron_zpp.data.mock import MockDataset
-from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.provenance import check_provenance
 from megatron_zpp.data.samples import KnownSamples, Samples
 from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split, shown_split
 from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.windows import WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import ObjectError
+
+if TYPE_CHECKING:
+    from megatron_zpp.data.megatron.split import MegatronSplits
 
 _PROBED = 8  # samples read at open: they almost always reveal ids of another vocabulary
 
@@ -109,7 +107,6 @@ def open_splits(
         say=say,
         open_text=open_text,
         evaluated=evaluated,
-        compiled=functools.cache(lambda: compiled_orders(say)),  # compiled when the first order is built
         eod=tokenizer_description["eod"] if tokenizer_description is not None and config.masks else -1,
     )
     samples = {
@@ -132,7 +129,6 @@ class _Opening:
     say: Callable[[str], None]
     open_text: Callable[[str, str], TextSlice]
     evaluated: int | None
-    compiled: Callable[[], CompiledOrders | None]
     eod: int  # end of document, for document masks
     data: dict[str, IndexedDataset] = field(default_factory=dict)  # each is opened once for all splits
     texts: dict[str, TextSlice] = field(default_factory=dict)
@@ -202,12 +198,16 @@ class _Opening:
         repeats = requested is not None and (len(parts) == 1 or parts[0].weight is not None)
         for part in parts:
             part.check_tokens(split, self.seq_length, 2 if repeats else self.seq_length + 1, self.config)
-        cache = _cache(self.config, parts[0].source.local, self.say)
-        orders = MegatronOrders(cache, self.seq_length, self.vocab_size, self.seed, self.compiled)
-        samples = build_split(orders, flag, split, parts, requested)
+        samples = self._megatron_splits.samples(flag, split, parts, requested)
         available = requested or samples.windows_per_epoch
         samples.batch(np.arange(_PROBED if available is None else min(_PROBED, available)))
         return samples
+
+    @functools.cached_property
+    def _megatron_splits(self) -> "MegatronSplits":
+        from megatron_zpp.data.megatron.split import MegatronSplits
+
+        return MegatronSplits(self.config, self.seq_length, self.vocab_size, self.seed, self.say)
 
     def _part(self, split: str, flag: str, weight: float | None, prefix: str) -> DatasetSlice:
         data = self._data(flag, prefix)
@@ -290,10 +290,3 @@ def _nearest(prefix: str) -> str:
     close = [each for each in there if name and each.startswith(name)]
     close += difflib.get_close_matches(name, there, n=1)
     return f"did you mean {os.path.join(directory, close[0])}? Or {remedy}" if close else remedy
-
-
-def _cache(config: DataConfig, prefix: str, say: Callable[[str], None]) -> OrderCache:
-    """Return the cache in --data-cache-path, or beside the data, where all its runs find it."""
-    shown = config.data_cache_path or f"{prefix}.orders"
-    flag = "--data-cache-path" if config.data_cache_path else "--data-cache-path (not given)"
-    return OrderCache(flag, shown, Path(shown), say)

@@ -14,7 +14,7 @@ from megatron_zpp.storage.checksums import (
     no_report,
     thread_count,
 )
-from megatron_zpp.storage.object_path import location
+from megatron_zpp.storage.location import location
 
 
 def verify_tokens(

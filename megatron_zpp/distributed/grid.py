@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.tensor_parallel import FLAG, divisors, listed
+from megatron_zpp.config.shapes.tensor_parallel import FLAG, divisors, listed
 from megatron_zpp.config.words import counted
 from megatron_zpp.distributed.topology import Topology
 

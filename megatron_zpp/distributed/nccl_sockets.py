@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from megatron_zpp.config.nccl_sockets import FLAG, explicit_sockets
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.values.nccl_sockets import FLAG, explicit_sockets
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.nccl_network import (
     NcclSettings,

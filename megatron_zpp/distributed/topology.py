@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.distributed.slurm import TORCHRUN_VARIABLES, launcher_variables
 
 
@@ -128,3 +129,11 @@ def _check_rendezvous_endpoint(environment: Mapping[str, str]) -> None:
 
 def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) < 10
+
+
+def planned(plan: PlanConfig, started: Topology) -> Topology:
+    """The ranks to check and plan for: those started, unless a dry run names others."""
+    if not plan.dry_run:
+        return started
+    local = plan.plan_gpus_per_node or started.local_world_size
+    return Topology(world_size=(plan.plan_nodes or started.nodes) * local, local_world_size=local)

@@ -23,7 +23,7 @@ from megatron_zpp.config.options import REQUIRED, Options, option, option_error
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.object_path import Location, location
+from megatron_zpp.storage.location import Location, location
 from megatron_zpp.tokenizer.base import Tokenizer
 
 _REMOVED = "removed"  # in place of a rank's problem

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import JSON_LINES, plain_suffix
+from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.data.corpus.texts import read_documents
 from megatron_zpp.generate.scoring import Passage, Score, sliding_passages

@@ -1,6 +1,6 @@
 """The components of layers, which decide how they are computed: norms, linear maps, attention's kernel.
 
-A model is built of these; model/tensor_parallel.py has others, for layers that ranks share.
+A model is built of these; model/parallel/layers.py has others, for layers that ranks share.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
-from megatron_zpp.model.fp8_output import OutputProduct
 
 Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm  # or apex's, with the same parameters and attributes
 
@@ -42,7 +41,7 @@ class ModelComponents:
     norms: Mapping[str, type[Norm]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
     linear: Callable[..., nn.Linear] = nn.Linear
     attention: AttentionKernel = field(default_factory=DotProduct)
-    output_product: Callable[[], OutputProduct] | None = None  # of the loss; None: 16-bit products
+    output_product: Callable[[], Any] | None = None  # of the loss, see model/fp8/output.py; None: torch's
 
     @property
     def tensor_ranks(self) -> int:

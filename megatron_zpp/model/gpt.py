@@ -3,7 +3,7 @@
 This file has the model from tokens to loss; model/layer.py has one layer.
 Shapes: B batch, T tokens, D hidden size, V padded vocabulary.
 The model knows nothing of ranks: `GPT(config, entries)` trains on a laptop as it is. Tensor ranks share it
-by its components alone (model/tensor_parallel.py); V is then one rank's part.
+by its components alone (model/parallel/layers.py); V is then one rank's part.
 """
 
 import hashlib

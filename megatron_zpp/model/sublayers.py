@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, D hidden size.
 """
 
+from typing import Any, Literal
+
 from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig
@@ -13,40 +15,19 @@ from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.rotary import UNROTATED, Rotation
 
 
-class AttentionSublayer(nn.Module):
-    """The half of a layer that computes x + attention(norm(x)); its modules are those of the layer."""
+class Sublayer(nn.Module):
+    """The half of a layer that computes x + half(norm(x)); its modules have the names that the layer has."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, half: Literal["attention", "mlp"]) -> None:
         super().__init__()
-        self.attention_norm, self.attention, self.dropout = (
-            layer.attention_norm,
-            layer.attention,
-            layer.dropout,
-        )
-        self.compute = attention_sublayer  # or a compiled one
+        self.half = half
+        for name in (f"{half}_norm", half, "dropout"):
+            self.add_module(name, getattr(layer, name))
+        self.compute = sublayer_block  # or a compiled one
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Mask = CAUSAL,
-        rotation: Rotation = UNROTATED,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """See Layer."""
-        return self.compute(self, x, mask, rotation, cache)
-
-
-class MLPSublayer(nn.Module):
-    """The half of a layer that computes x + mlp(norm(x)); its modules are those of the layer."""
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        self.mlp_norm, self.mlp, self.dropout = layer.mlp_norm, layer.mlp, layer.dropout
-        self.compute = mlp_sublayer  # or a compiled one
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        return self.compute(self, x)
+    def forward(self, x: Tensor, *inputs: Any) -> Tensor:
+        """(B, T, D) -> (B, T, D); attention has more inputs: mask, rotation and cache."""
+        return self.compute(self, x, *inputs)
 
 
 class CutLayer(Layer):
@@ -57,7 +38,7 @@ class CutLayer(Layer):
 
     def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
         super().__init__(config, parts, recompute_scores)
-        self.sublayers = AttentionSublayer(self), MLPSublayer(self)
+        self.sublayers = Sublayer(self, "attention"), Sublayer(self, "mlp")
 
     def forward(
         self,
@@ -73,26 +54,16 @@ class CutLayer(Layer):
     @property
     def compiled(self) -> bool:
         """See Layer."""
-        return self.sublayers[0].compute is not attention_sublayer
+        return self.sublayers[0].compute is not sublayer_block
 
     def units(self) -> tuple[nn.Module, ...]:
         """See Layer."""
         return self.sublayers
 
 
-def attention_sublayer(
-    sublayer: AttentionSublayer,
-    x: Tensor,
-    mask: Mask = CAUSAL,
-    rotation: Rotation = UNROTATED,
-    cache: LayerCache | None = None,
-    kernels: BlockKernels = PLAIN_BLOCK,
+def sublayer_block(
+    sublayer: Sublayer, x: Tensor, *inputs: Any, kernels: BlockKernels = PLAIN_BLOCK
 ) -> Tensor:
-    """The first half of `transformer_block`, with the same bits: (B, T, D) -> (B, T, D)."""
-    mixed = sublayer.attention(sublayer.attention_norm(x), mask, rotation, cache, kernels)
-    return x + sublayer.dropout(mixed)
-
-
-def mlp_sublayer(sublayer: MLPSublayer, x: Tensor, kernels: BlockKernels = PLAIN_BLOCK) -> Tensor:
-    """The second half of `transformer_block`, with the same bits: (B, T, D) -> (B, T, D)."""
-    return x + sublayer.dropout(sublayer.mlp(sublayer.mlp_norm(x), kernels))
+    """A half of `transformer_block`, with the same bits: (B, T, D) -> (B, T, D)."""
+    norm, half = getattr(sublayer, f"{sublayer.half}_norm"), getattr(sublayer, sublayer.half)
+    return x + sublayer.dropout(half(norm(x), *inputs, kernels))

@@ -22,7 +22,6 @@ Ids and the temporary memory of kernels do not count.
 
 from dataclasses import dataclass
 
-from megatron_zpp.model.fp8_output import coded_chunk_rows, part_rows
 from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
 from megatron_zpp.model.recomputation import segments
 from megatron_zpp.plan.job import Job
@@ -110,7 +109,7 @@ def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
 
 
 def _coded_loss_bytes(job: Job, chunk_bytes: int | None) -> int:
-    """The same of 8-bit products (model/fp8_output.py).
+    """The same of 8-bit products (model/fp8/output.py).
 
     Codes of the table and of a part's hidden states are there twice in the forward, and the codes of the
     gradient of a part's logits until its product with the hidden states.
@@ -123,6 +122,8 @@ def _coded_loss_bytes(job: Job, chunk_bytes: int | None) -> int:
         4,
     )
     chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=job.compiled)
+    from megatron_zpp.model.fp8.output import coded_chunk_rows, part_rows
+
     part = part_rows(tokens, width)
     chunk = coded_chunk_rows(part, entries, chunk_bytes) * entries
     softmax = 0 if job.compiled else chunk * (exact if itemsize == exact else 2 * exact)

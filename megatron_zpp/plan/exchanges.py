@@ -1,6 +1,6 @@
 """What a rank sends to the ranks that share its layers, and how long it waits for them.
 
-model/tensor_parallel.py has the collectives. For T ranks, one of them on the hidden states of a micro-batch
+model/parallel/layers.py has the collectives. For T ranks, one of them on the hidden states of a micro-batch
 makes each rank send (T - 1) / T of their bytes over NVLink:
 
     a layer         forward    an all-gather before each of two linear maps, a reduce-scatter after two others

@@ -16,9 +16,9 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.parallel.layers import TensorParallelComponents, splits_of
 from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
 from megatron_zpp.model.row_blocks import RowBlockComponents
-from megatron_zpp.model.tensor_parallel import TensorParallelComponents, splits_of
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import FlatLayout

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron_zpp.config.tensor_parallel import FLAG, check_tensor_ranks, check_vocabulary
+from megatron_zpp.config.shapes.tensor_parallel import FLAG, check_tensor_ranks, check_vocabulary
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_zpp.config.timing import TimingConfig
-from megatron_zpp.config.urls import check_local_directory
+from megatron_zpp.config.values.urls import check_local_directory
 
 
 def check_profile(config: TimingConfig) -> None:

@@ -18,7 +18,7 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig
-from megatron_zpp.config.urls import check_local_directory
+from megatron_zpp.config.values.urls import check_local_directory
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.storage.files import check_writable, open_named
 from megatron_zpp.storage.regular import open_stream

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.storage.object_path import Location
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import Location, ObjectError
 from megatron_zpp.storage.ranges import Ranges, open_ranges
 from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import open_stream, read_again_after_error, says_what_is_there

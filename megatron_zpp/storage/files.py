@@ -13,8 +13,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_zpp.storage.object_path import Location, ObjectPath, is_object, location
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import Location, ObjectError, is_object, location
 
 _MOST_LINKS = 40  # the kernel's limit
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -80,7 +79,7 @@ def open_named(path: Path, flags: int) -> int:
 
 def write_durably(path: Location, content: bytes) -> None:
     """Write and flush a file. Its name is durable only once its directory is flushed as well."""
-    if isinstance(path, ObjectPath):
+    if not isinstance(path, Path):
         path.write(content)
         return
     with os.fdopen(open_new(path), "wb") as file:
@@ -96,7 +95,7 @@ def write_text(path: Location, text: str) -> None:
 
 def write_whole(path: Location, content: bytes) -> None:
     """As `write_text`, of bytes. A link that has the name is replaced, and not followed."""
-    if isinstance(path, ObjectPath):
+    if not isinstance(path, Path):
         path.write(content)
         return
     partial = path.with_name(f"{path.name}.partial")
@@ -147,7 +146,7 @@ def commit_directory(partial: Path, final: Path, retired: Path) -> None:
 
 def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
     """Return the bytes of those regular files or objects of a directory that exist, by name."""
-    if isinstance(directory, ObjectPath):
+    if not isinstance(directory, Path):
         return directory.sizes()
     paths = [directory / name for name in names]
     return {path.name: path.stat().st_size for path in paths if path.is_file()}
@@ -189,7 +188,7 @@ def check_writable(flag: str, directory: str) -> None:
     if is_object(directory):
         try:
             probed = location(directory)
-            assert isinstance(probed, ObjectPath)
+            assert not isinstance(probed, Path)
             (probed / name).write(b"")
             (probed / name).unlink()
         except ObjectError as error:

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.storage.lease_record import record_of
-from megatron_zpp.storage.object_path import Location
-from megatron_zpp.storage.object_store import Conflict
+from megatron_zpp.storage.location import Conflict, Location
 
 LEASE = "RUNNING.json"
 SECONDS = 30.0  # without a renewal, after which a holder on another host counts as dead

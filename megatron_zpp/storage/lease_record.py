@@ -6,23 +6,16 @@ if the object is not the one that this process has read or written last.
 """
 
 import contextlib
-import errno
 import os
 import time
 from pathlib import Path
 from typing import Protocol
 
 from megatron_zpp.storage.files import fsync
-from megatron_zpp.storage.object_path import Location, ObjectPath
-from megatron_zpp.storage.object_store import Conflict, NoObject, ObjectError
+from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
 
 _LIMIT = 4096  # bytes of the record
-_NO_TAG = f'"{"0" * 32}"'  # no object has this one
-_UNCONDITIONAL = (
-    "the store ignores conditions of requests (If-None-Match, If-Match), so that two runs could save here at "
-    "once; use a store that has them, such as Amazon S3 or MinIO"
-)
 _SETTLE = 0.5  # seconds between taking over a file and reading it again
 
 
@@ -53,7 +46,11 @@ class Record(Protocol):
 
 def record_of(path: Location) -> Record:
     """Return the record at `path`. Raises OSError if it cannot be written there."""
-    return _ObjectRecord(path) if isinstance(path, ObjectPath) else _FileRecord(path)
+    if isinstance(path, Path):
+        return _FileRecord(path)
+    from megatron_zpp.storage.objects.lease_record import ObjectRecord
+
+    return ObjectRecord(path)
 
 
 class _FileRecord:
@@ -110,49 +107,3 @@ class _FileRecord:
 def _rewrite(descriptor: int, content: bytes) -> None:
     os.pwrite(descriptor, content, 0)
     os.fsync(descriptor)  # so that other clients of a network file system see it
-
-
-class _ObjectRecord:
-    def __init__(self, path: ObjectPath) -> None:
-        self._path, self._tag = path, ""
-
-    def read(self) -> bytes | None:
-        try:
-            content, self._tag = self._path.read_whole()
-        except NoObject:
-            return None
-        return content
-
-    def create(self, content: bytes) -> None:
-        self._check_conditions()
-        self._tag = self._path.write(content, if_absent=True)
-
-    def take_over(self, content: bytes, name: str) -> None:
-        with contextlib.suppress(Conflict):  # which the caller finds out
-            self._tag = self._path.write(content, if_tag=self._tag)
-
-    def renew(self, content: bytes) -> None:
-        self._tag = self._path.write(content, if_tag=self._tag)
-
-    def remove(self) -> None:
-        self._path.unlink()
-
-    def close(self) -> None:
-        """Nothing is open between requests."""
-
-    def _check_conditions(self) -> None:
-        """Raise ObjectError for a store that ignores conditions, which S3's protocol allows."""
-        probe = self._path.with_name(f"{self._path.name}.probe-{os.urandom(8).hex()}")
-        probe.write(b"first")
-        ignored = False
-        try:
-            with contextlib.suppress(Conflict):
-                probe.write(b"second", if_absent=True)
-                ignored = True
-            with contextlib.suppress(Conflict):
-                probe.write(b"third", if_tag=_NO_TAG)
-                ignored = True
-        finally:
-            probe.unlink()
-        if ignored:
-            raise ObjectError(errno.ENOTSUP, _UNCONDITIONAL, str(self._path.parent))

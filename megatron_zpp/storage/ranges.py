@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from megatron_zpp.storage.object_path import Location, ObjectPath
-from megatron_zpp.storage.object_store import Conflict, NoObject
+from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import open_regular
 
 
@@ -30,7 +29,11 @@ class Ranges(Protocol):
 
 def open_ranges(path: Location) -> Ranges:
     """Open a file or object. Raises FileNotFoundError, UnfitFile for what is no regular file, OSError."""
-    return ObjectRanges(path) if isinstance(path, ObjectPath) else _FileRanges(path)
+    if isinstance(path, Path):
+        return _FileRanges(path)
+    from megatron_zpp.storage.objects.ranges import ObjectRanges
+
+    return ObjectRanges(path)
 
 
 class _FileRanges:
@@ -47,33 +50,3 @@ class _FileRanges:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-class ObjectRanges:
-    """An object. Reading raises Conflict, an OSError, once another content has replaced what was opened."""
-
-    def __init__(self, path: ObjectPath) -> None:
-        self._path, status = path, path.status()
-        self.size, self.modified, self.tag = status.size, status.modified, status.tag
-
-    def read(self, start: int, size: int) -> bytes:
-        """Return the bytes [start, start + size), which must be in the object."""
-        if not size:
-            return b""
-        try:
-            return self._path.read(start, size, self.tag)
-        except (Conflict, NoObject) as error:
-            reason = "was replaced or removed while it was read; restore it and start again"
-            raise Conflict(error.errno, reason, str(self._path)) from None
-
-    def read_into(self, start: int, target: memoryview) -> int:
-        """See Ranges."""
-        content = self.read(start, min(len(target), self.size - start))
-        target[: len(content)] = content
-        return len(content)
-
-    def forget(self, start: int, size: int) -> None:
-        """Nothing of an object is kept."""
-
-    def close(self) -> None:
-        """Nothing is open between requests."""

@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 
 
 class RecentChunks:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from megatron_zpp.storage.object_path import ObjectPath
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import Location, ObjectError
 
 _KINDS = {
     stat.S_IFDIR: "is a directory",
@@ -82,13 +81,13 @@ def open_stream(path: str | Path, buffering: int = -1) -> BinaryIO:
     return os.fdopen(open_regular(path), "rb", buffering=buffering)
 
 
-def read_limited(path: str | Path | ObjectPath, limit: int) -> bytes:
+def read_limited(path: str | Location, limit: int) -> bytes:
     """Return the content of the regular file `path`, or of an object.
 
     An error of the file system that may pass is met with a second attempt. Raises UnfitFile if the file is
-    longer than `limit` bytes, and otherwise like `open_regular` and `ObjectPath`.
+    longer than `limit` bytes, and otherwise like `open_regular`, or ObjectError.
     """
-    if isinstance(path, ObjectPath):
+    if not isinstance(path, (str, Path)):
         status = path.status()
         if status.size <= limit:
             return path.read(0, status.size, status.tag) if status.size else b""

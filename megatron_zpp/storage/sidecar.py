@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile, check_chunk_bytes
 from megatron_zpp.storage.files import write_durably
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
 _LINE = 65  # bytes: a SHA-256 in hexadecimal, and a newline

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.files import MERGES, SENTENCEPIECE_MODEL, TOKENIZER, VOCAB
 

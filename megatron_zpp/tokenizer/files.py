@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.storage.object_path import location
+from megatron_zpp.storage.location import location
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
 # What a tokenizer's files are called in a checkpoint.

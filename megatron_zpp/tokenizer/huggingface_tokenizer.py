@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.storage.object_path import Location, location
+from megatron_zpp.storage.location import Location, location
 from megatron_zpp.tokenizer.base import Tokenizer, check_unicode, fingerprint_of
 from megatron_zpp.tokenizer.files import (
     SPECIAL_TOKENS_MAP,

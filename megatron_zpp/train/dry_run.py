@@ -9,10 +9,8 @@ from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import usage_errors
-from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import (
     TORCH_BACKENDS,
     check_flash3_settings,
@@ -22,18 +20,9 @@ from megatron_zpp.model.attention import (
 from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.report import report
-from megatron_zpp.train.compiling import check_cache
 from megatron_zpp.train.inputs import RunInputs
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.plan_communication import check_topology
-
-
-def planned(plan: PlanConfig, started: Topology) -> Topology:
-    """The ranks to check and plan for: those started, unless a dry run names others."""
-    if not plan.dry_run:
-        return started
-    local = plan.plan_gpus_per_node or started.local_world_size
-    return Topology(world_size=(plan.plan_nodes or started.nodes) * local, local_world_size=local)
 
 
 def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -> Job:
@@ -79,7 +68,7 @@ def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
     config.recompute.check_device("cuda")
     compiles = _compiles(config.compilation, config.optimizer)
     if compiles:
-        check_cache(config.compilation)
+        config.compilation.check_cache()
     decoupled = config.learning_rate.decoupled_lr is not None
     resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles, decoupled=decoupled)
     dtype = config.precision.compute_dtype("cuda")

@@ -4,19 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.config.options import usage_errors
+from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
-from megatron_zpp.config.tensor_parallel import check_vocabulary
+from megatron_zpp.config.shapes.tensor_parallel import check_vocabulary
 from megatron_zpp.data.open import Splits
 from megatron_zpp.reporting.profile import check_profile
 from megatron_zpp.reporting.sinks import check_sinks
-from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.tokenizer.build import build_tokenizer
-from megatron_zpp.train.buddy_memory import check_memory
-from megatron_zpp.train.reading import open_data
-from megatron_zpp.train.restore import check_start
-from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.sampled_text import check_prompt
+from megatron_zpp.train.memory_snapshots import check_memory
+from megatron_zpp.train.resume.start import check_start
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.train.setup.reading import open_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +56,14 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
         schedule=schedule,
         splits=splits,
     )
+
+
+def check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
+    """Raise ValueError for a --sample-prompt that `tokenizer` has no ids for, or that has no tokens."""
+    if prompt is not None:
+        try:
+            ids = tokenizer.encode(prompt)
+        except ValueError as error:
+            raise option_error("--sample-prompt", prompt, str(error)) from None
+        if not ids:
+            raise option_error("--sample-prompt", prompt, "has no tokens; give text that has some")

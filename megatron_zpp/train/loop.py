@@ -1,28 +1,28 @@
 """The training loop: steps, and between them logging, evaluation and saving."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_zpp.data.documents import counted_share
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
-from megatron_zpp.train.buddy_snapshots import MemorySnapshots
-from megatron_zpp.train.evaluation import evaluate
-from megatron_zpp.train.log_head import head_lines, plan_lines
+from megatron_zpp.train.memory_snapshots import memory_snapshots
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.sampled_text import text_writer
-from megatron_zpp.train.saver import Saver
-from megatron_zpp.train.skips import SkipFlag
-from megatron_zpp.train.step_log import StepLog
-from megatron_zpp.train.stopping import Ending, Stop, StopConditions
+from megatron_zpp.train.steps.evaluation import evaluate
+from megatron_zpp.train.steps.log_head import head_lines, plan_lines
+from megatron_zpp.train.steps.skips import SkipFlag
+from megatron_zpp.train.steps.step_log import StepLog
+from megatron_zpp.train.steps.stopping import Ending, Stop, StopConditions
 from megatron_zpp.zero.engine import Batch, StepResult
+
+if TYPE_CHECKING:
+    from megatron_zpp.train.saving.saver import Saver
 
 
 def train(run: Run) -> Ending:
@@ -51,17 +51,15 @@ class Trainer:
         self._config, self._engine, self._activity = config, engine, ranks.activity
         self._splits, self._schedule, self._reporter = run.splits, run.schedule, run.reporter
         self.progress = run.start
-        self._saver = Saver(
+        self._saver = _saver_of(run)
+        self._snapshots = memory_snapshots(
+            run.memory,
             engine,
             config,
             tokenizer=run.tokenizer,
-            tokenizer_files=run.tokenizer_files,
             reporter=run.reporter,
             store=ranks.store,
-            start=run.start if run.start_is_saved else None,
-            lease=ranks.lease,
         )
-        self._snapshots = _snapshots_of(run)
         self._stops = StopConditions(
             config.training,
             engine,
@@ -71,7 +69,13 @@ class Trainer:
         )
         shared = engine.share.group is not None  # tensor ranks compute samples of one length alone
         positions = config.model.seq_length if shared else config.model.max_position_embeddings
-        self._write_text = text_writer(engine, config.evaluation, config.tokenizer, positions)
+        self._write_text: Callable[[], str] | None = None
+        prompt = config.evaluation.sample_prompt
+        if prompt is not None:
+            from megatron_zpp.train.steps.sampled_text import text_writer
+
+            tokens = config.evaluation.sample_tokens
+            self._write_text = text_writer(engine, prompt, tokens, config.tokenizer, positions)
         self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
         self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)
@@ -102,7 +106,8 @@ class Trainer:
             self._finish_saving()
         except Stop as stop:
             if not stop.saves:
-                self._saver.abandon()
+                if self._saver is not None:
+                    self._saver.abandon()
                 self._end_snapshots(saved=False)
                 return stop
             self._save()
@@ -136,21 +141,24 @@ class Trainer:
                     self._end_profile()
                 if self.progress.iteration % self._config.evaluation.eval_interval == 0:
                     self._evaluate("valid")
-                self._saver.after_step()
-                if self._saver.due(self.progress):
-                    self._save()
+                if self._saver is not None:
+                    self._saver.after_step()
+                    if self._saver.due(self.progress):
+                        self._save()
                 self._snapshot_if_due()
                 self._stops.after_step(self.progress.iteration, result)
         self._stops.at_the_end()
 
     def _save(self) -> None:
-        self._activity.now(f"saves iteration {self.progress.iteration}", patient=True)
         self._count_if_skipped()
-        self._saver.save(self.progress)
+        if self._saver is not None:
+            self._activity.now(f"saves iteration {self.progress.iteration}", patient=True)
+            self._saver.save(self.progress)
 
     def _finish_saving(self) -> None:
-        self._activity.now("waits for the last save", patient=True)
-        self._saver.finish()
+        if self._saver is not None:
+            self._activity.now("waits for the last save", patient=True)
+            self._saver.finish()
         self._end_snapshots(saved=True)
 
     def _snapshot_if_due(self) -> None:
@@ -203,7 +211,8 @@ class Trainer:
                 losses += loss if weight == 1 else loss * weight
                 weights += weight
         self._mark(f"{where}, optimizer")
-        self._saver.before_step()
+        if self._saver is not None:
+            self._saver.before_step()
         if self._snapshots is not None:
             self._snapshots.before_step()
         self._count_if_skipped()
@@ -279,18 +288,21 @@ class Trainer:
             self._reporter.text(self.progress, self._write_text())
 
 
-def _snapshots_of(run: Run) -> MemorySnapshots | None:
-    """What takes the memory snapshots of a run; None without --buddy-snapshots."""
-    if run.memory is None:
+def _saver_of(run: Run) -> "Saver | None":
+    """What saves a run with --save."""
+    if run.config.checkpoint.save is None:
         return None
-    timeout = run.config.distributed.timeout
-    return MemorySnapshots(
-        run.memory,
+    from megatron_zpp.train.saving.saver import Saver
+
+    return Saver(
         run.engine,
         run.config,
         tokenizer=run.tokenizer,
+        tokenizer_files=run.tokenizer_files,
         reporter=run.reporter,
-        exchange_for=partial(Exchange, run.ranks.store, run.engine.topology, timeout),
+        store=run.ranks.store,
+        start=run.start if run.start_is_saved else None,
+        lease=run.ranks.lease,
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.root import Config
@@ -10,14 +10,16 @@ from megatron_zpp.data.open import Splits, seed_of
 from megatron_zpp.data.resume import resume_data
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
-from megatron_zpp.train.buddy_memory import BuddyMemory, open_memory
 from megatron_zpp.train.inputs import RunInputs
-from megatron_zpp.train.ranks import Ranks
-from megatron_zpp.train.reading import open_data, verify_data
-from megatron_zpp.train.restore import restore
-from megatron_zpp.train.run_file import write_run_file
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.memory_snapshots import open_memory
+from megatron_zpp.train.resume.start import start_of
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.train.setup.ranks import Ranks
+from megatron_zpp.train.setup.reading import open_data, verify_data
 from megatron_zpp.zero.engine import ZeroEngine
+
+if TYPE_CHECKING:
+    from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Run:
     engine: ZeroEngine
     start: Progress
     start_is_saved: bool  # in --load, or it is that of new weights; otherwise it comes from memory
-    memory: BuddyMemory | None  # with --buddy-snapshots
+    memory: "BuddyMemory | None"  # with --buddy-snapshots
     # Log
     reporter: Reporter
     lines: tuple[str, ...]  # on what happened before the first step
@@ -55,7 +57,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     ranks.activity.now("loading", patient=True)
     memory, said = open_memory(config, engine, ranks)
     lines += said
-    loaded = restore(config, engine, inputs.tokenizer, ranks.store, inputs.schedule, memory)
+    loaded = start_of(config, engine, inputs.tokenizer, ranks.store, inputs.schedule, memory)
     progress = loaded.progress
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
@@ -70,7 +72,10 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     )
     progress = replace(progress, dataset_progress=resumed.dataset_progress)
     epochs = schedule.describe_epochs(resumed.samples)
-    lines += write_run_file(config, ranks.topology, ranks.lease)
+    if config.checkpoint.save is not None and ranks.topology.rank == 0:
+        from megatron_zpp.train.saving.run_file import write_run_file
+
+        lines += write_run_file(config, config.checkpoint.save, ranks.topology, ranks.lease)
     reporter = Reporter(
         config.logging,
         config.to_json(),

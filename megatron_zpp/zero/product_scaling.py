@@ -10,7 +10,7 @@ from megatron_zpp.distributed.topology import Topology
 
 
 class ProductScaling(Protocol):
-    """A state of the run beside the weights; see model/fp8_scaling.py."""
+    """A state of the run beside the weights; see model/fp8/scaling.py."""
 
     def begin_step(self) -> None:
         """Called before the first micro-batch of a step."""

@@ -18,7 +18,7 @@ from megatron_zpp.zero.sharded_unit import Unit
 
 
 class WeightEncoder(Protocol):
-    """Encodes weights by scales that change once per step; see model/fp8_weights.py."""
+    """Encodes weights by scales that change once per step; see model/fp8/weights.py."""
 
     @property
     def names(self) -> Collection[str]:

@@ -24,7 +24,7 @@ from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 from tests.checkpoint.saving import save, small
 
 

@@ -19,11 +19,11 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import load_model
-from megatron_zpp.storage import object_path
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.object_path import location
+from megatron_zpp.storage.location import location
+from megatron_zpp.storage.objects import path as object_path
 from megatron_zpp.tokenizer import build_tokenizer, describe
-from megatron_zpp.train.checkpoint_arguments import read_arguments
+from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
 from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
 from tests.checkpoint.test_tokenizer import SHAPE, STEPS, flags_of
 from tests.object_server import BUCKET, ObjectServer, object_server

@@ -15,7 +15,7 @@ from megatron_zpp.checkpoint.directory import TRACKER, candidates
 from megatron_zpp.checkpoint.read_back import NotReadBack
 from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.train.saver import Saver
+from megatron_zpp.train.saving.saver import Saver
 from tests.checkpoint.saving import FIRST, SECOND, save, small
 from tests.train.conftest import BYTES
 from tests.train.in_process import SMALLEST, train_here

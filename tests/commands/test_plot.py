@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.commands.plot import load
-from megatron_zpp.reporting.curves import LINE_LIMIT, read_metrics
+from megatron_zpp.reporting.report.curves import LINE_LIMIT, read_metrics
 from megatron_zpp.reporting.sinks import MetricsFile
 from tests.reporting.test_curves import step
 from tests.support import program, run

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from megatron_zpp.config.json_file import shown
 from megatron_zpp.config.legacy.deepspeed_keys import KEYS, Idle, Obeyed, Off, Only, Refused, Rule
 from megatron_zpp.config.legacy.old_flag import OldFlag
 from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED, RETIRED
+from megatron_zpp.config.values.json_file import shown
 
 Row = tuple[str, tuple[str, ...]]  # of a key or flag, and what is said of it
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "deepspeed.md"

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile
 from megatron_zpp.config.model import preset_fields
 from megatron_zpp.config.root import Config, parse_args
-from megatron_zpp.config.settings_file import SettingsFile
+from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
 from tests.config.command_line import MINIMAL
 
 # Megatron-LM's flags and defaults that users have in their fingers (its arguments.py, core 0.12).

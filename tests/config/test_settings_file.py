@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.options import UsageError
-from megatron_zpp.config.presets import PRESETS
 from megatron_zpp.config.root import parse_args, parse_command_line
+from megatron_zpp.config.shapes.presets import PRESETS
 from tests.config.command_line import MINIMAL, without
 
 TEXT = """

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megatron_zpp.config.data import DataConfig
-from megatron_zpp.data import object_files
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
@@ -17,8 +16,10 @@ from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.open import open_splits
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.object_path import ObjectPath, location
-from megatron_zpp.storage.ranges import ObjectRanges
+from megatron_zpp.storage.location import location
+from megatron_zpp.storage.objects import files as object_files
+from megatron_zpp.storage.objects.path import ObjectPath
+from megatron_zpp.storage.objects.ranges import ObjectRanges
 from tests.object_server import BUCKET, ObjectServer, object_server
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.config.nccl_sockets import explicit_sockets
 from megatron_zpp.config.run import DistributedConfig
+from megatron_zpp.config.values.nccl_sockets import explicit_sockets
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.nccl_network import (
     NcclSettings,

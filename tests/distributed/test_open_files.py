@@ -14,7 +14,7 @@ import pytest
 from megatron_zpp.checkpoint import write
 from megatron_zpp.distributed import exchange
 from megatron_zpp.distributed.open_files import STORE_CONNECTIONS, raise_limit, reserve_connections
-from megatron_zpp.train.buddy_memory import BuddyMemory
+from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
 from tests.support import Run
 
 SOFT, HARD = 256, 1024

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.distributed.peer_files import FileServer, Peer, TransferFailed, get_file, put_file
+from megatron_zpp.memory_snapshots.peer_files import FileServer, Peer, TransferFailed, get_file, put_file
 
 NAME = "iter_0000040-1a2b3c4d/rank_00003.safetensors"
 INTERFACES = Path("/proc/net/if_inet6")

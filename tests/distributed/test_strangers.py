@@ -24,7 +24,7 @@ from megatron_zpp.distributed.rendezvous import Rendezvous, rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage
 from megatron_zpp.supervision.joining import connect_ranks
-from megatron_zpp.train.restore import _agreed_candidates
+from megatron_zpp.train.resume.restore import _agreed_candidates
 from tests.support import free_port
 
 MINUTE = timedelta(minutes=1)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from docs.site.reference import PROGRAMS
-from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile
-from megatron_zpp.config.legacy.translate import GROUP, add_old_flags
+from megatron_zpp.config.legacy.translate import add_old_flags
 from megatron_zpp.config.options import make_parser, parse_all, parse_groups
 from megatron_zpp.config.root import Config, parse_command_line
-from megatron_zpp.config.settings_file import SettingsFile
+from megatron_zpp.config.sources.provided import OTHERS
+from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
 from tests.docs.blocks import Block, Command, blocks, command, lines
 from tests.support import ROOT, environment
 
@@ -65,7 +65,7 @@ def parse_flags(arguments: tuple[str, ...]) -> None:
     files = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
     parser = make_parser("pretrain_gpt.py", "", parts | files)
     add_old_flags(parser)
-    parse_groups(parser, (*parts, *files, GROUP), arguments)
+    parse_groups(parser, (*parts, *files, OTHERS), arguments)
 
 
 def test_an_invalid_command_would_be_noticed() -> None:

@@ -8,7 +8,7 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.steady import assert_steady
 from tests.model import variants

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, factors_of, plain_cast
-from megatron_zpp.model.fp8_delayed import DelayedLinear
-from megatron_zpp.model.fp8_scaling import DelayedScaling
-from megatron_zpp.train.build_engine import build_engine
-from megatron_zpp.train.device import prepare_device
+from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, factors_of, plain_cast
+from megatron_zpp.model.fp8.delayed import DelayedLinear
+from megatron_zpp.model.fp8.scaling import DelayedScaling
+from megatron_zpp.train.setup.build_engine import build_engine
+from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.steady import assert_steady
 from tests.model.test_fp8 import check_products
@@ -34,7 +34,7 @@ def test_products_are_within_what_the_codes_allow(rows: int, inner: int, outer: 
 @needs_fp8
 @pytest.mark.parametrize(("rows", "inner", "outer"), SHAPES)
 def test_products_with_delayed_scaling_are_too(rows: int, inner: int, outer: int) -> None:
-    from megatron_zpp.model.fused.cast import cast
+    from megatron_zpp.model.fp8.kernels.cast import cast
 
     kind = partial(DelayedLinear, cast=cast)
     check_products(rows, inner, outer, torch.bfloat16, "cuda", fast=2.0**-13, kind=kind)
@@ -45,7 +45,7 @@ def test_products_with_delayed_scaling_are_too(rows: int, inner: int, outer: int
 @pytest.mark.parametrize(("rows", "width"), [(16, 16), (80, 144), (4096, 2064), (65552, 32784)])
 def test_casts_write_the_oracles_codes(kind: int, rows: int, width: int) -> None:
     """In both layouts, bit for bit; the largest tensor has more than 2^31 elements."""
-    from megatron_zpp.model.fused.cast import cast
+    from megatron_zpp.model.fp8.kernels.cast import cast
 
     x = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda")
     x *= 2.0 ** torch.randint(-20, 20, (1, width), device="cuda")
@@ -65,7 +65,7 @@ def test_casts_write_the_oracles_codes(kind: int, rows: int, width: int) -> None
 @pytest.mark.parametrize(("rows", "widths"), [(80, (144,)), (80, (144, 48, 48)), (4096, (2064, 2064, 2064))])
 def test_gradients_are_joined_as_codes(rows: int, widths: tuple[int, ...]) -> None:
     """In both layouts, bit for bit; and their sums over rows."""
-    from megatron_zpp.model.fused.gradient_cast import cast_gradient, cast_gradients_of_heads
+    from megatron_zpp.model.fp8.kernels.gradient_cast import cast_gradient, cast_gradients_of_heads
 
     joined = torch.randn(rows, sum(widths), dtype=torch.bfloat16, device="cuda")
     factors = factors_of(torch.full((3,), 1000.0, device="cuda"))
@@ -104,7 +104,7 @@ def next_codes(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(("rows", "width"), [(80, 144), (4096, 2064)])
 def test_activations_write_codes(gated: bool, biased: bool, rows: int, width: int) -> None:
     """In both layouts, those of what torch computes; and the sums of the bias."""
-    from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
+    from megatron_zpp.model.fp8.kernels.coded_activation import coded_activation, coded_activation_backward
     from megatron_zpp.model.layer import gelu, swiglu
 
     outer = 2 * width if gated else width
@@ -137,7 +137,7 @@ def test_activations_write_codes(gated: bool, biased: bool, rows: int, width: in
 @pytest.mark.parametrize(("rows", "width"), [(80, 144), (4096, 2064), (1024, 12288)])
 def test_norms_write_codes(kind: type[nn.LayerNorm | nn.RMSNorm], rows: int, width: int) -> None:
     """In both layouts, those of what torch computes, after a residual sum and without."""
-    from megatron_zpp.model.fused.coded_norm import _coded_norm
+    from megatron_zpp.model.fp8.kernels.coded_norm import _coded_norm
 
     x, added = torch.randn(2, rows, width, dtype=torch.bfloat16, device="cuda")
     module = kind(width, eps=1e-5, device="cuda", dtype=torch.bfloat16)
@@ -160,7 +160,7 @@ def test_norms_write_codes(kind: type[nn.LayerNorm | nn.RMSNorm], rows: int, wid
 @pytest.mark.parametrize("count", [256, 100 * 256, (1 << 31) + 512])
 def test_held_weights_have_the_oracles_codes(count: int) -> None:
     """Written in parts; the largest has more than 2^31 elements."""
-    from megatron_zpp.model.fused.weight_codes import encode_weights
+    from megatron_zpp.model.fp8.kernels.weight_codes import encode_weights
 
     x = torch.randn(count, device="cuda")
     x *= 2.0 ** torch.randint(-20, 20, (1,), device="cuda")
@@ -182,7 +182,7 @@ def test_held_weights_have_the_oracles_codes(count: int) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 16), (80, 144), (4096, 2064), (65552, 32784)])
 def test_held_weights_are_transposed(outputs: int, inputs: int) -> None:
     """Byte for byte; the largest has more than 2^31 elements."""
-    from megatron_zpp.model.fused.weight_codes import transpose
+    from megatron_zpp.model.fp8.kernels.weight_codes import transpose
 
     codes = torch.randint(256, (outputs, inputs), dtype=torch.uint8, device="cuda")
     turned = transpose(codes.view(torch.float8_e4m3fn), codes)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.model.fp8_cast import factors_of
-from megatron_zpp.model.fp8_output import OutputProduct, part_rows
+from megatron_zpp.model.fp8.cast import factors_of
+from megatron_zpp.model.fp8.output import OutputProduct, part_rows
 from megatron_zpp.model.loss import CODE_UNIT, IGNORED, PLAIN, linear_cross_entropy
 from megatron_zpp.model.loss import logits_to_gradient as plain_gradient
 from megatron_zpp.plan.activations import loss_bytes
@@ -32,7 +32,7 @@ def test_the_loss_writes_codes_of_its_gradient(
     tokens: int, entries: int, vocab_size: int, others: int
 ) -> None:
     """In both layouts, those of float64; the largest tensor by columns has more than 2^31 elements."""
-    from megatron_zpp.model.fused.coded_loss import logits_to_codes
+    from megatron_zpp.model.fp8.kernels.coded_loss import logits_to_codes
 
     logits = 3 * torch.randn(tokens, entries, dtype=torch.bfloat16, device="cuda")
     targets = torch.randint(vocab_size, (tokens,), device="cuda")
@@ -58,8 +58,8 @@ def test_the_loss_writes_codes_of_its_gradient(
 
 def output_layer(tokens: int, width: int, fused: bool) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
     """What computes loss and gradients by 8-bit products, with scales that are known; those of bf16."""
-    from megatron_zpp.model.fused.cast import cast
-    from megatron_zpp.model.fused.coded_loss import logits_to_codes
+    from megatron_zpp.model.fp8.kernels.cast import cast
+    from megatron_zpp.model.fp8.kernels.coded_loss import logits_to_codes
     from megatron_zpp.model.fused.loss import PASSES
 
     draw = torch.Generator("cuda").manual_seed(tokens)

@@ -15,7 +15,7 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.ranks import on_gpus
 from tests.model import variants

@@ -9,7 +9,7 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.train.skips import SkipFlag
+from megatron_zpp.train.steps.skips import SkipFlag
 from tests.gpu.steady import assert_steady
 from tests.support import pretrain
 from tests.zero.engines import engine_of

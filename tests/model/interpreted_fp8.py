@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, LARGEST, WEIGHT, factors_of, plain_cast
-from megatron_zpp.model.fp8_delayed import DelayedLinear
-from megatron_zpp.model.fp8_scaling import DelayedScaling
-from megatron_zpp.model.fp8_weights import WeightCodes, plain_encode
-from megatron_zpp.model.fused import blocks as fused_blocks
-from megatron_zpp.model.fused import cast as fused_cast
-from megatron_zpp.model.fused import (
+from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, LARGEST, WEIGHT, factors_of, plain_cast
+from megatron_zpp.model.fp8.delayed import DelayedLinear
+from megatron_zpp.model.fp8.kernels import blocks as coded_blocks
+from megatron_zpp.model.fp8.kernels import cast as fused_cast
+from megatron_zpp.model.fp8.kernels import (
     coded_activation,
     coded_loss,
     coded_norm,
     gradient_cast,
     weight_codes,
 )
+from megatron_zpp.model.fp8.scaling import DelayedScaling
+from megatron_zpp.model.fp8.weights import WeightCodes, plain_encode
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import loss as fused_loss
 from megatron_zpp.model.fused import norm as fused_norm
@@ -329,7 +329,7 @@ def layers(held: bool = False, **variant: Any) -> None:
         scaling.begin_step()
         if held:
             hold(layer, WeightCodes(scaling, weight_codes.encode_weights if kernels else plain_encode))
-        block = fused_blocks.FusedKernels(layer) if kernels else PLAIN_BLOCK
+        block = coded_blocks.CodedKernels(layer) if kernels else PLAIN_BLOCK
         assert not kernels or (block._coded_mlp and block._coded_norms)
         out = transformer_block(layer, x, rotation=rotation, kernels=block)
         found.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], weights), scaling.maxima()])

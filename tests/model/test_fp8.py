@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.fp8 import Float8Linear
+from megatron_zpp.model.fp8.tensorwise import Float8Linear
 from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.fp8_cast import (
+from megatron_zpp.model.fp8.cast import (
     FORMATS,
     GRADIENT,
     INPUT,
@@ -24,8 +24,8 @@ from megatron_zpp.model.fp8_cast import (
     factors_of,
     plain_cast,
 )
-from megatron_zpp.model.fp8_delayed import DelayedLinear
-from megatron_zpp.model.fp8_scaling import DelayedScaling, check_scaling_state
+from megatron_zpp.model.fp8.delayed import DelayedLinear
+from megatron_zpp.model.fp8.scaling import DelayedScaling, check_scaling_state
 from megatron_zpp.model.gpt import GPT
 from tests.model.test_fp8 import check_products
 from tests.model.test_fused import assembly, version
@@ -80,7 +80,8 @@ def test_kernels_write_the_same_codes() -> None:
 @pytest.mark.parametrize("name", ["cast", "parts", "activation", "backward", "norm", "turn"])
 def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
     """In bf16, compiled for Hopper, but for 8 of codes by rows, the factor, the maximum and statistics."""
-    from megatron_zpp.model.fused import cast, coded_activation, coded_norm, gradient_cast, norm
+    from megatron_zpp.model.fp8.kernels import cast, coded_activation, coded_norm, gradient_cast
+    from megatron_zpp.model.fused import norm
 
     codes = "*fp8e5" if name == "backward" else "*fp8e4nv"
     tensors = dict.fromkeys(("x_ptr",), "*bf16") | dict.fromkeys(("factors_ptr", "maxima_ptr"), "*fp32")
@@ -127,7 +128,7 @@ def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
 @pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
 def test_weights_are_encoded_16_bytes_at_a_time() -> None:
     """All but the factor and the maximum."""
-    from megatron_zpp.model.fused import weight_codes
+    from megatron_zpp.model.fp8.kernels import weight_codes
 
     tensors = dict.fromkeys(("numbers_ptr", "factors_ptr", "maxima_ptr"), "*fp32")
     settings: dict[str, Any] = {"KIND": WEIGHT, "NUMBERS": weight_codes._NUMBERS}

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, WEIGHT
-from megatron_zpp.model.fp8_delayed import DelayedLinear
-from megatron_zpp.model.fp8_output import OutputProduct, coded_chunk_rows, part_rows
-from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, WEIGHT
+from megatron_zpp.model.fp8.delayed import DelayedLinear
+from megatron_zpp.model.fp8.output import OutputProduct, coded_chunk_rows, part_rows
+from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.loss import IGNORED, linear_cross_entropy, logits_to_codes
 from tests.model.test_fp8_delayed import CPU, SKIPPED, STEPPED, losses_of, nearest
 from tests.model.test_fused import assembly, version
@@ -278,7 +278,7 @@ def test_a_model_learns_what_a_plain_one_does(model: str, monkeypatch: pytest.Mo
 @pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
 def test_the_kernel_of_codes_moves_16_bytes_at_a_time() -> None:
     """But for 8 of codes by rows, and each row's target and statistics."""
-    from megatron_zpp.model.fused import coded_loss
+    from megatron_zpp.model.fp8.kernels import coded_loss
 
     tensors = {
         "logits_ptr": "*bf16",

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.model.fp8_delayed import DelayedLinear
-from megatron_zpp.model.fp8_scaling import DelayedScaling
-from megatron_zpp.model.fp8_weights import WeightCodes
+from megatron_zpp.model.fp8.delayed import DelayedLinear
+from megatron_zpp.model.fp8.scaling import DelayedScaling
+from megatron_zpp.model.fp8.weights import WeightCodes
 from tests.model.test_fp8_delayed import CPU, STEPPED, nearest, results
 
 E4M3 = torch.float8_e4m3fn

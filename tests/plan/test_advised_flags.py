@@ -7,8 +7,8 @@ import pytest
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.train.dry_run import dry_run, planned
+from megatron_zpp.distributed.topology import Topology, planned
+from megatron_zpp.train.dry_run import dry_run
 from megatron_zpp.train.inputs import check_inputs
 
 PLAN = (

@@ -15,10 +15,10 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.fp8_cast import factors_of
-from megatron_zpp.model.fp8_delayed import DelayedLinear
-from megatron_zpp.model.fp8_output import OutputProduct, part_rows
-from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.fp8.cast import factors_of
+from megatron_zpp.model.fp8.delayed import DelayedLinear
+from megatron_zpp.model.fp8.output import OutputProduct, part_rows
+from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import keeps_gradient, linear_cross_entropy
@@ -29,7 +29,7 @@ from megatron_zpp.plan.advice import at_stage
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds
-from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.train.setup.compiling import compile_parts
 from tests.model.variants import LLAMA
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.support import GROUPED_FLASH

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_zpp.reporting.curves import (
+from megatron_zpp.reporting.report.curves import (
     axis_of,
     band,
     by_iteration,

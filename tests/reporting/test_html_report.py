@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.reporting.charts import Series, chart, nice_ticks, short
-from megatron_zpp.reporting.curves import Curve
-from megatron_zpp.reporting.html_report import Comparison, Report, Setting, page
-from megatron_zpp.reporting.step_trace import draw_lanes, read_trace
+from megatron_zpp.reporting.report.charts import Series, chart, nice_ticks, short
+from megatron_zpp.reporting.report.curves import Curve
+from megatron_zpp.reporting.report.page import Comparison, Report, Setting, page
+from megatron_zpp.reporting.report.step_trace import draw_lanes, read_trace
 from tests.reporting.test_curves import step
 
 EVIL = "</td></script><script>alert('\"&')</script>"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_zpp.commands.report import ReportConfig, make_report
-from megatron_zpp.reporting.html_report import page
+from megatron_zpp.reporting.report.page import page
 
 STEP = {
     **{"consumed_samples": 8, "lm_loss": 5.0, "grad_norm": 1.0, "learning_rate": 1e-3, "loss_scale": 1.0},

@@ -25,7 +25,6 @@ from megatron_zpp.reporting.sinks import (
     wandb_record,
 )
 from megatron_zpp.storage.files import check_replaceable
-from megatron_zpp.train.compiling import check_cache
 from tests.reporting.test_curves import step
 from tests.reporting.wandb_server import wandb_server
 from tests.support import environment, run
@@ -210,7 +209,7 @@ def test_a_sink_that_hangs_is_abandoned_however_many_records_wait(waiting: int) 
         ("--tensorboard-dir", lambda url: check_sinks(LoggingConfig(tensorboard_dir=url))),
         ("--wandb-save-dir", lambda url: check_sinks(LoggingConfig(wandb_project="p", wandb_save_dir=url))),
         ("--profile-dir", lambda url: check_profile(TimingConfig(profile=True, profile_dir=url))),
-        ("--compile-cache-dir", lambda url: check_cache(CompilationConfig(compile_cache_dir=url))),
+        ("--compile-cache-dir", lambda url: CompilationConfig(compile_cache_dir=url).check_cache()),
         ("--output", lambda url: check_replaceable("--output", url)),
     ],
 )

@@ -20,7 +20,7 @@ from moto.s3.models import s3_backends
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
 
-from megatron_zpp.storage import object_store
+from megatron_zpp.storage.objects import requests as object_store
 from tests.object_server import BUCKET
 
 BUSY, BROKEN, DENIED, UNSENT, UNANSWERED, HALF, FLIPPED = range(7)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.storage import directory_identity
-from megatron_zpp.storage.directory_identity import DirectoryIdentity
-from megatron_zpp.storage.object_path import location
+from megatron_zpp.memory_snapshots import directory_identity
+from megatron_zpp.memory_snapshots.directory_identity import DirectoryIdentity
+from megatron_zpp.storage.location import location
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from megatron_zpp.storage import object_path, object_store
-from megatron_zpp.storage.object_path import ObjectPath
-from megatron_zpp.storage.object_store import NoUpload, ObjectError
-from megatron_zpp.storage.object_upload import ChecksummedUpload
+from megatron_zpp.storage.location import ObjectError
+from megatron_zpp.storage.objects import path as object_path
+from megatron_zpp.storage.objects import requests as object_store
+from megatron_zpp.storage.objects.path import ObjectPath
+from megatron_zpp.storage.objects.requests import NoUpload
+from megatron_zpp.storage.objects.upload import ChecksummedUpload
 from tests.object_server import BUCKET
 from tests.storage.faulty_store import (
     BROKEN,

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_zpp.storage import object_path
 from megatron_zpp.storage.lease import LEASE, Held, Holder, Lease, LeaseLost
-from megatron_zpp.storage.object_path import location
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import ObjectError, location
+from megatron_zpp.storage.objects import path as object_path
 from tests.object_server import BUCKET, ObjectServer, object_server
 from tests.support import wait_until
 

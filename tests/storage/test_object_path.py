@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.storage import object_store, object_upload
 from megatron_zpp.storage.checksums import DamagedFile, VerifiedFile, checksums_of
 from megatron_zpp.storage.files import check_writable
-from megatron_zpp.storage.object_path import ObjectPath, location
-from megatron_zpp.storage.object_store import Conflict, NoObject, ObjectError
-from megatron_zpp.storage.object_upload import ChecksummedUpload, part_bytes
-from megatron_zpp.storage.ranges import ObjectRanges
+from megatron_zpp.storage.location import Conflict, NoObject, ObjectError, location
+from megatron_zpp.storage.objects import requests as object_store
+from megatron_zpp.storage.objects import upload as object_upload
+from megatron_zpp.storage.objects.path import ObjectPath
+from megatron_zpp.storage.objects.ranges import ObjectRanges
+from megatron_zpp.storage.objects.upload import ChecksummedUpload, part_bytes
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 from tests.object_server import BUCKET, ObjectServer, object_server
 
@@ -70,7 +71,7 @@ def test_more_objects_than_one_answer_lists_are_removed(
         server.put(f"many/{number}", b"")
     whole = object_store.request
     monkeypatch.setattr(
-        "megatron_zpp.storage.object_path.request",
+        "megatron_zpp.storage.objects.path.request",
         lambda url, operation, **arguments: whole(
             url, operation, **arguments, **({"MaxKeys": 2} if operation == "list_objects_v2" else {})
         ),

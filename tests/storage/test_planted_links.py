@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from megatron_zpp.checkpoint.directory import write_tracker
-from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
 from megatron_zpp.commands import plot, report
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.data.npy_files import NpyWriter
 from megatron_zpp.data.text.open import _entry
+from megatron_zpp.memory_snapshots.copies import MemoryCopies, SnapshotName, file_names
+from megatron_zpp.memory_snapshots.run_memory import _lock
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.sinks import MetricsFile, check_sinks
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
@@ -33,7 +34,6 @@ from megatron_zpp.storage.files import (
     write_text,
     write_whole,
 )
-from megatron_zpp.storage.run_memory import _lock
 from tests.support import ROOT, environment
 
 

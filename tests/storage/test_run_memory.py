@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.storage.run_memory import RunMemory, room_for, run_directory, snapshots_root
+from megatron_zpp.memory_snapshots.run_memory import RunMemory, room_for, run_directory, snapshots_root
 
 DAY = 24 * 3600
 

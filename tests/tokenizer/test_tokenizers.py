@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer, describe, huggingface_tokenizer
-from megatron_zpp.train.sampled_text import check_prompt
+from megatron_zpp.train.inputs import check_prompt
 
 ORDINARY = [
     "Hello, world! It's 2024; we'll see.",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.fp8_delayed import DelayedProduct
+from megatron_zpp.model.fp8.delayed import DelayedProduct
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.train.test_fp8_scaling import batch
 

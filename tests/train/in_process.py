@@ -13,15 +13,15 @@ from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.signals import StopSignals
 from megatron_zpp.tokenizer import build_tokenizer, describe
-from megatron_zpp.train.build_engine import build_engine
-from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.loop import train
-from megatron_zpp.train.ranks import Ranks
-from megatron_zpp.train.reading import open_data
 from megatron_zpp.train.run import build_run
-from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.stopping import Ending
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.train.setup.build_engine import build_engine
+from megatron_zpp.train.setup.device import prepare_device
+from megatron_zpp.train.setup.ranks import Ranks
+from megatron_zpp.train.setup.reading import open_data
+from megatron_zpp.train.steps.stopping import Ending
 from tests.train.conftest import BYTES, TINY
 
 SMALLEST = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --micro-batch-size 1".split()

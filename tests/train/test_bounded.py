@@ -15,7 +15,7 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.regular import UnfitFile
-from megatron_zpp.train.bounded import read_together
+from megatron_zpp.train.setup.bounded import read_together
 
 RANKS = 3
 

@@ -15,7 +15,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
-from megatron_zpp.train.compiling import compile_parts, prepare_compiler
+from megatron_zpp.train.setup.compiling import compile_parts, prepare_compiler
 from tests.model.variants import LLAMA, MODELS
 from tests.support import GROUPED_FLASH, pretrain
 from tests.zero.engines import engine_of

@@ -12,10 +12,10 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
+from megatron_zpp.memory_snapshots.run_memory import RunMemory
+from megatron_zpp.memory_snapshots.taking import MemorySnapshots
 from megatron_zpp.reporting.reporter import Reporter
-from megatron_zpp.storage.run_memory import RunMemory
-from megatron_zpp.train.buddy_memory import BuddyMemory
-from megatron_zpp.train.buddy_snapshots import MemorySnapshots
 from tests.checkpoint.saving import FIRST, TOKENIZER
 from tests.train.conftest import TINY
 from tests.train.test_memory_snapshots import LENGTH, MODEL, SNAPSHOTS

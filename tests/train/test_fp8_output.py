@@ -11,7 +11,7 @@ import torch
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8_output import OutputProduct
+from megatron_zpp.model.fp8.output import OutputProduct
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.inputs import check_inputs
 from tests.checkpoint.saving import TOKENIZER, save

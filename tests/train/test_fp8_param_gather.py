@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
-from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.hop import SentBytes
 from tests.model.test_fp8_delayed import nearest

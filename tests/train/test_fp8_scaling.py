@@ -11,11 +11,11 @@ from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.train.build_engine import build_engine
-from megatron_zpp.train.compiling import compile_parts
-from megatron_zpp.train.device import prepare_device
+from megatron_zpp.train.setup.build_engine import build_engine
+from megatron_zpp.train.setup.compiling import compile_parts
+from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.variants import MODELS, flags_of

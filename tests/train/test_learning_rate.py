@@ -8,8 +8,8 @@ import torch
 
 from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.train.build_engine import zero_of
-from megatron_zpp.train.learning_rate import LearningRate
+from megatron_zpp.train.schedule.learning_rate import LearningRate
+from megatron_zpp.train.setup.build_engine import zero_of
 
 PEAK, FLOOR = 1e-3, 1e-5
 

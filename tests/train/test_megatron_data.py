@@ -8,7 +8,7 @@ import pytest
 
 from megatron_zpp.config.run import EvaluationConfig, TrainingConfig
 from megatron_zpp.data.batches import BatchSchedule
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from tests.support import pretrain
 from tests.train.conftest import BYTES, TINY
 

@@ -9,15 +9,15 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.memory_copies import SnapshotName
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.memory_snapshots.copies import SnapshotName
+from megatron_zpp.memory_snapshots.name import checked_name, memory_name, write_memory_name
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.signals import StopSignals
-from megatron_zpp.train.buddy_memory import open_memory
-from megatron_zpp.train.memory_name import checked_name, memory_name, remove_memory_name, write_memory_name
-from megatron_zpp.train.ranks import Ranks
+from megatron_zpp.train.memory_snapshots import open_memory
+from megatron_zpp.train.setup.ranks import Ranks
 from tests.train.conftest import BYTES, TINY
 
 FILE = "memory_snapshots.txt"
@@ -29,7 +29,7 @@ def test_a_start_finds_what_the_one_before_wrote(tmp_path: Path) -> None:
     name = write_memory_name(str(tmp_path), None)
     assert memory_name(str(tmp_path)) == (name, [])
     assert write_memory_name(str(tmp_path), name) == name
-    remove_memory_name(str(tmp_path))
+    (tmp_path / FILE).unlink()
     assert memory_name(str(tmp_path)) == (None, [])
     assert write_memory_name(str(tmp_path), None) != name
     assert [path.name for path in tmp_path.iterdir()] == [FILE]

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import pytest
 
 from benchmarks.faults.network import Link
-from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName
+from megatron_zpp.memory_snapshots.copies import MemoryCopies, SnapshotName
 from tests.support import ROOT, Run, environment, free_port, holding, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.test_faults import in_micro_batch, weights
@@ -243,7 +243,7 @@ SLOW, SLOW_PIECES = 7, 14  # seconds that a slow file takes, in so many pieces
 
 def sending_slowly(name: str) -> None:
     """What this rank sends of the copies whose names have `name` takes longer than the time-out."""
-    from megatron_zpp.distributed import peer_files
+    from megatron_zpp.memory_snapshots import peer_files
 
     peer_files._PIECE = 1 << 12  # progress is reported after each; these files are small
     send = socket.socket.sendfile
@@ -278,7 +278,7 @@ def test_copies_may_travel_for_longer_than_the_time_out(nodes: Nodes, whole: dic
 
 def stuck_before_fetching() -> None:
     """This rank does nothing for longer than others wait, before it fetches copies."""
-    from megatron_zpp.train import buddy_memory
+    from megatron_zpp.memory_snapshots import buddy_memory
 
     get = buddy_memory.get_file
 
@@ -304,7 +304,7 @@ def test_a_silent_rank_is_not_taken_for_damaged_copies(nodes: Nodes) -> None:
 
 def killed_in_snapshot(iteration: int) -> None:
     """This rank is killed when it has sent the shards of a snapshot, but not their description."""
-    from megatron_zpp.train import buddy_memory
+    from megatron_zpp.memory_snapshots import buddy_memory
 
     put = buddy_memory.put_file
 
@@ -441,7 +441,7 @@ def test_what_was_loaded_from_memory_is_saved(nodes: Nodes) -> None:
 
 def unreachable_buddy() -> None:
     """Nothing can be sent from this rank after the first snapshot."""
-    from megatron_zpp.train import buddy_memory
+    from megatron_zpp.memory_snapshots import buddy_memory
 
     put, sent = buddy_memory.put_file, []
 
@@ -464,13 +464,13 @@ def test_a_snapshot_that_fails_is_a_warning(nodes: Nodes, whole: dict[str, bytes
 
 
 def little_room() -> None:
-    from megatron_zpp.train import buddy_memory
+    from megatron_zpp.memory_snapshots import buddy_memory
 
     buddy_memory.room_for = lambda root, run: 1000
 
 
 def little_memory() -> None:
-    from megatron_zpp.train import buddy_memory
+    from megatron_zpp.memory_snapshots import buddy_memory
 
     buddy_memory.available_memory = lambda: 1000
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from megatron_zpp.storage import object_path, object_store
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.storage.location import ObjectError
+from megatron_zpp.storage.objects import path as object_path
+from megatron_zpp.storage.objects import requests as object_store
 from tests.object_server import BUCKET, ObjectServer, object_server
 from tests.support import Run, pretrain, wait_until
 from tests.train.conftest import BYTES, TINY

@@ -9,7 +9,7 @@ import torch
 from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.signals import StopSignals
-from megatron_zpp.train.stopping import Ending, Stop, StopConditions
+from megatron_zpp.train.steps.stopping import Ending, Stop, StopConditions
 from tests.zero.ranks import on_ranks
 from tests.zero.test_differences import BOTH, train
 from tests.zero.zeropp_engines import build

@@ -15,8 +15,8 @@ from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.train.checkpoint_arguments import read_arguments
-from megatron_zpp.train.device import prepare_device
+from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
+from megatron_zpp.train.setup.device import prepare_device
 from tests.support import pretrain
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, of, train_here

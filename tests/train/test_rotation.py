@@ -11,8 +11,8 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.train import checkpoint_arguments, restore
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.resume import checkpoint_arguments, restore
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save, small
 from tests.zero.ranks import on_ranks

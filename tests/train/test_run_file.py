@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.train.run_file import RUN_FILE
+from megatron_zpp.train.saving.run_file import RUN_FILE
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, of, train_here
 

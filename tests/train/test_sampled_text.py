@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_zpp.tokenizer.null import NullTokenizer
-from megatron_zpp.train.sampled_text import check_prompt
+from megatron_zpp.train.inputs import check_prompt
 
 
 @pytest.mark.parametrize(("prompt", "reason"), [(" ", "has no tokens; give text"), ("1 x", "x")])

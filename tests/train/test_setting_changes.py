@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.train.model_changes import product_changes
+from megatron_zpp.train.resume.model_changes import product_changes
 from tests.train.in_process import Resumed, of
 
 

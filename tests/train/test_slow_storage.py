@@ -18,10 +18,10 @@ from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.checksums import VerifiedFile
-from megatron_zpp.train import restore
-from megatron_zpp.train import saver as saver_module
-from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.saver import Saver
+from megatron_zpp.train.resume import restore
+from megatron_zpp.train.saving import saver as saver_module
+from megatron_zpp.train.saving.saver import Saver
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.support import ROOT, environment

@@ -13,11 +13,12 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.storage import object_path
-from megatron_zpp.storage.object_path import location
-from megatron_zpp.train import restore
-from megatron_zpp.train.checkpoint_arguments import read_arguments
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.storage.location import location
+from megatron_zpp.storage.objects import path as object_path
+from megatron_zpp.train.resume import restore
+from megatron_zpp.train.resume import start as start_of_run
+from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from tests.checkpoint.saving import TOKENIZER, save, small
 from tests.object_server import BUCKET, object_server
 from tests.zero.ranks import on_ranks
@@ -55,7 +56,7 @@ def requests() -> Iterator[list[str]]:
 )
 def test_a_rank_looks_for_few_markers_before_it_joins(requests: list[str], flags: dict[str, Any]) -> None:
     requests.clear()
-    restore.check_start(CheckpointConfig(load=URL, **flags), MODEL, {})
+    start_of_run.check_start(CheckpointConfig(load=URL, **flags), MODEL, {})
     assert requests[:2] == ["put_object", "delete_object"]  # whether --save can be written to
     assert len(requests) <= 5
 
@@ -71,7 +72,7 @@ def test_a_rank_looks_for_few_markers_before_it_joins(requests: list[str], flags
 def test_a_newer_checkpoint_is_still_found(requests: list[str], flags: dict[str, Any], problem: str) -> None:
     requests.clear()
     with pytest.raises(ValueError, match=problem):
-        restore.check_start(CheckpointConfig(save=URL, **flags), MODEL, {})
+        start_of_run.check_start(CheckpointConfig(save=URL, **flags), MODEL, {})
     assert len(requests) <= 6
 
 
@@ -81,7 +82,7 @@ def test_a_lost_marker_costs_one_more_request(requests: list[str]) -> None:
     (lost / MARKER).unlink()
     (lost / "state.json").write(b"{}")
     requests.clear()
-    found = next(restore.each_candidate(URL))
+    found = next(start_of_run.each_candidate(URL))
     assert found == location(URL) / checkpoint_name(CHECKPOINTS - 1)
     assert requests == ["list_objects_v2", "head_object", "head_object"]
     with pytest.raises(ValueError, match=rf"--ckpt-step {CHECKPOINTS}: .* iterations there: 1, .*, 39$"):

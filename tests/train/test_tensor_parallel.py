@@ -9,9 +9,9 @@ import torch
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.train.build_engine import build_engine
-from megatron_zpp.train.compiling import compile_parts
-from megatron_zpp.train.device import prepare_device
+from megatron_zpp.train.setup.build_engine import build_engine
+from megatron_zpp.train.setup.compiling import compile_parts
+from megatron_zpp.train.setup.device import prepare_device
 from tests.support import pretrain
 from tests.zero.ranks import on_ranks
 from tests.zero.test_tensor_parallel import (

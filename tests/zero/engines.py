@@ -15,8 +15,8 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.parallel.layers import TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.model.row_blocks import RowBlockComponents
-from megatron_zpp.model.tensor_parallel import TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare

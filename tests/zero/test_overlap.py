@@ -13,7 +13,7 @@ from megatron_zpp.distributed import peer_rows
 from megatron_zpp.distributed.peer_rows import CollectiveRows
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.tensor_exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
+from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
 from tests.zero.ranks import on_ranks
 from tests.zero.test_tensor_parallel import ALL, VOCAB, Case, build, check, one_process, train
 

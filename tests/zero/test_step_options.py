@@ -12,7 +12,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.train.build_engine import DECOUPLED, decoupled_of
+from megatron_zpp.train.setup.build_engine import DECOUPLED, decoupled_of
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks

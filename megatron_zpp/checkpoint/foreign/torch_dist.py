@@ -24,7 +24,7 @@ from megatron_zpp.checkpoint.foreign.torch_file import (
     read_pickle_file,
     read_torch_file,
 )
-from megatron_zpp.config.json_file import read_json_object
+from megatron_zpp.config.values.json_file import read_json_object
 from megatron_zpp.storage.checksums import DamagedFile
 
 KIND = "Megatron-LM (torch_dist)"

@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
-from megatron_zpp.config.huggingface_config import CONFIG, FAMILIES, describe_model, huggingface_values
-from megatron_zpp.config.json_file import read_json_object
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
+from megatron_zpp.config.shapes.huggingface import CONFIG, FAMILIES, describe_model, huggingface_values
+from megatron_zpp.config.values.json_file import read_json_object
 
 # What a directory settles: every field of ModelConfig but names of presets, lengths, padding and dropout.
 # The vocabulary depends on the tokenizer too (check_vocabulary).

@@ -27,13 +27,13 @@ from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
-from megatron_zpp.config.huggingface_config import CONFIG
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.shapes.huggingface import CONFIG
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import commit_directory, fsync, write_durably
-from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.location import Location
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.zero.model_states import WEIGHTS
 

@@ -22,8 +22,8 @@ from megatron_zpp.checkpoint.huggingface.names import (
     names_of,
 )
 from megatron_zpp.checkpoint.slices import UNSHARED, Sharing, blocks, fill
-from megatron_zpp.config.json_file import read_json_object, shown_key
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.values.json_file import read_json_object, shown_key
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.regular import UnfitFile, open_regular
 from megatron_zpp.zero.flat_layout import FlatLayout

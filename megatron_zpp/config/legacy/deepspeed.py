@@ -3,10 +3,8 @@
 import difflib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.config.json_file import read_json_object, shown, shown_key
 from megatron_zpp.config.legacy.deepspeed_keys import (
     ACCUMULATION,
     BATCH_SIZE,
@@ -18,25 +16,13 @@ from megatron_zpp.config.legacy.deepspeed_keys import (
     Only,
     Rule,
 )
-from megatron_zpp.config.options import Options, option, option_error
-from megatron_zpp.config.provided import Provided
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.sources.provided import Provided
+from megatron_zpp.config.sources.settings_file import DEEPSPEED_FLAG as FLAG
+from megatron_zpp.config.values.json_file import read_json_object, shown, shown_key
 
-FLAG = "--deepspeed_config"
 AUTO = "auto"  # Hugging Face's placeholder for a value that the command line gives
 _BLOCKS = {path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeedFile(Options):
-    """DeepSpeed: settings from its JSON file"""
-
-    deepspeed_config: str | None = option(
-        None,
-        "DeepSpeed's JSON file. Each key is obeyed, reported as having no effect here, or refused; "
-        "docs/guide/deepspeed.md lists them all.",
-        flag=FLAG,
-        metavar="FILE",
-    )
 
 
 def obey_file(path: str, provided: Provided, ranks: int) -> tuple[str, ...]:

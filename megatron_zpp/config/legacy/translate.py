@@ -11,15 +11,14 @@ from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag
 from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
-from megatron_zpp.config.provided import Provided
+from megatron_zpp.config.sources.provided import OTHERS, Provided
 
-GROUP = "old"
 _LENGTH = "training.train_samples"
 _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
 
 
 def add_old_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all old flags to a parser, hidden from its help; typed values appear in the group `GROUP`."""
+    """Add all old flags to a parser, hidden from its help; typed values appear in the group `OTHERS`."""
     parser.add_argument("--deepspeed-config", dest="deepspeed.deepspeed_config", help=argparse.SUPPRESS)
     for name, flag in _BY_NAME.items():
         if flag.refused:
@@ -27,7 +26,7 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
         else:
             details = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
             details |= {"nargs": "+"} if flag.many else {}
-        parser.add_argument(name, dest=f"{GROUP}.{name}", help=argparse.SUPPRESS, **details)
+        parser.add_argument(name, dest=f"{OTHERS}.{name}", help=argparse.SUPPRESS, **details)
     known = ", ".join(flag.name for flag in RENAMED)
     parser.epilog = textwrap.fill(
         f"These old flags of Megatron-LM and Megatron-DeepSpeed work, and print their current names: "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import JSON_LINES, SUFFIXES, fixed_directory, plain_suffix
+from megatron_zpp.config.values.text import JSON_LINES, SUFFIXES, fixed_directory, plain_suffix
 from megatron_zpp.config.words import either
 from megatron_zpp.data.corpus.compression import Decompressed
 from megatron_zpp.storage.regular import UnfitFile, open_regular, open_stream

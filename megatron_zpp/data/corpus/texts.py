@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import JSON_LINES, plain_suffix
+from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.inputs import TEXT, read_blocks, whole
 from megatron_zpp.data.corpus.json_lines import MALFORMED, parse_lines, split_lines, utf16
 from megatron_zpp.data.corpus.problems import Problem, Problems

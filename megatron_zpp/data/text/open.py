@@ -12,24 +12,19 @@ from typing import Any
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import HUB, SUFFIXES, fixed_directory, is_hub, is_sharded
 from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.config.values.text import HUB, SUFFIXES, fixed_directory, is_hub, is_sharded
 from megatron_zpp.data.corpus.encode import Encoder
 from megatron_zpp.data.corpus.inputs import find_files, read_blocks, whole
 from megatron_zpp.data.indexed import token_dtype
 from megatron_zpp.data.order_cache import contents_of
 from megatron_zpp.data.text.cache import TokenCache
-from megatron_zpp.data.text.group_order import GroupOrder
-from megatron_zpp.data.text.hub import open_hub
 from megatron_zpp.data.text.samples import TextDataset
-from megatron_zpp.data.text.shard_order import ShardOrder
-from megatron_zpp.data.text.shards import ShardedText, open_shards
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
 from megatron_zpp.storage.files import fsync, keep_first, locked, open_new, write_durably
 
 _VERSION = 1  # of the cache's format
 _BLOCK_BYTES = 1 << 20
-_LEAST_WINDOWS, _TOKEN_BYTES = 16, 4  # per group of text in shards; bytes of text per token, about
 
 
 class OpenText:
@@ -43,10 +38,7 @@ class OpenText:
     def samples(
         self, split: str, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
     ) -> TextDataset:
-        order = GroupOrder(*blocks, self.source.group, seed)
-        if isinstance(self.source, ShardedText):
-            group = self.source.group_for(_LEAST_WINDOWS * _TOKEN_BYTES * seq_length)
-            order = ShardOrder(*blocks, group, seed, stretches=self.source.stretches)
+        order = self.source.order(*blocks, seq_length, seed)
         dataset = TextDataset(split, self.source, self.cache, order, seq_length)
         dataset.prepare(prepared)
         return dataset
@@ -73,8 +65,12 @@ def open_text(
     source: TextSource
     try:
         if is_hub(path):
+            from megatron_zpp.data.text.shards.hub import open_hub
+
             source = open_hub(flag, path, data.json_key, directory, say)
         elif is_sharded(path):
+            from megatron_zpp.data.text.shards.text import open_shards
+
             source = open_shards(flag, path, find_files(flag, [path]), data.json_key, directory)
         elif path.endswith(SUFFIXES):
             source = JsonLinesText(flag, path, _unpacked(flag, path, directory, say))

@@ -11,6 +11,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.data.corpus.inputs import Span, lines_before, read_blocks
 from megatron_zpp.data.order_cache import contents_of
 from megatron_zpp.data.samples import ShardRecord
+from megatron_zpp.data.text.group_order import GroupOrder
 
 # About a thousand blocks, so that a split can be a thousandth of the text. A block is large enough for a
 # file, and there are never so many that their directory becomes slow.
@@ -31,6 +32,9 @@ class TextSource(Protocol):
     group: int
     size: int  # bytes of a file, rows of a data set
     made_of: Mapping[str, Any]  # distinguishes the text from other text and later versions
+
+    def order(self, first: int, last: int, seq_length: int, seed: int) -> GroupOrder:
+        """Return the order in which an epoch reads the blocks [first, last)."""
 
     def read(self, block: int) -> bytes:
         """Return the documents of a block as JSON lines. Raises ValueError if the text has changed."""
@@ -63,6 +67,9 @@ class JsonLinesText:
         self._bytes = size_of_block(self.size, _LEAST_BYTES, _MOST_BYTES)
         self.blocks = -(-self.size // self._bytes)
         self.group = max(GROUP_BLOCKS, _GROUP_BYTES // self._bytes)
+
+    def order(self, first: int, last: int, seq_length: int, seed: int) -> GroupOrder:
+        return GroupOrder(first, last, self.group, seed)
 
     def read(self, block: int) -> bytes:
         try:

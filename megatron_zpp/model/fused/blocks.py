@@ -5,8 +5,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
-from megatron_zpp.model.fused import coded_heads, coded_mlp, coded_norm
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
@@ -31,9 +29,6 @@ class FusedKernels(BlockKernels):
         self._rotates = not attention.normalized
         self._gelu = fused_linear.serves(mlp.input) and mlp.activation is gelu
         self._swiglu = mlp.activation is swiglu
-        self._coded_mlp = coded_mlp.serves(mlp)
-        readers = attention.qkv, mlp.input
-        self._coded_norms = self._norms and all(type(reader) is DelayedLinear for reader in readers)
         maps = attention.output, mlp.output, attention.qkv, mlp.input
         # Whether the gradients of the biases of `output` are made where that of the residual sum is.
         joins = self._norms and fused_norm.has_bias(layer.mlp_norm) and layer.dropout.p == 0
@@ -43,34 +38,20 @@ class FusedKernels(BlockKernels):
         """See BlockKernels."""
         if not self._norms:
             return super().norm(layer, x)
-        qkv = layer.attention.qkv
-        if self._coded_norms:
-            assert isinstance(qkv, DelayedLinear)
-            return coded_norm.coded_norm(x, layer.attention_norm, qkv)
         return fused_norm.norm(x, layer.attention_norm)
 
     def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Any]:
         """See BlockKernels."""
         if not self._norms:
             return super().add_norm(layer, x, added, residual)
-        first = layer.mlp.input
-        if self._coded_norms:
-            assert isinstance(first, DelayedLinear)
-            return coded_norm.coded_add_norm(x, added, residual, layer.mlp_norm, first)
         biases = (layer.attention.output.bias, layer.mlp.output.bias) if self._sums_biases else ()
         return fused_norm.add_norm(x, added, residual, layer.mlp_norm, biases)
 
-    def heads(
-        self, attention: Attention, x: Tensor | CodedInput, rotation: Rotation
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, attention: Attention, x: Any, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """See BlockKernels."""
         heads, groups, width = attention.heads, attention.groups, attention.head_width
-        if rotation.rotates and self._rotates:
+        if self._rotates_heads(rotation):
             return fused_rotary.rotate_heads(attention.qkv(x), heads, groups, width, rotation)
-        if isinstance(x, CodedInput):
-            assert isinstance(attention.qkv, DelayedLinear)
-            q, k, v = coded_heads.coded_heads(x, attention.qkv, heads, groups, width)
-            return rotation(attention.query_norm(q)), rotation(attention.key_norm(k)), v
         if not self._heads:
             return super().heads(attention, x, rotation)
         q, k, v = fused_linear.heads_of_linear(x, attention.qkv, heads, width)
@@ -82,10 +63,10 @@ class FusedKernels(BlockKernels):
             return fused_swiglu.swiglu(mlp.input(x))
         return fused_linear.gelu_of_linear(x, mlp.input) if self._gelu else super().activation(mlp, x)
 
-    def mlp(self, mlp: MLP, x: Tensor) -> Tensor:
-        """See BlockKernels."""
-        return coded_mlp.coded_mlp(mlp, x) if self._coded_mlp else super().mlp(mlp, x)
-
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """See BlockKernels."""
         return F.linear(x, linear.weight, linear.bias.detach()) if self._sums_biases else linear(x)
+
+    def _rotates_heads(self, rotation: Rotation) -> bool:
+        """Whether one kernel splits and rotates heads."""
+        return rotation.rotates and self._rotates

@@ -12,7 +12,7 @@ from megatron_zpp.checkpoint.foreign.recognise import recognise
 from megatron_zpp.commands import huggingface, import_checkpoint, sample
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import CheckpointConfig
-from megatron_zpp.train.restore import check_start
+from megatron_zpp.train.resume.start import check_start
 from tests.support import program
 
 LAYOUTS = {

@@ -9,9 +9,9 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from megatron_zpp.checkpoint.huggingface.load import open_weights
-from megatron_zpp.config.huggingface_config import FAMILIES as CONFIGS
-from megatron_zpp.config.huggingface_config import describe_model, huggingface_values
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.shapes.huggingface import FAMILIES as CONFIGS
+from megatron_zpp.config.shapes.huggingface import describe_model, huggingface_values
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from tests.checkpoint.huggingface.gpt2 import check_equal, entries, save, tensors

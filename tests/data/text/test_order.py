@@ -20,7 +20,7 @@ from megatron_zpp.data.samples import Samples
 from megatron_zpp.data.text.open import open_text
 from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.tokenizer import build_tokenizer, describe
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from tests.data.format_by_hand import write_by_hand
 from tests.data.text.conftest import NULL, NotingEncoder, json_lines, opened
 from tests.support import ROOT, ended, environment, wait_until

@@ -12,7 +12,7 @@ import pytest
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.data.shard_changes import changed_shard
 from megatron_zpp.data.text.samples import TextDataset
-from megatron_zpp.data.text.shard_order import ShardOrder
+from megatron_zpp.data.text.shards.order import ShardOrder
 from tests.data.format_by_hand import write_by_hand
 from tests.data.text.conftest import json_lines, opened
 from tests.data.text.test_blends import EOD, resumed

@@ -24,10 +24,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from megatron_zpp.data.text import parquet_shards
-from megatron_zpp.data.text.json_shards import lines_by_chunk
 from megatron_zpp.data.text.open import OpenText
-from megatron_zpp.data.text.shards import ShardedText, _bytes_of_block, open_shards
+from megatron_zpp.data.text.shards import parquet as parquet_shards
+from megatron_zpp.data.text.shards.json_lines import lines_by_chunk
+from megatron_zpp.data.text.shards.text import ShardedText, _bytes_of_block, open_shards
 from megatron_zpp.data.text.sources import fingerprint_of
 from megatron_zpp.storage import files
 from tests.data.text.conftest import documents_of, json_lines, opened
@@ -165,7 +165,7 @@ def test_the_first_sample_needs_a_fraction_of_the_bytes(
     pattern = f"hf:{directory}" if kind == "hf" else pattern
     monkeypatch.setattr(CountingFile, "count", 6 * 25_000)  # the digests
     monkeypatch.setattr(
-        "megatron_zpp.data.text.shard_files.open_stream",
+        "megatron_zpp.data.text.shards.files.open_stream",
         lambda path, buffering=-1: io.BufferedReader(CountingFile(path)) if buffering else CountingFile(path),
     )
     text = opened(pattern, data_cache_path=str(tmp_path / "cache"))
@@ -375,7 +375,7 @@ def test_remote_shards_are_read_again_after_an_error(
 ) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
-    import megatron_zpp.data.text.shards as shards
+    import megatron_zpp.data.text.shards.text as shards
 
     monkeypatch.setattr(shards, "_PAUSE", 0.001)
     source = opened_urls(remote, tmp_path)

@@ -1,0 +1,72 @@
+"""Sliding windows in config.json and in ModelConfig's fields.
+
+Mistral: `sliding_window` tokens in all layers. Qwen2 and Qwen3: `sliding_window` with `use_sliding_window`,
+in layers from `max_window_layers` on, or in those that `layer_types` names.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_zpp.config.values.attention_window import describe_pattern, parse_pattern, parse_window
+from megatron_zpp.config.values.json_file import shown
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def window_fields(values: Mapping[str, Any], layers: int, positions: int) -> dict[str, str]:
+    """Return the fields of ModelConfig for the keys of config.json; none if no text would notice.
+
+    A window that holds all `positions` changes nothing. Raises ValueError that names the key.
+    """
+    model_type = values["model_type"]
+    window = values.get("sliding_window", 4096)
+    if model_type in ("gpt2", "llama") or (model_type != "mistral" and not _used(values)) or window is None:
+        return {}
+    if type(window) is not int or window < 1:
+        raise ValueError(
+            f"config.json: sliding_window is {shown(window)}; must be null or a positive integer"
+        )
+    windowed = [True] * layers if model_type == "mistral" else _windowed_layers(values, layers)
+    if window >= positions or not any(windowed):
+        return {}
+    pattern = describe_pattern(windowed)
+    return {"window_size": f"{window - 1},0"} | ({"window_attn_skip_freq": pattern} if pattern else {})
+
+
+def window_keys(model: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the keys of config.json for the fields of a ModelConfig."""
+    if model["window_size"] is None:
+        return {}
+    tokens = parse_window(model["window_size"])
+    if model_type == "mistral":
+        return {"sliding_window": tokens}
+    layers, pattern = model["num_layers"], model["window_attn_skip_freq"]
+    windowed = parse_pattern(pattern, layers) if pattern else (True,) * layers
+    return {
+        "use_sliding_window": True,
+        "sliding_window": tokens,
+        "max_window_layers": windowed.index(True),
+        "layer_types": [_SLIDING if one else _FULL for one in windowed],
+    }
+
+
+def _used(values: Mapping[str, Any]) -> bool:
+    used = values.get("use_sliding_window", False)
+    if type(used) is not bool:
+        raise ValueError(f"config.json: use_sliding_window is {shown(used)}; must be true or false")
+    return used
+
+
+def _windowed_layers(values: Mapping[str, Any], layers: int) -> list[bool]:
+    first, types = values.get("max_window_layers", 28), values.get("layer_types")
+    if types is None:
+        if type(first) is not int or first < 0:
+            raise ValueError(f"config.json: max_window_layers is {shown(first)}; must be 0 or more")
+        return [layer >= first for layer in range(layers)]
+    known = isinstance(types, list) and all(kind in (_FULL, _SLIDING) for kind in types)
+    if not known or len(types) != layers:
+        raise ValueError(
+            f"config.json: layer_types {shown(types)} is not supported; must name {_FULL} or {_SLIDING} for "
+            f"each of {layers} layers"
+        )
+    return [kind == _SLIDING for kind in types]

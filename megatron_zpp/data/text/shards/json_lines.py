@@ -1,0 +1,157 @@
+"""Shards of JSON lines, plain or compressed, cut into pieces of whole lines.
+
+A piece of a plain file is the lines that begin in a range of its bytes. A piece of a compressed file is the
+lines that begin in what a range of its compressed bytes adds, so the file need not be decompressed to be cut.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from megatron_zpp.config.values.text import SUFFIXES
+from megatron_zpp.data.corpus.compression import Decompressor
+from megatron_zpp.data.text.shards.files import ShardFile
+
+_RATIO = 4  # assumed bytes of text per byte of a compressed file
+_COUNTED = 1 << 20  # bytes read at a time to count lines
+
+
+class JsonLinesShard:
+    """An uncompressed file; any piece is read as fast as the first."""
+
+    def __init__(self, file: ShardFile, block_bytes: int) -> None:
+        self.file = file
+        self.pieces = -(-file.size // block_bytes)
+        self.entries: Sequence[int] = range(self.pieces)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+    def read(self, piece: int) -> bytes:
+        """Return the lines of a piece."""
+        start, end = (self.file.size * edge // self.pieces for edge in (piece, piece + 1))
+        with self.file.open() as raw:
+            return _lines_that_begin(raw, start, end)
+
+    def location(self, piece: int, line: int) -> str:
+        """Return the location of a line of a piece, counted from 1."""
+        start = self.file.size * piece // self.pieces
+        with self.file.open() as raw:
+            before = _count_lines(raw, start)
+        return f"{self.file.path} line {before + line}"
+
+
+class CompressedShard:
+    """A .gz or .zst file, which is read forward; reading an earlier piece begins at the start again."""
+
+    def __init__(self, file: ShardFile, block_bytes: int) -> None:
+        self.file = file
+        self._chunk = max(1, block_bytes // _RATIO)
+        self.pieces = -(-file.size // self._chunk)
+        self.entries: Sequence[int] = range(min(1, self.pieces))
+        self._contents: Iterator[bytes] | None = None  # of the pieces from `_next` on
+        self._next = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_contents": None, "_next": 0}
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        self._contents, self._next = None, 0  # ends the generator, which closes the file
+
+    def read(self, piece: int) -> bytes:
+        """Return the lines of a piece. Raises ValueError if compressed data is damaged or ends too early."""
+        if self._contents is None or piece < self._next:
+            self.close()
+            self._contents = self._pieces()
+        contents = self._contents
+        self._contents = None  # an error below ends the iterator, which then must not be used again
+        content = b""
+        for _ in range(self._next, piece + 1):
+            content = next(contents)
+        self._next, self._contents = piece + 1, contents
+        return content
+
+    def location(self, piece: int, line: int) -> str:
+        """Return the location of a line of a piece, counted from 1."""
+        before = 0
+        for number, content in enumerate(self._pieces()):
+            if number == piece:
+                break
+            before += content.count(b"\n")
+        return f"{self.file.path} line {before + line}"
+
+    def _pieces(self) -> Iterator[bytes]:
+        lines = 0
+        pieces = lines_by_chunk(self._chunks())
+        while True:
+            try:
+                content = next(pieces)
+            except StopIteration:
+                return
+            except ValueError as error:
+                raise ValueError(f"{error} (after line {lines})") from None
+            yield content
+            lines += content.count(b"\n")
+
+    def _chunks(self) -> Iterator[bytes]:
+        decompressor = Decompressor(self.file.path)
+        with self.file.open() as raw:
+            for piece in range(self.pieces):
+                content = decompressor.feed(raw.read(self._chunk))
+                if piece + 1 == self.pieces:
+                    decompressor.finish()
+                yield content
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether a file of JSON lines can only be read forward."""
+    return path.endswith(SUFFIXES)
+
+
+def text_bytes(file: ShardFile) -> int:
+    """Return the size of the text of a file of JSON lines; an estimate if it is compressed."""
+    return file.size * _RATIO if is_compressed(file.path) else file.size
+
+
+def lines_by_chunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield for each chunk of a text the lines that begin in it: whole, also if they end in a later chunk."""
+    held: list[bytes] = []  # the lines of a chunk whose last line has not ended
+    empty = 0  # later chunks in which no line begins
+    for chunk in chunks:
+        rest = chunk
+        if held:
+            end = chunk.find(b"\n") + 1
+            held.append(chunk[:end] if end else chunk)
+            if not end:
+                empty += 1
+                continue
+            yield b"".join(held)
+            yield from [b""] * empty
+            held, empty, rest = [], 0, chunk[end:]
+        if rest and not rest.endswith(b"\n"):
+            held = [rest]
+        else:
+            yield rest
+    if held:
+        yield b"".join(held)
+        yield from [b""] * empty
+
+
+def _lines_that_begin(raw: BinaryIO, start: int, end: int) -> bytes:
+    if start:
+        raw.seek(start - 1)
+        start += len(raw.readline()) - 1  # a line that began earlier belongs to the piece before
+    if start >= end:
+        return b""
+    content = raw.read(end - start)
+    return content if content.endswith(b"\n") else content + raw.readline()
+
+
+def _count_lines(raw: BinaryIO, start: int) -> int:
+    """Return the number of lines that begin before `start`."""
+    if not start:
+        return 0
+    count, left, last = 0, start, b""
+    while left and (content := raw.read(min(_COUNTED, left))):
+        count, left, last = count + content.count(b"\n"), left - len(content), content
+    return count if last.endswith(b"\n") else count + 1

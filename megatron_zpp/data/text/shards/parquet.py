@@ -1,0 +1,274 @@
+"""Shards in Parquet, cut into pieces of rows by the index at the end of each file.
+
+A row group can only be read from its beginning. So a piece is part of a row group, or of a run of small ones.
+"""
+
+import bisect
+import hashlib
+import json
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.options import option_error
+from megatron_zpp.data.text.shards.files import THREADS, ShardFile
+from megatron_zpp.storage.files import identity, locked, write_text
+from megatron_zpp.storage.regular import read_again_after_error
+
+_BATCH_ROWS = 64  # decoded at a time, so that an error names a row within 64 of the damage
+_BUFFER = 1 << 20  # bytes read at a time, instead of a whole column of a row group
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Where the row groups of a file end: in rows, and in bytes of the column of text, uncompressed."""
+
+    rows: tuple[int, ...]  # (groups + 1,), from 0
+    size: tuple[int, ...]  # (groups + 1,), from 0
+    kind: str = ""  # type of the column, if it is not a string
+
+    def row_at(self, offset: int) -> int:
+        """Return the row at a byte of the column, as if the rows of a group had equal sizes."""
+        group = bisect.bisect_right(self.size, offset) - 1
+        if group + 1 == len(self.size):
+            return self.rows[-1]
+        rows, size = (edges[group + 1] - edges[group] for edges in (self.rows, self.size))
+        return self.rows[group] + (offset - self.size[group]) * rows // size
+
+    def group_of(self, row: int) -> int:
+        """Return the row group of a row."""
+        return bisect.bisect_right(self.rows, row) - 1
+
+
+class ParquetShard:
+    """A Parquet file; an open file continues after the last row read, and row groups are found by seeking."""
+
+    def __init__(self, file: ShardFile, key: str, groups: RowGroups, block_bytes: int) -> None:
+        self.file, self._key, self._groups = file, key, groups
+        self._cuts = _cut(groups, block_bytes)  # (first piece, first byte), and the end
+        self.pieces = self._cuts[-1][0]
+        self.entries: Sequence[int] = [piece for piece, _ in self._cuts[:-1]]
+        self._rows: Generator[bytes, None, None] | None = None  # JSON lines from row `_next` on
+        self._next = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_rows": None, "_next": 0}
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        if self._rows is not None:
+            self._rows.close()
+        self._rows, self._next = None, 0
+
+    def read(self, piece: int) -> bytes:
+        """Return the rows of a piece as JSON lines. Raises ValueError if the file is damaged."""
+        first, last = self._edge(piece), self._edge(piece + 1)
+        if first == last:
+            return b""
+        ahead = self._rows is not None and self._next <= first
+        if not ahead or self._groups.group_of(self._next) < self._groups.group_of(first):
+            group = self._groups.group_of(first)
+            self.close()
+            self._next = self._groups.rows[group]
+            self._rows = self._lines(group)
+        rows = self._rows
+        assert rows is not None
+        self._rows = None  # an error below ends the iterator, which then must not be used again
+        lines = [next(rows) for _ in range(self._next, last)][first - self._next :]
+        self._rows, self._next = rows, last
+        return b"".join(lines)
+
+    def location(self, piece: int, line: int) -> str:
+        """Return the location of a row of a piece, counted from 1."""
+        return f"{self.file.path} row {self._edge(piece) + line}"
+
+    def _edge(self, piece: int) -> int:
+        """Return the first row of a piece."""
+        index = min(bisect.bisect_right(self._cuts, (piece, self._groups.size[-1])), len(self._cuts) - 1)
+        (first, start), (last, end) = self._cuts[index - 1], self._cuts[index]
+        return self._groups.row_at(start + (end - start) * (piece - first) // (last - first))
+
+    def _lines(self, group: int) -> Generator[bytes, None, None]:
+        """Yield the rows from a row group on."""
+        with self.file.open() as raw:
+            file = None
+            for number in range(group, len(self._groups.rows) - 1):
+                row, last = self._groups.rows[number : number + 2]
+                try:
+                    file = file or _open(raw)
+                    for batch in _batches(file, self._key, number):
+                        lines = json_lines(self._key, batch)
+                        yield from lines
+                        row += len(lines)
+                except Exception as error:  # pyarrow raises subclasses of several built-in errors
+                    raise _damaged(self.file, row, one_line(error)) from None
+                if row != last:  # pyarrow ends a row group at a page that it does not know
+                    raise _damaged(self.file, row, "its row group has not the rows that its index says")
+
+
+def _cut(groups: RowGroups, block_bytes: int) -> list[tuple[int, int]]:
+    """Return the (piece, byte) at which each run of row groups begins, at least a block long, and the end."""
+    cuts, begin = [(0, 0)], 0
+    for group in range(1, len(groups.rows)):
+        rows, size = groups.rows[group] - groups.rows[begin], groups.size[group] - groups.size[begin]
+        if rows and (size >= block_bytes or group + 1 == len(groups.rows)):
+            cuts.append((cuts[-1][0] + min(rows, -(-size // block_bytes)), groups.size[group]))
+            begin = group
+    return cuts
+
+
+def _open(raw: Any) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(
+        raw, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
+    )
+
+
+def _batches(file: Any, key: str, group: int) -> Iterator[Any]:
+    for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[key], use_threads=False):
+        yield batch.column(0)
+
+
+def json_lines(key: str, column: Any) -> list[bytes]:
+    """Return the values of a column of Arrow as JSON lines, bytes as UTF-8.
+
+    Text that is not UTF-8 becomes a bad line, and a value of a type that is not text one without a string.
+    """
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if _is_string(column.type):
+        column = column.cast(pyarrow.large_binary())
+    return [json_line(key, value) for value in column.to_pylist()]
+
+
+def json_line(key: str, value: Any) -> bytes:
+    """Return the JSON line of one value; see `json_lines`."""
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError:  # the encoder reports the bytes
+            return b"{%s: " % json.dumps(key).encode() + value.replace(b"\n", b" ") + b"}\n"
+    return json.dumps({key: value}, default=_not_text).encode() + b"\n"
+
+
+def _not_text(value: Any) -> dict[str, str]:
+    return {type(value).__name__: str(value)}
+
+
+def _is_string(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _damaged(file: ShardFile, row: int, why: str) -> ValueError:
+    what = f"the Parquet data is damaged here or in the next {_BATCH_ROWS} rows ({why})"
+    return ValueError(f"{file.path} row {row + 1}: {what}; create the file again")
+
+
+def read_indexes(
+    flag: str, name: str, files: Sequence[ShardFile], key: str, directory: Path
+) -> list[RowGroups]:
+    """Return the row groups of all files, which reads the end of each.
+
+    Those of remote files are kept in `directory`, where later runs and other ranks find them. Raises
+    ValueError for a file that is no Parquet file, or has no column `key`.
+    """
+
+    def read(number: int) -> RowGroups:
+        where = name if not number else f"{name}: {files[number].path}"
+        return _read_index(flag, where, files[number], key)
+
+    def read_all() -> list[RowGroups]:
+        with ThreadPoolExecutor(THREADS) as threads:
+            return list(threads.map(read, range(len(files))))
+
+    if not files or not files[0].remote:
+        return read_all()
+    return _kept(directory, [key, *(file.record().name + file.contents for file in files)], read_all)
+
+
+def _kept(directory: Path, made_of: list[str], read_all: Callable[[], list[RowGroups]]) -> list[RowGroups]:
+    digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
+    path = directory / f"{digest}.rows.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    while True:
+        seen = identity(path)
+        with suppress(OSError, ValueError):
+            kept = json.loads(read_again_after_error(path, path.read_text))
+            return [RowGroups(tuple(rows), tuple(size), kind) for rows, size, kind in kept]
+        with locked(directory / "lock"):
+            if identity(path) == seen:
+                groups = read_all()
+                with suppress(FileNotFoundError):  # without locks, another process was faster
+                    write_text(path, json.dumps([[each.rows, each.size, each.kind] for each in groups]))
+                return groups
+        # Another rank has written it; those that waited read it at once, without the lock.
+
+
+def _read_index(flag: str, where: str, file: ShardFile, key: str) -> RowGroups:
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise option_error(flag, where, "needs the package pyarrow; pip install pyarrow") from None
+    try:
+        with file.open() as raw:
+            parquet = _open(raw)
+            index, schema = parquet.metadata, parquet.schema_arrow
+            names = schema.names
+            paths = [index.schema.column(number).path for number in range(index.num_columns)]
+            numbers = [n for n, path in enumerate(paths) if path == key or path.startswith(f"{key}.")]
+            if numbers:
+                _check_columns(parquet, numbers)
+    except Exception as error:  # pyarrow raises subclasses of several built-in errors
+        fix = f"is no Parquet file, or its index is damaged ({one_line(error)}); create it again"
+        raise option_error(flag, file.path, fix) from None
+    if key not in names:
+        raise option_error("--json-key", key, f"{where} has no such column; it has {', '.join(names)}")
+    kind = schema.types[names.index(key)]
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    rows, size, end = [0], [0], 0
+    for group in range(index.num_row_groups):
+        described = index.row_group(group)
+        if described.num_rows:
+            columns = [described.column(number) for number in numbers]
+            rows.append(rows[-1] + described.num_rows)
+            size.append(size[-1] + max(1, sum(column.total_uncompressed_size for column in columns)))
+            ranges = sorted(map(_bytes_of, columns), key=lambda each: each.start)
+            if ranges[0].start < end or any(b.start < a.stop for a, b in pairwise(ranges)):
+                raise option_error(
+                    flag, file.path, f"row group {group} overlaps another one; create it again"
+                )
+            end = ranges[-1].stop
+        else:
+            rows.append(rows[-1])
+            size.append(size[-1])
+    if rows[-1] != index.num_rows:
+        fix = f"its index has {index.num_rows:,} rows, and {rows[-1]:,} in its row groups; create it again"
+        raise option_error(flag, file.path, fix)
+    return RowGroups(tuple(rows), tuple(size), "" if _is_string(kind) else str(kind))
+
+
+def _check_columns(parquet: Any, numbers: list[int]) -> None:
+    """Raise an error of pyarrow if the description of a column in a row group is damaged.
+
+    `RowGroupMetaData.column` would end the process (pyarrow 26). Batches of no rows read nothing.
+    """
+    for group in range(parquet.metadata.num_row_groups):
+        for _ in parquet.reader.iter_batches(0, row_groups=[group], column_indices=numbers):
+            break
+
+
+def _bytes_of(column: Any) -> range:
+    """The bytes of a column's pages in the file; those of a row group lie together."""
+    offsets = (column.dictionary_page_offset, column.data_page_offset)
+    start = min(offset for offset in offsets if offset is not None)
+    return range(start, start + column.total_compressed_size)

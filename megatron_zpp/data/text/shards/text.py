@@ -1,0 +1,205 @@
+"""Text in shards: many files of one data set, of which only what the next samples need is read."""
+
+import copy
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.values.text import PARQUET
+from megatron_zpp.data.samples import ShardRecord
+from megatron_zpp.data.text.shards.files import ShardFile, examine_files
+from megatron_zpp.data.text.shards.json_lines import (
+    CompressedShard,
+    JsonLinesShard,
+    is_compressed,
+    text_bytes,
+)
+from megatron_zpp.data.text.shards.order import ShardOrder
+from megatron_zpp.data.text.shards.parquet import ParquetShard, read_indexes
+
+# About a thousand blocks of 1 KiB to 1 MiB; in more than 64 GiB of text the blocks grow to 4 MiB.
+_BLOCKS, _MANY_BLOCKS = 1024, 1 << 16
+_LEAST_BYTES, _MOST_BYTES, _LARGEST = 1 << 10, 1 << 20, 4 << 20
+_GROUP_BYTES, _GROUP_BLOCKS = 16 << 20, 8
+_LEAST_WINDOWS, _TOKEN_BYTES = 16, 4  # per group; bytes of text per token, about
+_PARTS = 8  # groups of a text, at least: the first sample must not wait for all of a small text
+_STRETCHES, _LONGEST = 128, 64  # of a text; blocks
+_OPEN = 16  # files that stay open for the next block
+_ATTEMPTS, _PAUSE = 5, 1.0  # of a remote read; seconds after the first failure, doubled after each
+
+
+class Shard(Protocol):
+    """A file that is cut into pieces. Picklable."""
+
+    file: ShardFile
+    pieces: int
+    entries: Sequence[int]  # pieces at which reading can begin; others are read after the pieces before
+
+    def read(self, piece: int) -> bytes:
+        """Return the documents of a piece as JSON lines. Raises ValueError if the file is damaged."""
+
+    def location(self, piece: int, line: int) -> str:
+        """Return the location of a line of a piece, counted from 1."""
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+
+
+class ShardedText:
+    """The pieces of all shards, in the order of the shards."""
+
+    def __init__(
+        self, name: str, shards: Sequence[Shard], size: int, block_bytes: int, kinds: Sequence[str] = ()
+    ) -> None:
+        """`size` is the bytes of text in all shards, about `block_bytes` of them per piece.
+
+        `kinds` names the types of the column in Parquet files in which it is not of strings.
+        """
+        self.name, self.size = name, size
+        self._shards, self._block_bytes = shards, block_bytes
+        self._ends = np.cumsum([shard.pieces for shard in shards])  # block after the last one of each shard
+        self.blocks = int(self._ends[-1])
+        self.group = min(max(_GROUP_BLOCKS, _GROUP_BYTES // block_bytes), -(-self.blocks // _PARTS))
+        self.stretches = np.array([0, *self._stretch_ends()])
+        contents = hashlib.sha256("\n".join(shard.file.contents for shard in shards).encode())
+        modified = hashlib.sha256("\n".join(str(shard.file.modified) for shard in shards).encode())
+        self.made_of: Mapping[str, Any] = {
+            "name": name,
+            "shards": len(shards),
+            "contents": contents.hexdigest(),
+            "modified": modified.hexdigest(),
+            "blocks": self.blocks,
+            **({"column": ", ".join(kinds)} if kinds else {}),
+        }
+        self._open: dict[int, Shard] = {}  # by stretch, the last one used at the end
+        self._process = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_open": {}, "_process": 0}
+
+    def order(self, first: int, last: int, seq_length: int, seed: int) -> ShardOrder:
+        """Return the order of [first, last). A group has more blocks than usual if it would be too small."""
+        least = _LEAST_WINDOWS * _TOKEN_BYTES * seq_length
+        group = max(self.group, -(-least // self._block_bytes))
+        return ShardOrder(first, last, group, seed, stretches=self.stretches)
+
+    def shard_records(self) -> tuple[ShardRecord, ...]:
+        """Return what a checkpoint keeps of each shard."""
+        return tuple(shard.file.record() for shard in self._shards)
+
+    def read(self, block: int) -> bytes:
+        _, piece = self._find(block)
+        shard = self._opened(block)
+        shard.file.check()
+        attempts = _ATTEMPTS if shard.file.remote else 1
+        for attempt in range(1, attempts + 1):
+            try:
+                return shard.read(piece)
+            except Exception as error:  # of fsspec and its servers
+                if isinstance(error, ValueError) and attempt == attempts:
+                    raise
+                if attempt == attempts:
+                    raise _unreadable(shard.file, error) from None
+                shard.close()
+                time.sleep(_PAUSE * 2 ** (attempt - 1))
+        raise AssertionError("the last attempt returns or raises")
+
+    def location(self, block: int, line: int) -> str:
+        number, piece = self._find(block)
+        return self._shards[number].location(piece, line)
+
+    def describe(self, blocks: int) -> str:
+        count = len(self._shards)
+        text = f"about {self.size * blocks // self.blocks:,} of {self.size:,} bytes of text"
+        return f"{text} in {count:,} shard{'s' if count > 1 else ''}"
+
+    def _find(self, block: int) -> tuple[int, int]:
+        """Return (shard, its piece) of a block."""
+        number = int(np.searchsorted(self._ends, block, side="right"))
+        return number, block - int(self._ends[number]) + self._shards[number].pieces
+
+    def _opened(self, block: int) -> Shard:
+        """Return the shard of a block as its stretch has left it, so that each stretch is read forward.
+
+        The one that was used least recently is closed.
+        """
+        if self._process != os.getpid():  # a fork shares the positions of open files with its parent
+            self._open, self._process = {}, os.getpid()
+        stretch = int(np.searchsorted(self.stretches, block, side="right"))
+        shard = self._open.pop(stretch, None)
+        if shard is None:
+            shard = copy.copy(self._shards[self._find(block)[0]])
+            if len(self._open) >= _OPEN:
+                self._open.pop(next(iter(self._open))).close()
+        self._open[stretch] = shard
+        return shard
+
+    def _stretch_ends(self) -> list[int]:
+        """Return the block after each stretch: part of a shard, which is read forward from an entry."""
+        least = min(max(1, self.blocks // _STRETCHES), _LONGEST)
+        ends: list[int] = []
+        for shard, (first, last) in zip(self._shards, pairwise([0, *self._ends.tolist()]), strict=True):
+            begin = 0
+            for entry in shard.entries:
+                if entry - begin >= least:
+                    ends.append(first + entry)
+                    begin = entry
+            if last > first:
+                ends.append(last)
+        return ends
+
+
+def _unreadable(file: ShardFile, error: Exception) -> ValueError:
+    again = f" {_ATTEMPTS} times" if file.remote else ""
+    fix = "check the file and the network"
+    return ValueError(f"{file.path}: cannot be read{again} ({one_line(error)}); {fix}")
+
+
+def open_shards(flag: str, name: str, paths: Sequence[str], key: str, directory: Path) -> ShardedText:
+    """Open the files `paths` of the data set `name`: Parquet, or JSON lines.
+
+    Indexes of remote files are kept in `directory`. Raises ValueError if there is no text, a file cannot be
+    read, a compressed file is empty, or a Parquet file has no column `key`.
+    """
+    formats = {path.endswith(PARQUET) for path in paths}
+    if len(formats) > 1:
+        raise option_error(flag, name, "has both Parquet and JSON lines; give each its own path and weight")
+    files = examine_files(flag, paths)
+    shards: list[Shard] = []
+    kinds: set[str] = set()
+    if formats == {True}:
+        indexes = read_indexes(flag, name, files, key, directory)
+        kinds = {index.kind for index in indexes if index.kind}
+        size = sum(index.size[-1] for index in indexes)
+        block_bytes = _bytes_of_block(size)
+        shards += [
+            ParquetShard(file, key, index, block_bytes) for file, index in zip(files, indexes, strict=True)
+        ]
+    else:
+        for file in files:
+            if is_compressed(file.path) and not file.size:
+                fix = "the file ends in the middle of its compressed data; create it again"
+                raise option_error(flag, file.path, fix)
+        size = sum(map(text_bytes, files))
+        block_bytes = _bytes_of_block(size)
+        shards += [
+            (CompressedShard if is_compressed(file.path) else JsonLinesShard)(file, block_bytes)
+            for file in files
+        ]
+    if not sum(shard.pieces for shard in shards):
+        what = "rows" if formats == {True} else "bytes"
+        raise option_error(flag, name, f"its {len(files):,} files have no {what}; name others")
+    return ShardedText(name, shards, size, block_bytes, sorted(kinds))
+
+
+def _bytes_of_block(size: int) -> int:
+    usual = min(max(size // _BLOCKS, _LEAST_BYTES), _MOST_BYTES)
+    return max(usual, min(size // _MANY_BLOCKS, _LARGEST))

@@ -1,0 +1,239 @@
+"""model/fp8/cast.py's cast in one pass: codes in both layouts and the largest magnitude from one read.
+
+Shapes: R rows, W columns. A program has a tile of both layouts. Codes are turned in words of four rows, since
+to turn bytes one by one takes longer than to write them. Largest magnitudes are joined by atomic maxima,
+whose order does not matter.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from megatron_zpp.model.fp8.cast import FORMATS
+
+_GROUPS, _COLUMNS, _WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread
+
+
+def cast(
+    x: Tensor, factors: Tensor, maxima: Tensor, kind: int, *, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor]:
+    """See model/fp8/cast.plain_cast; x is contiguous."""
+    return _cast(x, factors, maxima, kind, rows, columns)
+
+
+def outputs(x: Tensor, rows: int, width: int, kind: int, *, by_rows: bool, by_columns: bool) -> tuple:
+    """Memory for codes (R, W) and (W, R) of a kind, or without elements."""
+    return (
+        x.new_empty((rows, width) if by_rows else 0, dtype=FORMATS[kind]),
+        x.new_empty((width, rows) if by_columns else 0, dtype=FORMATS[kind]),
+    )
+
+
+@triton_op("megatron_zpp_model::cast_fp8", mutates_args={"maxima"})
+def _cast(
+    x: Tensor, factors: Tensor, maxima: Tensor, kind: int, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor]:
+    height, width = x.shape
+    by_rows, by_columns = outputs(x, height, width, kind, by_rows=rows, by_columns=columns)
+    wrap_triton(_cast_kernel)[grid(height, width, _GROUPS, _COLUMNS)](
+        *(x, factors, maxima, by_rows, by_columns, height, width),
+        KIND=kind,
+        BY_ROWS=rows,
+        BY_COLUMNS=columns,
+        GROUPS=_GROUPS,
+        COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
+    )
+    return by_rows, by_columns
+
+
+def grid(rows: int, width: int, groups: int, columns: int) -> tuple[int, int]:
+    """How many programs there are for rows in groups of four."""
+    return triton.cdiv(width, columns), triton.cdiv(rows, 4 * groups)
+
+
+def turn(codes: Tensor, turned: Tensor) -> None:
+    """Write codes (R, W) column by column (W, R); a part of operations of Triton, not an operation."""
+    height, width = codes.shape
+    wrap_triton(_turn_kernel)[grid(height, width, _GROUPS, _COLUMNS)](
+        codes.view(torch.uint8),
+        turned.view(torch.uint8),
+        height,
+        width,
+        GROUPS=_GROUPS,
+        COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
+    )
+
+
+@triton.jit
+def rounded(x, FORMAT: tl.constexpr):
+    """Codes of fp32 numbers, to nearest, ties to even; what is too large becomes the largest code."""
+    return x.to(FORMAT)
+
+
+@triton.jit
+def encode(x, factor):
+    """fp32 numbers that codes are rounded from, and their magnitudes. A NaN or Inf becomes NaN in both.
+
+    Rounding saturates: what is larger than the largest code becomes that.
+    """
+    finite = x * 0.0 + x  # one instruction; a comparison and selections took five
+    return finite * factor, tl.abs(finite)
+
+
+@triton.jit
+def keep_maximum(maxima_ptr, sizes, KIND: tl.constexpr):
+    """Let `maxima[KIND]` be no less than any of `sizes`, magnitudes (or NaN, which do not count).
+
+    Magnitudes compare like integers. Few programs have something to write: what they read may be old, and is
+    never too large.
+    """
+    place = (maxima_ptr + KIND).to(tl.pointer_type(tl.int32), bitcast=True)
+    largest = tl.maximum(tl.max(tl.ravel(sizes), axis=0), 0.0).to(tl.int32, bitcast=True)
+    tl.atomic_max(place, largest, mask=largest > tl.load(place))
+
+
+@triton.jit
+def packed(first, second, third, fourth, FORMAT: tl.constexpr):
+    """Words of 32 bits with the codes of fp32 numbers in four rows, the first in the lowest byte.
+
+    Rounded here again, after the codes by rows: ptxas 12.8 loses codes that are taken out of a pair.
+    """
+    if tl.float8e5 == FORMAT:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [first, second, third, fourth],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+        "=r,f,f,f,f",
+        [first, second, third, fourth],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def store_turned(
+    by_columns_ptr,  # (W, R)
+    words,  # (GROUPS, COLUMNS) of the codes of four rows
+    group,
+    column,
+    height,  # a multiple of 4
+    width,
+):
+    """Write a tile column by column."""
+    store_apart(by_columns_ptr, words, group, column, height, width, height)
+
+
+@triton.jit
+def store_apart(
+    by_columns_ptr,  # W rows of R codes, `stride` apart
+    words,
+    group,
+    column,
+    height,  # multiples of 4, as is stride
+    width,
+    stride,
+):
+    """The same where the codes (W, R) are some of the columns of a larger tensor."""
+    place = by_columns_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    at = column.to(tl.int64)[:, None] * (stride // 4) + group[None, :]
+    inside = (column < width)[:, None] & (group < height // 4)[None, :]
+    tl.store(place + at, tl.trans(words), mask=inside)
+
+
+@triton.jit
+def coded_row(
+    x_ptr,  # (R, W)
+    by_rows_ptr,  # R rows of W codes, `stride` apart
+    factor,
+    row,
+    column,
+    height,
+    width,
+    stride,
+    FORMAT: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+):
+    """Every fourth row of a tile: the numbers, what their codes are rounded from, and magnitudes."""
+    inside = (row < height)[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None]
+    x = tl.load(x_ptr + at * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    scaled, sizes = encode(x, factor)
+    if BY_ROWS:
+        tl.store(by_rows_ptr + at * stride + column[None, :], rounded(scaled, FORMAT), mask=inside)
+    return x, scaled, sizes
+
+
+@triton.jit
+def _cast_kernel(
+    x_ptr,  # (R, W)
+    factors_ptr,  # (2, 3, 4) fp32
+    maxima_ptr,  # (3,) fp32
+    by_rows_ptr,  # (R, W)
+    by_columns_ptr,  # (W, R)
+    height,
+    width,
+    KIND: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    factor = tl.load(factors_ptr + 4 * KIND)
+    row = 4 * group
+    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
+    _, a, size_a = coded_row(x_ptr, by_rows_ptr, factor, row, column, height, width, width, FORMAT, BY_ROWS)
+    _, b, size_b = coded_row(
+        x_ptr, by_rows_ptr, factor, row + 1, column, height, width, width, FORMAT, BY_ROWS
+    )
+    _, c, size_c = coded_row(
+        x_ptr, by_rows_ptr, factor, row + 2, column, height, width, width, FORMAT, BY_ROWS
+    )
+    _, d, size_d = coded_row(
+        x_ptr, by_rows_ptr, factor, row + 3, column, height, width, width, FORMAT, BY_ROWS
+    )
+    keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), KIND)
+    if BY_COLUMNS:
+        store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
+
+
+@triton.jit
+def _turn_kernel(
+    by_rows_ptr,  # (R, W) bytes
+    by_columns_ptr,  # (W, R) bytes
+    height,
+    width,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    words = tl.zeros([GROUPS, COLUMNS], tl.int32)
+    for place in tl.static_range(4):
+        row = 4 * group + place
+        inside = (row < height)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        words |= tl.load(by_rows_ptr + at, mask=inside, other=0).to(tl.int32) << (8 * place)
+    store_turned(by_columns_ptr, words, group, column, height, width)

@@ -1,0 +1,113 @@
+"""An MLP of 8-bit products with delayed scaling, whose activation hands codes on to the products.
+
+Shapes: R rows, D hidden size, F inner width, H = F or 2F outputs of the first map. The forward's activation
+and its backward are one kernel each, which writes codes in both layouts; as (R, F) or (R, H) numbers of the
+compute format they are not in memory. The input, and the gradient of the output, are cast.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, back
+from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
+from megatron_zpp.model.fp8.kernels.cast import cast
+from megatron_zpp.model.fp8.kernels.coded_activation import coded_activation, coded_activation_backward
+from megatron_zpp.model.fp8.kernels.gradient_cast import cast_gradient
+from megatron_zpp.model.fp8.kernels.weight_codes import weight_by_columns, weight_by_rows
+from megatron_zpp.model.fp8.tensorwise import multiply
+from megatron_zpp.model.layer import MLP, gelu, swiglu
+
+
+def serves(mlp: MLP) -> bool:
+    """Whether `coded_mlp` can take the place of the module."""
+    maps = mlp.input, mlp.output
+    return all(type(part) is DelayedLinear for part in maps) and mlp.activation in (gelu, swiglu)
+
+
+def coded_mlp(mlp: MLP, x: Tensor | CodedInput) -> Tensor:
+    """(B, T, D) -> (B, T, D). The scales of both maps are known."""
+    given = (x.codes, x.columns) if isinstance(x, CodedInput) else (None, None)
+    carrier = x.carrier if isinstance(x, CodedInput) else x
+    first, second = mlp.input, mlp.output
+    assert isinstance(first, DelayedLinear)
+    assert isinstance(second, DelayedLinear)
+    ahead, behind = first.product, second.product
+    rows = _MLP.apply(
+        carrier.flatten(0, -2),
+        *given,
+        *(first.weight, first.bias, ahead.factors, ahead.maxima),
+        *(second.weight, second.bias, behind.factors, behind.maxima),
+        *(ahead.codes, behind.codes),
+        mlp.activation is swiglu,
+        torch.is_grad_enabled(),
+    )
+    return rows.unflatten(0, carrier.shape[:-1])
+
+
+class _MLP(torch.autograd.Function):
+    """(R, D) -> (R, D); `learns`: whether there will be a backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        given: Tensor | None,  # its codes by rows and by columns, if there are any
+        turned: Tensor | None,
+        weight: Tensor,  # (H, D)
+        bias: Tensor | None,
+        factors: Tensor,
+        maxima: Tensor,
+        next_weight: Tensor,  # (D, F)
+        next_bias: Tensor | None,
+        next_factors: Tensor,
+        next_maxima: Tensor,
+        held: Tensor | None,  # the weights as codes, if they are held so
+        next_held: Tensor | None,
+        gated: bool,
+        learns: bool,
+    ) -> Tensor:
+        if given is None or turned is None:
+            codes, columns = cast(x.contiguous(), factors, maxima, INPUT, rows=True, columns=learns)
+        else:
+            codes, columns = given, turned
+        coded = weight_by_rows(weight, held, factors, maxima)
+        inner = multiply(
+            codes, coded.t(), back(factors, INPUT), back(factors, WEIGHT), x.dtype, fast=True
+        )  # (R, H)
+        next_codes, next_columns = coded_activation(inner, bias, next_factors, next_maxima, gated, learns)
+        coded = weight_by_rows(next_weight, next_held, next_factors, next_maxima)
+        out = multiply(
+            next_codes, coded.t(), back(next_factors, INPUT), back(next_factors, WEIGHT), x.dtype, fast=True
+        )
+        ctx.save_for_backward(
+            *(columns, inner, weight, bias, factors, maxima),
+            *(next_columns, next_weight, next_factors, next_maxima, held, next_held),
+        )
+        ctx.gated = gated
+        return out if next_bias is None else out + next_bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        columns, inner, weight, bias, factors, maxima, *second = ctx.saved_tensors
+        next_columns, next_weight, next_factors, next_maxima, held, next_held = second
+        dtype, wanted = gradient.dtype, ctx.needs_input_grad
+        rows, turned, sums = cast_gradient(gradient, next_factors, next_maxima, sums=wanted[8])
+        of_next_bias = sums.to(dtype) if wanted[8] else None
+        coded = weight_by_columns(next_weight, next_held, next_factors, next_maxima, after=rows)
+        of_out = multiply(
+            rows, coded.t(), back(next_factors, GRADIENT), back(next_factors, WEIGHT), dtype
+        )  # (R, F)
+        of_next = multiply(
+            turned, next_columns.t(), back(next_factors, GRADIENT), back(next_factors, INPUT), dtype
+        )
+        rows, turned, sums = coded_activation_backward(of_out, inner, bias, factors, maxima, ctx.gated)
+        coded = weight_by_columns(weight, held, factors, maxima, after=rows)
+        of_x = multiply(rows, coded.t(), back(factors, GRADIENT), back(factors, WEIGHT), dtype)
+        of_weight = multiply(turned, columns.t(), back(factors, GRADIENT), back(factors, INPUT), dtype)
+        of_bias = None if bias is None else sums.to(dtype)
+        of_first = (of_x, None, None, of_weight, of_bias, None, None)
+        return *of_first, of_next, of_next_bias, *[None] * 6

@@ -1,0 +1,193 @@
+"""LayerNorm or RMSNorm, and the residual sum before it, whose result is codes for an 8-bit product.
+
+Shapes: B batch, T tokens, D hidden size, R = B · T rows. The norm itself is in memory as codes only, in both
+layouts. A program has a row, as in model/fused/norm.py, whose backward this is too; codes by columns are
+turned from those by rows by a kernel of their own, since a tile of many rows would be read twice. Codes are
+those of fp32 numbers: a norm is not rounded to the format of the compute first.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.library import triton_op, wrap_triton
+
+from megatron_zpp.model.fp8.cast import INPUT
+from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
+from megatron_zpp.model.fp8.kernels.cast import encode, keep_maximum, outputs, rounded, turn
+from megatron_zpp.model.fused.norm import _norm_backward, _shape
+
+
+def coded_norm(
+    x: Tensor, module: nn.LayerNorm | nn.RMSNorm, linear: DelayedLinear
+) -> tuple[CodedInput, Tensor]:
+    """(B, T, D) -> the norm as the input of `linear`, and a token for `coded_add_norm`.
+
+    As fused/norm.norm; the scales of `linear` are known.
+    """
+    product, columns = linear.product, torch.is_grad_enabled()
+    bias = module.bias if isinstance(module, nn.LayerNorm) else None
+    carrier, token, codes, turned = _Norm.apply(
+        x, module.weight, bias, module.eps, product.factors, product.maxima, columns
+    )
+    return CodedInput(carrier, codes, turned), token
+
+
+def coded_add_norm(
+    x: Tensor, added: Tensor, token: Tensor, module: nn.LayerNorm | nn.RMSNorm, linear: DelayedLinear
+) -> tuple[Tensor, CodedInput]:
+    """x + added (B, T, D) and its norm as the input of `linear`; `token` as in fused/norm.add_norm."""
+    product, columns = linear.product, torch.is_grad_enabled()
+    bias = module.bias if isinstance(module, nn.LayerNorm) else None
+    total, carrier, codes, turned = _AddNorm.apply(
+        *(x.detach(), added, token, module.weight, bias, module.eps),
+        *(product.factors, product.maxima, columns),
+    )
+    return total, CodedInput(carrier, codes, turned)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        factors: Tensor,
+        maxima: Tensor,
+        columns: bool,
+    ) -> tuple[Tensor, ...]:
+        _, mean, rstd, codes, turned = _coded_norm(x, None, weight, bias, eps, factors, maxima, columns)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.sums = 1 if bias is None else 2
+        ctx.mark_non_differentiable(codes, turned)
+        return _without_contents(x), _without_contents(x), codes, turned
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_normed: Tensor, of_token: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        of_x, of_weight, of_bias = _gradients(ctx, of_normed, of_token)
+        return of_x, of_weight, of_bias, None, None, None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        added: Tensor,
+        token: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        factors: Tensor,
+        maxima: Tensor,
+        columns: bool,
+    ) -> tuple[Tensor, ...]:
+        total, mean, rstd, codes, turned = _coded_norm(x, added, weight, bias, eps, factors, maxima, columns)
+        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.sums = 1 if bias is None else 2
+        ctx.mark_non_differentiable(codes, turned)
+        return total, _without_contents(x), codes, turned
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_total: Tensor, of_normed: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        of_x, of_weight, of_bias = _gradients(ctx, of_normed, of_total)
+        return None, of_x, of_x, of_weight, of_bias, None, None, None, None
+
+
+def _without_contents(x: Tensor) -> Tensor:
+    """A tensor of the shape of x that only carries a gradient."""
+    return x.new_empty(1).expand(x.shape)
+
+
+def _gradients(ctx: Any, of_normed: Tensor, of_x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    of_x, sums = _norm_backward(of_normed.contiguous(), of_x.contiguous(), x, weight, mean, rstd, ctx.sums)
+    of_weight, *of_bias = sums.to(weight.dtype).unbind()
+    return of_x, of_weight, of_bias[0] if of_bias else None
+
+
+@triton_op("megatron_zpp_model::coded_norm", mutates_args={"maxima"})
+def _coded_norm(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    factors: Tensor,
+    maxima: Tensor,
+    columns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The sum (B, T, D), mean and 1 / deviation (B, T), codes by rows (R, D) and columns (D, R).
+
+    Without `added` the sum, without a bias the mean and without `columns` the last have no elements.
+    """
+    width, adds, centred = x.shape[-1], added is not None, bias is not None
+    rows = x.numel() // width
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if centred else rstd.new_empty(0)
+    total = torch.empty_like(x) if adds else x.new_empty(0)
+    codes, turned = outputs(x, rows, width, INPUT, by_rows=True, by_columns=columns)
+    # Where there is no sum or no bias another tensor is passed, and not touched.
+    wrap_triton(_coded_norm_kernel)[(rows,)](
+        *(x, x if added is None else added, weight, weight if bias is None else bias),
+        *(total, mean, rstd, factors, maxima, codes, width, eps),
+        ADDS=adds,
+        CENTRED=centred,
+        KIND=INPUT,
+        **_shape(width),
+    )
+    if columns:
+        turn(codes, turned)
+    return total, mean, rstd, codes, turned
+
+
+@triton.jit
+def _coded_norm_kernel(
+    x_ptr,  # (R, D), as are added and total
+    added_ptr,
+    weight_ptr,  # (D), as is bias
+    bias_ptr,
+    total_ptr,
+    mean_ptr,  # (R) fp32, as is rstd
+    rstd_ptr,
+    factors_ptr,  # (2, 3, 4) fp32
+    maxima_ptr,  # (3,) fp32
+    by_rows_ptr,  # (R, D)
+    width,
+    eps,
+    ADDS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * width + columns
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        kept = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + at, kept, mask=inside)
+        x = kept.to(tl.float32)
+    centred = x
+    if CENTRED:
+        mean = tl.sum(x, axis=0) / width
+        centred = tl.where(inside, x - mean, 0.0)
+        tl.store(mean_ptr + row, mean)
+    eps = tl.cast(eps, tl.float32)  # torch.compile passes fp64
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
+    tl.store(rstd_ptr + row, rstd)
+    normed = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    scaled, sizes = encode(normed, tl.load(factors_ptr + 4 * KIND))
+    keep_maximum(maxima_ptr, sizes, KIND)
+    tl.store(by_rows_ptr + at, rounded(scaled, by_rows_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,79 @@
+"""Weights of linear maps that are held, gathered and multiplied as E4M3 codes, one byte per parameter.
+
+As with Megatron-LM's --fp8-param-gather. The optimizer's fp32 master weights are encoded once per step, with
+the scale that delayed scaling has for the step to come; model/fp8/cast.py has the rounding. So what is
+multiplied are codes of the master weights themselves. Without this, they are codes of the master weights
+after these were rounded to bf16.
+
+Ranks encode parts of weights. The scale follows from the largest magnitude of the whole weight one step
+before, over all ranks; larger numbers saturate. Before a run's first step, and after loading weights without
+scales, it is that of the weight itself, over all ranks.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.model.fp8.cast import FORMATS, LARGEST, SMALLEST, WEIGHT, factors_of, plain_cast
+from megatron_zpp.model.fp8.scaling import DelayedScaling
+
+
+class Encode(Protocol):
+    """What `plain_encode` does, perhaps by a kernel."""
+
+    def __call__(self, numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor) -> None:
+        """See plain_encode."""
+
+
+def plain_encode(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor) -> None:
+    """Write the codes of weights (n,) fp32 to `codes` (n,) E4M3; `maxima` grow. See model/fp8/cast.py."""
+    rows, _ = plain_cast(numbers[None], factors, maxima, WEIGHT, rows=True, columns=False)
+    codes.copy_(rows[0])
+
+
+class WeightCodes:
+    """The weights of all linear maps of a `DelayedScaling`, as codes.
+
+    `names` are the parameters that are held so, as the model calls them.
+    """
+
+    def __init__(self, scaling: DelayedScaling, encode: Encode = plain_encode) -> None:
+        self._scaling, self._encode = scaling, encode
+        self._held = {f"{name}.weight": held for name, held in scaling.hold_codes().items()}
+        self.names = tuple(self._held)
+
+    @property
+    def scales_known(self) -> bool:
+        """Whether there are scales of earlier steps; else `start` makes them."""
+        return self._scaling.known
+
+    def attach(self, name: str, codes: Tensor) -> None:
+        """Let the linear map of a weight multiply `codes` (N, K), bytes in memory of the caller."""
+        self._held[name].product.codes = codes.view(FORMATS[WEIGHT])
+
+    def begin(self) -> None:
+        """Forget the maxima of the codes that there are. Called before all weights are encoded anew."""
+        torch._foreach_zero_([held.maxima for held in self._held.values()])
+
+    def measure(self, name: str, numbers: Tensor) -> None:
+        """Let the maximum of a weight be no less than those of a part of it, (n,) fp32."""
+        size = numbers.abs()
+        largest = torch.where(size < torch.inf, size, 0.0).amax()  # NaN is not less
+        maxima = self._held[name].maxima
+        maxima[WEIGHT] = torch.maximum(maxima[WEIGHT], largest)
+
+    def maxima(self) -> Tensor:
+        """The largest finite magnitudes of what was measured or encoded, (L,) fp32."""
+        return torch.stack([held.maxima[WEIGHT] for held in self._held.values()])
+
+    def start(self, maxima: Tensor) -> None:
+        """Scale each weight by itself; `maxima` (L,) are those of all ranks."""
+        scales = torch.full_like(maxima, LARGEST[WEIGHT]) / maxima.clamp(min=SMALLEST)
+        factors = factors_of(scales[:, None].expand(-1, 3))
+        torch._foreach_copy_([held.factors for held in self._held.values()], list(factors.unbind()))
+
+    def encode(self, name: str, numbers: Tensor, codes: Tensor) -> None:
+        """Write the codes of a part of a weight, (n,) fp32, to `codes` (n,), bytes; its maximum grows."""
+        held = self._held[name]
+        self._encode(numbers, codes.view(FORMATS[WEIGHT]), held.factors, held.maxima)

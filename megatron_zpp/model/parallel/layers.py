@@ -1,0 +1,253 @@
+"""Layers that tensor ranks share, with sequence parallelism (Megatron-LM papers 1909.08053, 2205.05198).
+
+Shapes: T tensor ranks, B batch, S tokens per sample, D hidden size, R = B · S / T rows of this rank, V padded
+vocabulary.
+
+Between the linear maps of a layer, where norms, dropout and residual sums are, a rank has the rows of its own
+tokens: (R, D), part r of the B · S tokens laid end to end. A
+column-parallel map gathers the rows of all ranks and computes some of the outputs for all tokens,
+(B, S, outputs / T). A row-parallel map has some of the inputs, and its products are summed over ranks and
+scattered to the rows. What is kept for the backward of a map into heads or into the MLP is (R, D) too: the
+backward gathers it again, beside the product that does not need it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.distributed.split import Split
+from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.gpt import GPT, Head
+from megatron_zpp.model.layer import Layer
+from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit
+from megatron_zpp.model.matmuls import Product
+from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
+from megatron_zpp.model.partial_softmax import local_statistics
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelComponents(ModelComponents):
+    """Components of a model that the ranks of `group` share; samples have `tokens` tokens.
+
+    `product` returns what one linear map computes: F.linear, or the same in 8 bits. `overlapped`: products
+    run beside exchanges, in training and only with F.linear.
+    """
+
+    group: TensorGroup
+    tokens: int
+    product: Callable[[], Product] = lambda: F.linear
+    overlapped: bool = False
+
+    @property
+    def tensor_ranks(self) -> int:
+        """See ModelComponents."""
+        return self.group.size
+
+    def column(self, inputs: int, outputs: int, *, bias: bool, runs: tuple[int, ...] = ()) -> nn.Linear:
+        """See ModelComponents."""
+        shared = Split(0, runs or (outputs,))
+        module = ColumnParallel(inputs, outputs // self.group.size, bias, self)
+        return _split(module, weight=shared, **({"bias": shared} if bias else {}))
+
+    def row(self, inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
+        """See ModelComponents."""
+        module = RowParallel(inputs // self.group.size, outputs, bias, self)
+        return _split(module, weight=Split(1, (inputs,)))
+
+    def vocabulary(self, entries: int, width: int) -> nn.Embedding:
+        """See ModelComponents."""
+        module = VocabularyParallelEmbedding(entries // self.group.size, width, self)
+        return _split(module, weight=Split(0, (entries,)))
+
+    def output(self, width: int, entries: int) -> nn.Linear:
+        """See ModelComponents."""
+        return _split(super().output(width, entries // self.group.size), weight=Split(0, (entries,)))
+
+    def hidden_shape(self, batch: int, tokens: int, width: int) -> tuple[int, ...]:
+        """See ModelComponents."""
+        return batch * tokens // self.group.size, width
+
+    def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        """See ModelComponents."""
+        return positions.expand(tokens.shape).reshape(self.group.size, -1)[self.group.rank]  # (R)
+
+    def head_class(self, plain: type[nn.Module]) -> Any:
+        """See ModelComponents."""
+        return VocabularyParallelHead
+
+
+def _split(module: Any, **splits: Split) -> Any:
+    """`module`, which says how its parameters are shared."""
+    module.tensor_splits = splits
+    return module
+
+
+def splits_of(model: nn.Module) -> dict[str, Split]:
+    """How tensor ranks share the parameters of a model, by name; they all have the others whole."""
+    return {
+        f"{name}.{parameter}": split
+        for name, module in model.named_modules()
+        for parameter, split in getattr(module, "tensor_splits", {}).items()
+    }
+
+
+def exchanges_of(model: GPT) -> list[tuple[int, int]]:
+    """How often forward and backward of each unit gather or scatter hidden states, in the order of units.
+
+    A layer has two pairs of a gather and a scatter. The backward of a pair scatters and gathers their
+    gradients, and gathers the input of the first map again, unless products are of 8-bit floats, which keep
+    it whole.
+    """
+    first = model.layers[0]
+    assert isinstance(first, Layer)
+    qkv = first.attention.qkv
+    pair = 3 if isinstance(qkv, ColumnParallel) and qkv.product is F.linear else 2
+    layer = [(2, pair), (2, pair)] if model.cut_layers else [(4, 2 * pair)]
+    return [(1, 1), *layer * len(model.layers), (1, 1)]
+
+
+class ColumnParallel(nn.Linear):
+    """Rows (R, D) of this rank's tokens -> some outputs for all tokens, (B, S, outputs / T)."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.group, self.overlapped = parts.group, parts.overlapped
+        self.tokens, self.product = parts.tokens, parts.product()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        if self.product is F.linear:
+            overlapped = self.overlapped and self.training
+            out = GatheredLinear.apply(input, self.weight, self.bias, overlapped, self.group)
+        else:
+            out = self.product(Gather.apply(input, self.group), self.weight, self.bias)
+        return out.unflatten(0, (-1, self.tokens))
+
+
+class RowParallel(nn.Linear):
+    """Some inputs of all tokens, (B, S, inputs / T) -> the rows of this rank's tokens, (R, D)."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.group, self.overlapped, self.product = parts.group, parts.overlapped, parts.product()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class. The bias, which all ranks have whole, joins the sum over ranks once."""
+        rows = input.flatten(0, 1)
+        if self.product is F.linear:
+            out = LinearScattered.apply(rows, self.weight, self.overlapped and self.training, self.group)
+        else:
+            out = ScatterSum.apply(self.product(rows, self.weight, None), self.group)
+        return out if self.bias is None else out + self.bias
+
+
+class VocabularyParallelEmbedding(nn.Embedding):
+    """(B, S) ids -> the rows of this rank's tokens, (R, D); each rank has V / T entries of the table."""
+
+    def __init__(self, entries: int, width: int, parts: TensorParallelComponents) -> None:
+        weight = torch.empty(entries, width)
+        super().__init__(entries, width, _weight=weight if weight.is_meta else weight.normal_())
+        self.group = parts.group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        entries = input.flatten() - self.group.rank * self.num_embeddings
+        elsewhere = (entries < 0) | (entries >= self.num_embeddings)
+        found = F.embedding(entries.masked_fill(elsewhere, 0), self.weight)
+        return ScatterSum.apply(found.masked_fill(elsewhere[:, None], 0.0), self.group)
+
+
+class VocabularyParallelHead(Head):
+    """The head of a model whose output weights are split by entries of the vocabulary."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parts: TensorParallelComponents,
+        vocab_size: int,
+        padded_vocab_size: int,
+    ) -> None:
+        super().__init__(config, parts, vocab_size, padded_vocab_size)
+        self.group, self._tokens = parts.group, parts.tokens
+        self.passes = VocabularyParallelLoss(self.group).kernels()
+
+    def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(R, D) and this rank's entries of the token embedding -> as Head, for all tokens."""
+        x = Gather.apply(self.norm(x), self.group)  # (B · S, D)
+        weight = tied if self.output is None else self.output.weight
+        if targets is None:
+            logits = self.group.gather(F.linear(x, weight)[None])  # (T, B · S, V / T): for inference alone
+            return logits.movedim(0, 1).flatten(1).unflatten(0, (-1, self._tokens))
+        return linear_cross_entropy(x, weight, targets.flatten(), self.vocab_size, passes=self.passes)
+
+    def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
+        """See Head; `fused` is for whole vocabularies."""
+        self.passes = VocabularyParallelLoss(self.group).kernels(compiler)
+
+
+class VocabularyParallelLoss:
+    """The parts of the loss that are not products, where each rank has V / T of the logits of all tokens.
+
+    Each rank finds the maximum, the sum of exponentials and the target's logit among its entries. One
+    exchange of these three numbers per token tells all ranks the softmax.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._local, self._to_gradient = local_statistics, _to_gradient
+
+    def kernels(self, compiler: Compiler = lambda function: function) -> LossKernels:
+        """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
+        self._local, self._to_gradient = compiler(local_statistics), compiler(_to_gradient)
+        return LossKernels(self.to_gradient, lean=True, loss=self.loss)
+
+    def to_gradient(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        """As loss.logits_to_gradient, of logits (C, V / T)."""
+        place = targets - self._group.rank * logits.shape[1]
+        statistics = self._statistics(logits, place, vocab_size)
+        return self._to_gradient(
+            logits, targets != IGNORED, place, statistics, self._entries(logits, vocab_size)
+        )
+
+    def loss(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        """The sum of the cross-entropies of logits (C, V / T), which stay as they are."""
+        place = targets - self._group.rank * logits.shape[1]
+        likelihood, _ = _likelihood(self._statistics(logits, place, vocab_size))
+        return -torch.where(targets != IGNORED, likelihood, 0.0).sum()
+
+    def _statistics(self, logits: Tensor, place: Tensor, vocab_size: int) -> Tensor:
+        local = self._local(logits, place, self._entries(logits, vocab_size))
+        return self._group.gather(local[None])  # (T, 3, C)
+
+    def _entries(self, logits: Tensor, vocab_size: int) -> int:
+        """Columns of this rank that do not only pad the vocabulary."""
+        return min(max(vocab_size - self._group.rank * logits.shape[1], 0), logits.shape[1])
+
+
+def _likelihood(statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-likelihood of the target, and the logarithm of the sum of exponentials, each (C)."""
+    largest, totals, wanted = statistics.unbind(1)  # each (T, C)
+    most = largest.amax(0)
+    log_total = most + torch.log((totals * torch.exp(largest - most)).sum(0))
+    return wanted.sum(0) - log_total, log_total
+
+
+def _to_gradient(logits: Tensor, counted: Tensor, place: Tensor, statistics: Tensor, entries: int) -> Tensor:
+    """The loss; logits (C, V / T) become their gradient times `unit`."""
+    likelihood, log_total = _likelihood(statistics)
+    scale = unit(logits.dtype)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    shifted = logits.to(log_total.dtype) - (log_total - math.log(scale))[:, None]
+    is_target = columns == place[:, None]
+    softmax = torch.where(is_target, scale * torch.expm1(likelihood)[:, None], torch.exp(shifted))
+    logits.copy_(torch.where(counted[:, None] & (columns < entries), softmax, 0.0))
+    return -torch.where(counted, likelihood, 0.0).sum()

@@ -1,0 +1,251 @@
+"""The report of a run as one HTML page that needs no other file and no network."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from megatron_zpp.reporting.report.charts import Series, bars, chart, short
+from megatron_zpp.reporting.report.curves import (
+    AXIS_LABELS,
+    Axis,
+    Curve,
+    by_iteration,
+    curve,
+    smoothed,
+    tokens_trained,
+)
+from megatron_zpp.reporting.report.page_style import SCRIPT, STYLE
+from megatron_zpp.reporting.report.step_trace import Lane, draw_lanes
+
+_MOST_SAMPLES = 12
+Records = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag of the run, and whether its value is not the default."""
+
+    part: str
+    flag: str
+    value: str
+    changed: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row of a table of planned and measured figures; `note` says what differs or why one is missing."""
+
+    what: str
+    planned: str
+    measured: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a page shows. Lists may be empty: their sections are then left out."""
+
+    title: str
+    source: str  # where the numbers come from
+    records: Records
+    axis: Axis = "iteration"
+    smoothing: float = 0.6
+    iterations: int | None = None  # of the whole run, if known
+    settings: Sequence[Setting] = ()
+    memory: Sequence[Comparison] = ()
+    traffic: Sequence[Comparison] = ()
+    lanes: Sequence[Lane] = ()
+
+
+def page(report: Report) -> str:
+    """The page's text."""
+    sections = [
+        _head(report),
+        _tiles(report),
+        _section("Curves", f'<div class="charts">{"".join(_curves(report))}</div>'),
+        _section("Text that the model wrote", _samples(report.records)),
+        _section("Where the time of a step goes", _step(report)),
+        _section("Memory of each rank, planned and measured", _comparisons(report.memory)),
+        _section("Bytes sent in a step by all ranks together", _comparisons(report.traffic)),
+        _section("Configuration", _configuration(report.settings)),
+    ]
+    title = html.escape(report.title)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}</style></head>\n"
+        f"<body><main>{''.join(sections)}</main><script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _head(report: Report) -> str:
+    return f"<h1>{html.escape(report.title)}</h1><p class=sub>{html.escape(report.source)}</p>"
+
+
+def _section(title: str, content: str) -> str:
+    empty = content.replace('<div class="charts"></div>', "") == ""
+    return "" if empty else f"<section><h2>{title}</h2>{content}</section>\n"
+
+
+def _tiles(report: Report) -> str:
+    """The figures that are looked at first."""
+    records = report.records
+    newest = max(record["iteration"] for record in records)
+    of = f" of {report.iterations:,}" if report.iterations else ""
+    tiles = [(f"{newest:,}", f"iterations{of}")]
+    if by_iteration(records, "consumed_samples"):
+        tokens = list(tokens_trained(records).values())
+        tiles.append((short(tokens[-1]), "tokens trained on"))
+    if losses := list(by_iteration(records, "lm_loss").values()):
+        tiles.append((f"{losses[-1]:.4f}", "training loss, last"))
+    if valid := list(by_iteration(records, "valid_loss").values()):
+        tiles.append((f"{valid[-1]:.4f}", "validation loss, last"))
+        if perplexity := list(by_iteration(records, "valid_perplexity").values()):
+            tiles.append((short(perplexity[-1]), "validation perplexity, last"))
+    if rates := list(by_iteration(records, "tokens_per_second").values()):
+        tiles.append((short(median(rates)), "tokens/s, median"))
+    if shares := list(by_iteration(records, "mfu").values()):
+        tiles.append((f"{100 * median(shares):.1f}%", "MFU, median"))
+    if peaks := list(by_iteration(records, "memory_peak_bytes").values()):
+        tiles.append((f"{max(peaks) / 2**30:.2f} GiB", "peak memory of rank 0"))
+    if hours := curve(records, "elapsed_ms", "hours").x if by_iteration(records, "elapsed_ms") else []:
+        tiles.append((_span(3600 * hours[-1]), "of training"))
+    bad = [sum(by_iteration(records, name).values()) for name in ("skipped", "nan")]
+    tiles.append((f"{bad[0]:,.0f} / {bad[1]:,.0f}", "skipped / NaN iterations"))
+    shown = "".join(f"<div class=tile><b>{value}</b><span>{name}</span></div>" for value, name in tiles)
+    return f"<div class=tiles>{shown}</div>"
+
+
+def _curves(report: Report) -> list[str]:
+    """A chart for each kind of number that changes."""
+    charts = [_loss_chart(report)]
+    for names, title, log_y in (
+        (("grad_norm",), "Gradient norm before clipping", True),
+        (("learning_rate",), "Learning rate", False),
+        (("tokens_per_second",), "Tokens per second", False),
+        (("mfu",), "MFU", False),
+        (("memory_peak_bytes", "memory_allocated_bytes"), "Memory of rank 0, GiB", False),
+        (("inter_node_bytes", "intra_node_bytes"), "Bytes sent in a step", False),
+        (("global_batch_size",), "Global batch size", False),
+        (("loss_scale",), "Loss scale", True),
+        (("raised_units",), "Units that sent 8 bits", False),
+        (("power_watts",), "Power of rank 0's GPU, W", False),
+        (("skipped", "nan"), "Skipped and NaN iterations", False),
+    ):
+        found = [(name, curve(report.records, name, report.axis)) for name in names]
+        found = [(name, each) for name, each in found if _worth_drawing(name, each)]
+        series = [Series(*_in_unit(name, each), colour=index) for index, (name, each) in enumerate(found)]
+        charts.append(chart(series, title=title, x_label=AXIS_LABELS[report.axis], log_y=log_y))
+    return [each for each in charts if each]
+
+
+def _in_unit(name: str, found: Curve) -> tuple[str, Curve]:
+    """The name of a curve without its unit, and memory in GiB."""
+    if name.startswith("memory_"):
+        return name.removeprefix("memory_").removesuffix("_bytes"), Curve(
+            found.x, [y / 2**30 for y in found.y]
+        )
+    return name.removesuffix("_bytes").replace("_", " "), found
+
+
+def _worth_drawing(name: str, found: Curve) -> bool:
+    """Whether a curve says more than a number: counts, batch and scale only if they change."""
+    steady = ("skipped", "nan", "global_batch_size", "loss_scale", "inter_node_bytes", "intra_node_bytes")
+    return len(found.y) > 1 and not (name in steady and len(set(found.y)) == 1)
+
+
+def _loss_chart(report: Report) -> str:
+    train, valid = (curve(report.records, name, report.axis) for name in ("lm_loss", "valid_loss"))
+    series = []
+    if report.smoothing and len(train.y) > 20:
+        series.append(Series("", train, faint=True))
+        series.append(Series("training, smoothed", Curve(train.x, smoothed(train.y, report.smoothing))))
+    else:
+        series.append(Series("training", train))
+    series.append(Series("validation", valid, dots=True, colour=1))
+    return chart(series, title="Loss, nats per token", x_label=AXIS_LABELS[report.axis])
+
+
+def _step(report: Report) -> str:
+    """Parts of a step by --timing-log-level, and the lanes of a trace."""
+    times = {
+        name[len("time_") : -len("_ms")].replace("_", " "): median(
+            by_iteration(report.records, name).values()
+        )
+        for name in dict.fromkeys(name for record in report.records for name in record)
+        if name.startswith("time_") and name.endswith("_ms") and by_iteration(report.records, name)
+    }
+    content = ""
+    if times:
+        step = median(by_iteration(report.records, "elapsed_ms").values())
+        content += bars(
+            [("whole step", 0.0, step), *((name, 0.0, value) for name, value in times.items())],
+            title="Median over logged steps, of the slowest rank",
+            unit="ms",
+            total=max(step, *times.values()),
+        )
+    if report.lanes:
+        content += draw_lanes(report.lanes, "Traced steps, one row per stream or thread")
+    return f'<div class="stack">{content}</div>' if content else ""
+
+
+def _comparisons(rows: Sequence[Comparison]) -> str:
+    if not rows:
+        return ""
+    body = "".join(
+        f"<tr><td>{html.escape(row.what)}</td><td class=number>{html.escape(row.planned)}</td>"
+        f"<td class=number>{html.escape(row.measured)}</td><td>{html.escape(row.note)}</td></tr>"
+        for row in rows
+    )
+    head = "<tr><th></th><th class=number>planned</th><th class=number>measured</th><th></th></tr>"
+    return f"<div class=card><table>{head}{body}</table></div>"
+
+
+def _configuration(settings: Sequence[Setting]) -> str:
+    if not settings:
+        return ""
+    changed = _settings_table([setting for setting in settings if setting.changed])
+    return (
+        f"<p class=sub>Settings that are not the default</p>{changed}"
+        f"<details><summary>All {len(settings)} settings</summary>{_settings_table(settings)}</details>"
+    )
+
+
+def _settings_table(settings: Sequence[Setting]) -> str:
+    parts: dict[str, list[Setting]] = {}
+    for setting in settings:
+        parts.setdefault(setting.part, []).append(setting)
+    rows = "".join(
+        f"<tr><td>{html.escape(part.replace('_', ' '))}</td><td>"
+        + " ".join(
+            f"<code class=flag>{html.escape(each.flag)} {html.escape(each.value)}</code>" for each in found
+        )
+        + "</td></tr>"
+        for part, found in parts.items()
+    )
+    return f"<div class=card><table>{rows}</table></div>"
+
+
+def _samples(records: Records) -> str:
+    """The newest texts, and the first one to compare with."""
+    found = [
+        (record["iteration"], record["sample"]) for record in records if isinstance(record.get("sample"), str)
+    ]
+    if len(found) > _MOST_SAMPLES:
+        found = [found[0], *found[1 - _MOST_SAMPLES :]]
+    if not found:
+        return ""
+    rows = "".join(
+        f"<tr><td class=number>{iteration:,}</td><td><pre>{html.escape(text)}</pre></td></tr>"
+        for iteration, text in reversed(found)
+    )
+    return f"<div class=card><table><tr><th class=number>iteration</th><th>text</th></tr>{rows}</table></div>"
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

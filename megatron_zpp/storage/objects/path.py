@@ -1,0 +1,190 @@
+"""Names in an object store, s3://BUCKET/KEY, with the part of pathlib's interface that checkpoints use.
+
+An object appears whole or not at all, and replaces another at once. Objects cannot be renamed. A directory is
+only the common beginning of keys, up to a slash: it exists as long as an object is below it. Every request is
+answered with what earlier requests wrote.
+"""
+
+import contextlib
+import errno
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zpp.storage.location import S3, NoObject, ObjectError
+from megatron_zpp.storage.objects.requests import NoUpload, get, request
+
+_REMOVED_AT_ONCE = 1000  # objects; S3's limit
+
+
+@dataclass(frozen=True)
+class ObjectStatus:
+    """Size of an object in bytes, the tag that identifies its content, and its time in seconds."""
+
+    size: int
+    tag: str
+    modified: float
+
+
+@dataclass(frozen=True, order=True)
+class ObjectPath:
+    """An object or a directory; the key of a bucket itself is empty. All methods raise ObjectError."""
+
+    bucket: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{S3}{self.bucket}/{self.key}".rstrip("/")
+
+    def __truediv__(self, name: str) -> "ObjectPath":
+        return ObjectPath(self.bucket, f"{self._prefix}{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.key.rpartition("/")[2] or self.bucket
+
+    @property
+    def parent(self) -> "ObjectPath":
+        """The directory that contains it."""
+        return ObjectPath(self.bucket, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> "ObjectPath":
+        """Another name in the same directory."""
+        return self.parent / name
+
+    def status(self) -> ObjectStatus:
+        """Raises NoObject if there is no such object."""
+        answer = request(str(self), "head_object", **self._named)
+        return ObjectStatus(
+            answer["ContentLength"], answer.get("ETag", ""), answer["LastModified"].timestamp()
+        )
+
+    def is_file(self) -> bool:
+        """Whether there is such an object."""
+        try:
+            self.status()
+        except NoObject:
+            return False
+        return True
+
+    def is_dir(self) -> bool:
+        """Whether an object is below it."""
+        answer = request(str(self), "list_objects_v2", Bucket=self.bucket, Prefix=self._prefix, MaxKeys=1)
+        return bool(answer.get("Contents"))
+
+    def exists(self) -> bool:
+        """Whether there is such an object or directory. Raises ObjectError if there is no such bucket."""
+        return self.is_dir() or (bool(self.key) and self.is_file())
+
+    def glob(self, pattern: str) -> Iterator["ObjectPath"]:
+        """Yield the objects and directories directly in this directory whose names match."""
+        for page in self._pages(Delimiter="/"):
+            keys = [found["Key"] for found in page.get("Contents", [])]
+            keys += [found["Prefix"].rstrip("/") for found in page.get("CommonPrefixes", [])]
+            for path in (ObjectPath(self.bucket, key) for key in keys):
+                if fnmatch.fnmatchcase(path.name, pattern):
+                    yield path
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each object directly in this directory, by name."""
+        found = [each for page in self._pages(Delimiter="/") for each in page.get("Contents", [])]
+        return {each["Key"].rpartition("/")[2]: each["Size"] for each in found}
+
+    def read(self, start: int, size: int, tag: str) -> bytes:
+        """Return at most `size` bytes from `start` on. Raises Conflict if the content has another tag."""
+        assert size > 0, "a request cannot name an empty range"
+        span = f"bytes={start}-{start + size - 1}"
+        return get(str(self), **self._named, Range=span, IfMatch=tag)[0]
+
+    def read_whole(self) -> tuple[bytes, str]:
+        """Return the content and its tag."""
+        content, answer = get(str(self), **self._named)
+        return content, answer.get("ETag", "")
+
+    def write(self, content: bytes, *, if_absent: bool = False, if_tag: str | None = None) -> str:
+        """Create or replace the object, and return its tag.
+
+        Raises Conflict with `if_absent` if it exists, and with `if_tag` unless its present tag is that one.
+        """
+        condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_tag} if if_tag is not None else {}
+        answer = request(str(self), "put_object", **self._named, Body=content, **condition)
+        return answer.get("ETag", "")
+
+    def unlink(self) -> None:
+        """Remove the object, if it is there."""
+        request(str(self), "delete_object", **self._named)
+
+    def remove_tree(self) -> None:
+        """Remove every object below this directory, and the parts of uploads that did not end."""
+        for page in self._pages():
+            keys = [{"Key": found["Key"]} for found in page.get("Contents", [])]
+            for first in range(0, len(keys), _REMOVED_AT_ONCE):
+                some = {"Objects": keys[first : first + _REMOVED_AT_ONCE], "Quiet": True}
+                answer = request(str(self), "delete_objects", Bucket=self.bucket, Delete=some)
+                for left in answer.get("Errors", []):
+                    reason = f"cannot be removed: {left.get('Code')} {left.get('Message')}"
+                    raise ObjectError(errno.EIO, reason, f"{S3}{self.bucket}/{left.get('Key')}")
+        self.abort_uploads()
+
+    def abort_uploads(self) -> None:
+        """Remove the parts of all uploads below this directory that have not ended."""
+        for upload in self._uploads():
+            ObjectPath(self.bucket, upload["Key"]).abort_upload(upload["UploadId"])
+
+    def begin_upload(self) -> str:
+        """Begin to upload the object in parts, and return the upload's id."""
+        return request(str(self), "create_multipart_upload", **self._named)["UploadId"]
+
+    def upload_part(self, upload: str, number: int, content: bytes | bytearray) -> str:
+        """Upload part `number`, from 1 on, and return its tag."""
+        arguments = {"UploadId": upload, "PartNumber": number, "Body": content}
+        return request(str(self), "upload_part", **self._named, **arguments)["ETag"]
+
+    def end_upload(self, upload: str, tags: list[str], size: int) -> None:
+        """Make the object of all parts, by their tags and their `size` together; from then on it exists."""
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, start=1)]
+        arguments = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
+        try:
+            request(str(self), "complete_multipart_upload", **self._named, **arguments)
+        except NoUpload:  # an earlier attempt ended it and its answer was lost, or another process aborted it
+            if not self.is_file() or self.status().size != size:
+                raise
+
+    def abort_upload(self, upload: str) -> None:
+        """Remove the parts of an upload that has not ended."""
+        with contextlib.suppress(NoUpload):  # another process was faster
+            request(str(self), "abort_multipart_upload", **self._named, UploadId=upload)
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.key}/" if self.key else ""
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        return {"Bucket": self.bucket, "Key": self.key}
+
+    def _uploads(self) -> Iterator[dict[str, Any]]:
+        """Yield the uploads below this directory that have not ended."""
+        more: dict[str, str] = {}
+        while True:
+            page = request(
+                str(self), "list_multipart_uploads", Bucket=self.bucket, Prefix=self._prefix, **more
+            )
+            yield from page.get("Uploads", [])
+            if not page.get("IsTruncated"):
+                return
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def _pages(self, **arguments: str) -> Iterator[dict[str, Any]]:
+        """Yield the answers that together list all objects below this directory."""
+        more: dict[str, str] = {}
+        while True:
+            page = request(
+                str(self), "list_objects_v2", Bucket=self.bucket, Prefix=self._prefix, **arguments, **more
+            )
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}

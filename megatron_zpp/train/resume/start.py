@@ -1,0 +1,124 @@
+"""Where a run starts: from new weights, or from what restore.py finds in --load and in memory."""
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint.directory import TRACKER, each_candidate, iteration_of, newest_first
+from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.root import Config
+from megatron_zpp.config.run import CheckpointConfig
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.storage.files import check_writable
+from megatron_zpp.storage.location import is_object, location
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.zero.engine import ZeroEngine
+
+if TYPE_CHECKING:
+    from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
+
+
+@dataclass(frozen=True)
+class Start:
+    """The progress that a run starts from, and log lines that say where it was loaded from.
+
+    `saved`: --load has a checkpoint of that progress, unless it is that of new weights.
+    """
+
+    progress: Progress
+    lines: list[str]
+    saved: bool = True
+
+
+def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
+    """Raise ValueError, before anything is built, for a --load or --save that cannot be used."""
+    if config.save:
+        check_writable("--save", config.save)
+        if not is_object(config.save) and (Path(config.save) / TRACKER).is_dir():
+            raise option_error("--save", config.save, f"its {TRACKER} is a directory; remove that")
+    if config.load is None:
+        _check_nothing_newer(config, start=0)
+        return
+    if config.huggingface:
+        from megatron_zpp.checkpoint.huggingface.load import open_weights
+
+        open_weights(config.huggingface, model, tokenizer).close()
+        _check_nothing_newer(config, start=0)
+        return
+    if found := next(each_candidate(config.load, config.ckpt_step), None):
+        if config.finetune or config.ckpt_step is not None or not saves_where_it_loads(config):
+            _check_nothing_newer(config, start=0 if config.finetune else iteration_of(found) or 0)
+        return
+    if config.exit_on_missing_checkpoint:
+        raise option_error(
+            "--load", config.load, "holds no checkpoint, and --exit-on-missing-checkpoint is given"
+        )
+    if config.load != config.save:
+        raise option_error(
+            "--load", config.load, "holds no checkpoint; only a --load equal to --save may still be empty"
+        )
+
+
+def start_of(
+    config: Config,
+    engine: ZeroEngine,
+    tokenizer: dict[str, Any],
+    store: dist.Store,
+    schedule: RunSchedule,
+    memory: "BuddyMemory | None",
+) -> Start:
+    """Where the run starts; with --load or `memory`, what `restore` returns. Every rank must call it."""
+    if config.checkpoint.load is not None or memory is not None:
+        from megatron_zpp.train.resume.restore import restore
+
+        return restore(config, engine, tokenizer, store, schedule, memory)
+    exchange_for = partial(Exchange, store, engine.topology, config.distributed.timeout)
+    return Start(named(Progress(), config.checkpoint, exchange_for), [" starting from initial weights"])
+
+
+def saves_where_it_loads(config: CheckpointConfig) -> bool:
+    if config.save is None or config.load is None:
+        return False
+    return os.path.realpath(config.save) == os.path.realpath(config.load)
+
+
+def _check_nothing_newer(config: CheckpointConfig, *, start: int) -> None:
+    """Raise ValueError if --save has a checkpoint newer than iteration `start`: the next start would load it.
+
+    It would go on from another run's weights, or from those that this run went back from.
+    """
+    if config.save is None:
+        return
+    try:
+        path = next(newest_first(location(config.save)), None)
+    except OSError as error:
+        raise option_error(
+            "--save", config.save, f"{one_line(error)}; name a directory that can be read"
+        ) from None
+    if path is None or (iteration_of(path) or 0) <= start:
+        return
+    if config.ckpt_step is not None:
+        fix = f"{path.name} in --save {config.save} is newer, and the next start would load it; move it away"
+        raise option_error("--ckpt-step", config.ckpt_step, f"{fix}, or give another --save")
+    resume = f"give --load {config.save}{' without --finetune' if config.finetune else ''} to resume from it"
+    fix = f"the run starts at iteration {start}, and the next start would load {path.name} there"
+    raise option_error("--save", config.save, f"{fix}; {resume}, or another --save")
+
+
+def named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> Progress:
+    """`progress` with the name of the run: a new one unless the run resumes in the directory it saves to."""
+    if progress.run and saves_where_it_loads(config):
+        return progress
+    exchange = exchange_for("run")
+    if exchange.topology.rank == 0:
+        exchange.put("name", secrets.token_hex(4))
+    return replace(progress, run=exchange.get("name"))

@@ -1,0 +1,176 @@
+"""Builds the model with its initial weights, sharded over the ranks."""
+
+import os
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.root import Config
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.components import ModelComponents, norm_classes
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.train.setup.device import Device, check_attention
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.sections import UNTIMED, TimedSections
+from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
+
+# Parameters of GPT that --decoupled-lr is for, as in Megatron-LM.
+DECOUPLED = ("embedding.tokens.weight", "head.output.weight")
+
+
+def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) -> ZeroEngine:
+    """The engine with initial weights; all ranks of the job have joined and must call it.
+
+    Raises ValueError if the chosen attention kernel does not run on the device.
+    """
+    check_attention(config, device)
+    group, overlapped = None, False
+    if grid.tensor > 1:
+        group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
+        overlapped = _overlaps(config, device, group)
+    matmuls = _matmuls(config.precision, device.device)
+    model = _build_model(config, vocab_size, device, matmuls, group, overlapped=overlapped)
+    scaling = matmuls.scaling(model)
+    codes = matmuls.weight_codes(scaling)
+    if device.compiles:
+        _compile(config, model, device, grid.job, matmuls, scaling)
+    share = ALONE
+    if group is not None:
+        from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
+
+        share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
+    return ZeroEngine(
+        model,
+        partial(model.initialize_parameter, seed=config.training.seed),
+        zero=zero_of(config, grid.data.world_size),
+        optimizer=config.optimizer,
+        precision=config.precision,
+        topology=grid.job,
+        device=device.device,
+        share=share,
+        fused_backend=device.fused_backend,
+        operations=device.operations,
+        timeout=config.distributed.timeout,
+        sections=TimedSections(device.device) if config.timing.level else UNTIMED,
+        say=device.say,
+        decoupled=() if config.learning_rate.decoupled_lr is None else decoupled_of(config.model),
+        scaling=scaling,
+        codes=codes,
+    )
+
+
+def decoupled_of(model: ModelConfig) -> tuple[str, ...]:
+    """The parameters with a learning rate of their own. Tied output weights are the table of tokens."""
+    return DECOUPLED if model.untie_embeddings_and_output_weights else DECOUPLED[:1]
+
+
+def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
+    """Whether tensor ranks compute beside exchanges; on GPUs what they copy to is allocated.
+
+    Raises ValueError if they should and cannot.
+    """
+    place = device.device
+    if place.type != "cuda" or not config.overlaps_exchanges("cuda"):
+        return config.overlaps_exchanges(place.type)
+    from megatron_zpp.distributed.peer_rows import allocate, can_copy
+
+    flag, needs = "--tp-comm-overlap", "GPUs that can write to each other's memory, as with NVLink"
+    if not can_copy(group, place):
+        if config.distributed.tp_comm_overlap:
+            raise option_error(flag, "(given)", f"needs {needs}; omit it")
+        device.say(f" tensor ranks exchange activations by NCCL and wait for them: {flag} needs {needs}")
+        return False
+    rows = config.training.micro_batch_size * config.model.seq_length // group.size
+    dtype = getattr(torch, config.precision.compute_dtype("cuda"))
+    try:
+        allocate(group, rows, config.model.hidden_size, dtype, place)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, OSError) as error:
+        fix = f"copies between GPUs fail here; use --no-tp-comm-overlap ({' '.join(str(error).split())})"
+        raise option_error(flag, "(on)", fix) from None
+    return True
+
+
+def zero_of(config: Config, ranks: int) -> ZeroConfig:
+    """The settings of ZeRO with the default that depends on the warm-up: --zero-delta4-iterations."""
+    zero = config.zero
+    if not zero.narrows_differences or zero.zero_delta4_iterations is not None:
+        return zero
+    warmup = RunSchedule.from_config(config.training, config.learning_rate, ranks).warmup_iterations
+    return replace(zero, zero_delta4_iterations=2 * warmup)
+
+
+def _build_model(
+    config: Config,
+    vocab_size: int,
+    device: Device,
+    matmuls: Matmuls,
+    group: TensorGroup | None,
+    *,
+    overlapped: bool,
+) -> GPT:
+    """The model on the meta device, this rank's part of it if a `group` shares it.
+
+    `overlapped`: its ranks compute beside their exchanges.
+    """
+    norms = norm_classes(device.fused_backend)
+    parts = ModelComponents(norms, matmuls.linear, device.attention, matmuls.output)
+    if config.zero.zero_table_rows is not None:
+        from megatron_zpp.model.row_blocks import RowBlockComponents
+
+        parts = RowBlockComponents(norms, matmuls.linear, device.attention, rows=config.zero.zero_table_rows)
+    if group is not None:
+        from megatron_zpp.model.parallel.layers import TensorParallelComponents
+
+        parts = TensorParallelComponents(
+            norms,
+            attention=device.attention,
+            group=group,
+            tokens=config.model.seq_length,
+            product=matmuls.product,
+            overlapped=overlapped,
+        )
+    with torch.device("meta"):
+        return GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)
+
+
+def _matmuls(precision: PrecisionConfig, device: torch.device) -> Matmuls:
+    """What computes the products of a run; a run without --fp8 imports nothing of model/fp8/."""
+    if not precision.fp8:
+        return PLAIN_MATMULS
+    from megatron_zpp.model.fp8.matmuls import DelayedMatmuls, TensorwiseMatmuls
+
+    return DelayedMatmuls(precision, device) if precision.fp8_delayed else TensorwiseMatmuls()
+
+
+def _compile(
+    config: Config,
+    model: GPT,
+    device: Device,
+    topology: Topology,
+    matmuls: Matmuls,
+    scaling: Any,  # a DelayedScaling, or None
+) -> None:
+    from megatron_zpp.train.setup.compiling import compile_parts, prepare_compiler
+
+    prepare_compiler(config.compilation, topology, os.environ)
+    compile_parts(
+        model,
+        (config.training.micro_batch_size, config.model.seq_length),
+        device.say,
+        masked=config.data.reset_attention_mask,
+        on_gpu=device.device.type == "cuda",
+        matmuls=matmuls,
+        ready=(lambda: True) if scaling is None else (lambda: scaling.known),
+    )

@@ -1,0 +1,176 @@
+"""torch.compile of the layers: one graph for all of them, or one per window, compiled once per run.
+
+Cut layers have graphs for each of their halves, because the parameters of the second half are gathered while
+the first one computes.
+"""
+
+import os
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_zpp.config.compilation import CompilationConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.attention import FlashAttention3
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.kv_cache import LayerCache
+from megatron_zpp.model.layer import PLAIN_BLOCK, Layer, transformer_block
+from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
+from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
+from megatron_zpp.model.rotary import Rotation
+from megatron_zpp.model.sublayers import CutLayer, Sublayer, sublayer_block
+from megatron_zpp.native.cache import cache_directory
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+def prepare_compiler(
+    config: CompilationConfig, topology: Topology, environ: MutableMapping[str, str]
+) -> None:
+    """Set torch's variables for the cache of kernels and the compiling processes, before torch reads them.
+
+    Torch's default cache is in /tmp, where any user may have created it before, and what it contains is
+    executed. The ranks of a node share its processors.
+    """
+    if config.compile_cache_dir is not None:
+        environ[_CACHE] = os.path.abspath(config.compile_cache_dir)
+    elif _CACHE not in environ:
+        environ[_CACHE] = str(cache_directory(environ) / "torch_compile")
+    environ.setdefault("TRITON_CACHE_DIR", str(Path(environ[_CACHE]) / "triton"))
+    processors = len(os.sched_getaffinity(0))
+    environ.setdefault(_THREADS, str(max(1, min(8, processors // topology.local_world_size))))
+
+
+def compile_parts(
+    model: GPT,
+    shape: tuple[int, int],
+    say: Callable[[str], None],
+    backend: str = "inductor",
+    *,
+    masked: bool = False,
+    on_gpu: bool = False,
+    matmuls: Matmuls = PLAIN_MATMULS,
+    ready: Callable[[], bool] = lambda: True,
+) -> None:
+    """Let one graph compute every layer of `model`, or every half, for micro-batches of `shape` (B, T).
+
+    `say` gets a line if torch compiles a second graph. On GPUs (`on_gpu`) some operations of the layers, and
+    all of the loss but its matrix products, are Triton kernels. Elsewhere these operations of the loss become
+    another graph. The kernels are those for `matmuls`, by which the layers were made.
+    A graph is inside the hooks of a unit, so that the parameters are gathered before it runs. Other inputs
+    go through the same block without a graph: a text that grows, a cache, or a mask of another kind than that
+    of batches (`masked`: inside documents). So do all inputs until the layers are `ready`: 8-bit products may
+    lack scales in a run's first step. A layer raises RuntimeError if torch cannot compile it.
+    """
+    whole = not isinstance(model.parts.attention, FlashAttention3)
+    first = model.layers[0]
+    assert isinstance(first, Layer)
+    kernels, passes = matmuls.block_kernels(first) if on_gpu else (PLAIN_BLOCK, None)
+    hidden = model.parts.hidden_shape(*shape, model.config.hidden_size)
+
+    def layer_block(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
+        return transformer_block(layer, x, mask, rotation, kernels=kernels)
+
+    def attention_block(sublayer: Sublayer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
+        return sublayer_block(sublayer, x, mask, rotation, None, kernels=kernels)
+
+    def mlp_block(sublayer: Sublayer, x: Tensor) -> Tensor:
+        return sublayer_block(sublayer, x, kernels=kernels)
+
+    graph = partial(_graph, ready=ready, recomputed=model.parts.tensor_ranks == 1)
+
+    def attending(window: int | None) -> Callable[..., Tensor]:
+        """What computes the layers with this window, or their first halves."""
+        kind = (
+            InsideDocuments if masked else Causal if window is None or shape[1] <= window else SlidingWindow
+        )
+
+        def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> bool:
+            return x.shape == hidden and type(mask) is kind and cache is None
+
+        if model.cut_layers:
+            return graph(attention_block, sublayer_block, is_usual, _Backend(backend, say), whole)
+        return graph(layer_block, transformer_block, is_usual, _Backend(backend, say), whole)
+
+    runs = {window: attending(window) for window in set(model.windows)}
+    run_mlp = graph(mlp_block, sublayer_block, lambda x: x.shape == hidden, _Backend(backend, say), True)
+    for layer, window in zip(model.layers, model.windows, strict=True):
+        if isinstance(layer, CutLayer):
+            attention, mlp = layer.sublayers
+            attention.compute, mlp.compute = runs[window], run_mlp  # type: ignore[assignment]
+        else:
+            layer.compute = runs[window]  # type: ignore[assignment]  # torch's stubs: a tensor or a module
+    model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
+
+
+def _graph(
+    block: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    is_usual: Callable[..., bool],
+    maker: "_Backend",
+    whole: bool,
+    *,
+    ready: Callable[[], bool],
+    recomputed: bool,
+) -> Callable[..., Tensor]:
+    """What computes a unit: a graph of `block` for inputs that are usual, else `plain`.
+
+    Both take the unit's module and its inputs, `block` without a cache of generation. `whole`: nothing of
+    `block` may be outside of the graph. `ready` as in `compile_parts`; `recomputed` as in `_without_graph`.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
+
+    compiled = torch.compile(block, backend=maker, fullgraph=whole, dynamic=False)
+
+    def run(module: nn.Module, x: Tensor, *others: Any) -> Tensor:
+        if not is_usual(x, *others):
+            return plain(module, x, *others)
+        if not ready():
+            return _without_graph(plain, module, x, *others, recomputed=recomputed)
+        try:
+            out = compiled(module, x, *others[:2])  # mask and rotation, where there are any
+        except TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", error)
+            said = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
+            raise RuntimeError(f"torch.compile failed; --no-compile trains without it: {said}") from error
+        maker.finished.add(torch.is_grad_enabled())
+        return out
+
+    return run
+
+
+def _without_graph(
+    plain: Callable[..., Tensor], module: nn.Module, x: Tensor, *others: Any, recomputed: bool
+) -> Tensor:
+    """The unit for a step with gradients, in no more memory than a graph takes.
+
+    Where tensor ranks share it, it is not recomputed: exchanges of a recomputation would not be counted.
+    """
+    if recomputed and torch.is_grad_enabled():
+        return checkpoint(plain, module, x, *others, use_reentrant=False)
+    return plain(module, x, *others)
+
+
+class _Backend:
+    """Torch's compiler, with a warning when it is called again although layers have already run.
+
+    Layers run with gradients and without them, and need one graph for each.
+    """
+
+    def __init__(self, name: str, say: Callable[[str], None]) -> None:
+        self._name, self._say = name, say
+        self.finished: set[bool] = set()  # with gradients, without them: those with which a layer has run
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo import lookup_backend
+
+        if torch.is_grad_enabled() in self.finished:
+            why = "TORCH_LOGS=recompiles says why"
+            self._say(f"warning: torch.compile compiles a layer again, which takes a while; {why}")
+        return lookup_backend(self._name)(graph, inputs)

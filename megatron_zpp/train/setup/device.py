@@ -1,0 +1,116 @@
+"""The device of a rank and the kernels it uses. Settings that these cannot obey are refused here."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megatron_zpp.config.compilation import resolve_compilation
+from megatron_zpp.config.fused_backend import resolve_fused_backend
+from megatron_zpp.config.options import usage_errors
+from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.process_group import select_device
+from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.plan_communication import check_topology
+
+
+@dataclass(frozen=True)
+class Device:
+    """`operations` is None if nothing is quantised and torch's own kernels suffice."""
+
+    device: torch.device
+    fused_backend: Literal["apex", "torch"]
+    operations: Operations | None
+    attention: AttentionKernel
+    compiles: bool
+    say: Callable[[str], None]  # a line on stderr, by one rank of each node
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Choices that must be equal on all ranks, because their states have to stay equal bit for bit."""
+        compiled = self.operations is not None and self.operations.compiled
+        kernels = {
+            "fused_backend": self.fused_backend,
+            "compiled": compiled,
+            "attention": self.attention.describe(),
+            "torch_compile": self.compiles,
+        }
+        return {"kernels": kernels}
+
+
+def prepare_device(config: Config, grid: Grid) -> Device:
+    """Choose this rank's device, without occupying it yet, and build the kernels if they are needed.
+
+    Raises ValueError for settings that need another device or other ranks, BuildError if --require-kernels
+    is given and there is no compiler.
+    """
+    topology = grid.job
+    with usage_errors():
+        check_topology(config.zero, grid.data)
+        config.timing.check_ranks(topology.world_size)
+    device = select_device(config.distributed.device, topology)
+    config.recompute.check_device(device.type)
+    on_gpu = config.precision.fp8 and device.type == "cuda"
+    config.precision.check_device(device.type, torch.cuda.get_device_capability(device) if on_gpu else None)
+
+    def say(line: str) -> None:
+        if topology.local_rank == 0:
+            sys.stderr.write(f"{line}\n")
+
+    apex = config.optimizer.fused_backend == "apex"
+    compilation = resolve_compilation(config.compilation, device.type, os.environ, apex=apex)
+    if compilation.missing:
+        say(f"warning: layers are not compiled and run more slowly: compiling needs {compilation.missing}")
+    compiles = compilation.wanted
+    if compiles:
+        config.compilation.check_cache()
+    decoupled = config.learning_rate.decoupled_lr is not None
+    with usage_errors():
+        backend = resolve_fused_backend(
+            config.optimizer, config.zero, device.type, compiles=compiles, decoupled=decoupled
+        )
+    attention = choose_attention(config.attention.attention_backend, **_attention(config, device))
+    operations = _operations(
+        device, say, required=config.distributed.require_kernels, quantizes=config.zero.quantizes
+    )
+    return Device(device, backend, operations, attention, compiles, say)
+
+
+def check_attention(config: Config, device: Device) -> None:
+    """Try the chosen attention kernel on the device. Raises ValueError if it does not run."""
+    lengths: Sequence[int] = (config.model.seq_length,)
+    if config.evaluation.sample_prompt is not None:
+        lengths = (1, 2, *lengths)  # a text grows token by token
+    backend = config.attention.attention_backend
+    queries = config.model.num_attention_heads // config.model.num_query_groups
+    settings = _attention(config, device.device)
+    settings["windows"] = set(config.model.layer_windows) if settings.pop("windowed") else (None,)
+    check_runs(device.attention, backend, lengths, queries_per_group=queries, **settings)
+
+
+def _attention(config: Config, device: torch.device) -> dict[str, Any]:
+    """The settings that the choice of an attention kernel depends on."""
+    return {
+        "masked": config.data.reset_attention_mask,
+        "windowed": any(config.model.layer_windows),
+        "head_width": config.model.kv_channels,
+        "dropout": config.model.attention_dropout,
+        "dtype": getattr(torch, config.precision.compute_dtype(device.type)),
+        "device": device,
+    }
+
+
+def _operations(
+    device: torch.device, say: Callable[[str], None], *, required: bool, quantizes: bool
+) -> Operations | None:
+    """The compiled operations; None on CPUs without quantisation, where torch's kernels are as fast."""
+    if not (required or quantizes or device.type == "cuda"):
+        return None
+    from megatron_zpp.ops.library import load_operations
+
+    operations = load_operations(device.type, require_kernels=required, say=say)
+    return operations if operations.compiled or quantizes else None

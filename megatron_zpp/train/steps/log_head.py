@@ -1,0 +1,78 @@
+"""The head of a run's log: what a reader has to know to repeat the run, and how much memory it takes."""
+
+import math
+import platform
+from dataclasses import replace
+
+import torch
+
+from megatron_zpp.config.root import Config
+from megatron_zpp.config.words import counted
+from megatron_zpp.data.open import Splits
+from megatron_zpp.model.flops import parameter_count
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.zero.engine import ZeroEngine
+
+
+def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Splits) -> list[str]:
+    """Lines on the versions, the devices, the model and the data of a run."""
+    model, topology = config.model, engine.topology
+    parameters = parameter_count(model, vocab_size)
+    name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
+    shared = model.num_query_groups != model.num_attention_heads
+    groups = f" in {model.num_query_groups} groups" if shared else ""
+    lines = [
+        f" torch {torch.__version__}, python {platform.python_version()}, {topology.world_size} × {name}, "
+        f"{config.precision.compute_dtype(engine.device.type)}"
+        f"{config.precision.describe_products()}, {config.zero.describe(engine.grid.data.world_size)}"
+        f"{', compiled layers' if engine.model.compiled else ''}{_tensor_ranks(engine)}",
+        f" GPT of {parameters / 1e6:.1f} M parameters: {counted(model.num_layers, 'layer')} × "
+        f"{model.hidden_size}, {model.num_attention_heads} heads{groups}, sequence {model.seq_length}, "
+        f"vocabulary {vocab_size} padded to {model.embedding_rows(vocab_size)}",
+    ]
+    assert isinstance(engine.model, GPT)
+    if windows := [window for window in model.layer_windows if window]:
+        lines.append(f" windows of {windows[0]} tokens in {len(windows)} of {model.num_layers} layers")
+    if attention := engine.model.parts.attention.describe():
+        lines.append(f" attention: {attention}")
+    if spare := engine.spare.count:
+        lines.append(f" matrix products leave {spare} multiprocessors to NCCL (--zero-spare-multiprocessors)")
+    for split in ("train", "valid", "test"):
+        samples = getattr(splits, split)
+        if samples is not None:
+            lines.append(f" {split}: {samples.describe()}")
+    return lines
+
+
+def _tensor_ranks(engine: ZeroEngine) -> str:
+    grid = engine.grid
+    if grid.tensor == 1:
+        return ""
+    data = counted(grid.data.world_size, "data rank")
+    return f", {data} × {grid.tensor} tensor ranks with sequence parallelism"
+
+
+def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: RunSchedule) -> list[str]:
+    """On rank 0, the planned memory of each GPU, and between nodes, advice on what would send less.
+
+    The memory of a CPU is not planned; it is assumed to suffice.
+    """
+    on_gpu = engine.device.type == "cuda"
+    if engine.topology.rank != 0 or not (on_gpu or engine.topology.nodes > 1):
+        return []
+    from megatron_zpp.plan.advice import advice_of
+    from megatron_zpp.plan.memory import memory_of
+    from megatron_zpp.train.dry_run import job_of
+
+    job = job_of(config, vocab_size, schedule, engine.grid)
+    zero = replace(job.zero, zero_copy_engines="on" if engine.copy_engines else "off")  # what auto chose
+    job, lines, total = replace(job, zero=zero), [], math.inf
+    if on_gpu:
+        total = torch.cuda.get_device_properties(engine.device).total_memory
+        memory = memory_of(job)
+        sizes = (memory.resident, memory.peak, total)
+        states, peak, there = (f"{size / 2**30:.2f} GiB" for size in sizes)
+        lines.append(f" memory planned: {states} of states and buffers, {peak} {memory.peak_at}, of {there}")
+    lines += [f" advice: {advice}" for advice in advice_of(job, total / 2**30)]
+    return lines
