@@ -16,6 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.forkserver import CONTEXT
 
@@ -63,6 +66,11 @@ def program(
         out, err = ("".join(map(kind, range(processes))) for kind in (run.out, run.err))
     status = next((status for status in statuses.values() if status), 0)
     return subprocess.CompletedProcess([name, *argv], status, out, err)
+
+
+def nightly(*values: object, id: str | None = None) -> Any:
+    """A case of a parametrised test that runs nightly alone."""
+    return pytest.param(*values, id=id, marks=pytest.mark.nightly)
 
 
 def free_port() -> int:

@@ -27,6 +27,7 @@ from megatron_zpp.train.checkpoint_arguments import read_arguments
 from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
 from tests.checkpoint.test_tokenizer import SHAPE, STEPS, flags_of
 from tests.object_server import BUCKET, ObjectServer, object_server
+from tests.support import nightly
 from tests.train.in_process import train_here
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
@@ -133,7 +134,7 @@ def killed_at(request: int, monkeypatch: pytest.MonkeyPatch, action: Any) -> boo
     return False
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize("again", [nightly(False, id="new"), pytest.param(True, id="replaced")])
 def test_a_kill_before_any_request_leaves_whole_checkpoints(
     server: ObjectServer, url: str, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:

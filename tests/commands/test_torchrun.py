@@ -37,6 +37,7 @@ def test_a_process_not_started_by_srun_is_refused(name: str) -> None:
         rendezvous_flags({key: value for key, value in NODE.items() if key != name})
 
 
+@pytest.mark.nightly
 def test_outside_of_slurm_it_says_so_in_one_line() -> None:
     done = run("-m", "megatron_zpp.commands.torchrun", "--nproc-per-node", "1", "pretrain_gpt.py")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
@@ -69,6 +70,7 @@ def test_only_living_children_are_found() -> None:
         child.kill()
 
 
+@pytest.mark.nightly
 def test_a_signal_before_the_ranks_are_started_ends_it() -> None:
     done = run("-c", f"from megatron_zpp.commands.torchrun import pass_on; pass_on({int(signal.SIGUSR1)})")
     assert (done.returncode, done.stderr) == (128 + signal.SIGUSR1, "")

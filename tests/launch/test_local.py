@@ -212,12 +212,10 @@ def settings(save: str, load: str, *more: str) -> str:
     "text",
     [
         settings("two words", "two words"),
-        "save: there  # where it is\nload: 'there'\n",
         'checkpoint:\n  load: there\n  save: "there"\n  save-interval: 5\n',
-        "checkpoint: {async_save: true, save: there, 'load': \"there\"}  # {save: elsewhere}\n",
         "save: a\nload: a\nfinetune: false\nload_optim: true\nckpt_step: null\n# save_optim: false\n",
     ],
-    ids=["written by a run", "by hand", "in a section", "in braces", "with settings that resume"],
+    ids=["written by a run", "in a section", "with settings that resume"],
 )
 def test_settings_of_a_file_tell_that_a_job_resumes(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)

@@ -183,6 +183,7 @@ def test_ranks_of_a_launcher_are_the_plan_and_one_of_them_prints() -> None:
     assert done.stdout.count("plan for 1 × 2 H100") == 1
 
 
+@pytest.mark.nightly
 def test_the_planners_page_has_the_tables() -> None:
     page = (ROOT / "docs" / "internals" / "planner.md").read_text()
     for lines in tables().values():

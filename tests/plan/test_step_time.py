@@ -50,7 +50,7 @@ def test_on_a_very_slow_link_a_step_is_its_bytes() -> None:
     assert timed(inside).seconds == pytest.approx(sent.intra / 32 / 1e3, rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("rate", ["flops", "memory_rate", "inside", "link", "gather", "exchange"])
 def test_faster_parts_never_make_a_step_slower(stage: int, rate: str) -> None:
     machine = Machine(flops=1e14, memory_rate=1e12, inside=5e10, link=1e10, gather=5e9, exchange=4e9)

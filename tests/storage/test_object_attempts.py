@@ -21,6 +21,7 @@ from tests.faults.faulty_store import (
     faulty_store,
 )
 from tests.object_server import BUCKET
+from tests.support import nightly
 
 CONTENT = bytes(range(256)) * 64
 
@@ -46,7 +47,10 @@ def upload(path: ObjectPath) -> None:
         writer.close()
 
 
-@pytest.mark.parametrize("what", [BUSY, BROKEN, UNSENT, UNANSWERED, HALF])
+@pytest.mark.parametrize(
+    "what",
+    [BUSY, HALF, *(nightly(what) for what in (BROKEN, UNSENT, UNANSWERED))],
+)
 def test_one_lost_attempt_is_no_error(store: FaultyStore, what: int) -> None:
     path, numbers = ObjectPath(BUCKET, f"one/{what}/x"), iter(range(1, 99))
     fault = RequestFault(what, 0)

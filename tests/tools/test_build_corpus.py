@@ -112,6 +112,7 @@ def test_hugging_face_local_files(hub_files: dict[str, Path], kind: str) -> None
     assert found.texts == HUB_TEXTS
 
 
+@pytest.mark.nightly
 def test_hugging_face_through_the_tool(hub_files: dict[str, Path], tmp_path: Path) -> None:
     succeed(TOOL, "--hf-dataset", "parquet", "--hf-data-files", hub_files["parquet"],
             "--output", tmp_path / "out.jsonl")  # fmt: skip

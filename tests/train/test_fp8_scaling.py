@@ -19,6 +19,7 @@ from megatron_zpp.train.device import prepare_device
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.variants import MODELS, flags_of
+from tests.support import nightly
 from tests.train.in_process import train_here
 from tests.zero.ranks import on_ranks
 
@@ -88,7 +89,7 @@ def largest_first(found: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([448.0, 448.0, 57344.0]) / scales
 
 
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("model", ["gpt2", nightly("llama")])
 def test_ranks_have_equal_scales_and_any_grid_loads_them(model: str, tmp_path: Path) -> None:
     flags = flags_of(MODELS[model])
     alone = shared_scales(Topology(), str(tmp_path / "alone"), *flags)

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName
 from tests.faults.network import Link
-from tests.support import ROOT, Run, environment, free_port, holding, wait_until
+from tests.support import ROOT, Run, environment, free_port, holding, nightly, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.test_faults import in_micro_batch, weights
 
@@ -120,7 +120,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     return undisturbed(corpus, tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("lost", [1, *(pytest.param(lost, marks=pytest.mark.nightly) for lost in (None, 0))])
+@pytest.mark.parametrize("lost", [1, *(nightly(lost) for lost in (None, 0))])
 def test_a_killed_run_goes_on_from_memory(nodes: Nodes, whole: dict[str, bytes], lost: int | None) -> None:
     """Whether all hosts are the same ones or a spare has taken the place of one. There is no checkpoint."""
     nodes.crash(13, 10)
@@ -332,9 +332,7 @@ def flip(path: Path, position: int = -5) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "kind", ["rank_00001.safetensors", pytest.param("rank_00001.json", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("kind", ["rank_00001.safetensors", nightly("rank_00001.json")])
 def test_a_damaged_snapshot_is_named_and_skipped(nodes: Nodes, whole: dict[str, bytes], kind: str) -> None:
     nodes.crash(13, 10)
     for path in nodes.files(f"iter_0000010-*/{kind}"):

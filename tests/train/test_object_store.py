@@ -116,6 +116,7 @@ def test_a_killed_run_goes_on_from_memory(server: ObjectServer, corpus: str, tmp
     assert "memory_snapshots.txt" not in server.keys("memory/")
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_gone_fails_the_saves_and_not_the_training(corpus: str, tmp_path: Path) -> None:
     with object_server() as server, Run(tmp_path, 1) as run:
         url = f"s3://{BUCKET}/gone"

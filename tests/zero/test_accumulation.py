@@ -17,6 +17,7 @@ from megatron_zpp.zero.collectives import first_hop
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.plan_communication import check_topology
 from tests.checkpoint.saving import TOKENIZER, save
+from tests.support import nightly
 from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import BF16, FP32, MODEL, VOCAB, build
@@ -70,7 +71,7 @@ NIGHTLY_GRIDS = [
 
 @pytest.mark.parametrize(
     ("nodes", "local"),
-    [(1, 4), (4, 1), (2, 3), *(pytest.param(*grid, marks=pytest.mark.nightly) for grid in NIGHTLY_GRIDS)],
+    [(1, 4), (4, 1), (2, 3), *(nightly(*grid) for grid in NIGHTLY_GRIDS)],
 )
 def test_losses_equal_one_process(nodes: int, local: int) -> None:
     """fp32, every stage and group size. Sums of a node are rounded before those of another are added."""
@@ -145,7 +146,7 @@ def all_first_errors(topology: Topology) -> list[list[str]]:
     return [first_errors(topology, per_node, zero) for per_node, zero in cases]
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", [4, nightly(8)])
 def test_no_step_is_taken_if_hop_1_of_its_last_micro_batch_fails(ranks: int) -> None:
     """On CPUs an error is in the result of the work alone, which somebody has to read."""
     assert on_ranks(ranks, all_first_errors) == [[["hop 1 failed"] * 2] * 3] * ranks
@@ -183,7 +184,7 @@ QUANTISED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), nightly(1, 4)])
 def test_quantised_gradients_accumulate_too(nodes: int, local: int) -> None:
     """Every step is within an eighth of all that the plain run learns, as without accumulation in groups."""
     settings = [zero for zero in QUANTISED if nodes > 1 or FOUR_BITS.items() - zero.items()]

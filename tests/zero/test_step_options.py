@@ -13,6 +13,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.build_engine import DECOUPLED, decoupled_of
+from tests.support import nightly
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -120,8 +121,8 @@ def train(
         *itertools.product([1], [False, True], [False, True]),
         (RANKS, False, False),
         (RANKS, True, True),
-        pytest.param(RANKS, False, True, marks=pytest.mark.nightly),
-        pytest.param(RANKS, True, False, marks=pytest.mark.nightly),
+        nightly(RANKS, False, True),
+        nightly(RANKS, True, False),
     ],
 )
 def test_a_step_is_that_of_plain_torch(ranks: int, untied: bool, decoupled: bool) -> None:

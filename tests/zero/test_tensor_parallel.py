@@ -16,6 +16,7 @@ from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.engine import ZeroEngine
+from tests.support import nightly
 from tests.zero.engines import engine_of, states_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -167,7 +168,7 @@ def check(case: Case, found: Trained, *, rel: float) -> None:
 
 @pytest.mark.parametrize(
     ("tensor", "data"),
-    [(1, 2), (2, 1), (2, 2), *(pytest.param(4, n, marks=pytest.mark.nightly) for n in (1, 2))],
+    [(1, 2), (2, 1), (2, 2), *(nightly(4, n) for n in (1, 2))],
 )
 def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> None:
     """In 20 steps, within what the order of fp32 sums leaves. Four tensor ranks are nightly."""

@@ -222,7 +222,10 @@ def within(tmp_path: Path, value: Any) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.nightly if place > 1 else ()) for place, kind in enumerate(SHARED)],
+)
 def test_values_that_share_parts_end_in_one_line(tmp_path: Path, kind: str) -> None:
     said = within(tmp_path, SHARED[kind])
     assert len(said.splitlines()) == 1
@@ -240,6 +243,7 @@ def test_nested_tuples_are_no_keys(kind: str) -> None:
         read_pickle(b"\x80\x04" + ends[kind] + b".", lambda value: None)
 
 
+@pytest.mark.nightly
 def test_many_empty_lists_end_soon() -> None:
     content = b"\x80\x04](" + b"]" * 4_000_000 + b"e."
     began = time.monotonic()
