@@ -127,7 +127,7 @@ def beside_whole_tables(
 @pytest.mark.parametrize(
     ("ranks", "local", "cases"),
     [
-        pytest.param(1, 1, [STAGES[0], AGREEING[-1]], id="1"),
+        nightly(1, 1, [STAGES[0], AGREEING[-1]], id="1"),
         pytest.param(2, 2, AGREEING, id="2"),
         pytest.param(4, 2, IN_GROUPS, id="2x2"),
         nightly(2, 2, MORE_AGREEING, id="2-more"),

@@ -132,7 +132,7 @@ def in_both_units(topology: Topology, cases: list[Case]) -> list[tuple[bool, lis
 @pytest.mark.parametrize(
     ("ranks", "local", "cases"),
     [
-        pytest.param(1, 1, STAGES, id="1"),
+        nightly(1, 1, STAGES, id="1"),
         pytest.param(2, 2, [*STAGES, *PASSES], id="2"),
         pytest.param(4, 2, [*ZEROPP, TENSOR[1]], id="2x2"),
         nightly(2, 2, [*IN_BF16, *MORE_PASSES], id="2-more"),
