@@ -109,10 +109,6 @@ def test_processes_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == ["2", "5", "7", "2"]
 
 
-def test_lags_are_means_over_the_pairs() -> None:
-    assert campaign.mean_lags([[[30, 0.1], [60, 2.0]], [[30, 0.2], [60, 4.0]]]) == [[30, 0.15], [60, 3.0]]
-
-
 def test_a_seed_is_begun_if_all_of_its_runs_can_end(
     tmp_path: Path, fake_runs: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,18 +80,6 @@ def test_a_checkpoint_of_two_ranks_loads_as_it_was(server: ObjectServer, url: st
     assert equal(ours, theirs)
 
 
-def test_saving_an_iteration_again_replaces_it(server: ObjectServer, url: str) -> None:
-    for seed in (1, 2, 3):
-        save(location(url), small(seed=seed))
-        (path,) = candidates(url)
-        loaded = small(seed=9)
-        load_checkpoint(path, loaded, TOKENIZER, with_optimizer=True)
-        assert equal(loaded, small(seed=seed))
-        name = "iter_0000005" if seed != 2 else "iter_0000005.replacement"
-        keys = server.keys(f"{url.removeprefix(f's3://{BUCKET}/')}/")
-        assert keys == [*(f"{name}/{file}" for file in FILES), TRACKER]
-
-
 def test_old_checkpoints_are_removed(server: ObjectServer, url: str) -> None:
     for iteration in (1, 2, 3, 4):
         newest = save(location(url), small(), Progress(iteration, iteration))

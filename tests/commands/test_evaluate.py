@@ -154,16 +154,6 @@ def test_last_words(loaded: tuple[GPT, Tokenizer]) -> None:
         last_word(tokenizer, "x", "a " + "z!" * 90, width=10)
 
 
-def test_bf16_is_close(checkpoint: Path, tmp_path: Path) -> None:
-    data = jsonl(tmp_path / "a.jsonl", ARTICLES)
-    exact, rounded = (
-        figures(tmp_path, "--load", checkpoint, "--valid-data", data, *flags) for flags in ([], ["--bf16"])
-    )
-    assert (exact["precision"], rounded["precision"]) == ("float32", "bfloat16")
-    assert rounded["loss"] != exact["loss"]
-    assert rounded["loss"] == pytest.approx(exact["loss"], rel=0.02)
-
-
 LAMBADA = "--task lambada"
 REFUSED = [
     ("", "gone", None, "--valid-data {path}: no such file, and no file matches; check the path"),
@@ -246,14 +236,6 @@ def test_the_tokenizer_is_that_of_the_checkpoint(checkpoint: Path, tmp_path: Pat
         assert figures(tmp_path, *argv) == expected
     finally:
         (tmp_path / "moved.json").rename(file)
-
-
-def test_ranks_that_are_refused_say_it_once(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    argv = ["--load", checkpoint, "--valid-data", tmp_path / "a.txt", "--stride", 99]
-    status, out, err = evaluate(*argv, ranks=2)
-    assert (status, out) == (1, "")
-    assert err.count("--stride 99: must be at most") == 1
 
 
 @pytest.fixture(scope="module")

@@ -109,17 +109,6 @@ def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path, suffix: s
             )  # matplotlib's comments beside its outlines of letters
 
 
-def test_a_legend_has_every_label(tmp_path: Path) -> None:
-    """matplotlib omits names that begin with an underscore."""
-    path, output = write_run(tmp_path / "_run.jsonl", 1.0), tmp_path / "plot.svg"
-    for flags, label in (((), b"_run"), (("--labels", "_"), b"_")):
-        argv = (path, *flags, "--metric", "lm_loss", "--output", str(output))
-        done = program("megatron_zpp.commands.plot", *argv)
-        assert done.returncode == 0, done.stderr
-        for curve in (b"training", b"validation"):
-            assert b" %s: %s -->" % (label, curve) in output.read_bytes()
-
-
 def test_runs_of_one_label_are_one_band(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"{seed}.jsonl", 1 + seed) for seed in range(2)]
     assert [len(records) for records in load(runs, ("a", "a")).values()] == [2]

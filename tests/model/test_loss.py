@@ -1,10 +1,8 @@
 """The chunked loss against torch's own on the whole logits, in each format and at awkward sizes."""
 
 import itertools
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch import Tensor
 
 from megatron_zpp.model import loss as loss_module
 from megatron_zpp.model.loss import IGNORED, chunk_rows, keeps_gradient, linear_cross_entropy
-from tests.support import run
 
 CHUNK = 7  # tokens
 WIDE, NARROW = 48, 2  # hidden sizes, such that 15 tokens keep the gradient of the logits, or fp32 sums
@@ -249,15 +246,3 @@ def test_no_fp32_logits_of_all_tokens_are_in_memory(width: int) -> None:
     of_plain, peak_of_plain = allocations(plain, *given)
     assert of_plain >= 4 * 1000 * 1024  # the tool sees them where they are
     assert peak <= (0.5 if width == 16 else 0.6) * peak_of_plain
-
-
-def test_the_benchmark_measures_every_size(tmp_path: Path) -> None:
-    command = "--device cpu --tokens 8 40 --widths 4 16 --vocab-size 100 --contestants plain ours --steps 1"
-    done = run("benchmarks/linear_cross_entropy.py", *command.split(), "--output", tmp_path)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads((tmp_path / "linear_cross_entropy.json").read_text())["figures"]
-    assert figures.pop("settings")["tokens"] == [8, 40]
-    assert len(figures) == 4
-    for of_one_size in figures.values():
-        assert of_one_size["ours"]["milliseconds"] > 0
-        assert of_one_size["ours"]["off"]["of_weight"] <= 2 * torch.finfo(torch.bfloat16).eps

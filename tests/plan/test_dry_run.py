@@ -5,10 +5,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from benchmarks.plan import tables
 from benchmarks.plan_published import ROWS, fitted_share, planned_mfu
 from megatron_zpp.plan.hardware import GPUS
-from tests.support import ROOT, pretrain
+from tests.support import pretrain
 
 SMALL = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-layers 2 --hidden-size 64 "
@@ -181,19 +180,3 @@ def test_ranks_of_a_launcher_are_the_plan_and_one_of_them_prints() -> None:
     done = pretrain(*SMALL, "--dry-run", processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("plan for 1 × 2 H100") == 1
-
-
-@pytest.mark.nightly
-def test_the_planners_page_has_the_tables() -> None:
-    page = (ROOT / "docs" / "internals" / "planner.md").read_text()
-    for lines in tables().values():
-        assert "\n".join(lines) in page
-
-
-def test_the_guide_has_a_command_that_works_and_what_it_prints() -> None:
-    page = (ROOT / "docs" / "guide" / "planning.md").read_text()
-    block = page.split("```bash\n")[1].split("```")[0]
-    command = block[block.index("pretrain_gpt.py") :].replace("\\\n", " ").split()[1:]
-    done = pretrain(*command)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in page

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from benchmarks.common import RESULTS
-from benchmarks.unit_sizes import row_of, table_of_175b, table_of_vocabularies
-from tests.support import ROOT
+from benchmarks.unit_sizes import row_of
 
 FIGURES = json.loads((RESULTS / "unit_sizes.json").read_text())["figures"]
 LARGE, SMALL = FIGURES["175b_on_128x8"], FIGURES["6.7b_on_2x8"]
@@ -15,12 +14,6 @@ LARGE, SMALL = FIGURES["175b_on_128x8"], FIGURES["6.7b_on_2x8"]
 @pytest.mark.parametrize("name", ["hpZ", "hpZ, sublayers", "hpZ, T = 8, sublayers"])
 def test_the_result_is_what_the_planner_says(name: str) -> None:
     assert row_of(LARGE[name]["flags"]) == LARGE[name]
-
-
-def test_the_page_has_the_tables() -> None:
-    page = (ROOT / "docs" / "internals" / "scaling.md").read_text()
-    assert "\n".join(table_of_175b(LARGE)) in page
-    assert "\n".join(table_of_vocabularies(SMALL)) in page
 
 
 def test_blocks_of_a_large_table_need_the_arena_of_a_small_one() -> None:

@@ -76,15 +76,6 @@ def test_one_graph_for_a_llama() -> None:
     assert three_steps(Topology(), backend="aot_eager", recompute="selective", **LLAMA) == (plain, [])
 
 
-@pytest.mark.nightly
-def test_a_graph_for_layers_with_a_window_and_one_for_others() -> None:
-    changes = LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "3"}
-    plain, _ = three_steps(Topology(), backend=None, **changes)
-    assert plain != three_steps(Topology(), backend=None, **LLAMA)[0]
-    for recompute in RECOMPUTED:
-        assert three_steps(Topology(), backend="aot_eager", recompute=recompute, **changes) == (plain, [])
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -104,12 +95,6 @@ def test_graphs_for_the_halves_of_layers(changes: dict[str, Any]) -> None:
             Topology(), backend="aot_eager", recompute=recompute, stage=3, unit="sublayer", **changes
         )
         assert halves == (plain, [])
-
-
-def test_graphs_for_the_loss_of_tables_in_blocks() -> None:
-    """They change no bit, of blocks with and without rows that pad the vocabulary."""
-    plain, _ = three_steps(Topology(), backend=None, rows=40)
-    assert three_steps(Topology(), backend="aot_eager", stage=3, recompute="full", rows=40) == (plain, [])
 
 
 def sharded_steps(topology: Topology) -> tuple[list[float], list[str]]:

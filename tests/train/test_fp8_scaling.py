@@ -165,13 +165,14 @@ def test_a_resumed_run_and_one_with_evaluations_have_the_same_bits(tmp_path: Pat
     assert len(resumed) == 2
 
 
-def test_one_graph_after_the_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--fp8-param-gather"]], ids=str)
+def test_one_graph_after_the_first_step(more: list[str]) -> None:
     """Compiled layers have the same numbers, and are compiled once, with evaluations before and between."""
     torch.set_num_threads(1)
     found = []
     for compiled in (False, True):
         torch._dynamo.reset()
-        engine, said = engine_of(Topology()), []
+        engine, said = engine_of(Topology(), *more), []
         model, scaling = engine.model, engine.scaling
         assert isinstance(model, GPT)
         assert isinstance(scaling, DelayedScaling)
