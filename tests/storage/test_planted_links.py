@@ -33,7 +33,6 @@ from megatron_zpp.storage.files import (
     write_text,
     write_whole,
 )
-from megatron_zpp.storage.run_memory import _lock
 from tests.support import ROOT, environment
 
 
@@ -198,14 +197,6 @@ def test_the_description_of_cached_tokens_follows_no_link(tmp_path: Path) -> Non
     assert _entry(tmp_path / "cache", {"text": "a"}) == entry
     assert (tmp_path / "victim").read_text() == "mine"
     assert stat.S_ISREG((entry / "made_of.json").lstat().st_mode)
-
-
-def test_the_lock_of_memory_follows_no_link(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/lock").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(OSError, match=r"[Ss]ymbolic link"):
-        _lock(tmp_path / "run")
-    assert not (tmp_path / "nowhere").exists()
 
 
 @pytest.mark.parametrize(
