@@ -175,6 +175,7 @@ def test_two_tensor_ranks_and_two_data_ranks_resume_anywhere(tmp_path: Path) -> 
     check(on_ranks(4, resume_runs, cases)[0], saved, exact=True)
 
 
+@pytest.mark.nightly
 def test_runs_without_tensor_ranks_resume_with_them_and_back(tmp_path: Path) -> None:
     """Also with the state of a loss scale, and from four tensor ranks."""
     cases = [

@@ -69,6 +69,7 @@ def test_a_plan_says_what_it_assumes() -> None:
     assert mask in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_run_that_does_not_fit_is_reported_with_settings_that_would_fit() -> None:
     done = pretrain(*LARGE, "--zero-stage", "1")
     assert done.returncode == 0, done.stderr

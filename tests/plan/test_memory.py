@@ -211,7 +211,7 @@ LAYER_NORM = {"normalization": "LayerNorm"}  # an RMSNorm without the compiler k
         (PLAIN_LLAMA | LAYER_NORM, False),
         (LLAMA | LAYER_NORM, False),
         nightly(PLAIN_LLAMA, True),
-        (LLAMA, True),
+        nightly(LLAMA, True),
     ],
     ids=str,
 )
@@ -300,6 +300,7 @@ def states_between_steps(topology: Topology) -> list[int]:
     return measured
 
 
+@pytest.mark.nightly
 def test_every_rank_holds_the_states_of_the_plan() -> None:
     for measured in on_ranks(4, states_between_steps, ranks_per_node=2):
         for (zero, precision), states in zip(HELD, measured, strict=True):

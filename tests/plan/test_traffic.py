@@ -91,7 +91,7 @@ GRIDS = {  # by name; all grids of a name have the same number of ranks
     "six ranks": [((2, 3), LARGE_NODES), ((3, 2), LARGE_NODES)],
     "eight ranks": [((2, 4), GROUPS + REFERENCES)],
 }
-NIGHTLY = ("two ranks", "one hop", "eight ranks")
+NIGHTLY = ("two ranks", "one hop", "six ranks", "eight ranks")
 
 
 def measure(started: Topology, grids: str) -> list[list[tuple[int, int]]]:

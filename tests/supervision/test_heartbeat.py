@@ -291,6 +291,7 @@ def test_a_rank_reports_its_error_to_the_others(played: Played) -> None:
         assert end.line(rank).endswith(f"error: {failed}token 5 is outside")
 
 
+@pytest.mark.nightly
 def test_a_suspended_job_continues(played: Played) -> None:
     assert played[SUSPENDED].result() == End([0] * 3, [[]] * 3)
 

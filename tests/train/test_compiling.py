@@ -132,8 +132,7 @@ def test_a_text_without_documents_beside_batches_with_them() -> None:
     assert len(said) == 1  # a further graph is said
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTED)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "recompute"), [("gpt2", "full"), ("llama", "selective")])
 def test_documents_in_compiled_layers(recompute: str, model: str) -> None:
     """Masks are arguments of one graph, which gives the gradients of plain layers for any documents."""
     if model == "llama" and not GROUPED_FLASH:

@@ -75,6 +75,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
+@pytest.mark.nightly
 def test_a_request_to_stop_waits_until_the_imports_are_done(tmp_path: Path) -> None:
     flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
     flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 100000 --lr 1e-3"

@@ -220,6 +220,7 @@ def test_every_step_drops_out_something_else(tmp_path: Path) -> None:
     assert len(set(metrics(tmp_path / "none"))) == 1
 
 
+@pytest.mark.nightly
 def test_the_loss_depends_neither_on_processes_nor_on_the_stage(flags: list[str], tmp_path: Path) -> None:
     """Same samples and dropout, divided differently: equal up to the order of sums."""
     flags = [*flags, "--micro-batch-size", "2", "--global-batch-size", "12", "--train-iters", "4"]

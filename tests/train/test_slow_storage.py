@@ -102,6 +102,7 @@ main()
 """
 
 
+@pytest.mark.nightly
 def test_a_program_whose_load_is_stuck_ends_though_its_threads_cannot(tmp_path: Path) -> None:
     """The thread that reads and those of its pool stay where they are."""
     save(tmp_path, small(), config=config_of().to_json())

@@ -56,7 +56,8 @@ def saved_shapes(topology: Topology, model: str, overlapped: bool) -> list[tuple
     return list(kept.values())
 
 
-@pytest.mark.parametrize(("model", "overlapped"), [nightly("gpt2", False), ("llama", True)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("model", "overlapped"), [("gpt2", False), ("llama", True)])
 def test_a_graph_keeps_no_gathered_rows(model: str, overlapped: bool) -> None:
     """It would be enough to gather them once, but then every rank kept those of all ranks."""
     for shapes in on_ranks(2, saved_shapes, model, overlapped):

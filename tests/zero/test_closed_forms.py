@@ -220,7 +220,7 @@ def volumes(topology: Topology, stage: int) -> tuple[int, int, int]:
     return *engine.take_traffic(), sum(unit.layout.numel for unit in engine.units)
 
 
-@pytest.mark.parametrize(("stage", "volume"), [(1, 2), (3, 3)])
+@pytest.mark.parametrize(("stage", "volume"), [nightly(1, 2), (3, 3)])
 def test_volume_is_two_or_three_models_by_link(stage: int, volume: int) -> None:
     """Rajbhandari et al., section 7: 2 Psi a step up to stage 2, 3 Psi at stage 3, times (d - 1) / d.
 

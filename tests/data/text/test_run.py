@@ -34,6 +34,7 @@ def losses(path: Path) -> list[tuple[str, float]]:
     ]
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_has_the_same_losses(flags: list[str], tmp_path: Path) -> None:
     def run(name: str, *more: str, processes: int = 1) -> list[tuple[str, float]]:
         done = pretrain(*flags, *more, "--metrics-file", str(tmp_path / name), processes=processes)
