@@ -197,6 +197,7 @@ def test_runs_without_tensor_ranks_resume_with_them_and_back(tmp_path: Path) -> 
     check(on_ranks(2, resume_runs, [Case(four[0].directory, "llama", 2, 1)])[0], saved)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("local", [2, nightly(4)])
 def test_references_of_weight_differences_move_between_grids(tmp_path: Path, local: int) -> None:
     """From two nodes with one or two data ranks of two tensor ranks each, to nodes without tensor ranks."""

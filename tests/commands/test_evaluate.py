@@ -21,7 +21,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.null import NullTokenizer
 from tests.generate.models import MODELS, TRAINED, as_transformers, make_checkpoint
-from tests.support import Run, program, wait_until
+from tests.support import Run, nightly, program, wait_until
 
 ARTICLES = [
     f"Article {number}: the fox jumps over the lazy dog, and then sleeps.\n" * 3 for number in range(3)
@@ -71,7 +71,9 @@ def nats(model: GPT, ids: list[int], width: int, stride: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("checkpoint", "stride"), [("gpt2", None), ("llama", 5)], indirect=["checkpoint"])
+@pytest.mark.parametrize(
+    ("checkpoint", "stride"), [nightly("gpt2", None), ("llama", 5)], indirect=["checkpoint"]
+)
 def test_perplexity_is_the_plain_one_on_any_number_of_ranks(
     checkpoint: Path, loaded: tuple[GPT, Tokenizer], tmp_path: Path, stride: int | None
 ) -> None:

@@ -10,7 +10,7 @@ from megatron_zpp.commands.plot import load
 from megatron_zpp.reporting.curves import LINE_LIMIT, read_metrics
 from megatron_zpp.reporting.sinks import MetricsFile
 from tests.reporting.test_curves import step
-from tests.support import program
+from tests.support import nightly, program
 
 
 def test_reads_records(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def write_run(path: Path, scale: float, **more: float) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("suffix", [nightly("png"), "svg"])
 def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path, suffix: str) -> None:
     runs = [write_run(tmp_path / f"{seed}.jsonl", 1 + seed / 10, grad_norm=1.0 + seed) for seed in range(3)]
     output = tmp_path / "new" / f"plot.{suffix}"

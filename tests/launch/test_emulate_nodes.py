@@ -130,6 +130,7 @@ def test_all_nodes_share_a_secret_of_their_job(tmp_path: Path) -> None:
     assert one not in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("namespaces")
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     program, started = sleeper(tmp_path)

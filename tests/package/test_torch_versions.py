@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron_zpp.version import TORCH_TESTED, untested_torch
-from tests.support import ROOT
+from tests.support import ROOT, nightly
 
 # A torch that says it is another one: the run itself is real.
 RUN = (
@@ -32,7 +32,7 @@ def test_outside_the_range_there_is_one_note(version: str) -> None:
     assert all(end in note for end in TORCH_TESTED)
 
 
-@pytest.mark.parametrize(("version", "rank", "said"), [("2.99.0", 0, 1), ("2.99.0", 1, 0)])
+@pytest.mark.parametrize(("version", "rank", "said"), [nightly("2.99.0", 0, 1), ("2.99.0", 1, 0)])
 def test_only_rank_0_warns(version: str, rank: int, said: int) -> None:
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     done = subprocess.run(

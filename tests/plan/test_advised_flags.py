@@ -90,7 +90,7 @@ def applied(argv: list[str], names: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(case, marks=pytest.mark.nightly if place % 3 else ()) for place, case in enumerate(CASES)],
+    [pytest.param(case, marks=pytest.mark.nightly if place % 5 else ()) for place, case in enumerate(CASES)],
     ids=lambda command: command.split("size ", 2)[2],
 )
 def test_every_set_of_flags_is_accepted_by_the_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:

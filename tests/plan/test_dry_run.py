@@ -29,6 +29,7 @@ def refused(done: CompletedProcess[str], status: int, *said: str) -> None:
         assert part in line
 
 
+@pytest.mark.nightly
 def test_a_run_of_any_size_is_planned_and_nothing_is_left(tmp_path: Path) -> None:
     """175B on 512 GPUs, planned on this machine; output directories are checked and not changed."""
     places = ("--save", tmp_path / "save", "--metrics-file", tmp_path / "metrics.jsonl")

@@ -125,11 +125,10 @@ def test_what_is_saved_for_the_backward_is_the_plans_and_half_as_much_on_two_ran
 
 
 STEPS = [
-    Case("gpt2", "full", micro_batches=2),
     Case("llama", "stored", micro_batches=2),
     Case(precision="fp32", recompute="full", micro_batches=2),
     Case(precision="fp16", recompute="selective", micro_batches=2),
-    *(Case(stage=stage, recompute="full", micro_batches=2) for stage in (1, 3)),
+    Case(stage=3, recompute="full", micro_batches=2),
     Case(recompute="full", micro_batches=2, tensor=4),
 ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.reporting.full_disk import LogFile
-from tests.support import ROOT, environment, nightly
+from tests.support import ROOT, environment
 
 NOTICE = " WARNING: {} lost, because the disk was full\n"
 
@@ -67,10 +67,8 @@ def test_a_line_that_was_cut_is_ended_first(tmp_path: Path) -> None:
         subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.parametrize(
-    "unbuffered",
-    [nightly("", id="buffered"), pytest.param("1", id="unbuffered")],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 def test_a_run_whose_log_has_no_space_trains_and_saves(tmp_path: Path, unbuffered: str) -> None:
     """Both streams are one file in a SLURM job; the status is that of a run that could write."""
     flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --num-layers 1 --hidden-size 16 "

@@ -95,6 +95,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return weights(save)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("driven")
 def test_a_bad_command_line_is_final(cluster: Cluster, tmp_path: Path) -> None:
     flags = (*MODEL, *SAVED, "--train-itters", "5")

@@ -51,7 +51,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("workers", "partitions"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("workers", "partitions"), [nightly(1, 1), (3, 1), (2, 2)])
 def test_same_result_however_it_is_shared_out(corpus: Path, tmp_path: Path, workers, partitions) -> None:
     succeed(TOOL, "--input", f"{corpus}/*.jsonl*", "--output-prefix", tmp_path / "out", *NULL, "--append-eod",
             "--workers", workers, "--partitions", partitions)  # fmt: skip

@@ -90,11 +90,10 @@ def test_one_graph_for_a_llama() -> None:
 def test_graphs_for_the_halves_of_layers(changes: dict[str, Any]) -> None:
     """One for the first halves, or two with a window, and one for the second ones, which change no bit."""
     plain, _ = three_steps(Topology(), backend=None, **changes)
-    for recompute in RECOMPUTED:
-        halves = three_steps(
-            Topology(), backend="aot_eager", recompute=recompute, stage=3, unit="sublayer", **changes
-        )
-        assert halves == (plain, [])
+    halves = three_steps(
+        Topology(), backend="aot_eager", recompute="full", stage=3, unit="sublayer", **changes
+    )
+    assert halves == (plain, [])
 
 
 def sharded_steps(topology: Topology) -> tuple[list[float], list[str]]:

@@ -97,6 +97,7 @@ def test_a_second_run_in_the_same_place_is_refused(server: ObjectServer, corpus:
     assert pretrain(*flags, "--train-iters", "3").returncode == 0
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_from_memory(server: ObjectServer, corpus: str, tmp_path: Path) -> None:
     """Which copies in memory are its own is in the object store, until a start without them."""
     url = f"s3://{BUCKET}/memory"

@@ -14,7 +14,7 @@ from megatron_zpp.generate.loading import load_model
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.checkpoint.huggingface.gpt2 import SHAPE_FLAGS, SOURCE, check_equal, logits, save, tensors, theirs
 from tests.model.test_gpt import names_in_transformers
-from tests.support import pretrain
+from tests.support import nightly, pretrain
 from tests.tokenizer.test_tokenizers import ORDINARY
 
 
@@ -34,9 +34,9 @@ def tokenizer_flags(bpe: Path, kind: str, directory: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
-        ("GPT2BPETokenizer", 0),
+        nightly("GPT2BPETokenizer", 0),
         ("HuggingFaceTokenizer", 3),
-        ("SentencePieceTokenizer", 3),
+        nightly("SentencePieceTokenizer", 3),
         ("NullTokenizer", 0),
     ],
 )
