@@ -112,7 +112,6 @@ def test_hugging_face_local_files(hub_files: dict[str, Path], kind: str) -> None
     assert found.texts == HUB_TEXTS
 
 
-@pytest.mark.nightly
 def test_hugging_face_through_the_tool(hub_files: dict[str, Path], tmp_path: Path) -> None:
     succeed(TOOL, "--hf-dataset", "parquet", "--hf-data-files", hub_files["parquet"],
             "--output", tmp_path / "out.jsonl")  # fmt: skip
@@ -128,14 +127,12 @@ def test_hugging_face_errors(hub_files: dict[str, Path]) -> None:
         list(read_hub("parquet", None, "train", "text", [str(hub_files["text"])]))
 
 
-@pytest.mark.nightly
 def test_a_hub_name_without_a_network(tmp_path: Path) -> None:
     error = fail(TOOL, "--hf-dataset", "nobody/nothing", "--output", tmp_path / "out.jsonl")
     assert "--hf-dataset nobody/nothing: cannot be read" in error
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.nightly
 def test_a_damaged_file_leaves_the_old_output(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("old")
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 10_000)[:-9])
@@ -145,7 +142,6 @@ def test_a_damaged_file_leaves_the_old_output(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.nightly
 def test_files_without_documents(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     error = fail(TOOL, "--output", tmp_path / "out.jsonl", "--input", tmp_path / "empty.txt")

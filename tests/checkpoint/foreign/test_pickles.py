@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -20,7 +18,7 @@ from megatron_zpp.checkpoint.foreign.pickled import NotData, read_pickle
 from megatron_zpp.checkpoint.foreign.torch_file import read_pickle_file, read_torch_file
 from megatron_zpp.storage.checksums import DamagedFile
 from tests.checkpoint.foreign.imports import TOKENIZER, run_import
-from tests.support import ROOT
+from tests.support import program
 
 
 class Calls:
@@ -205,18 +203,13 @@ def within(tmp_path: Path, value: Any) -> str:
     directory.mkdir(parents=True)
     torch.save(value, directory / "model_optim_rng.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
-    command = [sys.executable, "-m", "megatron_zpp.commands.import_checkpoint", str(tmp_path), *TOKENIZER]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "new")], capture_output=True, text=True, timeout=20, cwd=ROOT
-    )
+    argv = [tmp_path, *TOKENIZER, "--output", tmp_path / "new"]
+    done = program("megatron_zpp.commands.import_checkpoint", *argv, timeout=20)
     assert done.returncode == 1
     return done.stderr
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=pytest.mark.nightly if place > 1 else ()) for place, kind in enumerate(SHARED)],
-)
+@pytest.mark.parametrize("kind", SHARED)
 def test_values_that_share_parts_end_in_one_line(tmp_path: Path, kind: str) -> None:
     said = within(tmp_path, SHARED[kind])
     assert len(said.splitlines()) == 1
