@@ -4,11 +4,11 @@ python benchmarks/fp8_losses.py --size 30m --pairs 16 --processes 4
 python benchmarks/fp8_losses.py --size 125m --pairs 1
 python benchmarks/fp8_losses.py --size 30m --pairs 4 --lr 2e-3 --name fp8_losses_30m_lr2e-3
 
-Runs of one seed have the same initial weights and the same samples of an endless synthetic language
-(benchmarks/emulation/source.py), and are evaluated on the same held-out samples. The engine is the one that
-pretrain_gpt.py builds from the same flags. The gap of a run is its final loss above that of bf16 with the
-same seed, in percent: its mean over the pairs and the 95% interval of the mean (Student's t). GPUs do not
-repeat the sums of attention's backward: "bf16, again" says what that alone does.
+Runs of one seed have the same initial weights and the same samples, of real text with --text, else of a
+synthetic language (benchmarks/emulation/source.py), and are evaluated on the same held-out samples. The
+engine is the one that pretrain_gpt.py builds from the same flags. The gap of a run is its final loss above
+that of bf16 with the same seed, in percent: its mean over the pairs and the 95% interval of the mean
+(Student's t). GPUs do not repeat the sums of attention's backward: "bf16, again" says what that alone does.
 
 Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
 status is 75 where --limit-seconds ended the call, and 0 where all pairs are there. A result is only
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 from benchmarks.common import RESULTS, save_result
 from benchmarks.contest.grid import visible_gpus
+from benchmarks.emulation.text import Text
 from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
 BASELINE = "bf16"
@@ -59,6 +60,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=list(SIZES), default="30m", help="parameters")
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument(
+        "--text", type=Path, help="a folder of corpus/make_tokens.py, whose vocabulary the model then has"
+    )
     parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
     parser.add_argument("--steps", type=int)
@@ -76,13 +80,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--{flag} must be at least 1, got {getattr(options, flag)}")
     options.runs = list(dict.fromkeys([BASELINE, *options.runs]))
     options.steps = options.steps or SIZES[options.size][5]
-    options.name = options.name or f"fp8_losses_{options.size}"
+    options.name = options.name or f"fp8_losses_{options.size}{'_text' if options.text else ''}"
     return options
 
 
 def flags_of(settings: dict[str, Any], name: str, seed: int) -> list[str]:
     """The flags of pretrain_gpt.py that decide the bits of a run, beside its samples."""
     layers, hidden, heads, tokens, vocab, _, samples = SIZES[settings["size"]]
+    if "text" in settings:
+        vocab = settings["text"]["vocabulary"]
     flags = {
         "--vocab-size": vocab,
         "--num-layers": layers,
@@ -111,12 +117,11 @@ def key_of(settings: dict[str, Any], name: str, seed: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def train(settings: dict[str, Any], job: Job) -> dict[str, Any]:
+def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, Any]:
     """One run: its final loss, a curve, skipped steps and its time."""
     import torch
 
-    from benchmarks.emulation.emulated_run import STREAMS
-    from benchmarks.emulation.source import HELD_OUT, Source
+    from benchmarks.emulation.source import Source
     from megatron_zpp.config.root import parse_args
     from megatron_zpp.distributed.grid import Grid
     from megatron_zpp.distributed.topology import Topology
@@ -127,15 +132,19 @@ def train(settings: dict[str, Any], job: Job) -> dict[str, Any]:
     name, seed = job
     started, steps = time.perf_counter(), settings["steps"]
     _, _, _, length, vocab, _, samples = SIZES[settings["size"]]
+    source: Text | Source
+    if text is None:
+        source = Source(vocab, length + 1)
+    else:
+        source, vocab = Text(text, length + 1), settings["text"]["vocabulary"]
     torch._dynamo.reset()
     config, grid = parse_args(flags_of(settings, name, seed)), Grid(Topology())
     engine = build_engine(config, vocab, prepare_device(config, grid), grid)
     rate = LearningRate.from_config(
         config.learning_rate, samples=steps * samples, samples_per_iteration=samples
     )
-    source = Source(vocab, length + 1)
-    held_out = source.sequences(HELD_OUT, 0, settings["eval_samples"]).to(engine.device).split(samples)
-    tokens = source.sequences(STREAMS + seed, 0, steps * samples).to(engine.device).split(samples)
+    held_out = source.held_out(settings["eval_samples"]).to(engine.device).split(samples)
+    tokens = source.training(seed, steps * samples).to(engine.device).split(samples)
     distance = max(1, steps // 10 // EVALUATIONS)
     evaluated = {steps - distance * index for index in range(EVALUATIONS)} - {0}
     losses, finals = torch.zeros(steps, device=engine.device), []
@@ -208,11 +217,13 @@ def main(argv: Sequence[str]) -> int:
     settings = {
         name: getattr(options, name) for name in ("size", "steps", "lr", "eval_samples", "device", "extra")
     }
+    if options.text:
+        settings["text"] = Text.described(options.text)
     path = options.runs_file or Path("build") / "fp8_losses" / f"{options.name}.jsonl"
     campaign = PairedRuns(
         path=path,
         key=partial(key_of, settings),
-        run=partial(train, settings),
+        run=partial(train, settings, options.text),
         prepare=partial(prepare, options.device),
         processes=options.processes,
         gpus=visible_gpus() if options.device == "cuda" else (),

@@ -29,9 +29,7 @@ from benchmarks.plan_tensor import tensor_rows
 def tables() -> dict[str, list[str]]:
     """The tables of docs/internals/planner.md: the lines of each by its name."""
     gpus = [
-        f"| {row['result'].removeprefix('zero_speed_1.3b_').replace('_', ', ')} | {row['run']} | "
-        f"{row['gib']:.2f} | {row['measured_gib']:.2f} | "
-        f"{_times(row) if 'measured_ms' in row else '– | – | GPUs shared'} |"
+        f"| {row['run']} | {row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
         for row in h200_rows()
     ]
     sockets = [

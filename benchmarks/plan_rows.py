@@ -1,18 +1,12 @@
 """Plans of --dry-run for settings that were measured in benchmarks/results/: a row for each measurement.
 
-Memory follows from the settings alone. Runs between nodes, and those with an offloaded optimizer, were
-measured with an earlier loss, which had EARLIER_LOSS bytes per token and vocabulary entry in memory at the
-peak, so their memory is compared without the loss. Time follows from the constants of plan/hardware.py: the
-share of the peak is fitted to one H200 alone, and the CPU's rate to the offloaded optimizer. Rows on H100s
-take the share of one H100 alone: between nodes that of the same result, and for the larger model on NVLink
-that of 1.3B on another machine.
-
-Results between nodes whose ranks shared a GPU ("shared_gpu") compare memory only. Steps between nodes with
-one GPU per rank are planned from the rates that NCCL's collectives reached in the same result.
+Memory follows from the settings alone. Time follows from the constants of plan/hardware.py: the share of the
+peak is fitted to one H200 alone. Rows on H100s take the share of one H100 alone: between nodes that of the
+same result, and for the larger model on NVLink that of 1.3B on another machine. Steps between nodes are
+planned from the rates that NCCL's collectives reached in the same result.
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +15,6 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 from benchmarks.contest.contestants import OURS as CONTESTANTS
-from benchmarks.slow_link import NODES, RANKS_OF_A_NODE, SHAPE, VOCAB
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
@@ -33,12 +26,7 @@ from megatron_zpp.plan.step_time import step_time
 from megatron_zpp.plan.traffic import total, traffic_of
 
 Row = dict[str, Any]
-GRIDS = (  # result, samples per micro-batch, nodes, GPUs per node
-    ("mbs8_1x2_compiled", 8, 1, 2),
-    ("mbs8_1x2", 8, 1, 2),
-    ("mbs8_2x1", 8, 2, 1),
-    # 2x2 was measured when gathers were one ring and bf16 gradients took one hop, so its plan differs now
-)
+TWO_H200 = "zero_speed_1.3b_mbs8_1x2_compiled"  # 8 samples per GPU
 SHAPES: dict[tuple[str, int], str] = {  # model and micro-batch size on one GPU -> result
     ("345m", 16): "345m_2.7b",
     ("2.7b", 8): "345m_2.7b",
@@ -49,7 +37,8 @@ GPU_VOCAB = 50304
 SOCKETS = ("mbs8_acc1_2x1_default_h100", "mbs8_acc1_2x1_4sockets_h100", "mbs8_acc8_2x1_default")
 NVLINK = ("1.3b_mbs8_acc1_1x2_default", "6.7b_mbs4_acc1_1x2_default")  # on two H100s of one node
 ONE_H100 = "1.3b_mbs8_acc1_2x1_default_h100"  # has one GPU alone
-EARLIER_LOSS = 12  # fp32 softmax, gradient of its output, gradient of its input
+CPU_NODES, CPU_RANKS, CPU_VOCAB = 2, 2, 256  # of slow_link.json
+CPU_SHAPE: dict[str, Any] = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64}
 INFINITE = float("inf")
 
 
@@ -60,7 +49,6 @@ def job_of(
     nodes: int,
     local: int,
     size: int,
-    compiled: bool = True,
     micro_batches: int = 1,
 ) -> Job:
     """A job whose steps compute bf16 micro-batches of `size` samples without recomputation."""
@@ -75,7 +63,7 @@ def job_of(
         micro_batch_size=size,
         micro_batches=micro_batches,
         units=units_of(model, vocab),
-        compiled=compiled,
+        compiled=True,
     )
 
 
@@ -112,42 +100,25 @@ def shape_rows() -> list[Row]:
 
 
 def h200_rows() -> list[Row]:
-    """Rows of all measurements on two GPUs: memory, and time where no ranks shared a GPU."""
-    model = _measured_model()
-    gpu = h200()
-    rows = []
-    for grid_name, micro_batch, nodes, local in GRIDS:
-        name = f"zero_speed_1.3b_{grid_name}"
-        compiled = grid_name.endswith("compiled")
-        figures = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-        timed = not figures.get("shared_gpu")
-        for contestant, figure in figures.items():
-            if contestant not in CONTESTANTS and contestant != "one_gpu":
-                continue
-            if nodes == 1 and not compiled and contestant != "stage_3_offload":
-                continue  # measured again later
-            if nodes > 1 and contestant in ("stage_1", "qgz", "zeropp"):
-                continue  # measured when it sent fp32, or gradients between nodes by one stream
-            alone = contestant == "one_gpu"
-            grid = (1, 1) if alone else (nodes, local)
-            job = job_of(model, GPU_VOCAB, CONTESTANTS.get(contestant, {}), *grid, micro_batch, compiled)
-            memory = memory_of(job)
-            earlier_loss = 0.0 if compiled else EARLIER_LOSS * job.tokens * job.vocab_size / 2**30
-            planned = memory.peak if compiled else memory.resident + memory.activations
-            if not alone:
-                planned += counted_otherwise(job, compiled)
-            row: Row = {
-                "result": name,
+    """Rows of two H200s on NVLink at each stage."""
+    figures, gpu, rows = json.loads((RESULTS / f"{TWO_H200}.json").read_text())["figures"], h200(), []
+    for contestant, figure in figures.items():
+        if contestant not in CONTESTANTS and contestant != "one_gpu":
+            continue
+        alone = contestant == "one_gpu"
+        job = job_of(_measured_model(), GPU_VOCAB, CONTESTANTS.get(contestant, {}), 1, 1 if alone else 2, 8)
+        planned = memory_of(job).peak + (0 if alone else counted_otherwise(job))
+        rows.append(
+            {
+                "result": TWO_H200,
                 "run": contestant,
-                "with_loss": compiled,
                 "gib": round(planned / 2**30, 2),
-                "measured_gib": round(figure["peak_gib"] - earlier_loss, 2),
+                "measured_gib": round(figure["peak_gib"], 2),
+                "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
+                "measured_ms": figure["milliseconds"],
+                "fitted": alone,
             }
-            if timed:
-                row["milliseconds"] = round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1)
-                row["measured_ms"] = figure["milliseconds"]
-                row["fitted"] = contestant in ("one_gpu", "stage_3_offload")
-            rows.append(row)
+        )
     return rows
 
 
@@ -205,7 +176,7 @@ def _nvlink_rows_of(figures: Row, gpu: Machine) -> list[Row]:
             continue
         zero, count = CONTESTANTS[contestant], settings["micro_batches"]
         job = job_of(model, GPU_VOCAB, zero, *grid, micro_batches=count)
-        planned = memory_of(job).peak + counted_otherwise(job, compiled=True)
+        planned = memory_of(job).peak + counted_otherwise(job)
         rows.append(
             {
                 "model": settings["preset"],
@@ -246,24 +217,16 @@ def _measured_model(preset: str = "1.3b") -> ModelConfig:
     return ModelConfig(model_preset=preset, seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
 
 
-def counted_otherwise(job: Job, compiled: bool) -> int:
-    """Bytes that torch counts in a peak and the plan does not, less those of peer buffers, which torch omits.
-
-    Runs that were not compiled sent the gradients of each layout from two separate buffers.
-    """
+def counted_otherwise(job: Job) -> int:
+    """Bytes of peer buffers, negative: the plan has them, and torch's count of a peak does not."""
     reduction = job.communication.reduction
-    if compiled:
-        return -reduction.buffers.received.nbytes if reduction.peer_writes else 0
-    largest = max(layout.numel for layout in job.layouts)
-    sent = sum(min(2, units) * layout.numel for layout, units in Counter(job.layouts).items())
-    now = 0 if reduction.peer_writes else largest
-    return (sent - now) * reduction.gradient_dtype.itemsize
+    return -reduction.buffers.received.nbytes if reduction.peer_writes else 0
 
 
 def slow_link_rows() -> list[Row]:
-    """Rows of slow_link.py's CPU nodes; compute is fitted to stage 3 without a limit on the link."""
+    """Rows of CPU nodes on a slow link; compute is fitted to stage 3 without a limit on the link."""
     figures = json.loads((RESULTS / "slow_link.json").read_text())["figures"]
-    model = ModelConfig(**SHAPE, hidden_dropout=0.0, attention_dropout=0.0)
+    model = ModelConfig(**CPU_SHAPE, hidden_dropout=0.0, attention_dropout=0.0)
     link = figures["settings"]["link_mbit"] * 1e6 / 8
 
     def cpus(flops: float, link: float = INFINITE) -> Machine:
@@ -271,7 +234,7 @@ def slow_link_rows() -> list[Row]:
 
     def job(name: str) -> Job:
         zero = CONTESTANTS[{"all_on": "zeropp", "four_bits": "zeropp_4_bits"}.get(name, name)]
-        return job_of(model, VOCAB, zero, NODES, RANKS_OF_A_NODE, 1)
+        return job_of(model, CPU_VOCAB, zero, CPU_NODES, CPU_RANKS, 1)
 
     def seconds(name: str) -> float:
         return step_time(job(name), cpus(free.flops, link), traffic_of(job(name))).seconds

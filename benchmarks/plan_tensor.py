@@ -124,7 +124,7 @@ def _row(run: Measured) -> Row:
     assert peak is not None
     planned = memory_of(job).peak
     if job.data_ranks > 1:
-        planned += counted_otherwise(job, compiled=True)
+        planned += counted_otherwise(job)
     if job.overlapped:
         planned -= region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
     return {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.faults.network import Link
+from benchmarks.faults.network import Link
 
 # One of these that began last would leave the other workers without work.
 LONGEST = (
@@ -32,7 +32,7 @@ LONGEST = (
     "train/test_object_store.py",
     "train/test_memory_snapshots.py",
     "zero/test_own_modules.py",
-    "faults/test_harness.py",
+    "faults/test_campaigns.py",
     "train/test_batch_changes.py",
     "data/text/test_run.py",
     "train/test_faults.py",

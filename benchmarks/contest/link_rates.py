@@ -5,7 +5,7 @@ once. Beside each collective alone there is an all-gather beside an all-to-all, 
 stream of its own, which is what a backward of ZeRO-3 has on the link; --cases can add two of the same kind.
 Sizes are what one rank sends in each collective, rates what it sends in all of them together.
 
-torchrun starts it. benchmarks/link_settings.py does, once for each of many settings of NCCL.
+torchrun starts it.
 """
 
 import argparse

@@ -265,7 +265,7 @@ def _loopback_bytes() -> int:
 
 
 def _trace(rank: Rank, step: Step, batches: list[Tensor]) -> None:
-    """Write three steps to a trace for Perfetto and benchmarks/timeline.py."""
+    """Write three steps to a trace for Perfetto."""
     rank.options.trace.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profile:
         for _ in range(3):

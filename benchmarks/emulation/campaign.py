@@ -2,13 +2,14 @@
 
 python benchmarks/convergence.py --emulate --size 10m --ladder first --pairs 16 --processes 4
 python benchmarks/convergence.py --emulate --size 60m --rungs "delta4 rotated4" --pairs 64 --processes 4
+python benchmarks/convergence.py --emulate --text build/corpus/tokens --rungs "baseline, nudged" today
 python benchmarks/convergence.py --emulate --list   prints the rungs, their bytes and the ladders
 
 One process trains as K nodes × L ranks would: the same codes, blocks, rotations and order of sums. Runs of
-one seed have the same initial weights and the same samples. Every sample is drawn once, from a synthetic
-language, and all runs are evaluated on the same held-out samples. The gap of a rung is the final loss above
-that of the baseline of the same seed, in percent: its mean over the pairs and the 95% interval of the mean
-(Student's t). Where that interval holds zero no cost was shown.
+one seed have the same initial weights and the same samples. A run sees no sample twice, be it of a synthetic
+language or of real text (--text), and all runs are evaluated on the same held-out samples. The gap of a rung
+is the final loss above that of the baseline of the same seed, in percent: its mean over the pairs and the 95%
+interval of the mean (Student's t). Where that interval holds zero no cost was shown.
 
 Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
 status is 75 where --limit-seconds ended the call, and 0 where all pairs are there. A seed is begun only if
@@ -33,6 +34,7 @@ from typing import Any
 from benchmarks.common import RESULTS, save_result
 from benchmarks.contest.grid import visible_gpus
 from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
+from benchmarks.emulation.text import Text
 from benchmarks.intervals import mean_and_interval
 from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
@@ -58,6 +60,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", choices=list(DEFAULTS), default="10m", help="parameters")
     parser.add_argument("--rungs", nargs="+", default=[], help="names from --list")
     parser.add_argument("--ladder", nargs="+", default=[], choices=list(LADDERS), help="several rungs")
+    parser.add_argument(
+        "--text", type=Path, help="a folder of corpus/make_tokens.py, whose vocabulary the model then has"
+    )
     parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
     parser.add_argument("--nodes", type=int, default=2)
@@ -108,13 +113,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     started = time.monotonic()
     options.device = options.device or default_device()
-    options.name = options.name or f"emulation_{options.size}_{options.device}"
+    on_text = "_text" if options.text else ""
+    options.name = options.name or f"emulation_{options.size}{on_text}_{options.device}"
     path = options.runs_file or Path("build") / "emulation" / f"{options.name}.jsonl"
     settings = run_settings(options)
     campaign = PairedRuns(
         path=path,
         key=lambda name, seed: key_of(settings, RUNGS[name], seed),
-        run=partial(_run, settings, options.device),
+        run=partial(_run, settings, options.device, options.text),
         prepare=partial(_prepare, options.device, options.threads),
         processes=options.processes,
         gpus=visible_gpus() if options.device == "cuda" else (),
@@ -148,7 +154,9 @@ def run_settings(options: argparse.Namespace) -> dict[str, Any]:
     steps, size, samples, evaluations, warmup = DEFAULTS[options.size]
     precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
     attention = "auto" if options.device == "cpu" else "flash" if precision == "bf16" else "math"
+    text = {"text": Text.described(options.text)} if options.text else {}
     return {
+        **text,
         "size": options.size,
         "nodes": options.nodes,
         "ranks_per_node": options.ranks_per_node,
@@ -263,7 +271,7 @@ def _prepare(device: str, threads: int) -> None:
         torch.cuda.init()
 
 
-def _run(settings: dict[str, Any], device: str, job: Job) -> dict[str, Any]:
+def _run(settings: dict[str, Any], device: str, text: Path | None, job: Job) -> dict[str, Any]:
     import torch
 
     from benchmarks.emulation.emulated_run import RunSettings, train
@@ -272,5 +280,10 @@ def _run(settings: dict[str, Any], device: str, job: Job) -> dict[str, Any]:
     name, seed = job
     operations = load_operations(device, require_kernels=False, say=lambda line: print(line, file=sys.stderr))
     return train(
-        RunSettings(**settings), RUNGS[name], seed, device=torch.device(device), operations=operations
+        RunSettings(**settings),
+        RUNGS[name],
+        seed,
+        device=torch.device(device),
+        operations=operations,
+        text=text,
     )

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from benchmarks.emulation.flat_model import FlatModel
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
 from benchmarks.emulation.rungs import MLP, Gradients, Rung, Weights
-from benchmarks.emulation.source import HELD_OUT, Source
+from benchmarks.emulation.source import Source
+from benchmarks.emulation.text import Text
 from benchmarks.emulation.weights import Difference, VariedDifference, WeightExchanges
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig
@@ -32,7 +34,6 @@ SHAPES = {  # layers, hidden size, heads, tokens of a sample, vocabulary; parame
     "125m": (12, 768, 12, 512, 32768),
 }
 Format = TypeVar("Format", Weights, Gradients)
-STREAMS = 1 << 32  # of training data: one for each seed, apart from HELD_OUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class RunSettings:
     eval_samples: int = 512
     evaluations: int = 4  # in the last tenth of the steps: their mean is the final loss
     compile: bool = False
+    text: Mapping[str, Any] | None = None  # Text.described, or the synthetic language
 
     @property
     def samples_per_step(self) -> int:
@@ -62,6 +64,8 @@ class RunSettings:
     def model(self) -> tuple[ModelConfig, int]:
         """The shape, without dropout, and the size of the vocabulary."""
         layers, hidden, heads, tokens, vocab = SHAPES[self.size]
+        if self.text is not None:
+            vocab = self.text["vocabulary"]
         config = ModelConfig(
             num_layers=layers,
             hidden_size=hidden,
@@ -224,19 +228,22 @@ def train(
     *,
     device: torch.device,
     operations: Operations,
+    text: Path | None = None,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> dict[str, Any]:
     """One run: the final loss, that of the master weights, a curve, and what it took.
 
-    Runs of one seed have the same initial weights and the same samples, whatever the rung.
+    Runs of one seed have the same initial weights and the same samples, whatever the rung. `text` is the
+    folder that `settings.text` describes.
     """
     started = time.perf_counter()
     ranks, rate = _ranks(settings, rung, seed, device, operations), _rate(settings)
     per_step = settings.samples_per_step
     config, vocab = settings.model()
-    source = Source(vocab, config.seq_length + 1)
-    held_out = source.sequences(HELD_OUT, 0, settings.eval_samples).to(device)
-    tokens = source.sequences(STREAMS + seed, 0, settings.steps * per_step).to(device)
+    length = config.seq_length + 1
+    source = Source(vocab, length) if text is None else Text(text, length)
+    held_out = source.held_out(settings.eval_samples).to(device)
+    tokens = source.training(seed, settings.steps * per_step).to(device)
     tokens = tokens.view(
         settings.steps, settings.micro_batches, -1, settings.micro_batch_size, tokens.shape[1]
     )

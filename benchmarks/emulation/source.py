@@ -21,6 +21,7 @@ from torch import Tensor
 
 CLASSES, SUCCESSORS = 64, 16
 LANGUAGE, HELD_OUT = 0x5EED, 0x4E1D  # keys of the tables and of the samples that no run trains on
+STREAMS = 1 << 32  # of training data: one for each seed, apart from HELD_OUT
 CHUNK = 1024  # sequences that are drawn together
 _PARTS = np.cumsum((0.45, 0.15, 0.25))
 
@@ -36,6 +37,14 @@ class Source:
         self._after_class, self._after_second = self._any(generator.random((2, CLASSES, SUCCESSORS)))
         self._after_token = self._any(generator.random((vocab_size, SUCCESSORS)))
         self._ranked = _cumulative(1.0 / np.arange(1, SUCCESSORS + 1) ** 1.2)
+
+    def training(self, seed: int, count: int) -> Tensor:
+        """(count, length) int64 on the CPU that a run of this seed trains on."""
+        return self.sequences(STREAMS + seed, 0, count)
+
+    def held_out(self, count: int) -> Tensor:
+        """The same that all runs are evaluated on."""
+        return self.sequences(HELD_OUT, 0, count)
 
     def sequences(self, stream: int, first: int, count: int) -> Tensor:
         """Sequences `first` to `first` + `count` - 1 of a stream, (count, length) int64 on the CPU."""

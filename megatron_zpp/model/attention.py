@@ -206,7 +206,7 @@ def choose_attention(
             raise no_masks(hindrance, masked=masked)
         what = "documents" if masked else "windows"
         return DotProduct(remark=f", {what} through a dense mask; flash attention {hindrance}")
-    # On Hopper GPUs torch takes cuDNN's; benchmarks/attention.py found none faster that comes with torch.
+    # On Hopper GPUs torch takes cuDNN's, the fastest that comes with torch.
     return DotProduct(None if backend == "auto" else backend)
 
 

@@ -1,9 +1,12 @@
 """The emulator of benchmarks/convergence.py --emulate against real ranks, bit for bit."""
 
 import hashlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,9 +14,11 @@ from benchmarks.emulation.emulated_run import AdamWSettings, EmulatedRanks, RunS
 from benchmarks.emulation.flat_model import FlatModel
 from benchmarks.emulation.rungs import RUNGS, Rung
 from benchmarks.emulation.source import CHUNK, Source
+from benchmarks.emulation.text import Text
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.ops.formats import LloydMaxFormat
@@ -365,3 +370,25 @@ def test_bytes_of_rungs() -> None:
     assert RUNGS["baseline"].bytes_per_parameter(layers) == 6
     with pytest.raises(ValueError, match=r"weights must be one of .*, got delta5"):
         Rung(weights="delta5")
+
+
+def test_runs_on_text_share_no_sample(tmp_path: Path) -> None:
+    """Each sample is a run of one file's tokens; those of a run, and of neighbouring seeds, differ."""
+    tokens = np.arange(1000, dtype=np.uint16)
+    for name, values in (
+        ("training-00", tokens[:600]),
+        ("training-01", tokens[600:]),
+        ("held_out-a", tokens),
+    ):
+        with IndexedDatasetWriter(tmp_path / f"{name}_text_document", np.dtype(np.uint16)) as writer:
+            writer.add_document(values)
+    (tmp_path / "vocab.json").write_text(json.dumps({str(token): token for token in range(1000)}))
+    assert (Text.described(tmp_path)["tokens"], Text.described(tmp_path)["vocabulary"]) == (1000, 1000)
+    text = Text(tmp_path, 9)
+    first, second = text.training(0, 50), text.training(1, 50)
+    assert torch.equal(first, Text(tmp_path, 9).training(0, 50))
+    for row in torch.cat([first, second, text.held_out(40)]).tolist():
+        assert row == list(range(row[0], row[0] + 9))
+    begun = {row[0] for row in torch.cat([first, second]).tolist()}
+    assert len(begun) == 100
+    assert not any(start < 600 < start + 9 for start in begun)  # a sample has tokens of one file

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.faults.mutations import change_json, changes_of_json
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
 from megatron_zpp.checkpoint.read import CheckpointReader
@@ -17,7 +18,6 @@ from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, checksums_of
 from tests.checkpoint.saving import TOKENIZER, save, small
-from tests.faults.mutations import change_json, changes_of_json
 from tests.zero.ranks import on_ranks
 
 RANKS, TENSOR = 4, 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.foreign_files import train_bpe
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
 from megatron_zpp.checkpoint.read import CheckpointReader
@@ -18,7 +19,6 @@ from megatron_zpp.storage.checksums import DamagedFile, checksums_of
 from megatron_zpp.tokenizer import describe
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.checkpoint.saving import TOKENIZER, save, small
-from tests.faults.site import train_bpe
 from tests.train.in_process import train_here
 
 SHAPE = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data".split()

@@ -2,11 +2,7 @@
 
 import ctypes
 import gc
-import json
 import sys
-import threading
-import time
-from pathlib import Path
 from typing import ClassVar
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
@@ -33,15 +29,3 @@ def in_use() -> dict[str, int]:
         "malloc_free_bytes": found.fordblks,
         "python_blocks": sys.getallocatedblocks(),
     }
-
-
-def report_in_use(path: Path, every: float) -> None:
-    """Start a thread that writes `in_use` to a file, a JSON object per line, every so many seconds."""
-
-    def report() -> None:
-        while True:
-            with path.open("a") as file:
-                file.write(json.dumps(in_use()) + "\n")
-            time.sleep(every)
-
-    threading.Thread(target=report, name="in use", daemon=True).start()

@@ -1,11 +1,11 @@
-"""A short run of the fuzzer; `python -m tests.faults.fuzz --seconds 3600` is a long one."""
+"""A short run of the fuzzer; `python benchmarks/faults/fuzz.py --seconds 3600` is a long one."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.faults.fuzz import fuzz
-from tests.faults.readers import READERS, Reader
+from benchmarks.faults.fuzz import fuzz
+from benchmarks.faults.readers import READERS, Reader
 
 EXAMPLES = 150
 

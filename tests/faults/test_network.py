@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.network import DELAYED, DELAYED_BY, Link
-from tests.faults.settings import MOCK, SHAPE
+from benchmarks.faults.network import DELAYED, DELAYED_BY, Link
+from benchmarks.faults.settings import MOCK, SHAPE
 from tests.forkserver import CONTEXT
 from tests.support import Run
 

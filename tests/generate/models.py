@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 import transformers
 
+from benchmarks.faults.foreign_files import train_bpe
 from megatron_zpp.checkpoint.huggingface.names import names_of
 from megatron_zpp.config.huggingface_config import huggingface_values
 from megatron_zpp.model.gpt import GPT
-from tests.faults.site import train_bpe
 from tests.support import pretrain
 
 LAYERS, POSITIONS, TRAINED = 2, 32, 24

@@ -5,11 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_zpp.storage import object_path, object_store
-from megatron_zpp.storage.object_path import ObjectPath
-from megatron_zpp.storage.object_store import NoUpload, ObjectError
-from megatron_zpp.storage.object_upload import ChecksummedUpload
-from tests.faults.faulty_store import (
+from benchmarks.faults.faulty_store import (
     BROKEN,
     BUSY,
     DENIED,
@@ -20,6 +16,10 @@ from tests.faults.faulty_store import (
     RequestFault,
     faulty_store,
 )
+from megatron_zpp.storage import object_path, object_store
+from megatron_zpp.storage.object_path import ObjectPath
+from megatron_zpp.storage.object_store import NoUpload, ObjectError
+from megatron_zpp.storage.object_upload import ChecksummedUpload
 from tests.object_server import BUCKET
 from tests.support import nightly
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.network import Link
 from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName
-from tests.faults.network import Link
 from tests.support import ROOT, Run, environment, free_port, holding, nightly, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.test_faults import in_micro_batch, weights

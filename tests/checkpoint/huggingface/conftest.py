@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.foreign_files import train_bpe
 from megatron_zpp.commands.huggingface import main
 from tests.checkpoint.huggingface.gpt2 import SOURCE, save, theirs
-from tests.faults.site import train_bpe
 from tests.tokenizer.test_tokenizers import ORDINARY
 
 

@@ -1,0 +1,76 @@
+"""Real text for pairs of runs: samples of the token files of corpus/make_tokens.py, none of them twice.
+
+The training tokens are cut into samples, which lie in one fixed random order. Run after run takes the next
+ones: those of a run are distinct, and runs of neighbouring seeds share none until all have been taken.
+"""
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_zpp.data.indexed import IndexedDataset
+
+TRAINING, HELD_OUT = "training-*_text_document.idx", "held_out-*_text_document.idx"
+ORDER = 0x7E87  # the key of the order
+
+
+class Text:
+    """Samples of `length` tokens of the files in `folder`."""
+
+    def __init__(self, folder: Path, length: int) -> None:
+        self._folder, self._length = folder, length
+
+    @staticmethod
+    def described(folder: Path) -> dict[str, int | str]:
+        """What decides the samples: tokens, entries of the vocabulary, and a digest of the index files."""
+        digest, tokens = hashlib.sha256(), 0
+        for pattern in (TRAINING, HELD_OUT):
+            for path in sorted(folder.glob(pattern)):
+                digest.update(path.read_bytes())
+                tokens += path.with_suffix(".bin").stat().st_size // 2 if pattern == TRAINING else 0
+        if not tokens:
+            raise SystemExit(f"--text {folder}: no {TRAINING} in it; corpus/make_tokens.py writes them")
+        vocabulary = len(json.loads((folder / "vocab.json").read_text()))
+        return {"tokens": tokens, "vocabulary": vocabulary, "sha256": digest.hexdigest()[:16]}
+
+    def training(self, seed: int, count: int) -> Tensor:
+        """(count, length) int64 on the CPU, equal for equal seeds and counts."""
+        if count > self._training.windows:
+            raise SystemExit(f"{count} samples of {self._length} tokens: there are {self._training.windows}")
+        return self._training.samples(seed * count, count)
+
+    def held_out(self, count: int) -> Tensor:
+        """The same of text that no run trains on."""
+        return self._held_out.samples(0, count)
+
+    @cached_property
+    def _training(self) -> "_Windows":
+        return _Windows(sorted(self._folder.glob(TRAINING)), self._length)
+
+    @cached_property
+    def _held_out(self) -> "_Windows":
+        return _Windows(sorted(self._folder.glob(HELD_OUT)), self._length)
+
+
+class _Windows:
+    """The samples of some files; what is left at the end of a file belongs to none."""
+
+    def __init__(self, indexes: list[Path], length: int) -> None:
+        self._files = [IndexedDataset(path.with_suffix("")).tokens for path in indexes]
+        self._ends = np.cumsum([len(tokens) // length for tokens in self._files])
+        self._length, self.windows = length, int(self._ends[-1])
+        self._order = np.random.Generator(np.random.Philox(key=ORDER)).permutation(self.windows)
+
+    def samples(self, first: int, count: int) -> Tensor:
+        """Samples `first` to `first` + `count` - 1 of the order, which begins again at its end."""
+        rows = np.empty((count, self._length), dtype=np.int64)
+        for row, window in enumerate(self._order[np.arange(first, first + count) % self.windows]):
+            file = int(np.searchsorted(self._ends, window, side="right"))
+            begin = (window - (self._ends[file - 1] if file else 0)) * self._length
+            rows[row] = self._files[file][begin : begin + self._length]
+        return torch.from_numpy(rows)

@@ -1,0 +1,337 @@
+"""Saves, loads, removals and caches that are cut at each of their calls on files, in one process.
+
+From the call on every call fails, so that the files hold what a kill leaves there; or one call fails, or the
+disk is full from it on. Afterwards everything that is committed must be whole, and the same operation must
+succeed and leave what it leaves when nothing disturbs it.
+"""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic
+
+import numpy as np
+
+from benchmarks.faults.engines import TOKENIZER, save, small, states, train
+from benchmarks.faults.injection import PART, Calls, Fault
+from megatron_zpp.checkpoint.directory import TRACKER, candidates, checkpoint_path, committed, remove_old
+from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.data.corpus.encode import Encoder
+from megatron_zpp.data.indexed import IndexedDataset, token_dtype
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
+from megatron_zpp.data.order_cache import OrderCache
+from megatron_zpp.data.text.cache import TokenCache
+from megatron_zpp.data.text.sources import JsonLinesText
+from megatron_zpp.native.library_file import install, problem_of
+from megatron_zpp.storage.object_path import AnyLocation, Location
+from megatron_zpp.storage.regular import read_limited
+from megatron_zpp.zero.engine import ZeroEngine
+
+AFTER = 2  # of an errno: every later call fails as well, in calls.c
+FAULTS = (
+    ("killed at a call", errno.EIO, AFTER),
+    ("EIO at a call", errno.EIO, 0),
+    ("ESTALE at a call", errno.ESTALE, 0),
+    ("disk full from a call on", errno.ENOSPC, 1),
+    ("quota used up from a call on", errno.EDQUOT, 1),
+    ("read-only from a call on", errno.EROFS, 1),
+    ("half read or written at a call", PART, 0),
+)
+
+
+@dataclass(frozen=True)
+class Operation(Generic[AnyLocation]):
+    """`act` works on a copy of `before`; `whole` says what is not whole after it was cut, or ''.
+
+    `result` is what `act` leaves, without what the next save removes; `hint` what it leaves if nothing fails,
+    and may leave as it was otherwise.
+    """
+
+    name: str
+    before: AnyLocation
+    act: Callable[[AnyLocation], object]
+    whole: Callable[[AnyLocation], str]
+    result: Callable[[AnyLocation], Any]
+    hint: Callable[[AnyLocation], Any] = lambda here: None
+
+
+Case = Callable[[], tuple[str, str]]  # runs it, and returns the outcome and details
+
+
+def cases(directory: Path) -> Iterator[tuple[str, Case]]:
+    """Every fault at every call of every operation: its name, and what runs it and returns the outcome."""
+    calls, here = Calls(), directory / "here"
+    for operation in operations(directory):
+        _fresh(here, operation)
+        calls.arm(here, Fault(PART, 1 << 40))
+        operation.act(here)
+        number, expected = calls.disarm(), (operation.result(here), operation.hint(here))
+        for call in range(1, number + 1):
+            for name, what, argument in FAULTS:
+                fault = Fault(what, call, argument)
+                yield f"{operation.name}: {name}", partial(_case, operation, here, fault, calls, expected)
+
+
+def _fresh(here: Path, operation: Operation[Path]) -> None:
+    shutil.rmtree(here, ignore_errors=True)
+    shutil.copytree(operation.before, here)
+
+
+def _case(
+    operation: Operation[Path], here: Path, fault: Fault, calls: Calls, expected: tuple[Any, Any]
+) -> tuple[str, str]:
+    _fresh(here, operation)
+    passes = "half a read or write is an error" if fault.what == PART else None
+    arm, disarm = partial(calls.arm, here, fault), calls.disarm
+    return outcome_of(operation, here, expected, arm, disarm, passes=passes, kills=fault.argument == AFTER)
+
+
+def outcome_of(
+    operation: Operation[AnyLocation],
+    here: AnyLocation,
+    expected: tuple[Any, Any],
+    arm: Callable[[], object],
+    disarm: Callable[[], object],
+    *,
+    passes: str | None = None,
+    kills: bool = False,
+) -> tuple[str, str]:
+    """Run an operation between `arm` and `disarm`, and once more; returns the outcome and details.
+
+    `passes`: the outcome if the fault, which need not fail the operation, does. `kills`: what comes after the
+    fault is only the end of the process.
+    """
+    error = None
+    arm()
+    try:
+        operation.act(here)
+    except (OSError, ValueError) as raised:
+        error = raised
+    except BaseException as other:
+        return "another error", repr(other)
+    finally:
+        disarm()
+    if error is not None and ("\n" in str(error) or len(str(error)) > 900):
+        return "not one clear line", str(error)
+    if passes and error is not None:
+        return passes, str(error)
+    if problem := operation.whole(here):
+        return "damaged", problem
+    if error is None and not kills and (found := operation.result(here)) != expected[0]:
+        return "silent", str(found)[:300]
+    try:
+        operation.act(here)  # the same operation once more, with nothing in its way
+    except Exception as other:
+        return "fails afterwards", repr(other)
+    found = operation.result(here), operation.hint(here)
+    if found != expected:
+        return "different afterwards", f"{str(found)[:300]} is not {str(expected)[:300]}"
+    return ("equal" if error is None else "one line, then equal"), ""
+
+
+def operations(directory: Path) -> Iterator[Operation]:
+    """All of them, with the files that they begin with."""
+    for number, (name, engine) in enumerate(engines().items()):
+        one, two = directory / str(number) / "one", directory / str(number) / "two"
+        one.mkdir(parents=True)
+        yield from checkpoints(one, two, name, engine, _others)
+        if number == 1:
+            for make in (_order, _tokens, _token_files, _library):
+                yield make(directory / make.__name__)
+
+
+def engines() -> dict[str, ZeroEngine]:
+    """An engine of each stage, by what it is."""
+    return {
+        "stage 0, fp32": small(),
+        "stage 1, bf16": small(precision=PrecisionConfig(bf16=True), zero_stage=1),
+        "stage 2, fp16": small(precision=PrecisionConfig(fp16=True), zero_stage=2),
+        "stage 3, bf16": small(precision=PrecisionConfig(bf16=True), zero_stage=3),
+        "stage 3, ZeRO++": small(
+            precision=PrecisionConfig(bf16=True),
+            zero_stage=3,
+            zero_quantized_weights=True,
+            zero_quantized_gradients=True,
+        ),
+    }
+
+
+def checkpoints(
+    one: AnyLocation,
+    two: AnyLocation,
+    name: str,
+    engine: ZeroEngine,
+    rest: Callable[[AnyLocation], object] = lambda here: None,
+) -> Iterator[Operation[AnyLocation]]:
+    """Save beside others, over one of the same iteration, remove old ones, load.
+
+    `one` is an empty directory, and `two` becomes one with two checkpoints. `rest` is a part of results: what
+    is there besides checkpoints.
+    """
+    known = {}
+    for iteration in (1, 2):
+        train(engine, seed=iteration)
+        save(two, engine, Progress(iteration, iteration))
+        known[iteration] = states(engine)
+    train(engine, seed=3)
+    third = states(engine)
+    other = small(seed=9, precision=engine_precision(name), **engine_zero(name))
+
+    def read(path: Location) -> list[bytes]:
+        load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+        return states(other)
+
+    def whole(allowed: dict[int, list[list[bytes]]], at_least: int, here: AnyLocation) -> str:
+        there = committed(here)
+        for iteration, path in there.items():
+            try:
+                if read(path) not in allowed.get(iteration, []):
+                    return f"{path.name} has other weights"
+            except (OSError, ValueError) as error:
+                return f"{path.name}: {error}"
+        return "" if len(there) >= at_least else f"only {list(there)}"
+
+    def result(here: AnyLocation) -> Any:
+        return rest(here), {iteration: read(path) for iteration, path in committed(here).items()}
+
+    def tracked(here: AnyLocation) -> bytes:
+        return read_limited(here / TRACKER, 99)
+
+    def saving(iteration: int, here: AnyLocation) -> None:
+        save(here, engine, Progress(iteration, iteration), reads_back=True)
+
+    def rotating(here: AnyLocation) -> None:
+        saving(3, here)
+        remove_old(here, 1, None, newest=checkpoint_path(here, 3))
+
+    def loading(here: AnyLocation) -> None:
+        (newest, _) = candidates(str(here))
+        if read(newest) != known[2]:
+            raise AssertionError("other weights were loaded")
+
+    olds = {iteration: [states] for iteration, states in known.items()}
+    yield Operation(
+        f"first save, {name}", one, partial(saving, 3), partial(whole, {3: [third]}, 0), result, tracked
+    )
+    new = partial(whole, olds | {3: [third]}, 2)
+    yield Operation(f"save, {name}", two, partial(saving, 3), new, result, tracked)
+    over = partial(whole, olds | {2: [known[2], third]}, 2)
+    yield Operation(f"save again, {name}", two, partial(saving, 2), over, result, tracked)
+    kept = partial(whole, olds | {3: [third]}, 1)
+    yield Operation(f"save, {name}, one kept", two, rotating, kept, result, tracked)
+    yield Operation(f"load, {name}", two, loading, partial(whole, olds, 2), result)
+
+
+def _others(here: Path) -> set[str]:
+    """What is in a directory of checkpoints besides them, and what the next save does not remove."""
+    names = {path.name for path in here.iterdir() if not path.name.endswith((".partial", ".retired"))}
+    return names - {path.name for path in committed(here).values()} - {TRACKER}
+
+
+def engine_precision(name: str) -> PrecisionConfig | None:
+    """The precision that a name of `operations` says."""
+    kind = name.partition(", ")[2]
+    return {"bf16": PrecisionConfig(bf16=True), "fp16": PrecisionConfig(fp16=True)}.get(
+        kind, PrecisionConfig(bf16=True) if kind == "ZeRO++" else None
+    )
+
+
+def engine_zero(name: str) -> dict[str, Any]:
+    """The rest of it."""
+    stage = int(name[6])
+    more = {"zero_quantized_weights": True, "zero_quantized_gradients": True} if "ZeRO++" in name else {}
+    return {"zero_stage": stage, **more} if stage else {}
+
+
+def _order(directory: Path) -> Operation:
+    (directory / "before").mkdir(parents=True)
+    values = {"a": np.arange(3000), "b": np.arange(77, dtype=np.uint16)}
+
+    def build(files: Any) -> None:
+        for name, array in values.items():
+            files.save(name, array)
+
+    def get(here: Path) -> Any:
+        cache = OrderCache("--data-cache-path", str(here), here / "cache", lambda line: None)
+        found = cache.get({"of": 1}, tuple(values), build, "an order")
+        return [found[name][:].tobytes() for name in values]
+
+    def act(here: Path) -> None:
+        if get(here) != [array.tobytes() for array in values.values()]:
+            raise AssertionError("another order was read")
+
+    return Operation("cached order", directory / "before", act, lambda here: "", get)
+
+
+def _tokens(directory: Path) -> Operation:
+    (directory / "before").mkdir(parents=True)
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100)
+    lines = "".join(json.dumps({"text": f"{n} {n + 1}"}) + "\n" for n in range(20))
+    (directory / "text.jsonl").write_text(lines)
+    source = JsonLinesText("--data-path", "text.jsonl", str(directory / "text.jsonl"))
+    encoder = partial(Encoder, config, ("text",), True)
+
+    def get(here: Path) -> bytes:
+        (here / "tokens").mkdir(exist_ok=True)
+        cache = TokenCache(here / "tokens", source, encoder, token_dtype(101), skip=False, workers=0)
+        return cache.tokens(np.arange(source.blocks)).tobytes()
+
+    (directory / "reference").mkdir()
+    expected = get(directory / "reference")
+
+    def act(here: Path) -> None:
+        if get(here) != expected:
+            raise AssertionError("other tokens were read")
+
+    return Operation("cached tokens", directory / "before", act, lambda here: "", get)
+
+
+def _token_files(directory: Path) -> Operation:
+    (directory / "before").mkdir(parents=True)
+
+    def act(here: Path) -> None:
+        with IndexedDatasetWriter(str(here / "x"), "<u2") as writer:
+            for length in range(30):
+                writer.add_document(list(range(length)))
+
+    def result(here: Path) -> Any:
+        return IndexedDataset(here / "x").tokens[:].tobytes(), sorted(path.name for path in here.iterdir())
+
+    def whole(here: Path) -> str:
+        """A data set is there as a whole or refused."""
+        try:
+            return "" if result(here)[0] == expected[0] else "other tokens"
+        except (OSError, ValueError):
+            return ""
+
+    (directory / "reference").mkdir()
+    act(directory / "reference")
+    expected = result(directory / "reference")
+    return Operation("token files", directory / "before", act, whole, result)
+
+
+def _library(directory: Path) -> Operation:
+    before, content = directory / "before", bytes(range(256)) * 40
+    before.mkdir(parents=True)
+    (before / "kernel.so").write_bytes(content[:500])  # damaged: it is built again
+
+    def act(here: Path) -> None:
+        (here / "built").write_bytes(content)
+        install(here / "built", here / "kernel.so")
+
+    def whole(here: Path) -> str:
+        """It is loaded only if its digest says so."""
+        library = here / "kernel.so"
+        return "" if problem_of(library) or library.read_bytes() == content else "another library"
+
+    def result(here: Path) -> Any:
+        return problem_of(here / "kernel.so"), (here / "kernel.so").read_bytes()
+
+    return Operation("compiled library", before, act, whole, result)

@@ -1,0 +1,79 @@
+"""Runs in which something goes wrong at one call on a file."""
+
+import errno
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from benchmarks.faults.children import Job
+from benchmarks.faults.injection import CLOCK, KILL, PART, SLOW, Fault
+from benchmarks.faults.runs import PATIENCE, WATCHED, Runs, Whole
+from benchmarks.faults.settings import Setting
+
+YEAR = 365 * 86400  # seconds
+FAULTS = (  # of which a case has one: what, its argument, its name
+    (KILL, 0, "kill at a call"),
+    (KILL, 0, "kill at a call"),
+    (KILL, 0, "kill at a call"),
+    (KILL, 1, "kill at a call, survivors end themselves"),
+    (errno.EIO, 0, "EIO at a call"),
+    (errno.ESTALE, 0, "ESTALE at a call"),
+    (errno.EMFILE, 0, "EMFILE at a call"),
+    (errno.ENOSPC, 0, "ENOSPC at a call"),
+    (errno.ENOSPC, 1, "disk full from a call on"),
+    (errno.EDQUOT, 1, "quota used up from a call on"),
+    (errno.EROFS, 1, "read-only from a call on"),
+    (PART, 0, "half read or written at a call"),
+    (SLOW, 5, "slow from a call on"),
+    (CLOCK, -YEAR, "clock jumps back a year at a call"),
+    (CLOCK, 10 * YEAR, "clock jumps forward ten years at a call"),
+)
+
+
+class CrashPoints(Runs):
+    """A call of one rank."""
+
+    def case(self, number: int, seed: int) -> tuple[str, str, str]:
+        """One case, which follows from the seed and its number: its fault, how it ended, and details."""
+        draw = random.Random(f"{seed}/{number}")
+        index = number % len(self._settings)
+        setting = self._settings[index]
+        what, argument, name = draw.choice(FAULTS)
+        began = draw.random() < 0.5
+        whole = self._undisturbed(index)
+        rank = draw.randrange(setting.world)
+        fault = Fault(what, draw.randint(1, whole.calls[began][rank]), argument)
+        run = self._directory / f"run-{number}"
+        if began:
+            shutil.copytree(self._before(index), run)
+        else:
+            run.mkdir()
+        try:
+            outcome, detail = self._disturb(setting, run, rank, fault, whole)
+        finally:
+            shutil.rmtree(run, ignore_errors=True)
+        told = (
+            f"case {number}, {setting.name}, {'resumed' if began else 'new'}, rank {rank}, call {fault.call}"
+        )
+        return name, outcome, f"{told}: {detail}"
+
+    def _disturb(self, setting: Setting, run: Path, rank: int, fault: Fault, whole: Whole) -> tuple[str, str]:
+        job = self._start(setting, run, WATCHED, rank, fault)
+        if not self._ended(job, rank, fault):
+            job.kill()
+            return "hang", job.log(0)[-700:]
+        # A failed save or load is one message, which one rank of the job says for all.
+        return self._finish(job, setting, run, whole, one_for_all=True)
+
+    def _ended(self, job: Job, rank: int, fault: Fault) -> bool:
+        """Whether all ranks end; the others of a killed one are killed unless they are to find out."""
+        deadline = time.monotonic() + PATIENCE
+        while not job.poll():
+            if fault.what == KILL and not fault.argument and job.statuses.get(rank) == -signal.SIGKILL:
+                job.kill()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True

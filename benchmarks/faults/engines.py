@@ -1,0 +1,84 @@
+"""Engines around a small GPT on one rank, and their checkpoints: what campaigns save and load."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint.directory import checkpoint_path
+from megatron_zpp.checkpoint.file_worker import FileWorker
+from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.checkpoint.read_back import read_back
+from megatron_zpp.checkpoint.states import describe_state, shards_of
+from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.ops.library import load_operations
+from megatron_zpp.storage.object_path import Location
+from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.null import NullTokenizer
+from megatron_zpp.zero.engine import ZeroEngine
+
+TOKENIZER = describe(NullTokenizer(49))
+TIMEOUT = timedelta(seconds=60)
+
+
+def small(seed: int = 1, precision: PrecisionConfig | None = None, **zero: Any) -> ZeroEngine:
+    """An engine; its units have sizes that blocks do not divide evenly."""
+    config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=8)
+    with torch.device("meta"):
+        model = GPT(config, 50)
+
+    def initialize(name: str, tensor: torch.Tensor) -> None:
+        model.initialize_parameter(name, tensor, seed)
+
+    quantized = "zero_quantized_weights" in zero
+    return ZeroEngine(
+        model,
+        initialize,
+        zero=ZeroConfig(**zero),
+        optimizer=OptimizerConfig(weight_decay=0.1),
+        precision=precision or PrecisionConfig(),
+        topology=Topology(),
+        device=torch.device("cpu"),
+        operations=load_operations("cpu", require_kernels=False, say=print) if quantized else None,
+        fused_backend="torch",
+    )
+
+
+def train(engine: ZeroEngine, seed: int) -> None:
+    """A step on samples that follow from `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    engine.accumulate(torch.randint(50, (2, 9), generator=generator), index=0, micro_batches=1)
+    engine.step(1e-2)
+
+
+def save(
+    directory: Location,
+    engine: ZeroEngine,
+    progress: Progress,
+    *,
+    reads_back: bool = False,
+    config: dict[str, Any] | None = None,
+) -> Location:
+    """A checkpoint of `progress`."""
+    path = checkpoint_path(directory, progress.iteration)
+    store, options = dist.HashStore(), SaveOptions(files=FileWorker())
+    state = describe_state(engine, progress, with_optimizer=True, config=config or {}, tokenizer=TOKENIZER)
+    exchange = Exchange(store, engine.topology, TIMEOUT, "save")
+    path, checksums = write_checkpoint(path, shards_of(engine, with_optimizer=True), state, exchange, options)
+    if reads_back:
+        read_back(path, checksums, Exchange(store, engine.topology, TIMEOUT, "read back"), options)
+    return path
+
+
+def states(engine: ZeroEngine) -> list[bytes]:
+    """Weights and moments of an engine of one rank."""
+    kinds = engine.states.kinds
+    return [shard.numpy().tobytes() for kind in kinds for shard in engine.states.shards(kind)]

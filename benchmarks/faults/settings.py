@@ -1,0 +1,167 @@
+"""The runs that are disturbed: every way to shard, to save and to read data; small, for thousands of runs."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.faults.foreign_files import train_bpe
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
+
+SHAPE = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 3e-3 "
+    "--log-interval 1 --num-workers 0 --device cpu"
+)
+MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 255"
+TEXT = "--data-path {data}/text.jsonl --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 255"
+BPE = (
+    "--data-path {data}/words.jsonl --split 90,10,0 --tokenizer-type GPT2BPETokenizer "
+    "--vocab-file {data}/vocab.json --merge-file {data}/merges.txt"
+)
+TOKENS = "--data-path {data}/tokens --split 80,20,0 --tokenizer-type NullTokenizer --vocab-size 255"
+CACHE = "--data-cache-path {run}/cache"
+SHORT = "--train-iters 4 --global-batch-size 8 --save-interval 1"
+RAMP = "--train-samples 28 --global-batch-size 8 --rampup-batch-size 4 4 12 --save-interval 1"
+HPZ = "--zero-hpz-partition-size auto"
+ZEROPP = f"--zero-quantized-weights --zero-quantized-gradients {HPZ}"
+DELTA = (
+    f"--zero-quantized-weights --zero-quantized-weights-format delta4 {HPZ} --zero-quantized-gradients "
+    "--zero-quantized-gradients-format rotated4"
+)
+SMALL_UNITS = "--zero-unit sublayer --zero-table-rows 96"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run of `world` ranks, `local` on a node. {data} and {run} in its flags are directories."""
+
+    name: str
+    world: int
+    flags: str
+    local: int | None = None
+
+    def argv(self, data: Path, run: Path) -> list[str]:
+        """The flags of a run that saves, resumes and caches below `run`."""
+        places = f"--save {run}/checkpoints --load {run}/checkpoints --metrics-file {run}/metrics.jsonl"
+        return f"{SHAPE} {self.flags.format(data=data, run=run)} {places}".split()
+
+
+ALONE = (  # of one rank, which is quick enough for each call that it makes
+    Setting("stage 0, fp32, one kept", 1, f"{MOCK} {SHORT} --fp32 --eval-iters 0 --keep-last 1"),
+    Setting("stage 0, fp32, all kept", 1, f"{MOCK} {SHORT} --fp32 --eval-iters 1 --eval-interval 2"),
+    Setting(
+        "stage 1, bf16, async",
+        1,
+        f"{MOCK} {SHORT} --zero-stage 1 --bf16 --async-save --keep-last 2 --keep-every 2 --eval-iters 0",
+    ),
+    Setting(
+        "stage 2, fp16",
+        1,
+        f"{MOCK} {SHORT} --zero-stage 2 --fp16 --loss-scale-window 2 --keep-last 2 --eval-iters 0",
+    ),
+    Setting(
+        "ZeRO++",
+        1,
+        f"{MOCK} {SHORT} --zero-stage 3 --bf16 --keep-last 1 --eval-iters 0 {ZEROPP} --async-save",
+    ),
+    Setting("ramp-up", 1, f"{MOCK} {RAMP} --zero-stage 3 --fp32 --keep-last 2 --eval-iters 0"),
+    Setting("text", 1, f"{TEXT} {SHORT} {CACHE} --keep-last 1 --eval-iters 1 --eval-interval 2"),
+    Setting("text, BPE", 1, f"{BPE} {SHORT} {CACHE} --keep-last 1 --eval-iters 0 --bf16 --async-save"),
+    Setting("tokens", 1, f"{TOKENS} {SHORT} --keep-last 2 --eval-iters 1 --eval-interval 3 --verify-data"),
+    Setting(
+        "tokens, Megatron's order",
+        1,
+        f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --keep-last 1 --eval-iters 1 --eval-interval 2",
+    ),
+    Setting(
+        "sublayers, row blocks",
+        1,
+        f"{MOCK} {SHORT} --zero-stage 3 --bf16 {SMALL_UNITS} --keep-last 1 --eval-iters 0 --async-save",
+    ),
+)
+TOGETHER = (
+    Setting("2 ranks, stage 0, fp16", 2, f"{MOCK} {SHORT} --fp16 --keep-last 2 --eval-iters 0"),
+    Setting(
+        "2 ranks, stage 1, async", 2, f"{MOCK} {SHORT} --zero-stage 1 --bf16 --async-save --eval-iters 0"
+    ),
+    Setting("2 ranks, stage 2", 2, f"{MOCK} {SHORT} --zero-stage 2 --fp32 --keep-last 1 --eval-iters 1"),
+    Setting(
+        "2 ranks, stage 3, async",
+        2,
+        f"{MOCK} {SHORT} --zero-stage 3 --bf16 --async-save --keep-last 2 --eval-iters 0",
+    ),
+    Setting("2 ranks, ZeRO++", 2, f"{MOCK} {SHORT} --zero-stage 3 --bf16 --eval-iters 0 {ZEROPP}"),
+    Setting(
+        "2 nodes, ZeRO++ of differences",
+        2,
+        f"{MOCK} {SHORT} --zero-stage 3 --bf16 --keep-last 2 --eval-iters 0 {DELTA} --async-save",
+        local=1,
+    ),
+    Setting(
+        "2 nodes of 2, accumulation inside nodes",
+        4,
+        f"{MOCK} --train-iters 4 --global-batch-size 16 --save-interval 1 --zero-stage 3 --bf16 "
+        f"--eval-iters 0 {ZEROPP} --zero-gradient-partition-size auto",
+        local=2,
+    ),
+    Setting(
+        "2 tensor ranks",
+        2,
+        f"{MOCK} {SHORT} --tensor-model-parallel-size 2 --fp32 --keep-last 2 --eval-iters 0 --async-save",
+    ),
+    Setting(
+        "2 × 2 ranks, tensor parallelism, stage 3",
+        4,
+        f"{MOCK} {SHORT} --tensor-model-parallel-size 2 --zero-stage 3 --bf16 --keep-last 1 --eval-iters 0",
+        local=2,
+    ),
+    Setting("2 ranks, ramp-up", 2, f"{MOCK} {RAMP} --zero-stage 2 --bf16 --keep-last 2 --eval-iters 0"),
+    Setting("2 ranks, text", 2, f"{TEXT} {SHORT} {CACHE} --zero-stage 1 --fp32 --keep-last 1 --eval-iters 1"),
+    Setting(
+        "2 ranks, Megatron's order",
+        2,
+        f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --zero-stage 3 --fp32 --keep-last 2 "
+        "--eval-iters 1",
+    ),
+    Setting(
+        "2 ranks, sublayers, row blocks",
+        2,
+        f"{MOCK} {SHORT} --zero-stage 3 --bf16 {SMALL_UNITS} --keep-last 2 --eval-iters 0 --async-save",
+    ),
+    Setting(
+        "2 nodes, memory snapshots",
+        2,
+        f"{MOCK} --train-iters 6 --global-batch-size 8 --save-interval 3 --zero-stage 3 --fp32 "
+        "--buddy-snapshots 1 --buddy-directory {run} --keep-last 2 --eval-iters 0",  # {run} is on tmpfs
+        local=1,
+    ),
+    Setting(
+        "2 ranks, 8-bit products",
+        2,
+        f"{MOCK} {SHORT} --zero-stage 3 --bf16 --fp8 --hidden-size 32 --kv-channels 16 --keep-last 2 "
+        "--eval-iters 0",
+    ),
+)
+
+_ON_GPU = "--device cuda --no-compile --eval-iters 0 --zero-offload-optimizer"
+OFFLOADED = (  # on one GPU each, the last one on two
+    Setting("GPU, stage 1, async", 1, f"{MOCK} {SHORT} --zero-stage 1 --async-save --keep-last 2 {_ON_GPU}"),
+    Setting("GPU, stage 2, fp16", 1, f"{MOCK} {SHORT} --zero-stage 2 --fp16 --keep-last 1 {_ON_GPU}"),
+    Setting("GPU, ZeRO++", 1, f"{MOCK} {SHORT} --zero-stage 3 {ZEROPP} --async-save {_ON_GPU}"),
+    Setting("2 GPUs, stage 3", 2, f"{MOCK} {SHORT} --zero-stage 3 --async-save --keep-last 2 {_ON_GPU}"),
+)
+
+
+def make_data(data: Path) -> None:
+    """The data of all settings: token files, two texts and a tokenizer."""
+    data.mkdir()
+    documents = [np.arange(first, first + 60) % 255 for first in range(40)]
+    with IndexedDatasetWriter(data / "tokens", np.uint16) as writer:
+        for document in documents:
+            writer.add_document(document)
+    texts = [" ".join(map(str, document)) for document in documents]
+    for name in ("text", "words"):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (data / f"{name}.jsonl").write_text(lines)
+    train_bpe(data, texts)
