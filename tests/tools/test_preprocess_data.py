@@ -13,7 +13,7 @@ import zstandard
 
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.verify import verify_tokens
-from tests.support import ended, nightly, wait_until
+from tests.support import ended, wait_until
 from tests.tools.run import command, fail, succeed
 
 TOOL = "preprocess_data.py"
@@ -51,7 +51,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("workers", "partitions"), [nightly(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("workers", "partitions"), [(1, 1), (3, 1), (2, 2)])
 def test_same_result_however_it_is_shared_out(corpus: Path, tmp_path: Path, workers, partitions) -> None:
     succeed(TOOL, "--input", f"{corpus}/*.jsonl*", "--output-prefix", tmp_path / "out", *NULL, "--append-eod",
             "--workers", workers, "--partitions", partitions)  # fmt: skip
@@ -75,7 +75,7 @@ AWKWARD = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("partitions", [nightly(1), 4])
+@pytest.mark.parametrize("partitions", [1, 4])
 def test_awkward_lines_are_left_out_and_named(tmp_path: Path, partitions: int) -> None:
     (tmp_path / "in.jsonl").write_bytes(AWKWARD)
     result = succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
@@ -132,7 +132,7 @@ def test_no_documents_is_an_error(tmp_path: Path, content: bytes) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-@pytest.mark.parametrize("suffix", [nightly("gz"), "zst"])
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_compressed_files(tmp_path: Path, suffix: str) -> None:
     """Of several members, as `cat a.gz b.gz` makes them; one that is cut short or damaged is an error."""
     compress = gzip.compress if suffix == "gz" else zstandard.compress
@@ -188,7 +188,7 @@ def in_the_middle(long_input: Path, tmp_path: Path):
         process.communicate()
 
 
-@pytest.mark.parametrize("partitions", [nightly(1), 2])
+@pytest.mark.parametrize("partitions", [1, 2])
 def test_a_killed_worker_is_an_error(in_the_middle, tmp_path: Path, partitions: int) -> None:
     process = in_the_middle("--partitions", partitions)
     os.kill(children(process.pid)[0], signal.SIGKILL)

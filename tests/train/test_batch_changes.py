@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.data import loader
-from tests.support import nightly
 from tests.train.in_process import Resumed, of
 
 
@@ -29,7 +28,7 @@ def resume(corpus: str, tmp_path: Path) -> Resumed:
     return Resumed(corpus, tmp_path)
 
 
-@pytest.mark.parametrize("now", [nightly(3), 24])
+@pytest.mark.parametrize("now", [3, 24])
 def test_a_run_in_iterations_takes_them_all(
     resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str], now: int
 ) -> None:
@@ -60,7 +59,7 @@ def test_a_batch_that_was_not_given_can_be_kept(
     assert hint in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("now", "steps"), [(12, 4), nightly(48, 1)])
+@pytest.mark.parametrize(("now", "steps"), [(12, 4), (48, 1)])
 def test_a_run_in_samples_reads_them_all(
     resume: Resumed,
     read: list[int],

@@ -134,7 +134,8 @@ def in_both_units(topology: Topology, cases: list[Case]) -> list[tuple[bool, lis
     [
         nightly(1, 1, STAGES, id="1"),
         pytest.param(2, 2, [*STAGES, *PASSES], id="2"),
-        pytest.param(4, 2, [*ZEROPP, TENSOR[1]], id="2x2"),
+        pytest.param(4, 2, [ZEROPP[-1], TENSOR[1]], id="2x2"),
+        nightly(4, 2, ZEROPP[:-1], id="2x2-ZeRO++"),
         nightly(2, 2, [*IN_BF16, *MORE_PASSES], id="2-more"),
         # At stage 0 a library sums over nodes: with more than two ranks its order depends on the sizes.
         nightly(4, 2, [*IN_BF16[1:], *MORE_ZEROPP, TENSOR[0]], id="2x2-more"),
