@@ -5,7 +5,7 @@
 Every case is a run of pretrain_gpt.py, in forks of a process that has imported it, with one fault; it is
 started again, the same command, until it is complete, and must end with the checkpoint of the undisturbed
 run, bit for bit, after at most one line of error from each rank. Of `operations` it is a save, load, removal
-or cache in one process, of `requests` one in an object store. A case follows from --seed and its number, and
+or cache in one process. A case follows from --seed and its number, and
 DIRECTORY/KIND.jsonl has one line for each case that was run, so that a campaign can be continued, and a
 failure repeated with --only.
 """
@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
@@ -30,8 +31,8 @@ from benchmarks.faults.children import Output, fork
 from benchmarks.faults.crash_points import CrashPoints
 from benchmarks.faults.disturbances import Disturbances
 from benchmarks.faults.injection import preload
+from benchmarks.faults.outcomes import GOOD
 from benchmarks.faults.settings import ALONE, OFFLOADED, TOGETHER
-from benchmarks.faults.tally import GOOD
 
 
 class NoMoreCases(Exception):
@@ -68,13 +69,6 @@ def operations(directory: Path) -> Run:
     return in_order(cases(directory))
 
 
-def requests(directory: Path) -> Run:
-    """Saves, loads, removals, leases and data in an object store, at each of their requests."""
-    from benchmarks.faults.object_operations import cases
-
-    return in_order(cases(directory))
-
-
 def in_order(found: Iterator[tuple[str, Callable[[], tuple[str, str]]]]) -> Run:
     """Run one case after the other."""
     at = -1
@@ -93,7 +87,6 @@ def in_order(found: Iterator[tuple[str, Callable[[], tuple[str, str]]]]) -> Run:
 
 KINDS = {
     "operations": operations,
-    "requests": requests,
     "crashes": crashes,
     "ranks": ranks,
     "offloaded": offloaded,
@@ -165,7 +158,7 @@ def main() -> int:
     count = 1 if options.only is not None else options.workers
     if options.only is not None:
         options.workers = 1
-    pids = [fork(lambda at=at: work(options.kind, options, at), Output(log, log)) for at in range(count)]
+    pids = [fork(partial(work, options.kind, options, at), Output(log, log)) for at in range(count)]
     try:
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     except KeyboardInterrupt:

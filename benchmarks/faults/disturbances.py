@@ -12,9 +12,9 @@ from pathlib import Path
 from benchmarks.faults.children import Job
 from benchmarks.faults.network import FAULTS as OF_NETWORKS
 from benchmarks.faults.network import Link
+from benchmarks.faults.outcomes import checkpoints_in
 from benchmarks.faults.runs import PATIENCE, WATCHED, Runs, Whole
 from benchmarks.faults.settings import Setting
-from megatron_zpp.checkpoint.directory import committed
 
 STOPPED = (
     75,
@@ -50,8 +50,9 @@ class Disturbances(Runs):
         return name, outcome, f"case {number}, {setting.name}: {detail}"
 
     def _kinds(self) -> list[Disturb]:
-        kinds = [self._kill_rank, self._kill_node, self._kill_all, self._signal, self._stop, self._twice]
-        kinds += [self._damage_checkpoint, self._damage_cache] + [self._memory] * MEMORY.exists()
+        kinds: list[Disturb] = [self._kill_rank, self._kill_node, self._kill_all, self._signal, self._stop]
+        kinds += [self._twice, self._damage_checkpoint, self._damage_cache]
+        kinds += [self._memory] * MEMORY.exists()
         return kinds + [self._network] * 2 * (os.geteuid() == 0)
 
     def _after_a_moment(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> Job:
@@ -164,7 +165,7 @@ class Disturbances(Runs):
         """A file of the newest checkpoint is damaged; the run begins from the one before, or anew."""
         job = self._after_a_moment(setting, run, whole, draw)
         job.kill()
-        there = list(committed(run / "checkpoints").values())
+        there = checkpoints_in(run / "checkpoints")
         if len(there) > 1:
             self._damage(sorted(there[0].iterdir()), draw)
             job = self._start(setting, run, WATCHED)  # also if the run was complete
@@ -209,12 +210,7 @@ class Disturbances(Runs):
 
     def _network(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:
         """Two nodes whose link fails; it is whole again when the run is started again."""
-        return self._link_fails(draw.choice(OF_NETWORKS), setting, run, whole, draw)
-
-    def _link_fails(
-        self, fault: str, setting: Setting, run: Path, whole: Whole, draw: random.Random
-    ) -> tuple[str, Outcome]:
-        node, local = draw.randrange(2), setting.world // 2
+        fault, node, local = draw.choice(OF_NETWORKS), draw.randrange(2), setting.world // 2
         split = replace(setting, local=local) if setting.local else setting
         link = Link(f"zpp-{os.getpid()}")
 

@@ -1,6 +1,7 @@
 """Engines around a small GPT on one rank, and their checkpoints: what campaigns save and load."""
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
-from megatron_zpp.storage.object_path import Location
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.zero.engine import ZeroEngine
@@ -60,22 +60,23 @@ def train(engine: ZeroEngine, seed: int) -> None:
 
 
 def save(
-    directory: Location,
+    directory: Path,
     engine: ZeroEngine,
     progress: Progress,
     *,
     reads_back: bool = False,
     config: dict[str, Any] | None = None,
-) -> Location:
+) -> Path:
     """A checkpoint of `progress`."""
     path = checkpoint_path(directory, progress.iteration)
     store, options = dist.HashStore(), SaveOptions(files=FileWorker())
     state = describe_state(engine, progress, with_optimizer=True, config=config or {}, tokenizer=TOKENIZER)
     exchange = Exchange(store, engine.topology, TIMEOUT, "save")
-    path, checksums = write_checkpoint(path, shards_of(engine, with_optimizer=True), state, exchange, options)
+    shards = shards_of(engine, with_optimizer=True)
+    written, checksums = write_checkpoint(path, shards, state, exchange, options)
     if reads_back:
-        read_back(path, checksums, Exchange(store, engine.topology, TIMEOUT, "read back"), options)
-    return path
+        read_back(written, checksums, Exchange(store, engine.topology, TIMEOUT, "read back"), options)
+    return Path(str(written))
 
 
 def states(engine: ZeroEngine) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -13,7 +14,7 @@ def write_gpt2(
     """A GPT-2 as transformers saves one: its config.json, and tensors of ones, whose shapes are returned."""
     of_layer = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
     of_layer |= {"mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
-    shapes = {"wte.weight": (vocabulary, width), "wpe.weight": (positions, width)}
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (vocabulary, width), "wpe.weight": (positions, width)}
     norms = ["ln_f", *(f"h.{index}.{norm}" for index in range(layers) for norm in ("ln_1", "ln_2"))]
     shapes |= {f"{norm}.{kind}": (width,) for norm in norms for kind in ("weight", "bias")}
     for index in range(layers):
@@ -23,7 +24,7 @@ def write_gpt2(
     config = {"model_type": "gpt2", "vocab_size": vocabulary, "n_positions": positions, "n_embd": width}
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config | {"n_head": heads, "n_layer": layers}))
-    ones = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    ones: dict[str, Any] = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     save_file(ones, directory / "model.safetensors", {"format": "pt"})
     return shapes
 

@@ -44,7 +44,7 @@ def fuzz(reader: Reader, directory: Path, examples: int, number: int) -> Counter
 
     Returns how many there were, and how many of them were read and refused.
     """
-    execute, counts = reader.make(directory), Counter()
+    execute, counts = reader.make(directory), Counter[str]()
 
     @seed(number)
     @settings(
@@ -115,7 +115,8 @@ def _work(reader: Reader, seconds: float, first: int, directory: Path) -> None:
 
 def _supervise(reader: Reader, seconds: float, first: int, kept: Path) -> dict[str, Any]:
     """Run workers for so long; replace a failed one by another with other numbers."""
-    total, failures, end, number = Counter(), [], time.monotonic() + seconds, first
+    total, failures = Counter[str](), list[dict[str, Any]]()
+    end, number = time.monotonic() + seconds, first
     while (left := end - time.monotonic()) > 0 and len(failures) < 20:
         with tempfile.TemporaryDirectory() as directory:
             command = ["--reader", reader.name, "--seconds", str(left), "--seed", str(number)]

@@ -6,10 +6,17 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.directory import committed
 
+GOOD = "equal", "one line, then equal"
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """The committed checkpoints of a local directory, the newest first."""
+    return [Path(str(path)) for path in committed(directory).values()]
+
 
 def digest(directory: Path) -> str:
     """SHA-256 of the newest checkpoint: its name, its states, and what else the next step follows from."""
-    path = next(iter(committed(directory).values()), None)
+    path = next(iter(checkpoints_in(directory)), None)
     if path is None:
         return "no checkpoint"
     sha = hashlib.sha256(path.name.encode())

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from hypothesis import strategies as st
@@ -137,7 +137,7 @@ def _checkpoint(directory: Path) -> Execute:
     from megatron_zpp.checkpoint.manifest import MANIFEST, MARKER, read_manifest, write_manifest
     from megatron_zpp.generate.loading import load_model
     from megatron_zpp.storage.checksums import checksums_of
-    from megatron_zpp.storage.sidecar import write_sidecar
+    from megatron_zpp.storage.sidecar import SidecarDigest, write_sidecar
 
     engine = small()
     train(engine, seed=1)
@@ -162,10 +162,10 @@ def _checkpoint(directory: Path) -> Execute:
         else:
             file.write_bytes(change_bytes(good[file], raw))
         if "right" in target and file == sidecar:
-            digest = replace(
-                read_manifest(path)[shards.name], sha256=hashlib.sha256(sidecar.read_bytes()).hexdigest()
-            )
-            write_manifest(path, read_manifest(path) | {shards.name: digest})
+            entry = read_manifest(path)[shards.name]
+            assert isinstance(entry, SidecarDigest)
+            entry = replace(entry, sha256=hashlib.sha256(sidecar.read_bytes()).hexdigest())
+            write_manifest(path, read_manifest(path) | {shards.name: entry})
         elif "right" in target and file in (state, shards):
             write_manifest(
                 path,
@@ -201,7 +201,7 @@ def _try(config: TokenizerConfig) -> None:
     tokenizer.fingerprint()
 
 
-def _sentencepiece(model_type: str) -> Callable[[Path], Execute]:
+def _sentencepiece(model_type: Literal["bpe", "unigram"]) -> Callable[[Path], Execute]:
     def make(directory: Path) -> Execute:
         good = train_sentencepiece([TEXT * 9], 293, model_type)
         path = directory / "t.model"
@@ -378,7 +378,7 @@ def _of(*targets: str) -> st.SearchStrategy:
 
 
 _FIELDS = st.lists(_FIELD, max_size=3)
-_SOME_BYTES = st.one_of(st.just([]), changes_of_bytes())
+_SOME_BYTES: st.SearchStrategy = st.one_of(st.just([]), changes_of_bytes())
 READERS = (
     Reader("index", st.tuples(_FIELDS, st.booleans(), _SOME_BYTES, _SOME_BYTES), _index),
     Reader("data checksums", _either(), _data_checksums),

@@ -156,7 +156,7 @@ OFFLOADED = (  # on one GPU each, the last one on two
 def make_data(data: Path) -> None:
     """The data of all settings: token files, two texts and a tokenizer."""
     data.mkdir()
-    documents = [np.arange(first, first + 60) % 255 for first in range(40)]
+    documents: list[np.ndarray] = [np.arange(first, first + 60) % 255 for first in range(40)]
     with IndexedDatasetWriter(data / "tokens", np.uint16) as writer:
         for document in documents:
             writer.add_document(document)

@@ -122,7 +122,7 @@ def killed_at(request: int, monkeypatch: pytest.MonkeyPatch, action: Any) -> boo
     return False
 
 
-@pytest.mark.parametrize("again", [nightly(False, id="new"), nightly(True, id="replaced")])
+@pytest.mark.parametrize("again", [nightly(False, id="new"), pytest.param(True, id="replaced")])
 def test_a_kill_before_any_request_leaves_whole_checkpoints(
     server: ObjectServer, url: str, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
