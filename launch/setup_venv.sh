@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Creates .venv in the repository's root and installs the given requirement files into it, once per content of
-# each file. Usage: launch/setup_venv.sh requirements.txt [tests/requirements.txt]
+# each file and version of Python. Usage: launch/setup_venv.sh requirements.txt [tests/requirements.txt]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,12 +19,16 @@ if [[ ! -x .venv/bin/python ]]; then
 fi
 quiet=--quiet
 [[ ! -t 1 ]] || quiet=--progress-bar=on # at a terminal, show the progress of downloads
+installed=()
 for file in "$@"; do
-    stamp=.venv/installed-$(sha256sum "$file" | cut -c1-16)
+    stamp=.venv/installed-$({ .venv/bin/python --version && cat "$file"; } | sha256sum | cut -c1-16)
     if [[ ! -e $stamp ]]; then
         echo "setup: installing $file (the first time takes some minutes)"
         .venv/bin/python -m pip install "$quiet" --disable-pip-version-check --no-compile -r "$file"
-        .venv/bin/python -m compileall -qq -j 0 .venv/lib || true # pip would use one process
-        touch "$stamp" # so that only a finished installation is skipped
+        installed+=("$stamp")
     fi
 done
+if ((${#installed[@]} > 0)); then
+    .venv/bin/python -m compileall -qq -j 0 .venv/lib || true # pip would use one process
+    touch "${installed[@]}"                                   # so that only a finished installation is skipped
+fi

@@ -14,8 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.forkserver import CONTEXT
 
@@ -65,6 +68,11 @@ def program(
     return subprocess.CompletedProcess([name, *argv], status, out, err)
 
 
+def nightly(*values: object, id: str | None = None) -> Any:
+    """A case of a parametrised test that runs nightly alone."""
+    return pytest.param(*values, id=id, marks=pytest.mark.nightly)
+
+
 def free_port() -> int:
     """A free TCP port that no other call returns soon."""
     for port in _ports(os.getpid()):
@@ -107,7 +115,12 @@ def rank_main(
     """One rank, as a launcher would start it; `change` is done to the program before."""
     import torch
 
-    main = importlib.import_module(name).main
+    program = importlib.import_module(name)
+    main = (
+        partial(program.run_tool, program.PROG, program.main)
+        if hasattr(program, "run_tool")
+        else program.main
+    )
     for descriptor, kind in ((1, "out"), (2, "err")):
         file = directory / f"{place['RANK']}.{kind}"
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)

@@ -82,6 +82,7 @@ def plain_losses() -> list[float]:
 FSDP2 = [name for name in contestants(2, 1, 2) if name.startswith("fsdp2_fp32")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["stage_3", *FSDP2])
 def test_losses_are_those_of_plain_pytorch(name: str, plain_losses: list[float], tmp_path: Path) -> None:
     """To fp32's rounding: the last digit that a report has."""

@@ -26,15 +26,6 @@ def test_pages_become_their_text() -> None:
     assert "menu" not in text
 
 
-def test_manual_pages_become_their_text() -> None:
-    source = (
-        '.\\" comment\n.SH NAME\nls \\- list\n.SH "EXIT STATUS"\n.BR ls (1)\nis \\fIthe\\fP one\\(bu\n'
-        + PROSE
-    )
-    (text,) = clean.documents("/usr/share/man/man1/ls.1", source.encode())
-    assert text.startswith("NAME\nls - list\n\nEXIT STATUS\nls (1)\nis the one*\nthe ")
-
-
 @pytest.mark.parametrize(
     ("path", "text"),
     [
@@ -49,20 +40,6 @@ def test_manual_pages_become_their_text() -> None:
 )
 def test_what_is_no_text_is_refused(path: str, text: str) -> None:
     assert clean.documents(path, text.encode()) == []
-
-
-def test_comments_on_the_licence_go_and_others_stay() -> None:
-    source = (
-        "// SPDX-License-Identifier: GPL-2.0\n/* Copyright (c) 2000 A. B. */\n/* Adds numbers. */\nint f();\n"
-    )
-    assert clean.clean_code(source) == "/* Adds numbers. */\nint f();\n"
-
-
-def test_paths_tell_what_is_read() -> None:
-    read = ("/doc/index.html", "/doc/en/x.txt.gz", "/src/a.py", "/man/man3/f.3.gz")
-    assert all(map(clean.is_read, read))
-    refused = ("/doc/de/index.html", "/doc/index.fr.html", "/doc/COPYING.txt", "/a/testsuite/x.c", "/a/x.png")
-    assert not any(map(clean.is_read, refused))
 
 
 def wheel(folder: Path, name: str, files: dict[str, str]) -> packages.Package:

@@ -1,18 +1,14 @@
 """Campaigns of emulated runs: what is run next, what a resumed one repeats, and the intervals of its gaps."""
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from benchmarks import paired_runs
 from benchmarks.emulation import campaign
-from benchmarks.emulation.rungs import Rung
 from benchmarks.intervals import mean_and_interval, t_quantile
 
 
@@ -86,31 +82,6 @@ def test_a_call_never_takes_pairs_from_a_result(
     assert json.loads(result.read_text())["figures"]["rungs"]["delta4"]["pairs"] == 2
     assert campaign.main([*arguments, *elsewhere, "--pairs", "1", "--name", "small"]) == 0
     assert fake_runs == [("baseline", 0), ("delta4", 0)]
-
-
-def test_a_new_setting_of_rungs_leaves_the_keys_of_finished_runs() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Later(Rung):
-        invented: bool = False
-
-    assert campaign.key_of({}, Later(weights="delta4"), 0) == campaign.key_of({}, Rung(weights="delta4"), 0)
-    assert campaign.key_of({}, Later(invented=True), 0) != campaign.key_of({}, Rung(), 0)
-
-
-def test_processes_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")  # and is restored at the end
-    numbers: SimpleQueue[int] = SimpleQueue()
-    seen = []
-    for number in range(4):
-        numbers.put(number)
-        paired_runs.begin_process(
-            lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]), ["2", "5", "7"], numbers
-        )
-    assert seen == ["2", "5", "7", "2"]
-
-
-def test_lags_are_means_over_the_pairs() -> None:
-    assert campaign.mean_lags([[[30, 0.1], [60, 2.0]], [[30, 0.2], [60, 4.0]]]) == [[30, 0.15], [60, 3.0]]
 
 
 def test_a_seed_is_begun_if_all_of_its_runs_can_end(

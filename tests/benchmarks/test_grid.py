@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contest.grid import gpu_map, node_environment, shares_gpus, visible_gpus
+from benchmarks.contest.grid import gpu_map, node_environment, shares_gpus
 from tests.support import ROOT, environment
 
 GRIDS = [(2, 1), (2, 2), (3, 2), (4, 2)]
@@ -60,15 +60,3 @@ def test_the_map_is_that_of_the_script(tools: Path) -> None:
             variables = node_environment(node, of_node, {"NCCL_SOCKET_NTHREADS": "2"}, 0)
             assert f"{variables['NCCL_HOSTID']}={variables['CUDA_VISIBLE_DEVICES']}" in words
             assert variables["NCCL_SOCKET_NTHREADS"] == "2"
-
-
-def test_a_run_uses_the_gpus_that_it_is_shown(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_GPUS", "4")
-    assert visible_gpus({}) == ["0", "1", "2", "3"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1"}) == ["3", "1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
-    monkeypatch.setenv("FAKE_GPUS", "0")
-    assert visible_gpus({}) == []
-    assert gpu_map(2, 1, []) == [[], []]
-    assert not shares_gpus([[], []])

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import ROOT, environment
 
 RANKS = 32
 
 
+@pytest.mark.nightly
 def test_all_ranks_hear_the_right_name(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/lifelines.py", "--ranks", str(RANKS), "--kills", "1"]
     command += ["--processes", "2", "--output", str(tmp_path)]

@@ -25,6 +25,7 @@ def test_programs_print_their_help(program: Path) -> None:
     assert "usage: " in helped.stdout
 
 
+@pytest.mark.nightly
 def test_a_program_without_options_refuses_them() -> None:
     helped = run("benchmarks/memory_table.py", "--help")
     assert helped.returncode == 0

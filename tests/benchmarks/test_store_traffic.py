@@ -33,6 +33,7 @@ def namespace() -> list[str]:
     return [*own, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
 
+@pytest.mark.nightly
 def test_requests_of_a_rank_do_not_grow_with_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/store_traffic.py", "--ranks", str(RANKS), "--processes", "2"]
     command += ["--spread", "0.2", "--heartbeats", "1", "--write-seconds", "1", "--output", str(tmp_path)]

@@ -8,9 +8,8 @@ import pytest
 
 from benchmarks import zero_speed
 from benchmarks.contest import grid
-from benchmarks.contest.contestants import Contestant
 from benchmarks.contest.launch import Outcome, run_on_nodes
-from benchmarks.contest.summary import median_interval, tables
+from benchmarks.contest.summary import tables
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 128".split()
 NAMES = ["stage_3", "fsdp2_bf16", "fsdp2_fp32"]
@@ -99,37 +98,6 @@ def test_a_call_that_was_cut_off_resumes(nodes: Nodes, tmp_path: Path) -> None:
     assert nodes.calls == ["links", *MILLISECONDS] * 2
     with pytest.raises(SystemExit, match="settings"):
         contest(tmp_path, "--steps", "77")
-
-
-def test_the_result_says_when_ranks_shared_a_gpu(nodes: Nodes, tmp_path: Path) -> None:
-    run = contest(tmp_path, ranks=2)
-    run.run()
-    result = json.loads(run.path.read_text())
-    assert result["figures"]["gpu_map"] == [["0", "1"], ["0", "1"]]
-    assert result["figures"]["shared_gpu"]
-    assert "**ranks share GPUs: no measure of a network**" in tables([result])
-
-
-def test_deepspeed_that_is_not_installed_is_one_line(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        Contestant, "absent", lambda self: "no deepspeed" if self.family == "deepspeed" else None
-    )
-    run = contest(tmp_path, "--contestants", "deepspeed_zero3", "stage_3")
-    assert run.run()
-    assert "deepspeed_zero3: absent: no deepspeed\n" in capsys.readouterr().out
-    rows = json.loads(run.path.read_text())["figures"]["contestants"]
-    assert rows["deepspeed_zero3"]["absent"] == "no deepspeed"
-    assert len(rows["stage_3"]["rounds"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("count", "bounds"), [(5, (1, 5)), (6, (1, 6)), (10, (2, 9)), (30, (10, 21)), (100, (40, 61))]
-)
-def test_the_interval_is_that_of_tables(count: int, bounds: tuple[int, int]) -> None:
-    """Ranks of the order statistics, as tables of the sign test have them."""
-    assert median_interval(range(count, 0, -1)) == bounds
 
 
 def test_failures_and_time_limits_of_processes_are_reported() -> None:

@@ -91,11 +91,6 @@ def test_old_checkpoints_are_removed(
     assert names(saved) == [*(f"iter_{iteration:07d}" for iteration in left), TRACKER]
 
 
-def test_the_newest_save_is_kept_even_if_others_have_later_iterations(saved: Path) -> None:
-    remove_old(saved, 1, None, newest=saved / "iter_0000003")
-    assert names(saved) == ["iter_0000003", "iter_0000006", TRACKER]
-
-
 def test_a_checkpoint_that_was_being_replaced_is_found(saved: Path) -> None:
     (saved / "iter_0000006").rename(saved / "iter_0000006.retired")
     assert candidates(str(saved))[0].name == "iter_0000006.retired"

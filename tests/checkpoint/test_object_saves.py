@@ -27,6 +27,7 @@ from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
 from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
 from tests.checkpoint.test_tokenizer import SHAPE, STEPS, flags_of
 from tests.object_server import BUCKET, ObjectServer, object_server
+from tests.support import nightly
 from tests.train.in_process import train_here
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
@@ -79,18 +80,6 @@ def test_a_checkpoint_of_two_ranks_loads_as_it_was(server: ObjectServer, url: st
     assert equal(ours, theirs)
 
 
-def test_saving_an_iteration_again_replaces_it(server: ObjectServer, url: str) -> None:
-    for seed in (1, 2, 3):
-        save(location(url), small(seed=seed))
-        (path,) = candidates(url)
-        loaded = small(seed=9)
-        load_checkpoint(path, loaded, TOKENIZER, with_optimizer=True)
-        assert equal(loaded, small(seed=seed))
-        name = "iter_0000005" if seed != 2 else "iter_0000005.replacement"
-        keys = server.keys(f"{url.removeprefix(f's3://{BUCKET}/')}/")
-        assert keys == [*(f"{name}/{file}" for file in FILES), TRACKER]
-
-
 def test_old_checkpoints_are_removed(server: ObjectServer, url: str) -> None:
     for iteration in (1, 2, 3, 4):
         newest = save(location(url), small(), Progress(iteration, iteration))
@@ -133,7 +122,7 @@ def killed_at(request: int, monkeypatch: pytest.MonkeyPatch, action: Any) -> boo
     return False
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize("again", [nightly(False, id="new"), pytest.param(True, id="replaced")])
 def test_a_kill_before_any_request_leaves_whole_checkpoints(
     server: ObjectServer, url: str, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:

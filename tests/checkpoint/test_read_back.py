@@ -87,7 +87,6 @@ def outcome_of(topology: Topology, directory: str, what: str) -> str:
     [
         ("shards", "SaveFailed: rank 1 on .*rank_00001.safetensors: damaged between bytes 0 and"),
         ("sidecar", "SaveFailed: rank 1 on .*rank_00001.safetensors.sha256: its SHA-256 is not"),
-        ("missing", "SaveFailed: rank 1 on .*rank_00001.safetensors: missing"),
         ("unreadable", "NotReadBack: rank 1 on .*Permission denied"),
         ("silent", "NotReadBack: rank 1 .*progress for 0:00:01.5"),
         ("on its way", "read back"),

@@ -18,6 +18,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from tests.checkpoint.saving import FIRST, TOKENIZER, save
+from tests.support import nightly
 from tests.zero.engines import engine_of, states_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -174,6 +175,7 @@ def test_two_tensor_ranks_and_two_data_ranks_resume_anywhere(tmp_path: Path) -> 
     check(on_ranks(4, resume_runs, cases)[0], saved, exact=True)
 
 
+@pytest.mark.nightly
 def test_runs_without_tensor_ranks_resume_with_them_and_back(tmp_path: Path) -> None:
     """Also with the state of a loss scale, and from four tensor ranks."""
     cases = [
@@ -195,7 +197,8 @@ def test_runs_without_tensor_ranks_resume_with_them_and_back(tmp_path: Path) -> 
     check(on_ranks(2, resume_runs, [Case(four[0].directory, "llama", 2, 1)])[0], saved)
 
 
-@pytest.mark.parametrize("local", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("local", [2, nightly(4)])
 def test_references_of_weight_differences_move_between_grids(tmp_path: Path, local: int) -> None:
     """From two nodes with one or two data ranks of two tensor ranks each, to nodes without tensor ranks."""
     cases = [Case(str(tmp_path / model), model, 2, 3, PrecisionConfig(bf16=True), True) for model in MODELS]
@@ -239,8 +242,7 @@ def resume_padded(topology: Topology, cases: Iterable[Case]) -> list[tuple[dict[
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("multiple", "tensor"), [(128, 1), (1, 1), (130, 2)])
+@pytest.mark.parametrize(("model", "multiple", "tensor"), [("gpt2", 1, 1), ("llama", 130, 2)])
 def test_a_vocabulary_may_be_padded_to_another_multiple(
     tmp_path: Path, model: str, multiple: int, tensor: int
 ) -> None:

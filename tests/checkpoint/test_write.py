@@ -5,10 +5,10 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -16,42 +16,37 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, committed
 from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.files import check_writable, write_text
 from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
-from tests.support import ROOT, environment
+from tests.forkserver import CONTEXT
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
 
-SAVE_FOREVER = """
-import sys
-from pathlib import Path
-from megatron_zpp.checkpoint.progress import Progress
-from tests.checkpoint.saving import save, small, train
-engine = small()
-train(engine, 1, seed=2)
-for iteration in range(1, 10**6):
-    save(Path(sys.argv[1]), engine, Progress(iteration % 3 + 1, iteration))
-    print(iteration, flush=True)
-"""
+
+def save_forever(directory: Path, saved: Event) -> None:
+    engine = small()
+    train(engine, 1, seed=2)
+    for iteration in range(1, 10**6):
+        save(directory, engine, Progress(iteration % 3 + 1, iteration))
+        if iteration == 1:
+            saved.set()
 
 
 def test_a_kill_at_any_moment_leaves_committed_checkpoints_unchanged(tmp_path: Path) -> None:
     moments = random.Random(5)
     for _ in range(4):
-        child = subprocess.Popen(
-            [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)],
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-        )
-        assert child.stdout.readline() == b"1\n"
+        saved = CONTEXT.Event()
+        child = CONTEXT.Process(target=save_forever, args=(tmp_path, saved))
+        child.start()
+        assert saved.wait(120)
         time.sleep(0.05 + moments.random() / 10)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        child.kill()
+        child.join()
         for path in committed(tmp_path).values():
             engine = small(seed=9)
             load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)

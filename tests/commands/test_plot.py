@@ -10,7 +10,7 @@ from megatron_zpp.commands.plot import load
 from megatron_zpp.reporting.report.curves import LINE_LIMIT, read_metrics
 from megatron_zpp.reporting.sinks import MetricsFile
 from tests.reporting.test_curves import step
-from tests.support import program, run
+from tests.support import nightly, program
 
 
 def test_reads_records(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def write_run(path: Path, scale: float, **more: float) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("suffix", [nightly("png"), "svg"])
 def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path, suffix: str) -> None:
     runs = [write_run(tmp_path / f"{seed}.jsonl", 1 + seed / 10, grad_norm=1.0 + seed) for seed in range(3)]
     output = tmp_path / "new" / f"plot.{suffix}"
@@ -101,23 +101,12 @@ def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path, suffix: s
     )
     assert done.returncode == 0, done.stderr
     content = output.read_bytes()
-    assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix])
+    assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml"}[suffix])
     if suffix == "svg":
         for text in (b"a: training, mean of 2", b"b: training", b"gradient norm", b"tokens", b"seeds"):
             assert b"<!-- %s -->" % text in content, (
                 text
             )  # matplotlib's comments beside its outlines of letters
-
-
-def test_a_legend_has_every_label(tmp_path: Path) -> None:
-    """matplotlib omits names that begin with an underscore."""
-    path, output = write_run(tmp_path / "_run.jsonl", 1.0), tmp_path / "plot.svg"
-    for flags, label in (((), b"_run"), (("--labels", "_"), b"_")):
-        argv = (path, *flags, "--metric", "lm_loss", "--output", str(output))
-        done = program("megatron_zpp.commands.plot", *argv)
-        assert done.returncode == 0, done.stderr
-        for curve in (b"training", b"validation"):
-            assert b" %s: %s -->" % (label, curve) in output.read_bytes()
 
 
 def test_runs_of_one_label_are_one_band(tmp_path: Path) -> None:
@@ -141,6 +130,6 @@ def test_bad_command_lines(tmp_path: Path, argv: str, status: int, said: str) ->
     first = write_run(tmp_path / "run.jsonl", 1.0)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"iteration": 99, "lm_loss": 1.0}) + "\n")
-    done = run("-m", "megatron_zpp.commands.plot", first, *argv.replace("other.jsonl", str(other)).split())
+    done = program("megatron_zpp.commands.plot", first, *argv.replace("other.jsonl", str(other)).split())
     assert (done.returncode, done.stderr.count("\n")) == (status, 1)
     assert said in done.stderr

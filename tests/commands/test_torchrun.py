@@ -1,14 +1,11 @@
 """torchrun in a SLURM step: what it is told, and which status it leaves with. Whole jobs: tests/slurm."""
 
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
-from megatron_zpp.commands.torchrun import children, rendezvous_flags, status_of
-from tests.support import run, wait_until
+from megatron_zpp.commands.torchrun import rendezvous_flags, status_of
+from tests.support import run
 
 NODE = {
     "SLURM_JOB_ID": "70000",
@@ -37,12 +34,6 @@ def test_a_process_not_started_by_srun_is_refused(name: str) -> None:
         rendezvous_flags({key: value for key, value in NODE.items() if key != name})
 
 
-def test_outside_of_slurm_it_says_so_in_one_line() -> None:
-    done = run("-m", "megatron_zpp.commands.torchrun", "--nproc-per-node", "1", "pretrain_gpt.py")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    assert "SLURM_NODEID (not set): start it with srun" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("codes", "status"),
     [
@@ -60,15 +51,7 @@ def test_the_status_of_a_node_is_that_of_its_ranks(codes: list[int], status: int
     assert status_of(codes) == status
 
 
-def test_only_living_children_are_found() -> None:
-    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with subprocess.Popen(sleeping) as child, subprocess.Popen(["true"]) as ended:
-        wait_until(lambda: ended.pid not in children(os.getpid()))
-        assert child.pid in children(os.getpid())
-        assert children(child.pid) == []
-        child.kill()
-
-
+@pytest.mark.nightly
 def test_a_signal_before_the_ranks_are_started_ends_it() -> None:
     done = run("-c", f"from megatron_zpp.commands.torchrun import pass_on; pass_on({int(signal.SIGUSR1)})")
     assert (done.returncode, done.stderr) == (128 + signal.SIGUSR1, "")

@@ -1,6 +1,5 @@
 """The command line of pretrain_gpt.py: Megatron-LM's names and defaults, and what is refused."""
 
-import dataclasses
 import json
 import typing
 from pathlib import Path
@@ -85,12 +84,6 @@ def test_help_can_be_read_and_searched(
     assert [line for line in lines if len(line) > 80 and "{" not in line and line not in titles] == []
 
 
-def test_a_flag_beats_the_preset() -> None:
-    config = parse_args([*MINIMAL[:5], *MINIMAL[-6:], "--model-preset", "345m", "--num-layers", "3"])
-    assert (config.model.num_layers, config.model.hidden_size) == (3, 1024)
-    assert config.model.ffn_hidden_size == 4 * 1024
-
-
 @pytest.mark.parametrize("argv", [[], ["--bf16", "--recompute-activations"]])
 def test_configuration_survives_json(argv: list[str]) -> None:
     config = parse(*argv)
@@ -126,8 +119,3 @@ def test_layers_that_are_smaller_than_those_measured_with_fp8_get_a_note() -> No
     assert preset_fields("1.3b")["hidden_size"] == 2048
     assert parse("--bf16", "--fp8").precision.speed_notes(2048) == []
     assert parse("--bf16").precision.speed_notes(64) == []
-
-
-def test_parts_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        parse().model.num_layers = 5

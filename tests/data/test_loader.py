@@ -228,13 +228,6 @@ def test_workers_end_when_the_rank_is_killed(start):
     assert gone(workers)
 
 
-def test_more_workers_than_cores_give_no_warning(monkeypatch, recwarn):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process_id: {0})
-    with MicroBatches(MockDataset(16, 100, 0), BatchSchedule(1, 1, 1), rank=0, num_workers=2) as batches:
-        next(iter(batches))
-    assert not recwarn.list
-
-
 def test_close_ends_a_worker_that_does_not_answer():
     batches = MicroBatches(MockDataset(16, 100, 0), BatchSchedule(1, 1, 1), rank=0, num_workers=1)
     next(iter(batches))

@@ -164,13 +164,6 @@ def test_no_sample_moves_without_a_change(folder, parts, known):
     assert later.samples.batch(numbers).tolist() == first.samples.batch(numbers).tolist()
 
 
-def test_the_same_proportions_are_no_change(folder):
-    first = resumed(folder, [(0.3, "a"), (0.7, "b")], None, 0)
-    on = resumed(folder, [(3, "a"), (7, "b")], first.dataset_progress, 10)
-    assert on.lines == []
-    assert on.samples.batch(np.arange(500)).tolist() == first.samples.batch(np.arange(500)).tolist()
-
-
 def test_a_checkpoint_without_progress_had_its_weights_from_the_start(folder):
     """As from earlier versions: recognised by its settings, even if a data set was moved."""
     before = DataConfig(train_data_path=("0.25", "/elsewhere/b", "0.75", str(folder / "a")))
@@ -178,14 +171,6 @@ def test_a_checkpoint_without_progress_had_its_weights_from_the_start(folder):
     given = {Path(part.prefix).name: part.consumed_before for part in on.dataset_progress.sets}
     assert given == {"a": 15, "b": 5}
     assert {Path(part.prefix).name: part.stream for part in on.dataset_progress.sets} == {"a": 1, "b": 0}
-
-
-def test_unknown_progress_without_weights_gives_a_warning(folder):
-    before = DataConfig(train_data_path=(str(folder / "a"), str(folder / "b")))
-    on = resumed(folder, [(1, "a"), (1, "c")], DatasetProgress.from_settings(asdict(before)), 20)
-    assert [line[:61] for line in on.lines] == [
-        " WARNING: data sets or weights have changed, and how far each"
-    ]
 
 
 def test_lines_about_a_changed_blend(folder):

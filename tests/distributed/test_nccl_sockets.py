@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.config.run import DistributedConfig
-from megatron_zpp.config.values.nccl_sockets import explicit_sockets
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.nccl_network import (
     NcclSettings,
@@ -58,18 +57,14 @@ def told(**variables: str) -> NcclSettings:
         ({}, Network(), None),
         ({"NCCL_SOCKET_NTHREADS": "4"}, Network(), "NCCL_SOCKET_NTHREADS is 4 (environment)"),
         ({"NCCL_NSOCKS_PERTHREAD": "1"}, Network(), "NCCL_NSOCKS_PERTHREAD is 1 (environment)"),
-        ({"NCCL_SOCKET_NTHREADS": ""}, Network(), None),
         ({"NCCL_NET": "IB"}, Network(), "NCCL_NET is IB (environment)"),
-        ({"NCCL_NET": "AWS Libfabric"}, Network(), "NCCL_NET is AWS Libfabric (environment)"),
         ({"NCCL_NET": "socket"}, Network(), None),
         ({"NCCL_NET_PLUGIN": "aws-ofi"}, Network(), "NCCL_NET_PLUGIN is aws-ofi (environment)"),
         ({"NCCL_NET_PLUGIN": "none"}, PLUGIN, None),
         ({}, PLUGIN, "the network plugin libnccl-net.so is installed"),
         ({"NCCL_NET": "Socket"}, PLUGIN, None),
         ({}, PORT, "mlx5_0 port 1 is an active port of InfiniBand or RoCE"),
-        ({"NCCL_IB_DISABLE": "0"}, PORT, "mlx5_0 port 1 is an active port of InfiniBand or RoCE"),
         ({"NCCL_IB_DISABLE": "1"}, PORT, None),
-        ({"NCCL_NET": "Socket"}, PORT, None),
         ({}, AWS, "eth1 is a card by AWS, for which NCCL has numbers of its own"),
         ({"NCCL_NET": "Socket"}, GOOGLE, "eth0 is a card by Google, for which NCCL has numbers of its own"),
     ],
@@ -112,24 +107,12 @@ def test_given_numbers_are_refused_only_where_something_contradicts_them(
 
 
 @pytest.mark.parametrize(
-    ("value", "sockets"),
-    [("auto", None), ("off", None), ("2x2", (2, 2)), ("16x4", (16, 4)), ("1x64", (1, 64))],
-)
-def test_values_of_the_flag(value: str, sockets: tuple[int, int] | None) -> None:
-    assert explicit_sockets(value) == sockets
-    assert DistributedConfig(nccl_sockets=value).nccl_sockets == value
-
-
-@pytest.mark.parametrize(
     ("value", "fix"),
     [
         ("4", "must be auto, off or THREADSxSOCKETS, such as 2x2"),
-        ("0x4", "must be auto, off or THREADSxSOCKETS, such as 2x2"),
-        ("2X2", "must be auto, off or THREADSxSOCKETS, such as 2x2"),
         ("2x2\n", "must be auto, off or THREADSxSOCKETS, such as 2x2"),
         ("17x1", "NCCL has at most 16 threads per connection; give 16x1 or less"),
         ("8x9", "makes 72 sockets per connection, and NCCL has at most 64; give 8x8 or less"),
-        ("1x65", "makes 65 sockets per connection, and NCCL has at most 64; give 1x64 or less"),
     ],
 )
 def test_values_that_nccl_cannot_have_are_refused(value: str, fix: str) -> None:
@@ -268,7 +251,6 @@ AGREED = {
     ),
     "auto nccl 4": ({}, None, ""),
     "auto gloo 2": ({}, None, ""),
-    "off nccl 4": ({}, None, ""),
     "off nccl 2": ({}, " NCCL's sockets: left to NCCL, because of --nccl-sockets off", ""),
     "3x4 nccl 4": (
         {},

@@ -11,23 +11,11 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.nccl_network import NcclSettings, Network, other_network
 from megatron_zpp.distributed.spare_multiprocessors import (
     SpareMultiprocessors,
-    auto_count,
     spare_multiprocessors,
 )
 from megatron_zpp.distributed.topology import Topology
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("capability", "over_tcp", "count"),
-    [((9, 0), True, 4), ((9, 0), False, 0), ((8, 0), True, 0), ((10, 0), True, 0)],
-)
-def test_auto_is_for_what_was_measured(
-    capability: tuple[int, int], over_tcp: bool, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert auto_count(capability, over_tcp) == count
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ def test_a_setting_that_would_change_the_text_is_refused(settings: dict, said: s
         generation_of(settings)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
 def test_a_task_from_the_command_line(checkpoint: Path, tmp_path: Path, reference: object) -> None:
     lines = [
@@ -196,6 +197,7 @@ def test_a_device_is_named_where_the_user_names_none() -> None:
         assert with_device(others) == others
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
 def test_a_device_that_the_machine_lacks_is_refused_in_a_line(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

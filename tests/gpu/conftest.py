@@ -7,9 +7,11 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips this folder's tests, and no others, where there is no GPU."""
-    if torch.cuda.is_available():
-        return
+    """Mark this folder's tests as `gpu_core` unless they are `gpu_long`; skip them where there is no GPU."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        if item.get_closest_marker("gpu_long") is None:
+            item.add_marker("gpu_core")
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU; launch/test_gpu.sh runs these on one"))

@@ -4,11 +4,23 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_zpp.distributed.topology import Topology
+from tests.forkserver import CONTEXT
+
+GPUS = torch.cuda.device_count()
+
+
+def largest_in_core(*grids: tuple[int, int]) -> list[Any]:
+    """(nodes, ranks per node), nodes share the GPUs: the last that this machine can hold is `gpu_core`."""
+    held = [grid for grid in grids if grid[1] <= GPUS]
+    marks = {grid: [] if grid == held[-1] else [pytest.mark.gpu_long] for grid in held}
+    lacking = [pytest.mark.skip(reason=f"needs more than {GPUS} GPUs")]
+    return [pytest.param(*grid, marks=marks.get(grid, lacking)) for grid in grids]
 
 
 def on_gpus(
@@ -19,15 +31,16 @@ def on_gpus(
     Rank r has GPU r modulo the number of GPUs, as launch/emulate_nodes.sh has it. Ranks of different nodes
     talk over TCP, as NCCL takes them for different hosts. So do all ranks that `share_one_gpu`.
     """
-    results = mp.get_context("spawn").SimpleQueue()
+    results = CONTEXT.SimpleQueue()
     rendezvous = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )  # at a port that is free
-    processes = mp.spawn(
+    processes = mp.start_processes(
         _rank,
-        (nodes, local, rendezvous.port, results, share_one_gpu, function, arguments),
+        (nodes, local, rendezvous.port, results, dict(os.environ), share_one_gpu, function, arguments),
         nprocs=nodes * local,
         join=False,
+        start_method="forkserver",
     )
     collected = {}
     while not processes.join(timeout=0.05) or not results.empty():
@@ -43,10 +56,12 @@ def _rank(
     local: int,
     port: int,
     results: Any,
+    environment: dict[str, str],
     share_one_gpu: bool,
     function: Callable,
     arguments: tuple,
 ) -> None:
+    os.environ.update(environment)  # that of the server which forks is from an earlier test
     topology = Topology(rank, nodes * local, rank % local, local)
     if nodes > 1 or share_one_gpu:
         host = f"rank{rank}" if share_one_gpu else f"node{topology.node_of(rank)}"

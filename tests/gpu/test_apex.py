@@ -50,8 +50,7 @@ def train(
     return losses, weights_of(engine)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "model"), [(0, "llama"), (1, "gpt2"), (2, "llama"), (3, "gpt2")])
 def test_fp32_steps_agree_with_the_other_backend(stage: int, model: str) -> None:
     exact = PrecisionConfig(fp32=True)
     losses, _ = train("apex", stage, exact, model)
@@ -59,7 +58,7 @@ def test_fp32_steps_agree_with_the_other_backend(stage: int, model: str) -> None
     assert losses == pytest.approx(expected, rel=1e-5)  # sums of norms in another order, over ten steps
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [

@@ -156,7 +156,9 @@ def test_a_masked_step_does_not_wait_for_the_device() -> None:
             step(batch)
 
 
-@pytest.mark.parametrize("backend", ["auto", "flash", "cudnn"])
+@pytest.mark.parametrize(
+    "backend", ["auto", *(pytest.param(kind, marks=pytest.mark.gpu_long) for kind in ("flash", "cudnn"))]
+)
 def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: str) -> None:
     given = settings(64, True)
     kernel = choose_attention(backend, **given)
@@ -188,8 +190,16 @@ def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: st
     ("flags", "said"),
     [
         ("", " attention: flash_attention over documents end to end"),
-        ("--attention-backend flash", " attention: flash_attention over documents end to end"),
-        ("--fp32", "torch's choice, documents through a dense mask; flash attention needs --bf16 or --fp16"),
+        pytest.param(
+            "--attention-backend flash",
+            " attention: flash_attention over documents end to end",
+            marks=pytest.mark.gpu_long,
+        ),
+        pytest.param(
+            "--fp32",
+            "torch's choice, documents through a dense mask; flash attention needs --bf16 or --fp16",
+            marks=pytest.mark.gpu_long,
+        ),
         ("--attention-dropout 0.1", "documents through a dense mask; flash attention needs --attention-dr"),
     ],
 )

@@ -66,8 +66,12 @@ def distance(losses: list[float], others: list[float]) -> float:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, LLAMA, {"unit": "sublayer"}, LLAMA | {"unit": "sublayer"}],
-    ids=["gpt", "llama", "gpt-halves", "llama-halves"],
+    [
+        pytest.param({}, id="gpt"),
+        pytest.param(LLAMA, id="llama", marks=pytest.mark.gpu_long),
+        pytest.param({"unit": "sublayer"}, id="gpt-halves", marks=pytest.mark.gpu_long),
+        pytest.param(LLAMA | {"unit": "sublayer"}, id="llama-halves"),
+    ],
 )
 def test_compiled_parts_learn_what_eager_ones_do(changes: dict[str, Any]) -> None:
     """In fp32 equal but for rounding, which is 2^16 times finer than bf16; in bf16 as exact as eager ones."""
@@ -93,8 +97,15 @@ def test_recomputation_repeats_the_draws_of_dropout() -> None:
     assert said == []
 
 
-@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        pytest.param(0, {}, id="0-gpt"),
+        pytest.param(3, LLAMA, id="3-llama"),
+        pytest.param(0, LLAMA, id="0-llama", marks=pytest.mark.gpu_long),
+        pytest.param(3, {}, id="3-gpt", marks=pytest.mark.gpu_long),
+    ],
+)
 def test_a_steady_step_neither_waits_for_the_device_nor_allocates(
     stage: int, changes: dict[str, Any]
 ) -> None:

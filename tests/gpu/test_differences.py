@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.ranks import on_gpus
+from tests.gpu.ranks import GPUS, largest_in_core, on_gpus
 from tests.zero import test_differences as cases
 from tests.zero.ranks import on_ranks
 from tests.zero.test_quantized import FOUR_BITS, losses
 from tests.zero.zeropp_engines import BF16
 
-GPUS = torch.cuda.device_count()
-GRIDS = [(2, 1), (2, 2)]  # nodes × ranks of a node; nodes share the GPUs
+GRIDS = largest_in_core((2, 1), (2, 2))
 TWO_AND_THREE_BITS = FOUR_BITS | {
     "zero_quantized_weights_format": "delta2",
     "zero_quantized_gradients_format": "rotated3",
@@ -20,14 +19,8 @@ TWO_AND_THREE_BITS = FOUR_BITS | {
 }
 
 
-def needs(local: int) -> None:
-    if local > GPUS:
-        pytest.skip(f"needs {local} GPUs")
-
-
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
 def test_every_node_holds_the_reference_that_its_forward_reads(nodes: int, local: int) -> None:
-    needs(local)
     settings = [FOUR_BITS, TWO_AND_THREE_BITS, FOUR_BITS | {"zero_stage": 2, "zero_hpz_partition_size": "1"}]
     cases.check_references(local, on_gpus(nodes, local, cases.references, settings))
 
@@ -38,7 +31,6 @@ def test_losses_are_those_of_cpus(nodes: int, local: int) -> None:
 
     Eight steps of CPUs in bf16 and in fp32 differ by 0.9%, and the loss falls by a quarter or more.
     """
-    needs(local)
     settings = [(FOUR_BITS, BF16)]
     ((expected,), *_) = on_ranks(nodes * local, losses, settings, ranks_per_node=local)
     first, *others = on_gpus(nodes, local, losses, settings)
@@ -46,8 +38,8 @@ def test_losses_are_those_of_cpus(nodes: int, local: int) -> None:
     assert all(other == first for other in others)
 
 
+@pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
 def test_groups_of_a_node_hold_references_of_equal_bits(tmp_path: Path) -> None:
-    needs(4)
     cases.check_groups(on_gpus(2, 4, cases.in_groups, str(tmp_path)))
 
 
@@ -55,6 +47,6 @@ def test_a_skipped_step_moves_no_reference() -> None:
     assert on_gpus(2, 1, cases.after_a_skipped_step) == [(1.0, True)] * 2
 
 
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def test_a_reference_that_changed_on_one_node_is_detected() -> None:
-    needs(2)
     cases.check_found(on_gpus(2, 2, cases.found_to_differ))

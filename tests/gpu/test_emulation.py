@@ -9,7 +9,7 @@ import torch
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero import difference_formats
 from tests.benchmarks.test_emulation import EARLY, EVERYWHERE, Case, emulated, with_engine
-from tests.gpu.ranks import on_gpus
+from tests.gpu.ranks import largest_in_core, on_gpus
 
 NODES = 2
 CASES: list[Case] = [
@@ -35,13 +35,11 @@ def real(topology: Topology, micro_batches: int) -> list[dict[str, str]]:
     return with_engine(topology, CASES, difference_formats.LOST_SHARE, micro_batches)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("local", [1, 2])
-def test_final_weights_are_those_of_real_ranks(local: int, micro_batches: int) -> None:
-    if local > torch.cuda.device_count():
-        pytest.skip(f"needs {local} GPUs")
-    first, *others = on_gpus(NODES, local, real, micro_batches)
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.gpu_long), 3])
+@pytest.mark.parametrize(("nodes", "local"), largest_in_core((NODES, 1), (NODES, 2)))
+def test_final_weights_are_those_of_real_ranks(nodes: int, local: int, micro_batches: int) -> None:
+    first, *others = on_gpus(nodes, local, real, micro_batches)
     assert all(other == first for other in others)
     gpu = torch.device("cuda", 0)
-    found = [emulated(case, NODES * local, micro_batches, gpu) for case in CASES]
+    found = [emulated(case, nodes * local, micro_batches, gpu) for case in CASES]
     assert [case for case, one, other in zip(CASES, first, found, strict=True) if one != other] == []

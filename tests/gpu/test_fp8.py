@@ -213,7 +213,7 @@ def losses_of(engine: ZeroEngine) -> list[float]:
 
 
 @needs_fp8
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.gpu_long)])
 def test_recipes_learn_alike_and_a_step_does_not_wait(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Compiled; and with delayed scaling the layers are compiled once, after the first step."""
     more = flags_of(MODELS[model])
@@ -246,7 +246,7 @@ def check_steady(engine: ZeroEngine) -> None:
 
 
 @needs_fp8
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.gpu_long), "llama"])
 def test_held_weights_learn_alike_and_a_step_does_not_wait(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,6 +294,7 @@ def test_held_weights_are_gathered_at_every_stage() -> None:
 
 
 @needs_fp8
+@pytest.mark.gpu_long
 def test_recomputed_layers_have_the_same_codes() -> None:
     recompute = "--recompute-granularity full --recompute-method uniform".split()
     for recipe in ("--fp8 --fp8-recipe delayed", HELD):

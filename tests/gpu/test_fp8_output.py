@@ -20,7 +20,7 @@ from tests.gpu.test_fp8 import HELD, check_steady, engine_of, losses_of, needs_f
 from tests.model.variants import MODELS, flags_of
 from tests.plan.jobs import job_of
 
-OUTPUT = "--fp8-output-layer"
+OUTPUT, DELAYED = "--fp8-output-layer", "--fp8 --fp8-recipe delayed"
 
 
 @needs_fp8
@@ -124,8 +124,14 @@ def pass_means(losses: list[float]) -> list[float]:
 
 
 @needs_fp8
-@pytest.mark.parametrize("recipe", ["--fp8 --fp8-recipe delayed", HELD])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [
+        ("llama", HELD),
+        pytest.param("llama", DELAYED, marks=pytest.mark.gpu_long),
+        *(pytest.param("gpt2", recipe, marks=pytest.mark.gpu_long) for recipe in (DELAYED, HELD)),
+    ],
+)
 def test_an_output_layer_in_8_bits_learns_alike_and_a_step_does_not_wait(
     model: str, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.gpu.compiled import FORMATS
+
 HEADS = 4
 
 
@@ -51,9 +53,8 @@ def results(
     return [*out, *torch.autograd.grad(out, [x, *parameters], given)]
 
 
-@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (700, 200), (4096, 1024), (300, 2560)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "compiles"), FORMATS)
 def test_results_are_as_exact_as_torchs(rows: int, width: int, dtype: torch.dtype, compiles: bool) -> None:
     """At most twice the error of torch's own kernels in the same format, which round as often."""
     torch._dynamo.reset()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_zpp.model.layer import swiglu
 from megatron_zpp.model.rotary import RotaryEmbedding, Rotation
+from tests.gpu.compiled import FORMATS
 
 Function = Callable[[Tensor], Tensor]
 
@@ -35,8 +36,7 @@ def check(ours: Function, plain: Function, x: Tensor, compiles: bool) -> None:
         assert error <= 2 * allowed + smallest
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "compiles"), FORMATS)
 @pytest.mark.parametrize(("rows", "inner"), [(1, 8), (700, 1000), (4096, 8192)])
 def test_swiglu(rows: int, inner: int, dtype: torch.dtype, compiles: bool) -> None:
     from megatron_zpp.model.fused.swiglu import swiglu as fused
@@ -45,12 +45,10 @@ def test_swiglu(rows: int, inner: int, dtype: torch.dtype, compiles: bool) -> No
     check(fused, swiglu, x.to(dtype), compiles)
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("dtype", "compiles"), FORMATS)
 @pytest.mark.parametrize(
-    ("heads", "groups", "width", "rotated"),
-    [(32, 8, 64, 64), (24, 8, 128, 128), (3, 1, 40, 20), (70, 7, 8, 6)],
+    ("heads", "groups", "width", "rotated", "shared"),
+    [(32, 8, 64, 64, True), (24, 8, 128, 128, False), (3, 1, 40, 20, True), (70, 7, 8, 6, False)],
 )
 def test_rotation(
     heads: int, groups: int, width: int, rotated: int, shared: bool, dtype: torch.dtype, compiles: bool

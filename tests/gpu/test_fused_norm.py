@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.gpu.compiled import FORMATS
+
 Norm = nn.LayerNorm | nn.RMSNorm
 Function = Callable[..., Tensor]
 
@@ -61,9 +63,9 @@ def results(function: Function, tensors: list[Tensor], norms: list[Norm], weight
     return [out, *torch.autograd.grad(out, [*tensors, *parameters], weights.to(out.dtype))]
 
 
-@pytest.mark.parametrize(("fused", "compiles"), [(ours, False), (ours, True), (without_biases, True)])
+@pytest.mark.parametrize("fused", [ours, without_biases])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (700, 1000), (4096, 2048), (1500, 2560), (300, 12288)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "compiles"), FORMATS)
 def test_results_are_as_exact_as_torchs(
     rows: int, width: int, dtype: torch.dtype, fused: Function, compiles: bool
 ) -> None:
@@ -80,9 +82,8 @@ def test_results_are_as_exact_as_torchs(
         assert error <= 2 * allowed + smallest
 
 
-@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (700, 1000), (1500, 4096)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "compiles"), FORMATS)
 def test_rms_norms_are_as_exact_as_torchs(rows: int, width: int, dtype: torch.dtype, compiles: bool) -> None:
     torch._dynamo.reset()
     given = inputs(rows, width, dtype, nn.RMSNorm)

@@ -13,7 +13,7 @@ from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
 from megatron_zpp.checkpoint.states import shards_of
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.gpu.ranks import on_gpus
+from tests.gpu.ranks import GPUS, largest_in_core, on_gpus
 from tests.gpu.test_fp8 import HELD, needs_fp8
 from tests.support import Run
 from tests.train import test_memory_snapshots as cases
@@ -22,7 +22,6 @@ from tests.train.test_faults import weights
 from tests.zero.test_quantized import FOUR_BITS, batch
 from tests.zero.zeropp_engines import build
 
-GPUS = torch.cuda.device_count()
 LATE = 2_000_000_000  # cycles, about a second: longer than a step of these models
 TINY = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --seq-length 64 --micro-batch-size 4 "
@@ -77,16 +76,15 @@ def differing(
     return found
 
 
-@pytest.mark.parametrize("late", ["weights", "copies"])
-@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("late", ["weights", pytest.param("copies", marks=pytest.mark.gpu_long)])
+@pytest.mark.parametrize(("nodes", "local"), largest_in_core((2, 1), (2, 2)))
 def test_copies_are_the_states_of_their_step_on_every_rank(nodes: int, local: int, late: str) -> None:
     """References too, which another stream changes after the step that the copies follow."""
-    if local > GPUS:
-        pytest.skip(f"needs {local} GPUs")
     found = on_gpus(nodes, local, differing, SETTINGS, late, True)
     assert found == [[[] for _ in SETTINGS]] * nodes * local
 
 
+@pytest.mark.gpu_long
 def test_copies_that_no_step_waits_for_are_found_to_differ() -> None:
     """Otherwise the test above would find nothing."""
     for rank in on_gpus(2, 1, differing, [{}, FOUR_BITS], "copies", False):
@@ -135,13 +133,15 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[cases.Nod
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(["--bf16"], id="bf16"),
-        pytest.param(["--fp16"], id="fp16"),
-        pytest.param(["--bf16", "--zero-offload-optimizer"], id="offload"),
+        pytest.param(["--bf16"], id="bf16", marks=pytest.mark.gpu_long),
+        pytest.param(["--fp16"], id="fp16", marks=pytest.mark.gpu_long),
+        pytest.param(["--bf16", "--zero-offload-optimizer"], id="offload", marks=pytest.mark.gpu_long),
         pytest.param(["--bf16", *cases.ZEROPP, *DELTA4], id="delta4"),
-        pytest.param(["--bf16", *HELD.split()], id="8-bit weights", marks=needs_fp8),
+        pytest.param(["--bf16", *HELD.split()], id="8-bit weights", marks=[needs_fp8, pytest.mark.gpu_long]),
         pytest.param(
-            ["--bf16", *HELD.split(), *cases.ZEROPP, *DELTA4], id="8-bit weights and delta4", marks=needs_fp8
+            ["--bf16", *HELD.split(), *cases.ZEROPP, *DELTA4],
+            id="8-bit weights and delta4",
+            marks=[needs_fp8, pytest.mark.gpu_long],
         ),
     ],
 )

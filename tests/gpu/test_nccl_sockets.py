@@ -22,7 +22,12 @@ NODES = {
 
 
 @pytest.mark.parametrize(
-    ("value", "threads", "per_thread"), [("auto", 2, 2), ("3x1", 3, 1), ("off", None, None)]
+    ("value", "threads", "per_thread"),
+    [
+        ("auto", 2, 2),
+        pytest.param("3x1", 3, 1, marks=pytest.mark.gpu_long),
+        pytest.param("off", None, None, marks=pytest.mark.gpu_long),
+    ],
 )
 def test_nccl_uses_what_was_chosen(
     value: str, threads: int | None, per_thread: int | None, tmp_path: Path

@@ -115,6 +115,7 @@ def exposed(topology: Topology, overlapped: bool, directory: str) -> float:
     return parts_of_trace(file, STEPS)["exposed communication"]
 
 
+@pytest.mark.gpu_long
 def test_overlap_exposes_less_communication(tmp_path: Path) -> None:
     """Six exchanges of a layer are not waited for any more."""
     waiting, overlapped = (max(on_gpus(1, 2, exposed, kind, str(tmp_path))) for kind in (False, True))
@@ -127,7 +128,7 @@ def second_peak_and_plan(topology: Topology, compiled: bool) -> tuple[int, int]:
     return peak_and_plan(topology, 2, compiled, True)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.gpu_long)])
 def test_the_peak_of_ranks_that_copy_is_planned(compiled: bool) -> None:
     """Within 3%, without what the ranks write for each other: torch does not count it."""
     rows = BATCH * PLANNED["seq_length"] // 2

@@ -83,13 +83,9 @@ def losses(
     return found
 
 
-def test_two_tensor_ranks_learn_what_one_does() -> None:
-    cases = [
-        (model, precision, compiled)
-        for model in MODELS
-        for precision in (FP32, BF16)
-        for compiled in (False, True)
-    ]
+@pytest.mark.parametrize("model", [pytest.param("gpt", marks=pytest.mark.gpu_long), "llama"])
+def test_two_tensor_ranks_learn_what_one_does(model: str) -> None:
+    cases = [(model, precision, compiled) for precision in (FP32, BF16) for compiled in (False, True)]
     expected = losses(Topology(), 1, cases)
     first, second = on_gpus(1, 2, losses, 2, cases, share_one_gpu=True)
     assert first == second
@@ -98,11 +94,12 @@ def test_two_tensor_ranks_learn_what_one_does() -> None:
         assert found == pytest.approx(wanted, rel=rel), case
 
 
-def test_two_tensor_ranks_hold_half_of_a_model_each() -> None:
+@pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=pytest.mark.gpu_long)])
+def test_two_tensor_ranks_hold_half_of_a_model_each(model: str) -> None:
     """Its states, and what a forward leaves for the backward, but for the head's hidden states and numbers
     per token, which stay whole, and replicated parameters.
     """
-    cases = [(model, compiled) for model in MODELS for compiled in (False, True)]
+    cases = [(model, compiled) for compiled in (False, True)]
     ones = held(Topology(), 1, cases)
     for found in on_gpus(1, 2, held, 2, cases, share_one_gpu=True):
         for case, one, two in zip(cases, ones, found, strict=True):
@@ -160,7 +157,10 @@ def checkpointed(topology: Topology, overlapped: bool) -> tuple[list[float], lis
     return stored, offloaded, sum(home.nbytes for alike in homes for home in alike)
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["waiting", "overlapped"])
+@pytest.mark.parametrize(
+    "overlapped",
+    [pytest.param(False, id="waiting"), pytest.param(True, id="overlapped", marks=pytest.mark.gpu_long)],
+)
 def test_a_tensor_rank_offloads_the_checkpoints_of_its_own_tokens(overlapped: bool) -> None:
     """1/T of the input of each layer; losses stay the same (P_a+cpu of 1910.02054, section 6.1)."""
     if overlapped and torch.cuda.device_count() < 2:
@@ -182,7 +182,7 @@ def with_optimizers(topology: Topology, stage: int) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.gpu_long), 3])
 def test_an_offloaded_optimizer_of_tensor_ranks_takes_the_same_steps(stage: int) -> None:
     """But for the CPU's rounding of a step."""
     first, second = on_gpus(1, 2, with_optimizers, stage, share_one_gpu=True)
@@ -223,9 +223,10 @@ TRANSIENT = pytest.mark.xfail(
 @pytest.mark.parametrize(
     ("tensor", "compiled"),
     [
-        *((tensor, False) for tensor in (1, 2, 4)),
+        (2, False),
         (1, True),
-        *(pytest.param(tensor, True, marks=TRANSIENT) for tensor in (2, 4)),
+        *(pytest.param(tensor, False, marks=pytest.mark.gpu_long) for tensor in (1, 4)),
+        *(pytest.param(tensor, True, marks=[TRANSIENT, pytest.mark.gpu_long]) for tensor in (2, 4)),
     ],
 )
 def test_a_tensor_ranks_peak_is_planned(tensor: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

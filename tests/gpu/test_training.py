@@ -77,7 +77,14 @@ def test_low_precision_follows_fp32_within_its_rounding(
     )
 
 
-@pytest.mark.parametrize("flags", ["", "--fp16", "--recompute-granularity full --recompute-method uniform"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        pytest.param("--fp16", marks=pytest.mark.gpu_long),
+        pytest.param("--recompute-granularity full --recompute-method uniform", marks=pytest.mark.gpu_long),
+    ],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, flags: str) -> None:
     command = (
         "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-layers 2 --hidden-size 128 "

@@ -22,7 +22,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.supervision.errors import one_line_errors
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.gpu.ranks import on_gpus
+from tests.gpu.ranks import GPUS, on_gpus
 from tests.gpu.steady import assert_steady
 from tests.model.variants import MODELS
 from tests.support import pretrain
@@ -31,7 +31,6 @@ from tests.zero.engines import engine_of
 
 VOCAB = 1000
 MODEL = ModelConfig(num_layers=6, hidden_size=256, num_attention_heads=4, seq_length=128)
-GPUS = torch.cuda.device_count()
 
 
 @pytest.mark.parametrize("precision", [PrecisionConfig(bf16=True), PrecisionConfig(fp16=True)])
@@ -224,7 +223,7 @@ def losses_of_setting(
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("where", ["handles", "memory"])
+@pytest.mark.parametrize("where", ["handles", pytest.param("memory", marks=pytest.mark.gpu_long)])
 def test_ranks_that_cannot_exchange_handles_fall_back_together(where: str) -> None:
     """The second rank alone fails. Losses may differ a little: attention sums in no fixed order."""
     used = on_gpus(1, 2, losses_of_setting, "on", None, where)
@@ -260,7 +259,7 @@ def test_a_rank_that_cannot_register_ends_with_its_reason(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.gpu_long), 3])
 def test_two_gpus_equal_one(tmp_path: Path, accumulation: int) -> None:
     """fp32, no dropout: the loss of every step at every stage. Compiling would make minutes of it."""
     command = (

@@ -1,26 +1,19 @@
 """ZeRO++ over NCCL: the CPU's tests of bits, sums and skipped steps, on GPUs and emulated nodes of them."""
 
 import pytest
-import torch
 
-from tests.gpu.ranks import on_gpus
+from tests.gpu.ranks import GPUS, largest_in_core, on_gpus
 from tests.zero import test_difference_formats as difference_formats
 from tests.zero import test_plain_reduction as plain_reductions
 from tests.zero import test_quantized as cases
 from tests.zero import test_quantized_reduction as reductions
 
-GPUS = torch.cuda.device_count()
-GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2)]  # nodes × ranks of a node; nodes share the GPUs
-
-
-def needs(local: int) -> None:
-    if local > GPUS:
-        pytest.skip(f"needs {local} GPUs")
+GRIDS = largest_in_core((1, 1), (1, 2), (2, 1), (2, 2))
+needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
 def test_every_pass_sees_the_same_bits_on_every_rank(nodes: int, local: int) -> None:
-    needs(local)
     settings = [cases.QWZ, cases.HPZ, cases.QWZ | cases.HPZ | cases.CODES]
     ranks = on_gpus(nodes, local, cases.weights_seen, settings)
     assert all(rank == ranks[0] for rank in ranks[1:])
@@ -28,40 +21,36 @@ def test_every_pass_sees_the_same_bits_on_every_rank(nodes: int, local: int) -> 
 
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
 def test_reductions_are_sums_over_all_ranks(nodes: int, local: int) -> None:
-    needs(local)
     reductions.check_reduced(nodes, local, on_gpus(nodes, local, reductions.reduce))
 
 
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
 def test_reductions_without_codes_are_those_of_cpus(nodes: int, local: int) -> None:
     """On 2 × 2 some of them in two hops."""
-    needs(local)
     ranks = on_gpus(nodes, local, plain_reductions.reduce, [(nodes, local)])
     plain_reductions.check_reduced(nodes, local, [rank[0] for rank in ranks])
 
 
+@needs_two
 def test_whole_sums_are_on_all_ranks() -> None:
-    needs(2)
     plain_reductions.check_all_reduced(on_gpus(1, 2, plain_reductions.all_reduce))
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "local"), largest_in_core((2, 1), (2, 2)))
 def test_a_unit_that_falls_behind_sends_eight_bits(nodes: int, local: int) -> None:
-    needs(local)
     ranks = on_gpus(nodes, local, difference_formats.raised_and_lowered)
     difference_formats.check_raised(nodes, local, ranks)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("nodes", "local"), largest_in_core((1, 2), (2, 2)))
 def test_a_nan_on_one_rank_skips_the_step_on_all(nodes: int, local: int) -> None:
-    needs(local)
     settings = [cases.ALL, {"zero_stage": 1} | cases.QWZ | cases.QGZ]
     for rank in on_gpus(nodes, local, cases.skipped_on_nan, settings):
         assert rank == [(0.0, 1.0, 0.0, True)] * 2
 
 
+@needs_two
 def test_zeropp_learns_what_the_plain_run_learns() -> None:
-    needs(2)
     settings = [({}, cases.BF16), (cases.ALL, cases.BF16), (cases.ALL | cases.CODES, cases.BF16)]
     for plain, *others in on_gpus(2, 2, cases.losses, settings):
         for curve in others:

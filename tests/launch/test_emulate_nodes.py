@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, environment, wait_until
+from tests.support import ROOT, environment, nightly, wait_until
 
 PATIENCE = 200  # seconds; sleepers sleep longer
 SCRIPT = ROOT / "launch" / "emulate_nodes.sh"
@@ -89,9 +89,9 @@ PREFLIGHT = 4 * 3 * 2**20  # of four ranks: what each sends to the other node, t
 @pytest.mark.parametrize(
     "zero",
     [
-        pytest.param([], id="stage 3", marks=pytest.mark.nightly),
-        pytest.param(ZEROPP, id="ZeRO++", marks=pytest.mark.nightly),
-        pytest.param(FOUR_BITS, id="4 bits"),
+        nightly([], id="stage 3"),
+        nightly(ZEROPP, id="ZeRO++"),
+        nightly(FOUR_BITS, id="4 bits"),
     ],
 )
 def test_the_ledger_is_what_the_kernel_counts(zero: list[str], tmp_path: Path) -> None:
@@ -130,6 +130,7 @@ def test_all_nodes_share_a_secret_of_their_job(tmp_path: Path) -> None:
     assert one not in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("namespaces")
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     program, started = sleeper(tmp_path)
@@ -142,6 +143,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert left_behind(run.pid) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("namespaces")
 def test_the_next_run_removes_what_a_killed_one_left_and_reports_its_own_failure(tmp_path: Path) -> None:
     program, started = sleeper(tmp_path)

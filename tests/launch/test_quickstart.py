@@ -20,6 +20,7 @@ def quickstart(work: Path, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_two_calls_make_one_run(tmp_path: Path) -> None:
     short = ("--train-iters", "2", "--log-interval", "1", "--eval-iters", "1")

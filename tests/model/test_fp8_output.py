@@ -167,25 +167,6 @@ def test_gradients_accumulate_and_repeat_bit_for_bit(tokens: int, width: int) ->
     assert torch.equal(weight.grad, 2 * of_weight)
 
 
-@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
-def test_only_what_needs_a_gradient_gets_one(wanted: tuple[bool, bool]) -> None:
-    for tokens, width in SIZES[1::2]:
-        x, weight, targets = inputs(tokens, width)
-        _, *expected = results(output_layer()[0], x, weight, targets)
-        x.requires_grad_(wanted[0]), weight.requires_grad_(wanted[1])
-        output_layer()[0].loss(x, weight, targets, VOCAB, chunk_bytes=CHUNK).backward()
-        for tensor, gradient, is_wanted in zip((x, weight), expected, wanted, strict=True):
-            assert torch.equal(tensor.grad, gradient) if is_wanted else tensor.grad is None
-
-
-def test_ids_that_all_do_not_count_give_zero() -> None:
-    for tokens, width in SIZES:
-        x, weight, targets = inputs(tokens, width)
-        loss, of_x, of_weight = results(output_layer()[0], x, weight, torch.full_like(targets, IGNORED))
-        assert loss == 0
-        assert torch.count_nonzero(of_x) == torch.count_nonzero(of_weight) == 0
-
-
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", ["x", "weight", "factor"])

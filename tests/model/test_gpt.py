@@ -212,25 +212,6 @@ def test_counts_match_the_model(untied: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "billions"),
-    [
-        ("gpt2-125m", 0.125),
-        ("345m", 0.355),
-        ("760m", 0.76),
-        ("1.3b", 1.3),
-        ("2.7b", 2.7),
-        ("6.7b", 6.7),
-        ("13b", 13.0),
-        ("18b", 18.4),
-        ("175b", 175.0),
-    ],
-)
-def test_presets_have_the_size_in_their_name(preset: str, billions: float) -> None:
-    count = parameter_count(ModelConfig(model_preset=preset), 50257)
-    assert count / 1e9 == pytest.approx(billions, rel=0.02)
-
-
-@pytest.mark.parametrize(
     ("preset", "entries", "parameters"),
     [
         ("llama3.2-1b", 128256, 1_235_814_400),

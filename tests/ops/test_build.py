@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.native.cache import BuildError, cache_directory, locked
+from megatron_zpp.native.cache import BuildError, cache_directory
 from megatron_zpp.native.library import load_source
 from megatron_zpp.native.library_file import problem_of
-from megatron_zpp.ops.build import _Compiled, build, check_device_code
+from megatron_zpp.ops.build import build, check_device_code
 from megatron_zpp.ops.toolchain import cuda_problem, find_toolchain
 from tests.support import ROOT, environment
 
@@ -110,12 +110,11 @@ def test_a_failure_shows_the_compilers_words_and_where_the_rest_is(site: Site) -
     ("prepare", "words"),
     [
         (lambda path: path.mkdir() or path.chmod(0o777), "others can write to .*cache: chmod 700 it"),
-        (lambda path: path.mkdir() or path.chmod(0o770), "others can write to"),
         (lambda path: path.symlink_to(path.parent / "src"), "is a symbolic link"),
         (lambda path: path.symlink_to("/nowhere"), "cannot be created|is a symbolic link"),
         (lambda path: path.write_text("a file"), "cannot be created"),
     ],
-    ids=["world-writable", "group-writable", "symbolic-link", "dangling-link", "file"],
+    ids=["world-writable", "symbolic-link", "dangling-link", "file"],
 )
 def test_a_cache_that_is_not_ours_alone_is_refused(site: Site, prepare: object, words: str) -> None:
     prepare(site.cache)
@@ -280,17 +279,6 @@ def test_a_slow_build_shows_its_progress_and_so_does_who_waits_for_it(site: Site
     assert waiter_said[1] == f"{waiter_said[0]}, 0 s so far"
 
 
-def test_ninjas_lines_are_counted() -> None:
-    compiled = _Compiled(4)
-    for line in (
-        "[1/4] g++ -c a.cpp",
-        "a.cpp:3: warning: [2/4] is not at the beginning",
-        "[3/4] g++ -c b.cpp",
-    ):
-        compiled.next_line(line)
-    assert compiled.describe() == "compiling the kernels: 3 of 4 files done"
-
-
 def test_who_waits_loads_what_the_other_built(site: Site) -> None:
     """Threads exclude each other like processes, because the lock belongs to the open file."""
     site.hang.touch()
@@ -311,16 +299,6 @@ def test_who_waits_loads_what_the_other_built(site: Site) -> None:
     assert built[0] == built[1]
     assert len(inodes) == 1
     assert [line.split()[0] for line in site.said] == ["building", "waiting"]
-
-
-def test_a_lock_is_free_again_after_its_block(tmp_path: Path) -> None:
-    said: list[str] = []
-    for _ in range(2):
-        with locked(tmp_path / "lock", said.append, 0.0):
-            assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
-            with pytest.raises(BuildError, match="over 0 s"), locked(tmp_path / "lock", said.append, 0.0):
-                pass
-    assert said == []
 
 
 def test_the_check_of_device_code_says_when_there_is_no_nvcc(

@@ -79,6 +79,7 @@ def test_the_program_trains_as_plain_torch_does(program: Path, ranks: int) -> No
     assert found[-1] < 0.3 * found[0]
 
 
+@pytest.mark.nightly
 def test_the_program_trains_in_bf16(program: Path, tmp_path: Path) -> None:
     """With the precision that the page names for GPUs; 8 bits of mantissa change the loss a little."""
     assert "`PrecisionConfig(bf16=True)`" in PAGE.read_text()

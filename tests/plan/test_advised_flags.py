@@ -24,12 +24,9 @@ DELTAS = f"{EVERYTHING} --zero-quantized-weights-format delta3 --zero-quantized-
 CASES = {  # a command line, and a part of what is said of it
     f"{FITS} {STAGE_3}": "  take all of them: ",
     f"{FITS} {STAGE_3} --plan-link-gbit 400": " --zero-quantized-weights --zero-hpz-partition-size auto",
-    f"{FITS} {STAGE_3} --plan-link-gbit 400 --grad-reduce-in-bf16": "  take ",
     f"{FITS} {STAGE_3} --grad-reduce-in-bf16": "--zero-quantized-gradients without --grad-reduce-in-bf16\n",
-    f"{FITS} {STAGE_3} --zero-prefetch-units 2": "  --zero-stage 1 without --zero-prefetch-units fits as",
     f"{FITS} {STAGE_3} --zero-prefetch-units 1": "  --zero-stage 1 without --zero-prefetch-units fits as",
     f"{FITS} {STAGE_3} --zero-hpz-partition-size auto": "--zero-stage 1 --zero-hpz-partition-size 1 fits as",
-    f"{FITS} {EVERYTHING} --zero-quantization-block 64": "  take all of them: ",
     f"{FITS} {EVERYTHING} --zero-quantization-block 64 --plan-nodes 1": "none of them (--zero-hpz-partition-"
     "size 1 without --zero-quantized-weights --zero-quantized-gradients --zero-quantization-block):\n",
     f"{FITS} {EVERYTHING} --zero-hpz-secondary quantized": "--zero-hpz-secondary bf16",
@@ -39,7 +36,6 @@ CASES = {  # a command line, and a part of what is said of it
     f"{TOO_LARGE} {STAGE_3} --zero-table-rows 4096": " without --zero-table-rows",
     f"{FITS} --zero-stage 1 --zero-gradient-partition-size auto": "take ",
     f"{FITS} {STAGE_3} --tensor-model-parallel-size 2 --tp-comm-overlap": "  1 --micro-batch-size 1 without",
-    f"{TOO_LARGE} --zero-stage 1 --decoupled-lr 1e-4": "does NOT fit",
     f"{TOO_LARGE} --zero-stage 1 --grad-reduce-in-bf16": "does NOT fit",
     f"{TOO_LARGE} {DELTAS} --recompute-activations": f"    {RECOMPUTED} without --recompute-activations",
     f"{TOO_LARGE} {STAGE_3} --zero-gradient-partition-size 4": "    --zero-gradient-partition-size off ",
@@ -92,7 +88,11 @@ def applied(argv: list[str], names: list[str]) -> list[str]:
     return argv
 
 
-@pytest.mark.parametrize("command", CASES, ids=lambda command: command.split("size ", 2)[2])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(case, marks=pytest.mark.nightly if place % 5 else ()) for place, case in enumerate(CASES)],
+    ids=lambda command: command.split("size ", 2)[2],
+)
 def test_every_set_of_flags_is_accepted_by_the_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_args(command.split())
     grid = Grid(planned(config.plan, Topology()), config.distributed.tensor_model_parallel_size)

@@ -5,10 +5,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from benchmarks.plan import tables
 from benchmarks.plan_published import ROWS, fitted_share, planned_mfu
 from megatron_zpp.plan.hardware import GPUS
-from tests.support import ROOT, pretrain
+from tests.support import pretrain
 
 SMALL = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-layers 2 --hidden-size 64 "
@@ -30,6 +29,7 @@ def refused(done: CompletedProcess[str], status: int, *said: str) -> None:
         assert part in line
 
 
+@pytest.mark.nightly
 def test_a_run_of_any_size_is_planned_and_nothing_is_left(tmp_path: Path) -> None:
     """175B on 512 GPUs, planned on this machine; output directories are checked and not changed."""
     places = ("--save", tmp_path / "save", "--metrics-file", tmp_path / "metrics.jsonl")
@@ -70,6 +70,7 @@ def test_a_plan_says_what_it_assumes() -> None:
     assert mask in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_run_that_does_not_fit_is_reported_with_settings_that_would_fit() -> None:
     done = pretrain(*LARGE, "--zero-stage", "1")
     assert done.returncode == 0, done.stderr
@@ -181,18 +182,3 @@ def test_ranks_of_a_launcher_are_the_plan_and_one_of_them_prints() -> None:
     done = pretrain(*SMALL, "--dry-run", processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("plan for 1 × 2 H100") == 1
-
-
-def test_the_planners_page_has_the_tables() -> None:
-    page = (ROOT / "docs" / "internals" / "planner.md").read_text()
-    for lines in tables().values():
-        assert "\n".join(lines) in page
-
-
-def test_the_guide_has_a_command_that_works_and_what_it_prints() -> None:
-    page = (ROOT / "docs" / "guide" / "planning.md").read_text()
-    block = page.split("```bash\n")[1].split("```")[0]
-    command = block[block.index("pretrain_gpt.py") :].replace("\\\n", " ").split()[1:]
-    done = pretrain(*command)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in page

@@ -15,7 +15,7 @@ COMMON = "--dry-run --plan-gpu h200 --zero-stage 0 --bf16 --mock-data --tokenize
 COMMON += "--vocab-size 50304 --seq-length 1024 --train-iters 10 --lr 1e-4".split()
 
 
-@pytest.mark.parametrize("shape", ["1.3b:16", "2.7b:16", "6.7b:8"])
+@pytest.mark.parametrize("shape", ["1.3b:16", "6.7b:8"])
 def test_a_planned_step_with_codes_is_as_much_faster_as_a_real_one(shape: str) -> None:
     """Within 4%: the three shapes share two numbers, and repeated runs vary by 1%."""
     model, micro_batch = shape.split(":")
@@ -23,13 +23,6 @@ def test_a_planned_step_with_codes_is_as_much_faster_as_a_real_one(shape: str) -
     measured = result["stage 0, fp8 codes"]["milliseconds"] / result["stage 0"]["milliseconds"]
     planned = [milliseconds(model, micro_batch, *flags) for flags in ([], CODES)]
     assert planned[1] / planned[0] == pytest.approx(measured, rel=0.04)
-
-
-def test_a_planned_step_without_delayed_scaling_is_as_much_faster_as_a_real_one() -> None:
-    """Within 2%: one shape has the number of its casts for itself."""
-    measured = steps_of("throughput_fp8", "stage 0, fp8", "stage 0")
-    planned = [milliseconds("1.3b", "16", *flags) for flags in (["--fp8"], [])]
-    assert planned[0] / planned[1] == pytest.approx(measured[0] / measured[1], rel=0.02)
 
 
 def steps_of(name: str, *runs: str) -> list[float]:

@@ -32,7 +32,7 @@ from megatron_zpp.plan.step_time import compute_seconds
 from megatron_zpp.train.setup.compiling import compile_parts
 from tests.model.variants import LLAMA
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
-from tests.support import GROUPED_FLASH
+from tests.support import GROUPED_FLASH, nightly
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -110,29 +110,18 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
         ({}, {}, {"fp16": True}, {"untie_embeddings_and_output_weights": True}),
         ({}, {}, {"fp32": True}, {}),
         ({}, {"recompute_granularity": "selective"}, BF16, {"vocab": 100}),
-        ({}, FULL, BF16, {}),
         ({}, FULL, BF16, LONG),
         ({}, FULL | {"recompute_num_layers": 3}, BF16, LONG),
         ({}, FULL | {"recompute_method": "block", "recompute_num_layers": 4}, BF16, LONG),
-        ({"zero_stage": 1}, {}, BF16, {"micro_batches": 2}),
         ({"zero_stage": 2}, {}, BF16, {"micro_batches": 3}),
         ({"zero_stage": 3}, FULL, BF16, {"micro_batches": 2}),
-        ({"zero_stage": 3}, {}, BF16, WIDE),
         ({"zero_stage": 3}, {}, BF16, WIDE | {"vocab": 8000}),
-        ({"zero_stage": 1}, {}, BF16, {"untie_embeddings_and_output_weights": True}),
-        ({"zero_stage": 0}, FULL, BF16, WIDE | {"micro_batches": 2}),
         ({"zero_stage": 1}, {}, BF16, WIDE | {"micro_batches": 2}),
-        ({"zero_stage": 1}, {}, {"fp32": True}, WIDE | {"micro_batches": 2}),
         ({"zero_stage": 2}, {}, {"grad_reduce_in_bf16": True, "fp32": True}, WIDE | {"micro_batches": 2}),
         ({"zero_stage": 2}, FULL, {"fp32": True}, {"vocab": 3000, "micro_batch_size": 4}),
-        ({}, FULL, {"fp32": True}, {"vocab": 3000, "untie_embeddings_and_output_weights": True}),
         ({"zero_stage": 3, "zero_unit": "sublayer"}, FULL, BF16, {"micro_batches": 2}),
-        ({"zero_stage": 3, "zero_unit": "sublayer"}, {}, BF16, WIDE),
-        ({"zero_stage": 2, "zero_unit": "sublayer"}, {}, BF16, {"micro_batches": 3}),
         ({"zero_stage": 1, "zero_unit": "sublayer"}, {}, {"fp32": True}, WIDE | {"micro_batches": 2}),
-        (BLOCKS, {}, BF16, {}),
         (BLOCKS, {}, {"fp32": True}, {}),
-        ({"zero_stage": 3} | BLOCKS, {}, BF16, WIDE | {"vocab": 8000}),
         ({"zero_stage": 3} | BLOCKS, {}, {"fp32": True}, WIDE | {"vocab": 8000} | UNTIED),
         ({"zero_stage": 3} | BLOCKS, FULL, BF16, LONG | {"vocab": 200}),
         ({"zero_stage": 2, "zero_table_rows": 1000}, FULL, {"fp32": True}, LONG | {"vocab": 3000}),
@@ -219,11 +208,10 @@ LAYER_NORM = {"normalization": "LayerNorm"}  # an RMSNorm without the compiler k
     ("variant", "compiled"),
     [
         ({}, False),
-        ({"qk_layernorm": True}, False),
         (PLAIN_LLAMA | LAYER_NORM, False),
         (LLAMA | LAYER_NORM, False),
-        pytest.param(PLAIN_LLAMA, True, marks=pytest.mark.nightly),
-        (LLAMA, True),
+        nightly(PLAIN_LLAMA, True),
+        nightly(LLAMA, True),
     ],
     ids=str,
 )
@@ -312,6 +300,7 @@ def states_between_steps(topology: Topology) -> list[int]:
     return measured
 
 
+@pytest.mark.nightly
 def test_every_rank_holds_the_states_of_the_plan() -> None:
     for measured in on_ranks(4, states_between_steps, ranks_per_node=2):
         for (zero, precision), states in zip(HELD, measured, strict=True):
@@ -355,8 +344,8 @@ def test_planned_peaks_match_those_of_gpus() -> None:
 @pytest.mark.parametrize(
     ("width", "precision", "chunks"),
     [
-        *((256, BF16, chunks) for chunks in (1, 2)),  # small ones show the memory of a CPU's bf16 products
-        *((width, FP32, chunks) for width in (32, 256) for chunks in (1, 2, 8)),
+        (256, BF16, 2),  # small ones show the memory of a CPU's bf16 products
+        *((width, FP32, chunks) for width in (32, 256) for chunks in (1, 8)),
     ],
 )
 def test_the_loss_in_chunks_takes_what_the_plan_says(width: int, precision: dict, chunks: int) -> None:
@@ -386,8 +375,8 @@ def test_the_loss_of_8_bit_products_takes_what_the_plan_says(width: int, chunks:
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("tokens", [1024, 4096, 8192, 16384, 65536])
-@pytest.mark.parametrize("preset", ["gpt2-125m", "1.3b", "13b", "175b"])
+@pytest.mark.parametrize("tokens", [1024, 8192, 65536])
+@pytest.mark.parametrize("preset", ["gpt2-125m", "175b"])
 def test_the_loss_takes_no_more_than_the_plain_one(preset: str, tokens: int, itemsize: int) -> None:
     """The plain loss has the fp32 logits and the gradients of its softmax and of its input."""
     model = ModelConfig(model_preset=preset, seq_length=1024, **NO_DROPOUT)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_zpp.plan.memory_snapshots import node_bytes, pinned_bytes
-from tests.support import pretrain
+from tests.support import nightly, pretrain
 
 MODEL = (
     "--dry-run --model-preset 1.3b --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --lr 1e-4 "
@@ -13,7 +13,7 @@ MODEL = (
 ).split()
 
 
-@pytest.mark.parametrize(("nodes", "copies"), [(1, 2), (4, 4)])
+@pytest.mark.parametrize(("nodes", "copies"), [nightly(1, 2), (4, 4)])
 def test_a_node_holds_twelve_bytes_per_parameter_of_each_copy(nodes: int, copies: int) -> None:
     """fp32 weights and two moments of all nodes together; twice, and on several nodes the buddy's as well."""
     done = pretrain(*MODEL, "--plan-nodes", str(nodes), "--buddy-snapshots", "10")
@@ -42,6 +42,7 @@ def test_pinned_copies_are_powers_of_two() -> None:
     assert pinned_bytes([1, 3, 4, 5, 4096, 4097]) == 1 + 4 + 4 + 8 + 4096 + 8192
 
 
+@pytest.mark.nightly
 def test_an_asynchronous_save_has_copies_of_its_own() -> None:
     plain, saving = (pretrain(*MODEL, "--plan-nodes", "4", *more) for more in ([], ["--async-save"]))
     assert "CPU memory" not in plain.stdout

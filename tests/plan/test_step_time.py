@@ -13,7 +13,7 @@ from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.step_time import StepTime, step_time
 from megatron_zpp.plan.traffic import total, traffic_of
-from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.plan.jobs import FOUR_BITS, FULL, NO_DROPOUT, job_of
 
 MODEL = ModelConfig(num_layers=12, hidden_size=1024, num_attention_heads=16, seq_length=512, **NO_DROPOUT)
 INFINITE = float("inf")
@@ -50,7 +50,7 @@ def test_on_a_very_slow_link_a_step_is_its_bytes() -> None:
     assert timed(inside).seconds == pytest.approx(sent.intra / 32 / 1e3, rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("rate", ["flops", "memory_rate", "inside", "link", "gather", "exchange"])
 def test_faster_parts_never_make_a_step_slower(stage: int, rate: str) -> None:
     machine = Machine(flops=1e14, memory_rate=1e12, inside=5e10, link=1e10, gather=5e9, exchange=4e9)
@@ -70,11 +70,6 @@ def test_offloaded_states_make_the_optimizer_slower_and_nothing_else() -> None:
     )
     assert offloaded.optimizer > plain.optimizer
     assert dataclasses.replace(offloaded, optimizer=plain.optimizer) == plain
-
-
-def test_zeropp_costs_time_where_links_cost_none() -> None:
-    memory = dataclasses.replace(GPU, memory_rate=1e12)
-    assert timed(memory, {"zero_stage": 3} | QWZ | HPZ | QGZ).seconds > timed(memory).seconds
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(4, 8), (32, 1)])

@@ -100,8 +100,8 @@ def test_a_table_smaller_than_a_layer_stays_whole_and_tensor_ranks_have_no_block
     assert not any("rows" in way.name for way in ways_to_fit(plan(LARGE, tensor=2).job, RATES))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("vocab_size", [30_000, 50_257, 100_277, 128_256, 151_936, LARGE, 262_143])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("vocab_size", [30_000, 128_256, LARGE, 262_143])
 def test_blocks_make_up_the_table_with_units_of_about_a_third_of_a_layer(vocab_size: int, stage: int) -> None:
     """Whole tiles of products; equal blocks, or a smaller one behind them."""
     job = plan(vocab_size, zero={"zero_stage": stage, "zero_unit": "sublayer"}).job

@@ -12,15 +12,13 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.advice import Plan, plan_of
-from megatron_zpp.plan.exchanges import exchanged_bytes, waiting_seconds
+from megatron_zpp.plan.exchanges import waiting_seconds
 from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine, machine
 from megatron_zpp.plan.job import Job
-from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds
 from megatron_zpp.plan.tensor_parallel import Verdict, at_tensor, tensor_lines, tensor_plans, verdict
 from megatron_zpp.zero.plan_communication import check_topology
 from tests.plan.jobs import FULL, NO_DROPOUT, QGZ, QWZ, job_of
-from tests.support import ROOT, pretrain
 
 GPU = 79.0  # GiB
 STAGE_3 = {"zero_stage": 3}
@@ -134,21 +132,6 @@ def test_tensor_ranks_let_a_lower_stage_fit_that_sends_less_between_nodes() -> N
     assert best.sent.inter < 0.4 * plain.sent.inter
 
 
-def test_whole_layers_of_smaller_micro_batches_are_compared() -> None:
-    """A micro-batch of 64 does not fit; 8 samples at a time do, so no tensor rank is needed for them."""
-    job = job_of(model("6.7b"), 50304, zero={"zero_stage": 1}, nodes=2, local=8, micro_batch_size=64)
-    plans, advice = planned(job)
-    assert not plans[0].fits(GPU)
-    assert any(plan.job.tensor == 1 and plan.fits(GPU) for plan in plans)
-    assert not advice.pays
-
-
-def test_sizes_that_cannot_share_a_layer_are_not_planned() -> None:
-    grouped = model("1.3b", group_query_attention=True, num_query_groups=2)
-    job = job_of(grouped, 50304, zero=STAGE_3, local=8)
-    assert [bool(at_tensor(job, size)) for size in (1, 2, 3, 4, 8)] == [True, True, False, False, False]
-
-
 def test_groups_of_zeropp_that_do_not_fit_the_data_ranks_become_whole_nodes() -> None:
     zero = STAGE_3 | QWZ | QGZ | {"zero_hpz_partition_size": "8", "zero_gradient_partition_size": "4"}
     job = job_of(model("1.3b"), 50304, zero=zero, nodes=2, local=8, micro_batches=2)
@@ -170,29 +153,3 @@ def test_time_is_divided_products_and_the_wait_for_activations(size: int) -> Non
     summed = 2 * (size - 1) / size * 4 * replicated
     for forward, sent in ((True, (4 * 32 + 2) * one), (False, (2 * 32 + 2) * one + summed)):
         assert waiting_seconds(job, rates(), forward) == pytest.approx(sent / rates().inside, rel=0.01)
-
-
-def test_with_overlap_ranks_do_not_wait_for_maps() -> None:
-    """Of 6.7B and 16,384 tokens, unless the link is slower than the products of other ranks' tokens."""
-    waiting = job_of(model("6.7b"), 50304, local=2, tensor=2, micro_batch_size=8)
-    overlapped = replace(waiting, overlapped=True)
-    one = 2 * 8 * 2048 * 4096 / 2  # bytes of a collective
-    for forward, maps in ((True, 4 * 32), (False, 2 * 32)):
-        saved = waiting_seconds(waiting, rates(), forward) - waiting_seconds(overlapped, rates(), forward)
-        assert saved == pytest.approx(maps * one / rates().inside)
-        slow = replace(rates(), inside=1e9)
-        hidden = waiting_seconds(waiting, slow, forward) - waiting_seconds(overlapped, slow, forward)
-        assert 0 < hidden < maps * one / 1e9
-    assert exchanged_bytes(overlapped) == exchanged_bytes(waiting)
-    regions = memory_of(overlapped).buffers - memory_of(waiting).buffers
-    assert regions == memory_of(overlapped).peak - memory_of(waiting).peak == 2 * 2 * 8 * 2048 * 4096
-
-
-def test_the_guides_command_prints_its_table() -> None:
-    """175B on 128 nodes of 8, whole layers beside tensor ranks."""
-    page = (ROOT / "docs" / "guide" / "planning.md").read_text()
-    command, table = (part.split("```")[0] for part in page.split("```bash\n")[2].split("```\n\n```\n", 1))
-    done = pretrain(*command.replace("\\\n", " ").split()[2:])
-    assert done.returncode == 0, done.stderr
-    assert table.startswith("tensor ranks, same batch")
-    assert table in done.stdout

@@ -86,12 +86,13 @@ LARGE_NODES: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage":
 WHOLE: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 0}, {}, n) for n in (1, 2)]
 GRIDS = {  # by name; all grids of a name have the same number of ranks
     "two ranks": [((1, 2), WHOLE + ONE_HOP), ((2, 1), WHOLE + ONE_HOP)],
-    "2 × 2": [((2, 2), CASES)],
+    "2 × 2": [((2, 2), CASES[::3])],
+    "2 × 2, the others": [((2, 2), [case for place, case in enumerate(CASES) if place % 3])],
     "one hop": [((1, 4), ONE_HOP + GROUPS), ((4, 1), ONE_HOP)],
     "six ranks": [((2, 3), LARGE_NODES), ((3, 2), LARGE_NODES)],
     "eight ranks": [((2, 4), GROUPS + REFERENCES)],
 }
-NIGHTLY = ("one hop", "eight ranks")
+NIGHTLY = ("2 × 2, the others", "two ranks", "one hop", "six ranks", "eight ranks")
 
 
 def measure(started: Topology, grids: str) -> list[list[tuple[int, int]]]:

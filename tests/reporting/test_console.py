@@ -84,16 +84,6 @@ def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().out[30:] == f"{log_line(RECORD, 10)}\n"[30:]  # after the time
 
 
-def test_the_bar_shows_memory_and_power_and_the_loss_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Terminal(monkeypatch, "stderr") as terminal:
-        console = Console(iterations=10, done=4, gpu_bytes=80 * 2**30)
-        console.step_done("loss 3.3000 on rank 0")
-        console.log({**RECORD, "memory_peak_bytes": 29 * 2**30, "power_watts": 612.3})
-        console.close()
-    assert "loss 3.3000 on rank 0]" in terminal.seen
-    assert "loss 3.2500, 12.3k tokens/s, MFU 41.5%, 29.0 of 80 GiB, 612 W]" in terminal.seen
-
-
 def test_lines_have_colours_on_a_terminal_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -194,16 +184,6 @@ def test_slow_work_is_said_less_and_less_often_and_steps_are_not() -> None:
     ]
 
 
-def test_slow_work_is_shown_on_a_terminal_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    loading, step = Work("loading", True), Work("step 2", False)
-    with Terminal(monkeypatch, "stderr") as terminal:
-        said = watch([(0.0, loading), (1.0, loading), (3.0, loading), (4.0, step), (9.0, step)])
-    assert said == []
-    assert "loading: 3 s" in terminal.seen
-    assert "loading: 1 s" not in terminal.seen
-    assert "step 2" not in terminal.seen
-
-
 def test_raised_units_are_in_the_line_of_runs_that_have_them() -> None:
     assert "raised units" not in log_line(RECORD, 10)
     assert "| raised units: 3 | tokens/s: 12345 |" in log_line({**RECORD, "raised_units": 3}, 10)
@@ -212,14 +192,3 @@ def test_raised_units_are_in_the_line_of_runs_that_have_them() -> None:
 def test_mfu_of_8_bit_products_is_beside_that_of_16_bit_ones() -> None:
     line = log_line({**RECORD, "mfu": 0.4, "mfu_16bit": 0.8}, 10)
     assert "| MFU: 40.0% of the 8-bit peak, 80.0% of the 16-bit one | time left: " in line
-
-
-def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture) -> None:
-    console = Console(iterations=10, done=0)
-    console.step_done()
-    console.log({**RECORD, "mfu": None, "lm_loss": float("nan")})
-    console.close()
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert "| lm loss: NAN |" in out  # Megatron-LM's line drops it
-    assert "| MFU: n/a | time left: 0:00:01 |" in out

@@ -67,6 +67,7 @@ def test_a_line_that_was_cut_is_ended_first(tmp_path: Path) -> None:
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 def test_a_run_whose_log_has_no_space_trains_and_saves(tmp_path: Path, unbuffered: str) -> None:
     """Both streams are one file in a SLURM job; the status is that of a run that could write."""

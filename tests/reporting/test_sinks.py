@@ -123,6 +123,7 @@ def test_a_step_back_hides_later_values_on_both_axes(tmp_path: Path) -> None:
     assert scalars(tmp_path / BY_SAMPLES, "lm loss vs samples") == by_samples
 
 
+@pytest.mark.nightly
 @NEEDS_SYNC
 def test_the_pieces_of_an_offline_wandb_run_are_uploaded_as_one(tmp_path: Path) -> None:
     """By the command that every start prints: history is appended, and W&B's steps increase.
@@ -147,6 +148,7 @@ def test_the_pieces_of_an_offline_wandb_run_are_uploaded_as_one(tmp_path: Path) 
     assert server.offsets == [0, 4]
 
 
+@pytest.mark.nightly
 @NEEDS_SYNC
 def test_pieces_that_are_uploaded_together_are_appended_in_their_order(tmp_path: Path) -> None:
     for first, last in ((1, 2), (3, 5)):

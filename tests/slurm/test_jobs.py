@@ -95,6 +95,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return weights(save)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("driven")
 def test_a_bad_command_line_is_final(cluster: Cluster, tmp_path: Path) -> None:
     flags = (*MODEL, *SAVED, "--train-itters", "5")
@@ -105,6 +106,7 @@ def test_a_bad_command_line_is_final(cluster: Cluster, tmp_path: Path) -> None:
     assert "launch/slurm" not in log
 
 
+@pytest.mark.nightly
 def test_a_cancelled_job_saves_and_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     """With ZeRO++'s flags; flags after the script override those in it."""
     small = (*MODEL, *SAVED, *ENDLESS, "--zero-hpz-partition-size", "1")
@@ -118,6 +120,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(cluster: Cluster, tmp_path: P
     assert "saved saved/iter_" in log
 
 
+@pytest.mark.nightly
 def test_a_sweep_requeues_one_of_its_tasks(cluster: Cluster, tmp_path: Path) -> None:
     """The last task, whose id is that of the whole array."""
     (tmp_path / "points.txt").write_text(

@@ -21,7 +21,7 @@ import pytest
 
 from megatron_zpp.storage import lease as module
 from megatron_zpp.storage.lease import LEASE, Held, Holder, Lease, LeaseLost
-from tests.support import ROOT, ended, environment, wait_until
+from tests.support import ROOT, ended, environment, nightly, wait_until
 
 SECONDS = 0.6
 HOLD = """
@@ -201,7 +201,7 @@ def take(directory: Path, barrier: Any, results: Any, over: Any) -> None:
         results.put("refused")
 
 
-@pytest.mark.parametrize("stale", [None, "killed elsewhere", "cut off"])
+@pytest.mark.parametrize("stale", [None, nightly("killed elsewhere"), "cut off"])
 def test_of_several_that_come_at_once_one_has_it(tmp_path: Path, stale: str | None) -> None:
     if stale:
         lease = Lease(tmp_path, print)

@@ -23,6 +23,7 @@ from tests.storage.faulty_store import (
     RequestFault,
     faulty_store,
 )
+from tests.support import nightly
 
 CONTENT = bytes(range(256)) * 64
 
@@ -48,7 +49,10 @@ def upload(path: ObjectPath) -> None:
         writer.close()
 
 
-@pytest.mark.parametrize("what", [BUSY, BROKEN, UNSENT, UNANSWERED, HALF])
+@pytest.mark.parametrize(
+    "what",
+    [HALF, *(nightly(what) for what in (BUSY, BROKEN, UNSENT, UNANSWERED))],
+)
 def test_one_lost_attempt_is_no_error(store: FaultyStore, what: int) -> None:
     path, numbers = ObjectPath(BUCKET, f"one/{what}/x"), iter(range(1, 99))
     fault = RequestFault(what, 0)

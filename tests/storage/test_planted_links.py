@@ -21,7 +21,6 @@ from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.data.npy_files import NpyWriter
 from megatron_zpp.data.text.open import _entry
 from megatron_zpp.memory_snapshots.copies import MemoryCopies, SnapshotName, file_names
-from megatron_zpp.memory_snapshots.run_memory import _lock
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.sinks import MetricsFile, check_sinks
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
@@ -198,14 +197,6 @@ def test_the_description_of_cached_tokens_follows_no_link(tmp_path: Path) -> Non
     assert _entry(tmp_path / "cache", {"text": "a"}) == entry
     assert (tmp_path / "victim").read_text() == "mine"
     assert stat.S_ISREG((entry / "made_of.json").lstat().st_mode)
-
-
-def test_the_lock_of_memory_follows_no_link(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/lock").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(OSError, match=r"[Ss]ymbolic link"):
-        _lock(tmp_path / "run")
-    assert not (tmp_path / "nowhere").exists()
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,7 @@ class Scenario:
 
 KILLS = [
     Scenario(3, victim, fault, lifelines=fault == signal.SIGSTOP)
-    for fault in (signal.SIGKILL, signal.SIGSTOP)
-    for victim in (0, 1)
+    for victim, fault in ((0, signal.SIGKILL), (1, signal.SIGSTOP))
 ]
 KNOWN = [Scenario(3, victim, signal.SIGKILL) for victim in (0, 1)]
 STUCK = [Scenario(1, 0), Scenario(3, 0), Scenario(3, 2)]
@@ -117,9 +116,7 @@ STUCK = [Scenario(1, 0), Scenario(3, 0), Scenario(3, 2)]
 TOLD = [
     Scenario(3, victim, fault, told=True, kept_elsewhere=elsewhere, lifelines=fault == signal.SIGSTOP)
     for victim, fault, elsewhere in (
-        (0, signal.SIGSTOP, False),
         (0, signal.SIGSTOP, True),
-        (0, signal.SIGKILL, True),
         (1, signal.SIGSTOP, False),
     )
 ]
@@ -294,6 +291,7 @@ def test_a_rank_reports_its_error_to_the_others(played: Played) -> None:
         assert end.line(rank).endswith(f"error: {failed}token 5 is outside")
 
 
+@pytest.mark.nightly
 def test_a_suspended_job_continues(played: Played) -> None:
     assert played[SUSPENDED].result() == End([0] * 3, [[]] * 3)
 

@@ -47,11 +47,6 @@ def test_round_trip_of_source_it_was_not_trained_on(trained: SentencePieceTokeni
         assert trained.decode(trained.encode(text)) == text
 
 
-def test_same_text_same_model() -> None:
-    models = [train_sentencepiece(PASSAGES, 600, "bpe") for _ in range(2)]
-    assert models[0] == models[1]
-
-
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 @pytest.mark.parametrize(("vocab_size", "fix"), [(50_000, "at most"), (100, "give more")])
 def test_a_size_that_the_text_does_not_allow(vocab_size: int, fix: str, model_type) -> None:

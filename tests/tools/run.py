@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import program
+
 DATA = Path(__file__).resolve().parents[2] / "data"
 
 
@@ -14,10 +16,16 @@ def command(tool: str, *arguments: object) -> list[str]:
 
 
 def run(tool: str, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The finished tool, whatever its exit status."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    """The finished tool, whatever its exit status; forked, unless it runs in a directory of its own."""
+    if cwd is None:
+        return program(f"megatron_zpp.commands.{Path(tool).stem}", *arguments, HF_HUB_OFFLINE="1")
     return subprocess.run(
-        command(tool, *arguments), capture_output=True, text=True, timeout=240, cwd=cwd, env=environment
+        command(tool, *arguments),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=cwd,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
 
 

@@ -14,7 +14,7 @@ import zstandard
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.verify import verify_tokens
 from tests.support import ended, wait_until
-from tests.tools.run import command, fail, run, succeed
+from tests.tools.run import command, fail, succeed
 
 TOOL = "preprocess_data.py"
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 70_000)
@@ -51,7 +51,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("workers", "partitions"), [(1, 1), (2, 1), (3, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize(("workers", "partitions"), [(1, 1), (3, 1), (2, 2)])
 def test_same_result_however_it_is_shared_out(corpus: Path, tmp_path: Path, workers, partitions) -> None:
     succeed(TOOL, "--input", f"{corpus}/*.jsonl*", "--output-prefix", tmp_path / "out", *NULL, "--append-eod",
             "--workers", workers, "--partitions", partitions)  # fmt: skip
@@ -96,10 +96,9 @@ def test_line_numbers_in_a_later_block(tmp_path: Path) -> None:
     lines = [line(ids) for ids in numbers(600)]
     lines[555] = b"broken\n"
     (tmp_path / "in.jsonl").write_bytes(b"".join(lines))
-    for partitions in (1, 3):
-        result = succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
-                         "--workers", 3, "--partitions", partitions)  # fmt: skip
-        assert f"{tmp_path}/in.jsonl line 556: malformed line: not JSON" in result.stderr
+    result = succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
+                     "--workers", 3, "--partitions", 3)  # fmt: skip
+    assert f"{tmp_path}/in.jsonl line 556: malformed line: not JSON" in result.stderr
 
 
 def test_strict_stops_at_the_first_and_leaves_what_was_there(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_keys_stay_aligned(tmp_path: Path) -> None:
     assert documents(tmp_path / "out", "title") == [[11], [44, 44]]
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n \n", b"broken\n"])
+@pytest.mark.parametrize("content", [b"\n\n \n", b"broken\n"])
 def test_no_documents_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
     error = fail(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL)
@@ -200,8 +199,9 @@ def test_a_killed_worker_is_an_error(in_the_middle, tmp_path: Path, partitions: 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("partitions", [1, 2])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status", "partitions"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)]
+)
 def test_stopped_runs_clean_up(in_the_middle, tmp_path: Path, number, status, partitions) -> None:
     """The signal goes to the whole process group, as Ctrl-C and a batch system send it."""
     process = in_the_middle("--partitions", partitions)
@@ -225,9 +225,3 @@ def test_a_killed_run_leaves_no_final_files_and_no_workers(in_the_middle, tmp_pa
             "--workers", 2, "--partitions", 2)  # fmt: skip
     assert documents(tmp_path / "out") == [[1]]
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_help() -> None:
-    result = run(TOOL, "--help")
-    assert result.returncode == 0
-    assert "--partitions" in result.stdout

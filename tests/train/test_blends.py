@@ -8,7 +8,7 @@ from subprocess import CompletedProcess
 import numpy as np
 import pytest
 
-from tests.support import pretrain
+from tests.support import nightly, pretrain
 from tests.train.conftest import BYTES, TINY
 
 
@@ -26,7 +26,7 @@ def state(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "state.json").read_text())
 
 
-@pytest.fixture(params=["indexed", "text"])
+@pytest.fixture(params=[nightly("indexed"), "text"])
 def two(request: pytest.FixtureRequest, corpus: str, tmp_path: Path) -> tuple[str, str]:
     """The corpus twice, the second reversed, tokenised or as text: other text of the same length."""
     for kind in ("bin", "idx"):

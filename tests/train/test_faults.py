@@ -18,7 +18,7 @@ import torch
 
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.reporting.sinks import ThreadedSink
-from tests.support import ROOT, Run, environment, free_port, holding, wait_until
+from tests.support import ROOT, Run, environment, free_port, holding, nightly, wait_until
 
 NODE = f"pretrain_gpt.py [{platform.node()}]"
 LENGTH = "--train-iters 100 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
@@ -75,6 +75,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
+@pytest.mark.nightly
 def test_a_request_to_stop_waits_until_the_imports_are_done(tmp_path: Path) -> None:
     flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
     flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 100000 --lr 1e-3"
@@ -115,6 +116,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
     assert weights(save) == weights(whole)
 
 
+@pytest.mark.nightly
 def test_torchrun_that_ends_the_others_is_no_second_request(flags: list[str], tmp_path: Path) -> None:
     """It sends SIGTERM as soon as one rank has exited with 75, while rank 0 may be about to."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -178,9 +180,9 @@ def into_a_pipe(room: int) -> None:
 @pytest.mark.parametrize(
     ("where", "line"),
     [
-        ("loading, report", ""),
+        nightly("loading, report", ""),
         ("step 1, report", " iteration        1/"),
-        ("saves iteration 1, report", " saved "),
+        nightly("saves iteration 1, report", " saved "),
     ],
 )
 def test_a_full_pipe_ends_the_run(flags: list[str], tmp_path: Path, where: str, line: str) -> None:
@@ -208,6 +210,7 @@ def ended_in(ranks: Run, seconds: float) -> bool:
     return ranks.processes[0].exitcode is not None
 
 
+@pytest.mark.nightly
 def test_a_restarted_run_ends_with_the_same_weights(flags: list[str], whole: Path, tmp_path: Path) -> None:
     """launch/local.sh starts all ranks again when one is killed."""
     save, log = tmp_path / "checkpoints", tmp_path / "log"

@@ -9,7 +9,6 @@ import torch
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS, flags_of
-from tests.train.in_process import train_here
 from tests.train.test_fp8_scaling import batch, engine_of, three_steps
 
 MASKS = "--reset-position-ids --reset-attention-mask --eod-mask-loss".split()
@@ -44,27 +43,3 @@ def test_a_document_does_not_see_the_one_before(model: str, more: list[str]) -> 
 def losses_of(path: Path) -> list[float]:
     records = map(json.loads, path.read_text().splitlines())
     return [value for record in records for name, value in record.items() if name.endswith("_loss")]
-
-
-@pytest.mark.parametrize(
-    ("products", "model"), [(TENSORWISE, "gpt2"), (DELAYED, "llama"), ([*DELAYED, *ALL], "gpt2")], ids=str
-)
-def test_a_masked_run_has_the_same_bits_sharded_and_recomputed(
-    flags: list[str], tmp_path: Path, products: list[str], model: str
-) -> None:
-    """And about the losses of a masked run of bf16."""
-    torch.set_num_threads(1)
-    small = "--hidden-size 32 --kv-channels 16 --train-iters 3 --attention-dropout 0 --hidden-dropout 0"
-
-    def run(name: str, *more: str) -> list[float]:
-        command = [*flags, *small.split(), *flags_of(MODELS[model]), *more]
-        train_here([*command, "--metrics-file", str(tmp_path / name)])
-        return losses_of(tmp_path / name)
-
-    alone = run("alone", *products, *MASKS)
-    sharded = "--zero-stage 3 --recompute-granularity full --recompute-method uniform".split()
-    assert run("sharded", *products, *MASKS, *sharded) == alone
-    assert run("whole", *products) != alone
-    plain = run("plain", "--bf16", *MASKS)
-    assert plain != alone
-    assert alone == pytest.approx(plain, rel=2.0**-6)

@@ -9,18 +9,15 @@ from torch import Tensor
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8.scaling import DelayedScaling
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
-from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.hop import SentBytes
 from tests.model.test_fp8_delayed import nearest
 from tests.model.variants import MODELS, flags_of
 from tests.plan.jobs import job_of
-from tests.train.coded_weights import HELD, codes_of, equal, masters_of, products, take_step
+from tests.train.coded_weights import HELD, codes_of, masters_of, products, take_step
 from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, state_of
 from tests.zero.ranks import on_ranks
 
@@ -157,19 +154,6 @@ def test_a_coded_weight_is_one_byte_where_it_is_held_and_sent() -> None:
         assert job.communication.slot(layout).nbytes == layout.numel
 
 
-def test_a_skipped_step_changes_no_code() -> None:
-    engine = engine_of(Topology(), HELD)
-    take_step(engine, 0)
-    codes, state = codes_of(engine), state_of(engine)
-    engine.accumulate(batch(1, 0), index=0, micro_batches=1, weight=float("inf"))
-    assert engine.step(1e-2).skipped == 1
-    assert equal(codes_of(engine), codes)
-    assert state_of(engine) == state
-    take_step(engine, 2)
-    assert not equal(codes_of(engine), codes)
-    engine.close()
-
-
 def poisoned(topology: Topology, *more: str) -> list[Any]:
     """What a NaN or Inf in a weight, on the rank that owns it, does to the next step."""
     torch.set_num_threads(1)
@@ -207,52 +191,3 @@ def tensor_ranks(topology: Topology, *more: str) -> tuple[list[Any], Any]:
     found = numbers, state_of(engine)
     engine.close()
     return found
-
-
-def test_tensor_ranks_have_codes_of_one_scale() -> None:
-    """Of their parts of a weight; losses are near those of one rank, which has the same weights."""
-    alone, scales = tensor_ranks(Topology())
-    ranks = on_ranks(2, tensor_ranks, "--tensor-model-parallel-size", "2", "--zero-stage", "1")
-    assert ranks[0][1] == ranks[1][1]
-    for numbers, state in ranks:
-        for (loss, norm), (other, its_norm) in zip(numbers, alone, strict=True):
-            assert loss == pytest.approx(other, rel=2**-8)
-            assert norm == pytest.approx(its_norm, rel=0.05)
-        assert state.keys() == scales.keys()
-    first = on_ranks(2, first_codes, "--tensor-model-parallel-size", "2")
-    whole = first_codes(Topology())
-    name = "layers.0.mlp.output.weight"  # (D, F): ranks have columns
-    parts = [torch.tensor(each[name]) for each in first]
-    assert torch.equal(torch.cat(parts, 1), torch.tensor(whole[name]))
-
-
-def first_codes(topology: Topology, *more: str) -> dict[str, list[list[int]]]:
-    """The codes of initial weights."""
-    engine = engine_of(topology, HELD, *more)
-    engine.evaluate(batch(0, 0))
-    found = {name: codes.tolist() for name, codes in codes_of(engine).items()}
-    engine.close()
-    return found
-
-
-def test_one_graph_multiplies_the_codes_of_all_layers() -> None:
-    """Compiled layers have the numbers of others, and are compiled once for gradients and once without."""
-    torch.set_num_threads(1)
-    found = []
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        engine, said = engine_of(Topology(), HELD), []
-        model, scaling = engine.model, engine.scaling
-        assert isinstance(model, GPT)
-        assert isinstance(scaling, DelayedScaling)
-        if compiled:
-            compile_parts(
-                model, (2, 16), said.append, "aot_eager", ready=lambda scaling=scaling: scaling.known
-            )
-        numbers = []
-        for step in range(3):
-            numbers += [engine.evaluate(batch(7, 0)).item(), *take_step(engine, step)]
-        found.append((numbers, state_of(engine)))
-        assert said == []
-        engine.close()
-    assert found[0] == found[1]

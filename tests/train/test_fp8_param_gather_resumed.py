@@ -11,8 +11,7 @@ from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.test_fp8_delayed import nearest
 from tests.train.coded_weights import HELD, codes_of, equal, masters_of, products, take_step
-from tests.train.in_process import train_here
-from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, losses_of, state_of
+from tests.train.test_fp8_scaling import batch, engine_of, state_of
 from tests.zero.ranks import on_ranks
 
 E4M3 = torch.float8_e4m3fn
@@ -86,18 +85,3 @@ def test_weights_without_scales_are_scaled_by_themselves(tmp_path: Path) -> None
             scale = torch.tensor(448.0) / master.abs().max()
             assert torch.equal(codes_of(engine)[name], nearest(master * scale, E4M3))
     engine.close()
-
-
-@pytest.mark.nightly
-def test_a_run_with_evaluations_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    flags = [*FLAGS, *DELAYED, HELD, "--log-interval", "1"]
-
-    def run(name: str, *more: str) -> list[tuple[float, float]]:
-        train_here([*flags, *more, "--metrics-file", str(tmp_path / name)])
-        return losses_of(tmp_path / name)
-
-    whole = run("whole", "--eval-iters", "0")
-    at = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
-    evaluated = [*at, "--eval-interval", "1", "--eval-iters", "1"]
-    assert [*run("first", *evaluated, "--exit-interval", "2"), *run("second", *evaluated)] == whole

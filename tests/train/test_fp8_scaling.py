@@ -19,6 +19,7 @@ from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.variants import MODELS, flags_of
+from tests.support import nightly
 from tests.train.in_process import train_here
 from tests.zero.ranks import on_ranks
 
@@ -88,7 +89,7 @@ def largest_first(found: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([448.0, 448.0, 57344.0]) / scales
 
 
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("model", ["gpt2", nightly("llama")])
 def test_ranks_have_equal_scales_and_any_grid_loads_them(model: str, tmp_path: Path) -> None:
     flags = flags_of(MODELS[model])
     alone = shared_scales(Topology(), str(tmp_path / "alone"), *flags)
@@ -164,13 +165,14 @@ def test_a_resumed_run_and_one_with_evaluations_have_the_same_bits(tmp_path: Pat
     assert len(resumed) == 2
 
 
-def test_one_graph_after_the_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--fp8-param-gather"]], ids=str)
+def test_one_graph_after_the_first_step(more: list[str]) -> None:
     """Compiled layers have the same numbers, and are compiled once, with evaluations before and between."""
     torch.set_num_threads(1)
     found = []
     for compiled in (False, True):
         torch._dynamo.reset()
-        engine, said = engine_of(Topology()), []
+        engine, said = engine_of(Topology(), *more), []
         model, scaling = engine.model, engine.scaling
         assert isinstance(model, GPT)
         assert isinstance(scaling, DelayedScaling)

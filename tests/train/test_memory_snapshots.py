@@ -3,22 +3,19 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
 from benchmarks.faults.network import Link
 from megatron_zpp.memory_snapshots.copies import MemoryCopies, SnapshotName
-from tests.support import ROOT, Run, environment, free_port, holding, wait_until
+from tests.support import ROOT, Run, environment, free_port, holding, nightly, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.test_faults import in_micro_batch, weights
 
@@ -120,7 +117,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     return undisturbed(corpus, tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("lost", [1, *(pytest.param(lost, marks=pytest.mark.nightly) for lost in (None, 0))])
+@pytest.mark.parametrize("lost", [1, *(nightly(lost) for lost in (None, 0))])
 def test_a_killed_run_goes_on_from_memory(nodes: Nodes, whole: dict[str, bytes], lost: int | None) -> None:
     """Whether all hosts are the same ones or a spare has taken the place of one. There is no checkpoint."""
     nodes.crash(13, 10)
@@ -133,15 +130,6 @@ def test_a_killed_run_goes_on_from_memory(nodes: Nodes, whole: dict[str, bytes],
 
 ZEROPP = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size auto".split()
 BLOCKS = ["--zero-table-rows", "100"]  # of 384 rows
-
-
-def test_units_of_rows_of_a_table_are_whole_again(nodes: Nodes, corpus: str, tmp_path: Path) -> None:
-    """Of untied tables on nodes that are all there: each rank reads its own copy alone."""
-    settings = [*BLOCKS, "--untie-embeddings-and-output-weights"]
-    whole = undisturbed(corpus, tmp_path / "whole", *settings)
-    nodes.crash(13, 10, *settings)
-    assert "loaded iteration 10 in memory" in nodes.finish(*settings)
-    assert weights(nodes.save, END) == whole
 
 
 @pytest.mark.nightly
@@ -236,70 +224,7 @@ def test_snapshots_of_two_starts_are_not_mixed(nodes: Nodes, whole: dict[str, by
     assert weights(nodes.save, END) == whole
 
 
-SECONDS = 4.5  # the time-out of these runs
-SHORT = f"--distributed-timeout-minutes {SECONDS / 60} --heartbeat-timeout 4".split()
 SLOW, SLOW_PIECES = 7, 14  # seconds that a slow file takes, in so many pieces
-
-
-def sending_slowly(name: str) -> None:
-    """What this rank sends of the copies whose names have `name` takes longer than the time-out."""
-    from megatron_zpp.memory_snapshots import peer_files
-
-    peer_files._PIECE = 1 << 12  # progress is reported after each; these files are small
-    send = socket.socket.sendfile
-
-    def slowly(connection: socket.socket, file: BinaryIO) -> None:
-        if name not in file.name or not file.name.endswith(".safetensors"):
-            send(connection, file)
-            return
-        content = file.read()
-        size = len(content) // SLOW_PIECES + 1
-        for first in range(0, len(content), size):
-            time.sleep(SLOW / SLOW_PIECES)
-            connection.sendall(content[first : first + size])
-
-    socket.socket.sendfile = slowly
-
-
-@pytest.mark.nightly
-def test_copies_may_travel_for_longer_than_the_time_out(nodes: Nodes, whole: dict[str, bytes]) -> None:
-    """To a node that was replaced, and to a buddy: other ranks wait for as long as bytes arrive."""
-    nodes.crash(13, 10)
-    nodes.lose(1)
-    slow = partial(sending_slowly, "iter_0000010")
-    changes = {0: slow, 1: partial(sending_slowly, "none")}
-    with nodes.start(*SHORT, changes=changes) as run:
-        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
-        log = run.out(0)
-    assert "loaded iteration 10 in memory" in log
-    assert "could not be copied to memory" not in log
-    assert weights(nodes.save, END) == whole
-
-
-def stuck_before_fetching() -> None:
-    """This rank does nothing for longer than others wait, before it fetches copies."""
-    from megatron_zpp.memory_snapshots import buddy_memory
-
-    get = buddy_memory.get_file
-
-    def late(*arguments: object) -> None:
-        buddy_memory.get_file = get
-        time.sleep(SLOW)
-        get(*arguments)
-
-    buddy_memory.get_file = late
-
-
-@pytest.mark.nightly
-def test_a_silent_rank_is_not_taken_for_damaged_copies(nodes: Nodes) -> None:
-    """Which stay for the next start."""
-    nodes.crash(13, 10)
-    nodes.lose(0)
-    with nodes.start(*SHORT, changes={0: stuck_before_fetching}) as run:
-        assert run.statuses() == {0: 1, 1: 1}, run.out(0)
-        assert all(": --buddy-snapshots 5: " in line for line in run.errors()), run.errors()
-        assert any(f" progress for 0:00:0{SECONDS}" in line for line in run.errors()), run.errors()
-    assert nodes.files("iter_0000010-*/rank_00000.json")
 
 
 def killed_in_snapshot(iteration: int) -> None:
@@ -332,9 +257,7 @@ def flip(path: Path, position: int = -5) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "kind", ["rank_00001.safetensors", pytest.param("rank_00001.json", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("kind", ["rank_00001.safetensors", nightly("rank_00001.json")])
 def test_a_damaged_snapshot_is_named_and_skipped(nodes: Nodes, whole: dict[str, bytes], kind: str) -> None:
     nodes.crash(13, 10)
     for path in nodes.files(f"iter_0000010-*/{kind}"):
@@ -416,21 +339,6 @@ def test_a_run_that_begins_anew_does_not_find_the_memory_of_the_one_before(nodes
         assert "starting from initial weights" in run.out(0)
 
 
-def test_a_copy_of_a_save_directory_is_another_run(nodes: Nodes, whole: dict[str, bytes]) -> None:
-    """Whose memory is its own: neither reads nor removes what the other one has."""
-    nodes.crash(13, 10)
-    copy = nodes.save.with_name("copy")
-    shutil.copytree(nodes.save, copy)
-    with nodes.start("--save", str(copy), "--load", str(copy)) as run:
-        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
-        log = run.out(0)
-    assert f" was written in another directory, {nodes.save}: the memory snapshots of that run are " in log
-    assert "starting from initial weights" in log
-    moved = nodes.save.rename(nodes.save.with_name("moved"))
-    assert "loaded iteration 10 in memory" in nodes.finish("--save", str(moved), "--load", str(moved))
-    assert weights(moved, END) == whole
-
-
 def test_what_was_loaded_from_memory_is_saved(nodes: Nodes) -> None:
     """A run that has nothing left to do but that."""
     nodes.crash(13, 10)
@@ -467,20 +375,6 @@ def little_room() -> None:
     from megatron_zpp.memory_snapshots import buddy_memory
 
     buddy_memory.room_for = lambda root, run: 1000
-
-
-def little_memory() -> None:
-    from megatron_zpp.memory_snapshots import buddy_memory
-
-    buddy_memory.available_memory = lambda: 1000
-
-
-def test_memory_for_the_ranks_own_copies_is_required_too(nodes: Nodes) -> None:
-    """There is room for the files alone."""
-    with nodes.start(changes={1: little_memory}) as run:
-        assert run.statuses() == {0: 1, 1: 1}
-        (line,) = run.errors()
-    assert " of each node's memory, 2 copies of the states of two nodes and those of its ranks, and " in line
 
 
 def test_too_little_room_is_refused_on_all_ranks(nodes: Nodes) -> None:

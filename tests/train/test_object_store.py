@@ -98,6 +98,7 @@ def test_a_second_run_in_the_same_place_is_refused(server: ObjectServer, corpus:
     assert pretrain(*flags, "--train-iters", "3").returncode == 0
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_from_memory(server: ObjectServer, corpus: str, tmp_path: Path) -> None:
     """Which copies in memory are its own is in the object store, until a start without them."""
     url = f"s3://{BUCKET}/memory"
@@ -117,6 +118,7 @@ def test_a_killed_run_goes_on_from_memory(server: ObjectServer, corpus: str, tmp
     assert "memory_snapshots.txt" not in server.keys("memory/")
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_gone_fails_the_saves_and_not_the_training(corpus: str, tmp_path: Path) -> None:
     with object_server() as server, Run(tmp_path, 1) as run:
         url = f"s3://{BUCKET}/gone"

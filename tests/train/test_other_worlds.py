@@ -9,7 +9,7 @@ import pytest
 
 from megatron_zpp.data import loader
 from tests.model.variants import MODELS, flags_of
-from tests.support import Run
+from tests.support import Run, nightly
 from tests.train.conftest import BYTES, TINY
 
 LENGTH = "--micro-batch-size 1 --global-batch-size 12 --eval-iters 0 --num-workers 0 --fp32".split()
@@ -33,7 +33,7 @@ def losses(path: Path) -> list[float]:
     return [record["lm_loss"] for record in records if "lm_loss" in record]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [nightly("gpt2"), "llama"])
 def test_no_sample_is_lost_or_repeated(corpus: str, tmp_path: Path, model: str) -> None:
     """By a ledger of the reads of all loaders, with 2, 3 and 4 ranks at stages 1, 3 and 2."""
     flags = ["--data-path", corpus, "--split", "80,10,10", *BYTES, *TINY, *LENGTH, "--train-iters", "9"]

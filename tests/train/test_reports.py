@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.commands.report import ReportConfig, make_report
-from tests.support import pretrain, program, run
+from tests.support import pretrain, program
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,6 @@ def test_a_report_compares_the_run_with_its_plan(left: Path) -> None:
     ],
 )
 def test_bad_command_lines(left: Path, argv: str, status: int, said: str) -> None:
-    done = run("-m", "megatron_zpp.commands.report", left / "metrics.jsonl", *argv.split())
+    done = program("megatron_zpp.commands.report", left / "metrics.jsonl", *argv.split())
     assert (done.returncode, done.stderr.count("\n")) == (status, 1), done.stderr
     assert said in done.stderr

@@ -51,14 +51,6 @@ def test_norms_and_zeros_are_logged_the_same_at_any_stage(tmp_path: Path, flags:
     assert re.search(r"\| grad norm: [\d.]+ \| num zeros: \d+ \| params norm: [\d.]+ \| number of", line)
 
 
-def test_unlogged_steps_count_nothing(tmp_path: Path, corpus: str) -> None:
-    argv = ["--data-path", corpus, *BYTES, *TINY, *SMALLEST, "--train-iters", "4", "--log-interval", "2"]
-    train_here([*argv, "--log-num-zeros-in-grad", "--metrics-file", str(tmp_path / "m")])
-    found = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
-    assert of(found, "iteration") == [2, 4]
-    assert all("num_zeros" in record for record in found)
-
-
 def per_token_loss(flags: list[str], first: int, count: int, split: str) -> float:
     """The loss of the initial weights over all tokens of samples whose input ends no document."""
     config = parse_args([*flags, *PLAIN])
@@ -92,24 +84,14 @@ def test_per_token_loss_is_the_mean_over_all_tokens(tmp_path: Path, flags: list[
 def test_losses_of_masked_tokens_do_not_depend_on_micro_batches(tmp_path: Path, flags: list[str]) -> None:
     """Megatron-LM reports sums of losses / sums of tokens; its gradient is a mean of means."""
     norms = []
-    for size, options in ((1, {}), (2, {}), (4, {}), (2, {"processes": 2})):
+    for size, options in ((1, {}), (4, {}), (2, {"processes": 2})):
         name = f"{size} {len(options)}"
         masked = ["--eod-mask-loss", *PLAIN, "--micro-batch-size", str(size)]
         found, _ = records(tmp_path / name, *flags, *masked, **options)
         assert steps(found)[0]["lm_loss"] == pytest.approx(per_token_loss(flags, 0, 8, "train"), rel=1e-5)
         assert found[0]["valid_loss"] == pytest.approx(per_token_loss(flags, 0, 16, "valid"), rel=1e-5)
         norms.append(steps(found)[0]["grad_norm"])
-    assert norms[0] != pytest.approx(norms[2], rel=1e-4)
-
-
-def test_without_masks_per_token_loss_changes_nothing(tmp_path: Path, corpus: str) -> None:
-    argv = ["--data-path", corpus, *BYTES, *TINY, *SMALLEST, "--train-iters", "2"]
-    train_here([*argv, "--metrics-file", str(tmp_path / "a")])
-    train_here([*argv, "--calculate-per-token-loss", "--metrics-file", str(tmp_path / "b")])
-    losses = [
-        [json.loads(line)["lm_loss"] for line in (tmp_path / name).read_text().splitlines()] for name in "ab"
-    ]
-    assert losses[0] == losses[1]
+    assert norms[0] != pytest.approx(norms[1], rel=1e-4)
 
 
 def test_the_decoupled_rate_follows_the_schedule(tmp_path: Path, flags: list[str]) -> None:

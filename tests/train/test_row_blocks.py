@@ -1,14 +1,10 @@
 """Runs of --zero-table-rows from their command lines."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.generate.loading import load_model
 from tests.support import pretrain
 
 RUN = (
@@ -19,33 +15,6 @@ RUN = (
     "--recompute-granularity full --recompute-method uniform"
 ).split()
 BLOCKS = ("--zero-table-rows", "60")
-MORE = "--untie-embeddings-and-output-weights --decoupled-lr 2e-3 --log-num-zeros-in-grad".split()
-
-
-def records_of(path: Path) -> list[tuple[str, float]]:
-    """Losses of steps and evaluations in the order in which they were written."""
-    records = map(json.loads, path.read_text().splitlines())
-    return [(name, value) for record in records for name, value in record.items() if "loss" in name]
-
-
-def test_a_run_may_end_with_blocks_and_go_on_with_other_ones(tmp_path: Path) -> None:
-    """All of ZeRO++ on two ranks, with evaluations; programs of one process read the checkpoint."""
-    whole, parts, save = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", str(tmp_path / "checkpoints")
-    done = pretrain(*RUN, *MORE, "--metrics-file", str(whole), processes=2)
-    assert done.returncode == 0, done.stderr
-    saved = (*MORE, "--metrics-file", str(parts), "--save", save, "--load", save)
-    done = pretrain(*RUN, *saved, *BLOCKS, "--exit-interval", "2", processes=2)
-    assert done.returncode == 0, done.stderr
-    assert "tables in units of 60 rows" in done.stdout
-    model, _ = load_model(save, 2)
-    assert model.table_rows is None
-    with torch.no_grad():
-        assert torch.isfinite(model(torch.arange(16)[None])).all()
-    done = pretrain(*RUN, *saved, "--zero-table-rows", "128", processes=2)
-    assert done.returncode == 0, done.stderr
-    found, expected = records_of(parts), records_of(whole)
-    assert [name for name, _ in found] == [name for name, _ in expected]
-    assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=0.01)
 
 
 def test_tensor_ranks_are_refused_with_the_flag_that_is_right() -> None:

@@ -12,11 +12,10 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.train.setup.device import prepare_device
-from tests.support import pretrain
+from tests.support import nightly, pretrain
 from tests.zero.ranks import on_ranks
 from tests.zero.test_tensor_parallel import (
     GPT_2,
-    MODELS,
     VOCAB,
     Case,
     Trained,
@@ -57,7 +56,8 @@ def saved_shapes(topology: Topology, model: str, overlapped: bool) -> list[tuple
     return list(kept.values())
 
 
-@pytest.mark.parametrize(("model", "overlapped"), [*((model, False) for model in MODELS), ("llama", True)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("model", "overlapped"), [("gpt2", False), ("llama", True)])
 def test_a_graph_keeps_no_gathered_rows(model: str, overlapped: bool) -> None:
     """It would be enough to gather them once, but then every rank kept those of all ranks."""
     for shapes in on_ranks(2, saved_shapes, model, overlapped):
@@ -87,7 +87,7 @@ def losses(file: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "more", ["", "--sample-prompt 7 --sample-tokens 3", "--position-embedding-type rope --swiglu"]
+    "more", ["", "--sample-prompt 7 --sample-tokens 3 --position-embedding-type rope --swiglu"]
 )
 def test_a_run_learns_what_one_rank_does(more: str, tmp_path: Path) -> None:
     """Same samples in the same order, with data ranks beside tensor ranks, ZeRO and compiled layers."""
@@ -100,6 +100,7 @@ def test_a_run_learns_what_one_rank_does(more: str, tmp_path: Path) -> None:
     assert "2 data ranks × 2 tensor ranks" in done.stdout
 
 
+@pytest.mark.nightly
 def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) -> None:
     """Saved by 2 data × 2 tensor ranks; 1 rank, 4 tensor ranks or 4 data ranks continue with equal losses."""
     save = ["--save", str(tmp_path / "whole"), "--save-interval", "3"]
@@ -180,7 +181,7 @@ def test_8_bit_products_of_shared_layers_learn_alike(tmp_path: Path) -> None:
     assert losses(tmp_path / "2.jsonl") == pytest.approx(losses(tmp_path / "1.jsonl"), rel=2**-8)
 
 
-@pytest.mark.parametrize("stage", ["0", "3"])
+@pytest.mark.parametrize("stage", [nightly("0"), "3"])
 def test_what_is_counted_over_ranks_counts_replicated_parameters_once(stage: str, tmp_path: Path) -> None:
     """Norms of weights, zero gradients and weighted losses are one rank's; so is a second learning rate."""
     asked = "--log-params-norm --log-num-zeros-in-grad --decoupled-lr 2e-3".split()

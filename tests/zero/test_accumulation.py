@@ -17,6 +17,7 @@ from megatron_zpp.zero.collectives import first_hop
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.plan_communication import check_topology
 from tests.checkpoint.saving import TOKENIZER, save
+from tests.support import nightly
 from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import BF16, FP32, MODEL, VOCAB, build
@@ -58,19 +59,12 @@ def curves(topology: Topology, cases: list[tuple[dict[str, Any], int]]) -> list[
     return [train(build(topology, zero, FP32), micro_batches) for zero, micro_batches in cases]
 
 
-NIGHTLY_GRIDS = [
-    (1, 1),
-    (1, 2),
-    (2, 1),
-    (2, 2),
-    (3, 2),
-    (2, 4),
-]  # the others take the same ways
+NIGHTLY_GRIDS = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 2), (2, 4)]  # the others take the same ways
 
 
 @pytest.mark.parametrize(
     ("nodes", "local"),
-    [(1, 4), (4, 1), (2, 3), *(pytest.param(*grid, marks=pytest.mark.nightly) for grid in NIGHTLY_GRIDS)],
+    [(2, 3), *(nightly(*grid) for grid in NIGHTLY_GRIDS)],
 )
 def test_losses_equal_one_process(nodes: int, local: int) -> None:
     """fp32, every stage and group size. Sums of a node are rounded before those of another are added."""
@@ -145,7 +139,7 @@ def all_first_errors(topology: Topology) -> list[list[str]]:
     return [first_errors(topology, per_node, zero) for per_node, zero in cases]
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", [4, nightly(8)])
 def test_no_step_is_taken_if_hop_1_of_its_last_micro_batch_fails(ranks: int) -> None:
     """On CPUs an error is in the result of the work alone, which somebody has to read."""
     assert on_ranks(ranks, all_first_errors) == [[["hop 1 failed"] * 2] * 3] * ranks
@@ -183,10 +177,12 @@ QUANTISED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.nightly)])
-def test_quantised_gradients_accumulate_too(nodes: int, local: int) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "local", "kinds"), [(2, 2, QUANTISED[:4:3]), nightly(2, 2, QUANTISED), nightly(1, 4, QUANTISED)]
+)
+def test_quantised_gradients_accumulate_too(nodes: int, local: int, kinds: list[dict[str, Any]]) -> None:
     """Every step is within an eighth of all that the plain run learns, as without accumulation in groups."""
-    settings = [zero for zero in QUANTISED if nodes > 1 or FOUR_BITS.items() - zero.items()]
+    settings = [zero for zero in kinds if nodes > 1 or FOUR_BITS.items() - zero.items()]
     results = on_ranks(nodes * local, quantised_curves, settings, ranks_per_node=local)
     assert all(result == results[0] for result in results[1:])
     plain = results[0][0]
@@ -240,7 +236,7 @@ def traffic(topology: Topology, cases: list[tuple[dict[str, Any], int]]) -> list
     return found
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("nodes", "local"), [nightly(2, 1), (3, 2)])
 def test_gradients_cross_the_slow_link_once_per_step(nodes: int, local: int) -> None:
     """Bytes per parameter and other node do not grow with micro-batches, recomputation or evaluations.
 

@@ -1,9 +1,7 @@
 """Modules of users under the engine: right, or refused in a line that names the parameter, at every stage."""
 
 import re
-import time
 from collections.abc import Callable
-from itertools import cycle
 
 import pytest
 import torch
@@ -43,10 +41,9 @@ def test_one_rank_trains_modules_of_users_as_torch_does(kind: str) -> None:
 
 
 def test_two_nodes_train_modules_of_users_as_torch_does() -> None:
-    """Each at stage 3 and with one other setting; LoRA with all of them."""
-    others = cycle([STAGES[2], NO_PREFETCH, STAGES[1], GROUPED, HPZ])
-    cases = [(kind, zero) for kind in TRAINED for zero in (STAGES[3], next(others))]
-    cases += [("LoRA", next(others)) for _ in range(5)]
+    """Each at stage 3; LoRA with the other settings too."""
+    cases = [(kind, STAGES[3]) for kind in TRAINED]
+    cases += [("LoRA", zero) for zero in (STAGES[2], NO_PREFETCH, STAGES[1], GROUPED, HPZ)]
     on_ranks(4, check_trained, cases, ranks_per_node=2)
 
 
@@ -134,16 +131,6 @@ def test_errors_of_a_backward_that_are_no_stale_reads_stay_as_they_are() -> None
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         steps_of(engine_of(Changes))
-
-
-def test_guards_cost_microseconds_per_unit() -> None:
-    """What the host does when a unit becomes readable, and when it ceases to be: under 50 µs, even here."""
-    unit = engine_of(Stack).units[0]
-    start = time.process_time()
-    for _ in range(1000):
-        unit.guard.set_readable(True)
-        unit.guard.set_readable(False)
-    assert time.process_time() - start < 1000 * 50e-6
 
 
 def test_buffers_are_filled_by_name_and_said() -> None:

@@ -20,6 +20,7 @@ from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.hop import SentBytes
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.reduction_plan import ReductionAlgorithm, ReductionPlan, choose_algorithm
+from tests.support import nightly
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 from tests.zero.shared_memory import SharedMemoryStream
@@ -213,8 +214,7 @@ def fewest_bytes(case: Case, nodes: int, local: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "grids",
-    [[(1, 1)], [(1, 4), (4, 1), (2, 2)], [(2, 3), (3, 2)], [(2, 4)]],
-    ids=["1 rank", "4 ranks", "6 ranks", "8 ranks"],
+    [[(1, 1)], [(1, 4), (4, 1), (2, 2)], [(2, 3), (3, 2)], nightly([(2, 4)])],
 )
 def test_a_reduction_is_the_sum_over_all_ranks(grids: list[tuple[int, int]]) -> None:
     ranks = on_ranks(grids[0][0] * grids[0][1], reduce, grids)
@@ -351,6 +351,6 @@ def check_all_reduced(ranks: list[list[tuple[list[numpy.ndarray], tuple[int, int
         assert [sum(sent) for _, sent in results] == [shares * moved] * world
 
 
-@pytest.mark.parametrize(("world", "peer_buffers"), [(2, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(("world", "peer_buffers"), [(2, False), (3, True)])
 def test_whole_sums_are_on_all_ranks(world: int, peer_buffers: bool) -> None:
     check_all_reduced(on_ranks(world, all_reduce, peer_buffers))

@@ -19,6 +19,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import WEIGHTS
 from tests.checkpoint.saving import TOKENIZER, save
+from tests.support import nightly
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import BF16, MODEL, VOCAB, build
@@ -190,7 +191,7 @@ def losses(topology: Topology, settings: list[tuple[dict[str, Any], PrecisionCon
     return curves
 
 
-PAIRS = pytest.param((2,), id="pairs", marks=pytest.mark.nightly)
+PAIRS = nightly((2,), id="pairs")
 
 
 @pytest.mark.parametrize("counts", [pytest.param((1, 3), id="alone and together"), PAIRS])

@@ -19,6 +19,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import WeightState
 from megatron_zpp.zero.reads import Reads
 from tests.checkpoint.saving import TOKENIZER, save
+from tests.support import nightly
 from tests.zero.engines import engine_of, states_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -126,11 +127,11 @@ def beside_whole_tables(
 @pytest.mark.parametrize(
     ("ranks", "local", "cases"),
     [
-        pytest.param(1, 1, [STAGES[0], AGREEING[-1]], id="1"),
+        nightly(1, 1, [STAGES[0], AGREEING[-1]], id="1"),
         pytest.param(2, 2, AGREEING, id="2"),
         pytest.param(4, 2, IN_GROUPS, id="2x2"),
-        pytest.param(2, 2, MORE_AGREEING, id="2-more", marks=pytest.mark.nightly),
-        pytest.param(4, 2, [*AGREEING, *MORE_AGREEING], id="2x2-more", marks=pytest.mark.nightly),
+        nightly(2, 2, MORE_AGREEING, id="2-more"),
+        nightly(4, 2, [*AGREEING, *MORE_AGREEING], id="2x2-more"),
     ],
 )
 def test_blocks_train_as_whole_tables_do(ranks: int, local: int, cases: list[Case]) -> None:
@@ -182,7 +183,7 @@ def groups_of(topology: Topology, groups: list[list[Case]]) -> list[list[tuple[l
     return found
 
 
-@pytest.mark.parametrize(("ranks", "local"), SAME, ids=str)
+@pytest.mark.parametrize(("ranks", "local"), [*list(SAME)[:1], *(nightly(*grid) for grid in list(SAME)[1:])])
 def test_when_blocks_are_gathered_changes_no_bit(ranks: int, local: int) -> None:
     """Stages that reduce alike, recomputation, any number of units ahead, hpZ; with ZeRO++, which rounds."""
     groups = SAME[ranks, local]

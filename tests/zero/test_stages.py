@@ -20,6 +20,7 @@ from megatron_zpp.zero import engine as engine_module
 from megatron_zpp.zero import gradients
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import Phase, WeightState
+from tests.support import nightly
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.ranks import on_ranks
 from tests.zero.shared_memory import SharedMemoryStream
@@ -114,12 +115,13 @@ def same_order(case: Case, world: int) -> bool:
     return world == 1 or case.accumulation == 1 or case.stage >= 2
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [nightly(1), 2, nightly(3), 4])
 def test_losses_equal_one_process(world: int) -> None:
     cases = tuple(
         Case(stage, accumulation, recompute)
         for stage, accumulation, recompute in itertools.product(STAGES, (1, 3), RECOMPUTE)
-        if world < 3 or recompute in ("stored", "chunks")  # more ranks are for other sizes of what each has
+        if recompute in ("stored", "chunks")
+        or (world < 3 and accumulation == 3)  # more ranks have other sizes
     )
     results = on_ranks(world, train, cases)
     assert all(result == results[0] for result in results[1:])  # every rank sees the same
@@ -238,7 +240,7 @@ def train_writing(topology: Topology, cases: tuple[Case, ...]) -> list[list[floa
     return train(topology, cases)
 
 
-@pytest.mark.parametrize("train", [train, train_in_parts, train_writing])
+@pytest.mark.parametrize("train", [train, nightly(train_in_parts), train_writing])
 def test_bf16_reduction_of_fp32_gradients_costs_its_rounding_and_no_more(train: Callable) -> None:
     reduced = PrecisionConfig(grad_reduce_in_bf16=True)
     cases = tuple(Case(stage, accumulation, precision=reduced) for stage in STAGES for accumulation in (1, 3))
@@ -248,7 +250,7 @@ def test_bf16_reduction_of_fp32_gradients_costs_its_rounding_and_no_more(train: 
         assert losses == pytest.approx(expected, rel=4 * torch.finfo(torch.bfloat16).eps), case
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, nightly(3)])
 def test_ranks_that_write_each_others_memory_equal_one_process(world: int) -> None:
     """Two ranks with a width at which some gradients begin and end with blocks; units whose end is padded."""
     widths = (48, 36) if world == 2 else (36,)
@@ -319,7 +321,7 @@ def test_padding_stays_zero_when_a_batch_grows() -> None:
             assert sums == [0.0] * len(sums)
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 0), (3, 0), (3, 1), (3, 3)])
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (3, 3)])
 def test_a_nan_on_one_rank_skips_the_step_on_all(world: int, stage: int) -> None:
     assert on_ranks(world, poisoned, stage) == [[(0.0, True), (1.0, False)]] * world
 

@@ -1,7 +1,6 @@
 """Two learning rates, weighted losses, norms and zeros of a step, against plain torch at any stage."""
 
 import dataclasses
-import itertools
 from functools import cache
 
 import pytest
@@ -13,6 +12,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.setup.build_engine import DECOUPLED, decoupled_of
+from tests.support import nightly
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -117,11 +117,10 @@ def train(
 @pytest.mark.parametrize(
     ("ranks", "untied", "decoupled"),
     [
-        *itertools.product([1], [False, True], [False, True]),
-        (RANKS, False, False),
+        (1, False, False),
+        (1, True, True),
         (RANKS, True, True),
-        pytest.param(RANKS, False, True, marks=pytest.mark.nightly),
-        pytest.param(RANKS, True, False, marks=pytest.mark.nightly),
+        *(nightly(RANKS, *kind) for kind in ((False, False), (False, True), (True, False))),
     ],
 )
 def test_a_step_is_that_of_plain_torch(ranks: int, untied: bool, decoupled: bool) -> None:

@@ -16,6 +16,7 @@ from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.engine import ZeroEngine
+from tests.support import nightly
 from tests.zero.engines import engine_of, states_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -167,10 +168,10 @@ def check(case: Case, found: Trained, *, rel: float) -> None:
 
 @pytest.mark.parametrize(
     ("tensor", "data"),
-    [(1, 2), (2, 1), (2, 2), *(pytest.param(4, n, marks=pytest.mark.nightly) for n in (1, 2))],
+    [(2, 2), *(nightly(*ranks) for ranks in ((1, 2), (2, 1), (4, 1), (4, 2)))],
 )
 def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> None:
-    """In 20 steps, within what the order of fp32 sums leaves. Four tensor ranks are nightly."""
+    """In 20 steps, within what the order of fp32 sums leaves. Other numbers of ranks are nightly."""
     cases = tuple(Case(model, tensor, stage, layers=2, steps=20) for stage in range(4) for model in MODELS)
     first, *others = on_ranks(tensor * data, train, cases)
     for other in others:
@@ -222,7 +223,7 @@ def test_tensor_ranks_drop_out_of_tokens_of_their_own_and_recomputation_repeats_
         assert kept.losses != whole.losses
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), (8, 4)])
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), nightly(8, 4)])
 def test_zeropp_acts_over_data_ranks(ranks: int, ranks_per_node: int) -> None:
     """Two nodes of one or two data ranks each, two tensor ranks per data rank; all ranks see the same."""
     kinds = (("llama", ALL), ("llama", ALL + FOUR_BITS), ("gpt2", ALL + FOUR_BITS))

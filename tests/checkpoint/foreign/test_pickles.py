@@ -2,9 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
-import time
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -17,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.checkpoint.foreign.pickled import NotData, Record, read_pickle
+from megatron_zpp.checkpoint.foreign.pickled import NotData, read_pickle
 from megatron_zpp.checkpoint.foreign.torch_file import read_pickle_file, read_torch_file
 from megatron_zpp.storage.checksums import DamagedFile
 from tests.checkpoint.foreign.imports import TOKENIZER, run_import
-from tests.support import ROOT
+from tests.support import program
 
 
 class Calls:
@@ -61,14 +58,6 @@ def test_code_is_refused_and_does_not_run(name: str, protocol: int, tmp_path: Pa
     assert not marker.exists()
     pickle.loads(content)  # so that the test would notice
     assert marker.exists() or name == "subprocess.Popen"
-
-
-def test_functions_of_the_libraries_are_not_called_either(tmp_path: Path) -> None:
-    marker = tmp_path / "ran"
-    found = read_pickle(pickle.dumps(Calls(torch.save, {}, str(marker))), lambda value: value)
-    assert isinstance(found, Record)
-    assert (str(found.of), found.arguments) == ("torch.serialization.save", ({}, str(marker)))
-    assert not marker.exists()
 
 
 @pytest.mark.parametrize(
@@ -214,10 +203,8 @@ def within(tmp_path: Path, value: Any) -> str:
     directory.mkdir(parents=True)
     torch.save(value, directory / "model_optim_rng.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
-    command = [sys.executable, "-m", "megatron_zpp.commands.import_checkpoint", str(tmp_path), *TOKENIZER]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "new")], capture_output=True, text=True, timeout=20, cwd=ROOT
-    )
+    argv = [tmp_path, *TOKENIZER, "--output", tmp_path / "new"]
+    done = program("megatron_zpp.commands.import_checkpoint", *argv, timeout=20)
     assert done.returncode == 1
     return done.stderr
 
@@ -238,11 +225,3 @@ def test_nested_tuples_are_no_keys(kind: str) -> None:
     ends = {"set": b"\x8f(" + pair + b"\x90", "frozenset": b"(" + pair + b"\x91", "key": b"}" + pair + b"Ns"}
     with pytest.raises(NotData, match="has a nested tuple as a key"):
         read_pickle(b"\x80\x04" + ends[kind] + b".", lambda value: None)
-
-
-def test_many_empty_lists_end_soon() -> None:
-    content = b"\x80\x04](" + b"]" * 4_000_000 + b"e."
-    began = time.monotonic()
-    with pytest.raises(NotData, match="has more than 3,000,000 opcodes"):
-        read_pickle(content, lambda value: None)
-    assert time.monotonic() - began < 60

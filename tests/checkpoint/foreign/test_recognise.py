@@ -3,17 +3,15 @@
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.foreign.recognise import recognise
-from megatron_zpp.commands import huggingface, import_checkpoint, sample
+from megatron_zpp.commands import import_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.train.resume.start import check_start
-from tests.support import program
 
 LAYOUTS = {
     "mp_rank files": ["iter_0000100/mp_rank_00/model_optim_rng.pt", "latest_checkpointed_iteration.txt=100"],
@@ -55,27 +53,6 @@ def test_the_words_say_what_it_is(foreign: Path, request: pytest.FixtureRequest)
     inside = next(iter(sorted(path for path in foreign.iterdir() if path.is_dir())), foreign)
     with pytest.raises(ValueError, match=WORDS):
         candidates(str(inside))
-
-
-@pytest.mark.parametrize(
-    ("command", "argv"),
-    [(sample, "--load {} --device cpu"), (huggingface, "export {} new")],
-    ids=["sample", "export"],
-)
-def test_commands_name_it(foreign: Path, command: Any, argv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["program", *argv.format(foreign).split()])
-    with pytest.raises(ValueError, match=WORDS):
-        command.main()
-
-
-def test_evaluate_names_it(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("global_step3")
-    (tmp_path / "global_step3").mkdir()
-    (tmp_path / "global_step3" / "mp_rank_00_model_states.pt").write_text("")
-    argv = ("--load", tmp_path, "--valid-data", tmp_path / "latest", "--device", "cpu")
-    done = program("megatron_zpp.commands.evaluate", *argv)
-    assert done.returncode == 1
-    assert re.search(f"--load .*global_step3 {WORDS}", done.stderr)
 
 
 def test_a_run_names_it(foreign: Path) -> None:

@@ -14,7 +14,7 @@ from megatron_zpp.generate.loading import load_model
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.checkpoint.huggingface.gpt2 import SHAPE_FLAGS, SOURCE, check_equal, logits, save, tensors, theirs
 from tests.model.test_gpt import names_in_transformers
-from tests.support import pretrain
+from tests.support import nightly, pretrain
 from tests.tokenizer.test_tokenizers import ORDINARY
 
 
@@ -34,9 +34,9 @@ def tokenizer_flags(bpe: Path, kind: str, directory: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
-        ("GPT2BPETokenizer", 0),
+        nightly("GPT2BPETokenizer", 0),
         ("HuggingFaceTokenizer", 3),
-        ("SentencePieceTokenizer", 3),
+        nightly("SentencePieceTokenizer", 3),
         ("NullTokenizer", 0),
     ],
 )
@@ -169,11 +169,3 @@ def test_an_export_that_could_not_get_its_name_is_refused_before_it_begins(
     monkeypatch.setattr(huggingface, "export_checkpoint", lambda *_, **__: pytest.fail("began"))
     with pytest.raises(ValueError, match=f"^{said}$"):
         tool("export", tmp_path / "run", name)
-
-
-def test_heads_of_another_width_are_refused(tool: Callable[..., str], tmp_path: Path) -> None:
-    flags = [*SHAPE_FLAGS, "--tokenizer-type", "NullTokenizer", "--vocab-size", "50", "--kv-channels", "6"]
-    ran = pretrain(*flags, "--train-iters", "1", "--lr", "1e-3", "--save", str(tmp_path / "run"))
-    assert ran.returncode == 0, ran.stderr
-    with pytest.raises(ValueError, match="its heads are 6 wide"):
-        tool("export", tmp_path / "run", tmp_path / "out")

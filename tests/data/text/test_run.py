@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support import Run, pretrain, wait_until
+from tests.support import Run, nightly, pretrain, wait_until
 from tests.train.conftest import BYTES, TINY
 
 
@@ -34,6 +34,7 @@ def losses(path: Path) -> list[tuple[str, float]]:
     ]
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_has_the_same_losses(flags: list[str], tmp_path: Path) -> None:
     def run(name: str, *more: str, processes: int = 1) -> list[tuple[str, float]]:
         done = pretrain(*flags, *more, "--metrics-file", str(tmp_path / name), processes=processes)
@@ -109,7 +110,7 @@ def on_shards(flags: list[str], directory: Path, form: str) -> list[str]:
     return ["--data-path", path, *flags[2:], "--data-cache-path", str(directory / "cache")]
 
 
-@pytest.mark.parametrize("form", ["hf", "jsonl.gz"])
+@pytest.mark.parametrize("form", [nightly("hf"), "jsonl.gz"])
 def test_a_run_on_shards_that_is_killed_resumes_with_the_same_losses(
     flags: list[str], tmp_path: Path, form: str
 ) -> None:

@@ -18,6 +18,7 @@ from tests.data.text.conftest import json_lines, opened
 from tests.data.text.test_blends import EOD, resumed
 from tests.data.text.test_order import GROUP, S, steps
 from tests.data.text.test_shards import write_shards
+from tests.support import nightly
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def samples_of(pattern: str, **settings) -> TextDataset:
     return text.samples("train", (0, text.blocks), S, 7, 0)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz"])
+@pytest.mark.parametrize("kind", ["parquet", nightly("jsonl.gz")])
 def test_samples_are_the_same_for_any_world_workers_and_start(
     documents: list[list[int]], tmp_path: Path, kind: str
 ) -> None:

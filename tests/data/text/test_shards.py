@@ -475,6 +475,7 @@ def test_a_flipped_bit_of_a_page_header_is_found(tmp_path: Path) -> None:
     assert all(str(path) in line for line in found)
 
 
+@pytest.mark.nightly
 def test_no_flipped_bit_of_an_index_ends_the_process(tmp_path: Path) -> None:
     """pyarrow's own objects of damaged columns do, so a process of its own opens the files."""
     path = tmp_path / "text.parquet"
