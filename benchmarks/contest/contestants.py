@@ -33,7 +33,6 @@ OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
         **_ZEROPP,
         "zero_quantized_weights_format": "delta2",
         "zero_quantized_gradients_format": "rotated3",
-        "zero_delta4_iterations": 0,
     },
     # Accumulates inside each rank, so that nothing between nodes grows with the number of micro-batches.
     "stage_1_qwz_qgz": {"zero_stage": 1, "zero_quantized_weights": True, "zero_quantized_gradients": True},

@@ -144,11 +144,11 @@ class Config:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Config":
-        """Return the inverse of `to_json`, without the fields of retired flags.
+        """Return the inverse of `to_json`, without retired flags, and with what retired values became.
 
         Raises ValueError for settings that this version does not know.
         """
-        from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
+        from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS, RETIRED_VALUES
 
         parts: dict[str, Any] = {}
         for name, part in typing.get_type_hints(cls).items():
@@ -162,6 +162,8 @@ class Config:
                 if key not in hints:
                     raise ValueError(f"saved configuration: {name}.{key} is not a setting of this version")
                 settings[key] = tuple(value) if isinstance(value, list) else value
+                if isinstance(value, str):
+                    settings[key] = RETIRED_VALUES.get(key, {}).get(value, value)
                 if not fits(settings[key], hints[key]):
                     raise ValueError(f"saved configuration: {name}.{key} cannot be {value!r}")
             parts[name] = part(**settings)
@@ -247,6 +249,7 @@ def _typed(
     translate.add_old_flags(parser)
     with usage_errors():
         translate.refuse_features(parser, argv)
+        translate.refuse_retired_values(argv)
     return parse_groups(parser, groups, argv), translate
 
 
@@ -336,7 +339,7 @@ def _check_param_gather(zero: ZeroConfig) -> None:
         other = f"--zero-quantized-weights in {zero.zero_quantized_weights_format}"
         fix = (
             f"gathers the 8-bit codes that are multiplied, and {other} would gather other codes; use "
-            "--zero-quantized-weights-format delta4, delta3 or delta2, or omit --zero-quantized-weights to "
+            "--zero-quantized-weights-format delta4 or delta2, or omit --zero-quantized-weights to "
             f"gather a byte per weight, or omit {flag}"
         )
         raise option_error(flag, "(given)", fix)

@@ -60,22 +60,18 @@ class ZeroConfig(Options):
     zero_quantized_weights: bool = option(
         False, "qwZ: gather weights as block-quantised codes. Needs --zero-stage 1, 2 or 3."
     )
-    zero_quantized_weights_format: Literal["int8", "fp8", "int4", "delta4", "delta3", "delta2"] = option(
+    zero_quantized_weights_format: Literal["int8", "delta4", "delta2"] = option(
         "int8",
-        "qwZ: format of the codes. delta4, delta3, delta2: codes of 4, 3 or 2 bits (in tables 4) of what "
-        "weights changed by, for several nodes. The ranks of a node, at stage 3 of each hpZ group, keep the "
-        "fp32 weights that the other nodes know: 4 bytes per parameter / these ranks. Stage 3 needs "
-        "--zero-hpz-partition-size auto, or a divisor of the ranks of a node above 1.",
+        "qwZ: format of the codes. delta4, delta2: codes of 4 or 2 bits of what weights changed by, for "
+        "several nodes; delta2 has 4 bits in tables, and until twice the warm-up. The ranks of a node, at "
+        "stage 3 of each hpZ group, keep the fp32 weights that the other nodes know: 4 bytes per parameter "
+        "/ these ranks. Stage 3 needs --zero-hpz-partition-size auto, or a divisor of a node above 1.",
     )
     zero_hpz_partition_size: str = option(
         "1",
         "hpZ: gather weights for backward and recomputation within groups of this many ranks, which hold a "
         "secondary shard each. auto: the ranks of a node (nodes of one rank then hold all weights); 1: off. "
         "Needs --zero-stage 3. Costs memory: all 16-bit weights / group size.",
-    )
-    zero_hpz_secondary: Literal["bf16", "quantized"] = option(
-        "bf16",
-        "hpZ: format of secondary shards. bf16: the compute format, bf16 or fp16; quantized: qwZ's codes.",
     )
     zero_gradient_partition_size: str = option(
         "off",
@@ -89,7 +85,7 @@ class ZeroConfig(Options):
         "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between nodes. "
         "Needs --zero-stage 1, 2 or 3.",
     )
-    zero_quantized_gradients_format: Literal["int4", "int8", "fp8", "rotated4", "rotated3"] = option(
+    zero_quantized_gradients_format: Literal["int4", "int8", "rotated4", "rotated3"] = option(
         "int4",
         "qgZ: format of the codes. rotated4, rotated3: codes of 4 or 3 bits (in tables 4) of randomly "
         "rotated gradients between nodes, and int8 inside them.",
@@ -97,15 +93,8 @@ class ZeroConfig(Options):
     zero_check_interval: int | None = option(
         None,
         "Steps between checks that all nodes hold the same reference of weight differences; a run whose "
-        "references differ ends before it saves. Needs a --zero-quantized-weights-format of delta4, delta3 "
-        "or delta2.",
+        "references differ ends before it saves. Needs --zero-quantized-weights-format delta4 or delta2.",
         at_least=1,
-    )
-    zero_delta4_iterations: int | None = option(
-        None,
-        "delta3 and delta2: iterations, from the start of the run, whose weight differences have 4 bits. "
-        "Default: twice the warm-up, as --lr-warmup-iters gives it. 0: none.",
-        at_least=0,
     )
     zero_quantization_block: int | None = option(
         None,
@@ -154,13 +143,7 @@ class ZeroConfig(Options):
             raise option_error(
                 "--zero-check-interval",
                 self.zero_check_interval,
-                "needs --zero-quantized-weights and --zero-quantized-weights-format delta4, delta3 or delta2",
-            )
-        if self.zero_delta4_iterations is not None and not self.narrows_differences:
-            raise option_error(
-                "--zero-delta4-iterations",
-                self.zero_delta4_iterations,
-                "needs --zero-quantized-weights and --zero-quantized-weights-format delta3 or delta2",
+                "needs --zero-quantized-weights and --zero-quantized-weights-format delta4 or delta2",
             )
         block = self.zero_quantization_block
         if block is not None:
@@ -202,13 +185,14 @@ class ZeroConfig(Options):
         if data_ranks > 1:
             return self
         defaults = ZeroConfig()
-        codes = ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_secondary")
-        details = (
+        names = (
+            "zero_quantized_weights",
             "zero_quantized_weights_format",
+            "zero_quantized_gradients",
             "zero_quantized_gradients_format",
             "zero_quantization_block",
         )
-        return replace(self, **{name: getattr(defaults, name) for name in (*codes, *details)})
+        return replace(self, **{name: getattr(defaults, name) for name in names})
 
     @property
     def largest_block(self) -> int:
@@ -230,11 +214,6 @@ class ZeroConfig(Options):
     def sends_differences(self) -> bool:
         """Whether weight differences cross nodes, not weights."""
         return self.zero_quantized_weights and self.zero_quantized_weights_format.startswith("delta")
-
-    @property
-    def narrows_differences(self) -> bool:
-        """Whether weight differences have fewer than the 4 bits with which a run begins."""
-        return self.sends_differences and self.zero_quantized_weights_format != "delta4"
 
     @property
     def rotates_gradients(self) -> bool:
@@ -262,54 +241,27 @@ class ZeroConfig(Options):
             parts.append(f"tables in units of {self.zero_table_rows} rows")
         return " + ".join(parts)
 
-    def hpz_ranks(self, ranks_of_a_node: int, nodes: int) -> int:
-        """Return the ranks of an hpZ group.
+    def hpz_ranks(self, ranks_of_a_node: int) -> int:
+        """Return the ranks of an hpZ group. Raises ValueError unless the groups divide nodes evenly."""
+        size = self.zero_hpz_partition_size
+        return _ranks_of_groups("--zero-hpz-partition-size", size, ranks_of_a_node)
 
-        Raises ValueError unless groups divide a node evenly, or consist of whole nodes and divide the job.
-        """
-        if self.zero_hpz_partition_size == "auto":
-            return ranks_of_a_node
-        size = int(self.zero_hpz_partition_size)
-        inside = [n for n in range(1, ranks_of_a_node + 1) if ranks_of_a_node % n == 0]
-        across = [n * ranks_of_a_node for n in range(2, nodes + 1) if nodes % n == 0]
-        if size not in inside + across:
-            raise option_error(
-                "--zero-hpz-partition-size",
-                size,
-                f"not possible on {counted(nodes, 'node')} of {counted(ranks_of_a_node, 'data rank')}; give "
-                f"{either([*inside, *across, 'auto'])}",
-            )
-        return size
-
-    def holds_references(self, ranks_of_a_node: int, nodes: int) -> bool:
+    def holds_references(self, ranks_of_a_node: int) -> bool:
         """Whether ranks of a node can hold the reference of weight differences.
 
         At stage 3 they are an hpZ group, of the node or of a part of it. Raises ValueError as `hpz_ranks`.
         """
-        if self.zero_stage < 3:
-            return True
-        ranks = self.hpz_ranks(ranks_of_a_node, nodes)
-        return ranks == ranks_of_a_node or 1 < ranks < ranks_of_a_node
+        return self.zero_stage < 3 or self.hpz_ranks(ranks_of_a_node) > 1 or ranks_of_a_node == 1
 
     def gradient_ranks(self, ranks_of_a_node: int) -> int | None:
         """Ranks of a group in which gradients accumulate; None: the stage says where.
 
         Raises ValueError unless the groups divide nodes evenly.
         """
-        if self.zero_gradient_partition_size == "off":
+        size = self.zero_gradient_partition_size
+        if size == "off":
             return None
-        if self.zero_gradient_partition_size == "auto":
-            return ranks_of_a_node
-        size = int(self.zero_gradient_partition_size)
-        sizes = [n for n in range(1, ranks_of_a_node + 1) if ranks_of_a_node % n == 0]
-        if size not in sizes:
-            raise option_error(
-                "--zero-gradient-partition-size",
-                size,
-                f"not possible on nodes of {counted(ranks_of_a_node, 'data rank')}; give "
-                f"{either([*sizes, 'auto'])}",
-            )
-        return size
+        return _ranks_of_groups("--zero-gradient-partition-size", size, ranks_of_a_node)
 
     def _check_hpz(self) -> None:
         size = self.zero_hpz_partition_size
@@ -317,15 +269,18 @@ class ZeroConfig(Options):
             raise option_error("--zero-hpz-partition-size", size, "must be a whole number of ranks, or auto")
         if self.hpz and self.zero_stage < 3:
             raise option_error("--zero-hpz-partition-size", size, "needs --zero-stage 3")
-        if self.zero_hpz_secondary == "quantized":
-            if not self.hpz:
-                raise option_error("--zero-hpz-secondary", "quantized", "needs --zero-hpz-partition-size")
-            if not self.zero_quantized_weights:
-                raise option_error("--zero-hpz-secondary", "quantized", "needs --zero-quantized-weights")
-            if self.sends_differences:
-                raise option_error(
-                    "--zero-hpz-secondary",
-                    "quantized",
-                    "needs --zero-quantized-weights-format int8, fp8 or int4: secondary shards of "
-                    f"{self.zero_quantized_weights_format} are fp32",
-                )
+
+
+def _ranks_of_groups(flag: str, size: str, ranks_of_a_node: int) -> int:
+    """Return the ranks of a group inside a node. Raises ValueError unless the groups divide it evenly."""
+    if size == "auto":
+        return ranks_of_a_node
+    if ranks_of_a_node % int(size):
+        sizes = [n for n in range(1, ranks_of_a_node + 1) if ranks_of_a_node % n == 0]
+        raise option_error(
+            flag,
+            size,
+            f"not possible on nodes of {counted(ranks_of_a_node, 'data rank')}; give "
+            f"{either([*sizes, 'auto'])}",
+        )
+    return int(size)

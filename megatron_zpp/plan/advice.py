@@ -92,11 +92,11 @@ def difference_advice(job: Job, gibibytes: float) -> str | None:
     as codes have no other format, and none where they cross nodes as they are.
     """
     zero = job.zero
-    holds_references = zero.holds_references(job.data_local, job.nodes)
+    holds_references = zero.holds_references(job.data_local)
     on = zero.zero_quantized_weights or job.precision.fp8_param_gather
     if job.nodes == 1 or not (on and zero.zero_quantized_gradients and holds_references):
         return None
-    if zero.zero_hpz_secondary == "quantized" or (zero.sends_differences and zero.rotates_gradients):
+    if zero.sends_differences and zero.rotates_gradients:
         return None
     flags, changed = [], zero
     if not zero.sends_differences:
@@ -215,7 +215,6 @@ def _options(
             settings["zero_quantized_weights_format"] = given.zero_quantized_weights_format
     if hpz:
         settings["zero_hpz_partition_size"] = given.zero_hpz_partition_size if given.hpz else "auto"
-        settings["zero_hpz_secondary"] = given.zero_hpz_secondary if weights else "bf16"
     if gradients:
         settings["zero_quantized_gradients"] = True
         settings["zero_quantized_gradients_format"] = given.zero_quantized_gradients_format
@@ -227,8 +226,6 @@ def _options(
     changed = dataclasses.replace(plain, **settings)
     if changed.sends_differences:
         changed = dataclasses.replace(changed, zero_check_interval=given.zero_check_interval)
-    if changed.narrows_differences:
-        changed = dataclasses.replace(changed, zero_delta4_iterations=given.zero_delta4_iterations)
     return changed
 
 

@@ -94,10 +94,7 @@ def _by_all_ranks(
 
 def _decoded(plan: CommunicationPlan, gathered: GatherCounts) -> int:
     """Elements that a rank decodes."""
-    decoded = sum(plan.gather_decodes(unit) * times for unit, times in gathered.world.items())
-    if plan.secondary is not None and plan.secondary.hop.quant_format is not None:
-        decoded += sum(unit.numel * times for unit, times in gathered.secondary.items())
-    return decoded
+    return sum(plan.gather_decodes(unit) * times for unit, times in gathered.world.items())
 
 
 def _cast(plan: CommunicationPlan, gathered: GatherCounts) -> int:

@@ -260,8 +260,7 @@ class CommunicationPlan:
             return len(self.reference_elements(layout))
         if self.gather.hop.quant_format is None:
             return 0
-        through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
-        if through_secondary and self.secondary_gather.hop.quant_format is None:
+        if self.fills_secondary and self.secondary_part(layout) is not None:
             return layout.numel // self.grid.local_world_size
         return layout.numel
 
@@ -289,8 +288,6 @@ class CommunicationPlan:
         gathers = self.relayed.nbytes
         weights = self.inside_gather or self.gather
         gathers += len(weights.hop.streams) * weights.received.nbytes
-        if self.secondary is not None and self.secondary != self.inside_gather:  # else they share theirs
-            gathers += self.secondary.received.nbytes
         if self.among_groups is not None:
             gathers += self.among_groups.received.nbytes
         return gathers + self.reduction.buffers.nbytes

@@ -2,8 +2,7 @@
 
 Most steps send the unit's format, which is that of the run, but for tables. Two things ask for more bits:
 
-    early    with 2 or 3 bits, the first steps (--zero-delta4-iterations) send 4, because weights change most
-             and least evenly then
+    early    with 2 bits, the first steps send 4, because weights change most and least evenly then
     raised   a unit whose codes fall behind its weights sends 8
 
 Let u be the norm of a step's update and e that of what the codes had missed before, so that the difference

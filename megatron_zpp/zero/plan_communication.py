@@ -116,8 +116,7 @@ def _plan_gathers(
     copy_engines: bool,
 ) -> _Gathers:
     grid = streams.grid
-    group = zero.hpz_ranks(grid.local_world_size, grid.nodes)
-    kept = grid.rank % group
+    group = zero.hpz_ranks(grid.local_world_size)
 
     def gather(
         stream: int | tuple[int, ...],
@@ -128,7 +127,7 @@ def _plan_gathers(
         return GatherPlan(
             hop=streams.hop(stream, format),
             shards=shards,
-            kept=kept,
+            kept=grid.rank % group,
             layouts=layouts,
             largest_format=largest_format,
         )
@@ -141,7 +140,7 @@ def _plan_gathers(
     if isinstance(format, LloydMaxFormat):
         weights = gather(streams.in_turn(grid.cross_node_ranks), format, 1, eight_bits(format))
         groups = grid.local_world_size // group if zero.zero_stage >= 3 else 1
-        kept, among_groups = grid.local_rank // groups, None
+        among_groups = None
         if groups > 1:
             stream = streams.new(grid.neighbours(groups))
             among_groups = gather(stream, format, grid.nodes, eight_bits(format))
@@ -166,8 +165,7 @@ def _plan_gathers(
         return _Gathers(weights=weights, inside=inside, secondary=None, slot_stream=slot_stream)
     ranks = tuple(grid.neighbours(group))
     secondary_stream = slot_stream if streams.ranks[slot_stream] == ranks else streams.new(ranks)
-    kept_format = format if zero.zero_hpz_secondary == "quantized" else compute_dtype
-    secondary = gather(secondary_stream, kept_format, grid.world_size // group)
+    secondary = gather(secondary_stream, compute_dtype, grid.world_size // group)
     # where a gather lands without a copy by the compute
     if zero.zero_quantized_weights or not (copy_engines and grid.nodes == 1 < grid.world_size):
         slot_stream = secondary_stream
@@ -220,7 +218,7 @@ def _plan_reduction(
 
 def check_topology(zero: ZeroConfig, topology: Topology) -> None:
     """Raise ValueError, with the sizes that would be valid, for ZeRO++ flags that these ranks cannot obey."""
-    hpz_ranks = zero.hpz_ranks(topology.local_world_size, topology.nodes)
+    hpz_ranks = zero.hpz_ranks(topology.local_world_size)
     gradient_ranks = zero.gradient_ranks(topology.local_world_size)
     if zero.sends_differences:
         _check_differences(zero, topology)
@@ -241,7 +239,7 @@ def _check_differences(zero: ZeroConfig, topology: Topology) -> None:
             flag, format, "needs 2 or more nodes; on one node use int8, or omit --zero-quantized-weights"
         )
     local = topology.local_world_size
-    if not zero.holds_references(local, topology.nodes):
+    if not zero.holds_references(local):
         sizes = ", ".join(["auto", *(str(size) for size in _divisors(local) if size > 1)])
         raise option_error(
             flag,

@@ -12,7 +12,7 @@ The tensors of a unit of n elements (padding included) on d ranks:
     master         optimizer   fp32 weights that this rank's optimizer changes: all n at stage 0, else its
                                shard (n / d,); in CPU memory if offloaded; in fp32 the gather source itself
     moments        optimizer   two of AdamW, like `master`; the optimizer's own `moments`
-    secondary      prefetch    hpZ: this rank's part of what its group keeps of the unit, weights or messages;
+    secondary      prefetch    hpZ: this rank's part of what its group keeps of the unit;
                                None where no other unit has the slot, since it is gathered once per step then.
                                Where weight differences are sent, this rank's part of the reference, fp32:
                                what all nodes know of the weights

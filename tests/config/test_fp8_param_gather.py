@@ -13,15 +13,12 @@ from tests.train.test_fp8_scaling import FLAGS
     [
         ("--bf16 --fp8", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"),
         ("--bf16", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"),
-        *(
-            (
-                f"--bf16 --fp8 --fp8-recipe delayed --zero-stage 3 --zero-quantized-weights{more}",
-                "--fp8-param-gather (given): gathers the 8-bit codes that are multiplied, and "
-                f"--zero-quantized-weights in {quant_format} would gather other codes; use "
-                "--zero-quantized-weights-format delta4, delta3 or delta2, or omit "
-                "--zero-quantized-weights to gather a byte per weight, or omit --fp8-param-gather",
-            )
-            for more, quant_format in (("", "int8"), (" --zero-quantized-weights-format int4", "int4"))
+        (
+            "--bf16 --fp8 --fp8-recipe delayed --zero-stage 3 --zero-quantized-weights",
+            "--fp8-param-gather (given): gathers the 8-bit codes that are multiplied, and "
+            "--zero-quantized-weights in int8 would gather other codes; use "
+            "--zero-quantized-weights-format delta4 or delta2, or omit --zero-quantized-weights to gather a "
+            "byte per weight, or omit --fp8-param-gather",
         ),
         (
             "--bf16 --fp8 --fp8-recipe delayed --zero-offload-optimizer",

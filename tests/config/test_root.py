@@ -105,6 +105,26 @@ def test_saved_settings_of_retired_flags_are_read() -> None:
     assert Config.from_json(saved) == config
 
 
+@pytest.mark.parametrize(
+    ("weights", "gradients", "now"),
+    [
+        ("fp8", "fp8", ("int8", "int8")),
+        ("int4", "int4", ("int8", "int4")),
+        ("delta3", "int8", ("delta4", "int8")),
+    ],
+)
+def test_saved_retired_formats_become_present_ones(
+    weights: str, gradients: str, now: tuple[str, str]
+) -> None:
+    config = parse("--zero-stage", "1", "--zero-quantized-weights", "--zero-quantized-gradients")
+    saved = config.to_json()
+    formats = ("zero_quantized_weights_format", "zero_quantized_gradients_format")
+    saved["zero"] |= dict(zip(formats, (weights, gradients), strict=True))
+    saved["zero"] |= {"zero_hpz_secondary": "quantized", "zero_delta4_iterations": 100}
+    read = Config.from_json(saved).zero
+    assert read == dataclasses.replace(config.zero, **dict(zip(formats, now, strict=True)))
+
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 

@@ -211,6 +211,14 @@ def test_settings_of_retired_flags_have_no_effect_but_a_note() -> None:
     )
 
 
+def test_a_retired_value_is_refused_with_the_one_to_use() -> None:
+    settings = "zero:\n  zero_quantized_weights: true\n  zero_quantized_weights_format: delta3\n"
+    with pytest.raises(
+        UsageError, match=r"line 3: zero_quantized_weights_format: delta3 is retired; use delta4$"
+    ):
+        parse_file(settings, *MINIMAL)
+
+
 def test_an_unknown_preset_beside_the_file_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^--model-preset gpt5: is neither a file nor a preset"):
         parse_file(TEXT, "--model-preset", "gpt5")

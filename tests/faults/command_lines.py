@@ -191,7 +191,7 @@ OPTIMIZER = [
         "--fp8 --bf16 --kv-channels 16 --fp8-recipe delayed --fp8-param-gather --zero-stage 1 "
         "--zero-quantized-weights",
         "--zero-quantized-weights in int8 would gather other codes; use --zero-quantized-weights-format "
-        "delta4, delta3 or delta2, or omit",
+        "delta4 or delta2, or omit",
     ),
     bad("--fp8 --bf16 --fp8-products measured", "--fp8-products measured: only always is possible: "),
     bad("--gemm-algorithms measured", "--gemm-algorithms measured: only heuristic is possible: "),
@@ -227,17 +227,17 @@ ZERO = [
     bad("--zero-stage 2 --zero-hpz-partition-size 4", "--zero-hpz-partition-size 4: needs --zero-stage 3"),
     bad("--zero-stage 3 --zero-hpz-partition-size node", "--zero-hpz-partition-size node: … or auto"),
     bad("--zero-stage 3 --zero-hpz-partition-size 0", "--zero-hpz-partition-size 0: must be a whole number"),
+    bad("--zero-stage 3 --zero-hpz-secondary quantized", "--zero-hpz-secondary quantized: only bf16 is"),
     bad(
-        "--zero-stage 3 --zero-quantized-weights --zero-hpz-secondary quantized",
-        "--zero-hpz-secondary quantized: needs --zero-hpz-partition-size",
+        "--zero-stage 3 --zero-quantized-weights-format delta4",
+        "--zero-quantized-weights-format delta4: needs --zero-quantized-weights",
+    ),
+    *(
+        bad(f"--zero-quantized-weights-format {retired}", f"{retired}: is retired; use {current}")
+        for retired, current in (("fp8", "int8"), ("int4", "int8"), ("delta3", "delta4"))
     ),
     bad(
-        "--zero-stage 3 --zero-hpz-partition-size auto --zero-hpz-secondary quantized",
-        "--zero-hpz-secondary quantized: needs --zero-quantized-weights",
-    ),
-    bad(
-        "--zero-stage 3 --zero-quantized-weights-format fp8",
-        "--zero-quantized-weights-format fp8: needs --zero-quantized-weights",
+        "--zero-quantized-gradients-format=fp8", "--zero-quantized-gradients-format fp8: is retired; use int8"
     ),
     bad(
         "--zero-stage 3 --zero-quantized-gradients-format int8",
@@ -251,20 +251,10 @@ ZERO = [
         "--zero-stage 3 --zero-quantized-weights --zero-check-interval 5",
         "--zero-check-interval 5: needs --zero-quantized-weights and --zero-quantized-weights-format delta4",
     ),
-    bad(
-        "--zero-stage 3 --zero-quantized-weights --zero-quantized-weights-format delta4 "
-        "--zero-hpz-partition-size auto --zero-delta4-iterations 100",
-        "--zero-delta4-iterations 100: needs --zero-quantized-weights and --zero-quantized-weights-format "
-        "delta3 or delta2",
-    ),
+    bad("--zero-delta4-iterations 100", "--zero-delta4-iterations 100: not here: delta2 has 4 bits until"),
     bad(
         "--zero-stage 3 --zero-quantized-gradients-format rotated4",
         "--zero-quantized-gradients-format rotated4: needs --zero-quantized-gradients",
-    ),
-    bad(
-        "--zero-stage 3 --zero-quantized-weights --zero-quantized-weights-format delta4 "
-        "--zero-hpz-partition-size auto --zero-hpz-secondary quantized",
-        "--zero-hpz-secondary quantized: needs --zero-quantized-weights-format int8, fp8 or int4",
     ),
     bad(
         "--zero-stage 3 --zero-quantization-block 64",

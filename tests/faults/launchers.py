@@ -56,14 +56,14 @@ LAUNCHERS = [
     ),
     refused_on_four(
         "--zero-stage 3 --zero-hpz-partition-size 3",
-        "--zero-hpz-partition-size 3: not possible on 1 node of 4 data ranks; give 1, 2, 4 or auto",
+        "--zero-hpz-partition-size 3: not possible on nodes of 4 data ranks; give 1, 2, 4 or auto",
     ),
     refused_on_four(
         "--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … give 1, 2, 4 or auto"
     ),
     refused_on_four(
         "--zero-stage 3 --zero-hpz-partition-size 3",
-        "--zero-hpz-partition-size 3: not possible on 2 nodes of 2 data ranks; give 1, 2, 4 or auto",
+        "--zero-hpz-partition-size 3: not possible on nodes of 2 data ranks; give 1, 2 or auto",
         LOCAL_WORLD_SIZE="2",
     ),
     refused_on_four(

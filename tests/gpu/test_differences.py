@@ -15,7 +15,6 @@ GRIDS = largest_in_core((2, 1), (2, 2))
 TWO_AND_THREE_BITS = FOUR_BITS | {
     "zero_quantized_weights_format": "delta2",
     "zero_quantized_gradients_format": "rotated3",
-    "zero_delta4_iterations": 1,
 }
 
 

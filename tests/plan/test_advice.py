@@ -141,8 +141,6 @@ def test_weight_differences_are_advised_where_all_of_zeropp_is_on() -> None:
     for other, its_grid in (
         (zero, {"nodes": 1, "local": 8}),
         ({"zero_stage": 3} | QWZ | QGZ, grid),
-        (zero | {"zero_hpz_partition_size": "8"}, grid),
-        (zero | {"zero_hpz_secondary": "quantized"}, grid),
         (FOUR_BITS, grid),
     ):
         assert difference_advice(job_of(SMALL, 50304, zero=other, **its_grid), math.inf) is None

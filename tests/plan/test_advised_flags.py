@@ -20,7 +20,7 @@ TOO_LARGE = f"{PLAN} --micro-batch-size 64 --global-batch-size 2048"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform"
 STAGE_3 = "--zero-stage 3"
 EVERYTHING = f"{STAGE_3} --zero-quantized-weights --zero-hpz-partition-size auto --zero-quantized-gradients"
-DELTAS = f"{EVERYTHING} --zero-quantized-weights-format delta3 --zero-quantized-gradients-format rotated4"
+DELTAS = f"{EVERYTHING} --zero-quantized-weights-format delta2 --zero-quantized-gradients-format rotated4"
 CASES = {  # a command line, and a part of what is said of it
     f"{FITS} {STAGE_3}": "  take all of them: ",
     f"{FITS} {STAGE_3} --plan-link-gbit 400": " --zero-quantized-weights --zero-hpz-partition-size auto",
@@ -29,8 +29,7 @@ CASES = {  # a command line, and a part of what is said of it
     f"{FITS} {STAGE_3} --zero-hpz-partition-size auto": "--zero-stage 1 --zero-hpz-partition-size 1 fits as",
     f"{FITS} {EVERYTHING} --zero-quantization-block 64 --plan-nodes 1": "none of them (--zero-hpz-partition-"
     "size 1 without --zero-quantized-weights --zero-quantized-gradients --zero-quantization-block):\n",
-    f"{FITS} {EVERYTHING} --zero-hpz-secondary quantized": "--zero-hpz-secondary bf16",
-    f"{FITS} {DELTAS} --zero-check-interval 5 --zero-delta4-iterations 3": "  take all of them: ",
+    f"{FITS} {DELTAS} --zero-check-interval 5": "  take all of them: ",
     f"{FITS} {DELTAS} --zero-check-interval 5 --plan-link-gbit 9000": " --zero-check-interval):\n    no ",
     f"{FITS} {STAGE_3} --fp8 --fp8-recipe delayed --fp8-param-gather --fp8-output-layer": "take ",
     f"{TOO_LARGE} {STAGE_3} --zero-table-rows 4096": " without --zero-table-rows",

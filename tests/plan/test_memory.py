@@ -262,7 +262,6 @@ STATES: list[dict[str, Any]] = [
     {"zero_stage": 2} | QWZ | QGZ,
     {"zero_stage": 3, "zero_prefetch_units": 0} | HPZ,
     ALL,
-    ALL | {"zero_hpz_secondary": "quantized"},
     FOUR_BITS,
     FOUR_BITS | {"zero_stage": 1, "zero_hpz_partition_size": "1"},
     FOUR_BITS | {"zero_gradient_partition_size": "auto"},

@@ -25,8 +25,8 @@ MODEL = ModelConfig(num_layers=5, hidden_size=64, num_attention_heads=4, seq_len
 STAGE_3 = {"zero_stage": 3}
 ALL = STAGE_3 | QWZ | HPZ | QGZ
 BLOCKS = {"zero_table_rows": 70}  # of 384 rows
-THREE_BITS = FOUR_BITS | {
-    "zero_quantized_weights_format": "delta3",
+FEWER_BITS = FOUR_BITS | {
+    "zero_quantized_weights_format": "delta2",
     "zero_quantized_gradients_format": "rotated3",
 }
 
@@ -45,11 +45,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ),
     (STAGE_3 | QGZ | {"zero_quantized_gradients_format": "int8"}, {"recompute_granularity": "selective"}, 1),
     (ALL, FULL, 1),
-    (ALL | {"zero_hpz_secondary": "quantized"}, {}, 2),
     (FOUR_BITS, FULL, 2),
-    (THREE_BITS | {"zero_gradient_partition_size": "auto"}, {}, 3),
+    (FEWER_BITS | {"zero_gradient_partition_size": "auto"}, {}, 3),
     *((FOUR_BITS | {"zero_stage": stage, "zero_hpz_partition_size": "1"}, {}, 2) for stage in (1, 2)),
-    (ALL | {"zero_quantization_block": 512, "zero_quantized_weights_format": "int4"}, {}, 1),
+    (ALL | {"zero_quantization_block": 512}, {}, 1),
     (STAGE_3 | QWZ | {"zero_hpz_partition_size": "4"}, {}, 1),
     *((ALL | {"zero_gradient_partition_size": size}, FULL, n) for size in ("auto", "1") for n in (1, 4)),
     ({"zero_stage": 1, "zero_gradient_partition_size": "auto"}, {}, 3),
@@ -57,7 +56,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     *(({"zero_unit": "sublayer"} | zero, FULL, 2) for zero in (STAGE_3, ALL, FOUR_BITS)),
     (STAGE_3 | {"zero_unit": "sublayer"}, FULL | {"recompute_num_layers": 2}, 1),
     *(({"zero_stage": stage} | BLOCKS, {}, 2) for stage in (1, 3)),
-    (THREE_BITS | BLOCKS, {}, 2),
+    (FEWER_BITS | BLOCKS, {}, 2),
     (STAGE_3 | BLOCKS | {"zero_prefetch_units": 3, "zero_unit": "sublayer"}, FULL, 1),
     (ALL | BLOCKS, FULL, 1),
     (FOUR_BITS | BLOCKS | {"zero_gradient_partition_size": "auto"}, FULL, 3),

@@ -12,7 +12,7 @@ TINY = (
 )
 FORMATS = (
     "--zero-hpz-partition-size auto --zero-quantized-weights --zero-quantized-weights-format delta2 "
-    "--zero-delta4-iterations 3 --zero-quantized-gradients --zero-quantized-gradients-format rotated4"
+    "--lr-warmup-iters 1 --zero-quantized-gradients --zero-quantized-gradients-format rotated4"
 )
 
 

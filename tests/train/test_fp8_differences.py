@@ -33,7 +33,7 @@ CASES = [
     f"{NODE} {DELTA} delta4",
     f"--zero-stage 2 {DELTA} delta4",
     f"--zero-stage 1 {DELTA} delta4",
-    f"{NODE} {IN_TURN} {DELTA} delta3 --zero-delta4-iterations 1",
+    f"{NODE} {IN_TURN} {DELTA} delta2",
     f"{NODE} {DELTA} delta4 --zero-quantized-gradients --zero-quantized-gradients-format rotated4",
 ]
 FIRST = CASES[0].split()

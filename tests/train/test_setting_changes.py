@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.root import parse_args
 from megatron_zpp.train.resume.model_changes import product_changes
+from megatron_zpp.train.resume.setting_changes import setting_changes
+from tests.config.command_line import MINIMAL
 from tests.train.in_process import Resumed, of
 
 
@@ -49,6 +52,18 @@ def test_other_formats_and_algorithms_of_matmuls_are_said(before: bool, now: boo
     saved = {"compilation": {"gemm_algorithms": "measured"}}
     algorithms = " WARNING: --gemm-algorithms was measured and is retired: bits may differ"
     assert product_changes(saved, PrecisionConfig()) == [algorithms]
+
+
+def test_retired_settings_are_said_where_something_else_happens_now() -> None:
+    present = parse_args([*MINIMAL, "--zero-stage", "3", "--zero-quantized-weights"]).to_json()
+    old = present["zero"] | {"zero_hpz_secondary": "bf16", "zero_delta4_iterations": None}
+    assert setting_changes(present | {"zero": old}, 2, present, 2) == []
+    old |= {"zero_quantized_weights_format": "fp8", "zero_hpz_secondary": "quantized"}
+    (line,) = setting_changes(present | {"zero": old}, 2, present, 2)
+    assert line == (
+        " changed since the checkpoint: --zero-quantized-weights-format fp8 → int8, --zero-hpz-secondary "
+        "quantized → retired"
+    )
 
 
 def test_a_run_without_its_moments_says_that_the_schedule_goes_on(

@@ -74,15 +74,13 @@ def zeropp_bytes(
     weights: QuantFormat | None,
     gradients: QuantFormat | None,
     secondary_ranks: int | None,
-    secondary_codes: bool = False,
 ) -> int:
     """What ZeRO++ at stage 3 adds to `model_state_bytes` and `arena_bytes`; less where codes replace weights.
 
-    qwZ publishes messages instead of 16-bit shards, and receives all messages of a unit at once; so does a
-    secondary shard of codes, but in the same memory where its group is a node. Between nodes of several ranks
-    the messages of two units for one rank of a node are on their way. hpZ (`secondary_ranks`) keeps a part of
-    each unit that shares its slot: 2 Psi / N bytes (ZeRO++, section 3.2). qgZ has room for the messages of
-    both ways of a hop instead of for 16-bit gradients and fp32 sums.
+    qwZ publishes messages instead of 16-bit shards, and receives all messages of a unit at once. Between
+    nodes of several ranks the messages of two units for one rank of a node are on their way. hpZ
+    (`secondary_ranks`) keeps a part of each unit that shares its slot: 2 Psi / N bytes (ZeRO++, section 3.2).
+    qgZ has room for the messages of both ways of a hop instead of for 16-bit gradients and fp32 sums.
     """
     ranks = layouts[0].ranks
     total = 0
@@ -91,16 +89,10 @@ def zeropp_bytes(
         largest = max(weights.message_bytes(layout.shard_numel) for layout in layouts)
         several = nodes > 1 and ranks > nodes
         total += ranks * largest + (2 * nodes * largest if several else 0)
-        if secondary_codes and not (several and secondary_ranks == ranks // nodes):
-            total += ranks * largest
     if secondary_ranks is not None:
         for layout, units in Counter(layouts).items():
             if slots(units, prefetch) < units:
-                quant_format = (
-                    ranks // secondary_ranks * weights.message_bytes(layout.shard_numel) if weights else 0
-                )
-                plain = 2 * layout.numel // secondary_ranks
-                total += units * (quant_format if secondary_codes else plain)
+                total += units * (2 * layout.numel // secondary_ranks)
     if gradients is not None and ranks > 1:
         total += quantized_reduction_bytes(layouts, nodes, gradients)
         total -= reduction_bytes(layouts, nodes, reduce_bytes=2, sum_bytes=4)

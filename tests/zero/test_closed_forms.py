@@ -131,7 +131,7 @@ ZEROPP: list[dict[str, Any]] = [
     {"zero_quantized_weights": True},
     {"zero_hpz_partition_size": "2"},
     {"zero_quantized_gradients": True},
-    {"zero_quantized_weights": True, "zero_hpz_partition_size": "2", "zero_hpz_secondary": "quantized"},
+    {"zero_quantized_weights": True, "zero_hpz_partition_size": "2"},
     {"zero_quantized_weights": True, "zero_hpz_partition_size": "2", "zero_quantized_gradients": True},
 ]
 
@@ -158,8 +158,7 @@ def measure_zeropp_memory(topology: Topology) -> list[tuple[int, float]]:
             prefetch=1,
             weights=QuantFormat("int8", WEIGHT_BLOCK) if zero.zero_quantized_weights else None,
             gradients=QuantFormat("int4", GRADIENT_BLOCK) if zero.zero_quantized_gradients else None,
-            secondary_ranks=zero.hpz_ranks(2, 2) if zero.hpz else None,
-            secondary_codes=zero.zero_hpz_secondary == "quantized",
+            secondary_ranks=zero.hpz_ranks(2) if zero.hpz else None,
         )
         measured.append((peak, theory))
     return measured

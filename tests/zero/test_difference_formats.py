@@ -19,14 +19,14 @@ from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
 from tests.zero.test_differences import BOTH, batch, build, raw
 
-DELTA3 = BOTH | {"zero_quantized_weights_format": "delta3"}
+DELTA2 = BOTH | {"zero_quantized_weights_format": "delta2"}
 BEHIND = 2  # the unit whose codes fall behind
 
 
 def fall_behind(engine: ZeroEngine) -> None:
     """Moves one element per block of a unit's reference, on all nodes alike, by a hundred updates.
 
-    Codes of 3 bits reach 2.2 rms of a block of 256, and such an element is at 16.
+    Codes of 2 bits reach 1.5 rms of a block of 256, and such an element is at 16.
     """
     engine.evaluate(batch(engine.topology, 0))  # which waits for the exchanges behind the last step
     engine.units[BEHIND].reference[7::256] += 1.0
@@ -48,7 +48,7 @@ def behind(engine: ZeroEngine) -> float:
 
 
 def raised_and_lowered(topology: Topology) -> dict[str, Any]:
-    engine = build(topology, DELTA3)
+    engine = build(topology, DELTA2)
     before = [step(engine, number) for number in range(2)]
     fall_behind(engine)
     after = [(*step(engine, 2 + number), behind(engine)) for number in range(6)]
@@ -72,9 +72,9 @@ def check_raised(nodes: int, local: int, ranks: list[dict[str, Any]]) -> None:
         assert [raised for raised, _ in found["before"]] == [0, 0]
         assert [raised for raised, *_ in found["after"]] == [0, 0, 1, 1, 1, 0]
         usual = found["before"][1][1]
-        formats = eight_bits(LloydMaxFormat(3)), LloydMaxFormat(3)
-        eight, three = (format.message_bytes(found["shard"]) for format in formats)
-        more = (nodes - 1) * (eight - three)
+        formats = eight_bits(LloydMaxFormat(2)), LloydMaxFormat(2)
+        eight, two = (format.message_bytes(found["shard"]) for format in formats)
+        more = (nodes - 1) * (eight - two)
         assert [sent - usual for _, sent, _ in found["after"]] == [0, 0, more, more, more, 0]
         lags = [lag for *_, lag in found["after"]]
         assert lags[1] > 0.5
@@ -85,14 +85,14 @@ def check_raised(nodes: int, local: int, ranks: list[dict[str, Any]]) -> None:
 
 def resumed(topology: Topology, directory: str) -> list[bool]:
     """Whether a run that is saved and loaded before each step is the run that is not, bit for bit."""
-    engine = build(topology, DELTA3)
+    engine = build(topology, DELTA2)
     for number in range(2):
         step(engine, number)
     fall_behind(engine)
     same, again = [], None
     for number in range(5):
         path = save(Path(directory) / str(number), engine, Progress(iteration=2 + number))
-        again = build(topology, DELTA3)
+        again = build(topology, DELTA2)
         load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
         here, there = step(engine, 2 + number), step(again, 2 + number)
         references = zip(engine.units, again.units, strict=True)
@@ -106,7 +106,7 @@ def test_a_resumed_run_raises_the_same_units(tmp_path: Path) -> None:
 
 
 def saved_behind(topology: Topology, directory: str) -> None:
-    engine = build(topology, DELTA3)
+    engine = build(topology, DELTA2)
     step(engine, 0)
     fall_behind(engine)
     step(engine, 1)
@@ -114,7 +114,7 @@ def saved_behind(topology: Topology, directory: str) -> None:
 
 
 def raised_after_load(topology: Topology, directory: str) -> list[int | None]:
-    engine = build(topology, DELTA3)
+    engine = build(topology, DELTA2)
     load_checkpoint(next(Path(directory).glob("iter_*")), engine, TOKENIZER, with_optimizer=True)
     return [step(engine, 2 + number)[0] for number in range(2)]
 
@@ -128,7 +128,7 @@ def test_any_grid_raises_the_units_of_a_checkpoint(tmp_path: Path) -> None:
 
 def after_a_skipped_step(topology: Topology) -> tuple[float, int | None, bool, list[int | None]]:
     """A step that is not finite, in which a unit would send 8 bits; and how many are raised after it."""
-    engine = build(topology, DELTA3)
+    engine = build(topology, DELTA2)
     step(engine, 0)
     fall_behind(engine)
     for number in range(2):
@@ -150,17 +150,17 @@ def test_a_skipped_step_moves_no_reference_by_eight_bits_and_lowers_no_unit() ->
 
 
 def early(topology: Topology, directory: str) -> tuple[list[int], list[int], bool]:
-    """Bytes per step that begin with 4 bits for three steps, and of 4 and 3 bits throughout."""
-    engine = build(topology, DELTA3 | {"zero_delta4_iterations": 3})
+    """Bytes per step that begin with 4 bits for three steps, and of 4 and 2 bits throughout."""
+    engine = build(topology, DELTA2, early_iterations=3)
     sent = [step(engine, number)[1] for number in range(2)]
     path = save(Path(directory), engine, Progress(iteration=2))
-    again = build(topology, DELTA3 | {"zero_delta4_iterations": 3})
+    again = build(topology, DELTA2, early_iterations=3)
     load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
     for number in range(2, 4):
         sent.append(step(engine, number)[1])
         step(again, number)
     throughout = []
-    for zero in (BOTH, DELTA3):
+    for zero in (BOTH, DELTA2):
         plain = build(topology, zero)
         step(plain, 0)
         throughout.append(step(plain, 1)[1])
@@ -169,8 +169,8 @@ def early(topology: Topology, directory: str) -> tuple[list[int], list[int], boo
 
 
 def test_the_first_steps_of_fewer_bits_send_four(tmp_path: Path) -> None:
-    for sent, (four, three), same in on_ranks(4, early, str(tmp_path), ranks_per_node=2):
-        assert sent[1:] == [four, four, three]  # the first step sends key frames, too
+    for sent, (four, two), same in on_ranks(4, early, str(tmp_path), ranks_per_node=2):
+        assert sent[1:] == [four, four, two]  # the first step sends key frames, too
         assert same
 
 
@@ -180,7 +180,7 @@ def test_a_unit_is_raised_that_settles_two_updates_behind() -> None:
     for _ in range(100):
         behind_by = LOST_SHARE**0.5 * (1.0 + behind_by)
     assert behind_by == pytest.approx(2.0)
-    formats = DifferenceFormats([LloydMaxFormat(3)] * 3 + [LloydMaxFormat(4)], 2, torch.device("cpu"))
+    formats = DifferenceFormats([LloydMaxFormat(2)] * 3 + [LloydMaxFormat(4)], 2, torch.device("cpu"))
     measured = torch.tensor([[1.0, 0.45], [1.0, 0.44], [0.0, 0.0], [torch.nan, torch.nan]])
     for raised in (0, 1, 1):
         formats.decide(measured.double())
@@ -189,13 +189,13 @@ def test_a_unit_is_raised_that_settles_two_updates_behind() -> None:
     for _ in range(3):
         formats.decide(skipped)
         assert formats.raised == 1
-    again = DifferenceFormats([LloydMaxFormat(3)] * 4, 2, torch.device("cpu"))
+    again = DifferenceFormats([LloydMaxFormat(2)] * 4, 2, torch.device("cpu"))
     for loaded, raised in ((state, [1, 1, 1]), (None, [0, 0, 0])):
         again.load_state(loaded, first_rank=False)
         assert [(again.decide(skipped), again.raised)[1] for _ in range(3)] == raised
         again.load_state(loaded, first_rank=True)
         restored = measured.double() if loaded else torch.zeros(4, 2).double()
         assert torch.equal(again.measured.nan_to_num(), restored.nan_to_num())
-    assert [formats.coded(0, iteration).bits for iteration in range(3)] == [4, 4, 3]
+    assert [formats.coded(0, iteration).bits for iteration in range(3)] == [4, 4, 2]
     assert formats.coded(3, 2).bits == 4
-    assert formats.sent(0, 5) != formats.sent(1, 5) == LloydMaxFormat(3)
+    assert formats.sent(0, 5) != formats.sent(1, 5) == LloydMaxFormat(2)

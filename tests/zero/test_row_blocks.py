@@ -162,7 +162,6 @@ SAME[4, 2] = [
     [
         (ALL, {"precision": BF16}, 2),
         (ALL, {"precision": BF16, "recompute": FULL}, 2),
-        (ALL | {"zero_hpz_secondary": "quantized"}, {"precision": BF16}, 2),
     ],
 ]
 

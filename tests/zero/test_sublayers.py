@@ -103,10 +103,7 @@ MORE_PASSES: list[Case] = [
 ]
 IN_BF16: list[Case] = [({"zero_stage": stage}, "full", BF16, 0.0, 2, 1) for stage in range(4)]
 ZEROPP: list[Case] = [(zero, "full", BF16, 1.0, 2, 1) for zero in (HPZ, ALL, DELTA4)]
-MORE_ZEROPP: list[Case] = [
-    (ALL | more, "full", BF16, 1.0, 2, 1)
-    for more in ({"zero_hpz_secondary": "quantized"}, {"zero_gradient_partition_size": "auto"})
-]
+MORE_ZEROPP: list[Case] = [(ALL | {"zero_gradient_partition_size": "auto"}, "full", BF16, 1.0, 2, 1)]
 ROTATED: Case = (DELTA4 | {"zero_quantized_gradients_format": "rotated4"}, "full", BF16, 1.0, 2, 1)
 TENSOR: list[Case] = [({"zero_stage": stage}, "full", FP32, 0.0, 2, 2) for stage in (0, 3)]
 

@@ -20,7 +20,11 @@ FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
 
 
 def build(
-    topology: Topology, zero: dict[str, Any], precision: PrecisionConfig = BF16, model: ModelConfig = MODEL
+    topology: Topology,
+    zero: dict[str, Any],
+    precision: PrecisionConfig = BF16,
+    model: ModelConfig = MODEL,
+    early_iterations: int = 0,
 ) -> ZeroEngine:
     """An engine with the settings `zero`, at stage 3 unless they name another one."""
     torch.set_num_threads(1)
@@ -33,4 +37,5 @@ def build(
         topology=topology,
         device=str(this_device()),
         operations=operations(),
+        early_iterations=early_iterations,
     )

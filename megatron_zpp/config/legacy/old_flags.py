@@ -223,8 +223,25 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         otherwise="no layer is timed any more; omit it, and below --hidden-size 2048, where no step was "
         "measured to be faster with --fp8, omit --fp8 too",
     ),
+    OldFlag(
+        name="--zero-hpz-secondary",
+        takes=str,
+        allowed=("bf16",),
+        why="secondary shards always have the compute format",
+        otherwise="secondary shards always have the compute format; omit it",
+    ),
+    OldFlag(
+        name="--zero-delta4-iterations",
+        takes=int,
+        why="delta2 has 4 bits until twice the warm-up",
+        otherwise="delta2 has 4 bits until twice the warm-up; omit it",
+    ),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
+RETIRED_VALUES = {  # by field: the value that takes the place of each
+    "zero_quantized_weights_format": {"fp8": "int8", "int4": "int8", "delta3": "delta4"},
+    "zero_quantized_gradients_format": {"fp8": "int8"},
+}
 
 OLD_FLAGS: tuple[OldFlag, ...] = (
     *(*RENAMED, *ONLY, *IDLE, *REFUSED, *RETIRED),

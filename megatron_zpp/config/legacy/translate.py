@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_zpp.config.legacy.megatron_features import feature_flag
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag
-from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED
+from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED, RETIRED_VALUES
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
 from megatron_zpp.config.sources.provided import OTHERS, Provided
@@ -47,6 +47,16 @@ def refuse_features(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Non
         flag = None if name in known else feature_flag(name)
         if flag is not None:
             raise option_error(name, "(given)", f"not here: {flag.otherwise}")
+
+
+def refuse_retired_values(argv: Sequence[str]) -> None:
+    """Raise ValueError for the first retired value of a flag, which the parser would call unknown."""
+    flags = {flag_name(field): values for field, values in RETIRED_VALUES.items()}
+    for word, following in zip(argv, (*argv[1:], ""), strict=True):
+        name, given, value = word.partition("=")
+        value = value if given else following
+        if value in flags.get(name, ()):
+            raise option_error(name, value, f"is retired; use {flags[name][value]}")
 
 
 def obey_old_flags(typed: Mapping[str, Any], provided: Provided) -> tuple[str, ...]:

@@ -181,7 +181,11 @@ class _File:
         try:
             value = _value(node, self._hints[part][name])
         except ValueError as error:
-            raise self._error(f"{_line(key)}: {name}: {error}") from None
+            from megatron_zpp.config.legacy.old_flags import RETIRED_VALUES
+
+            replacement = RETIRED_VALUES.get(name, {}).get(str(node.value))
+            problem = f"{node.value} is retired; use {replacement}" if replacement else error
+            raise self._error(f"{_line(key)}: {name}: {problem}") from None
         if value is not None:
             yield Setting(part, name, with_home(value), place)
 

@@ -34,7 +34,8 @@ Settings = Mapping[str, Any]  # of a run, by part and name, as Config.to_json re
 def setting_changes(saved: Settings, ranks: int, present: Settings, present_ranks: int) -> list[str]:
     """A log line that names each flag with another value than in the run that saved; none if there is none.
 
-    Settings of which an older version knew nothing are not compared. `ranks` are data ranks.
+    Settings of which an older version knew nothing are not compared. Retired ones are named where they did
+    not say what happens anyway. `ranks` are data ranks.
     """
     found = []
     for part, names in _COMPARED.items():
@@ -42,9 +43,24 @@ def setting_changes(saved: Settings, ranks: int, present: Settings, present_rank
         for name in names or now:
             if name in before and name not in _OF_THE_START and before[name] != now[name]:
                 found.append(f"{flag_name(name)} {_shown(before[name])} → {_shown(now[name])}")
+        found += _retired({name: before[name] for name in before if name not in now})
     if ranks != present_ranks:
         found.append(f"data ranks {ranks} → {present_ranks}")
     return [f" changed since the checkpoint: {', '.join(found)}"] if found else []
+
+
+def _retired(settings: Mapping[str, Any]) -> list[str]:
+    """The retired ones of settings of an older version that did not say what happens now."""
+    if not settings:
+        return []
+    from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
+
+    retired = {name: value for name, value in settings.items() if name in RETIRED_FIELDS}
+    return [
+        f"{flag_name(name)} {_shown(value)} → retired"
+        for name, value in retired.items()
+        if value not in (None, *RETIRED_FIELDS[name].allowed)
+    ]
 
 
 def rate_change(saved: Settings, ranks: int, schedule: RunSchedule, progress: Progress) -> list[str]:

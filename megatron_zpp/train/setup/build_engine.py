@@ -1,7 +1,6 @@
 """Builds the model with its initial weights, sharded over the ranks."""
 
 import os
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
-from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
@@ -52,7 +50,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     return ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=config.training.seed),
-        zero=zero_of(config, grid.data.world_size),
+        zero=config.zero,
         optimizer=config.optimizer,
         precision=config.precision,
         topology=grid.job,
@@ -66,6 +64,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         decoupled=() if config.learning_rate.decoupled_lr is None else decoupled_of(config.model),
         scaling=scaling,
         codes=codes,
+        early_iterations=early_iterations(config, grid.data.world_size),
     )
 
 
@@ -102,13 +101,11 @@ def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
     return True
 
 
-def zero_of(config: Config, ranks: int) -> ZeroConfig:
-    """The settings of ZeRO with the default that depends on the warm-up: --zero-delta4-iterations."""
-    zero = config.zero
-    if not zero.narrows_differences or zero.zero_delta4_iterations is not None:
-        return zero
-    warmup = RunSchedule.from_config(config.training, config.learning_rate, ranks).warmup_iterations
-    return replace(zero, zero_delta4_iterations=2 * warmup)
+def early_iterations(config: Config, ranks: int) -> int:
+    """The iterations in which weight differences have 4 bits or more: twice those of the warm-up."""
+    if not config.zero.sends_differences:
+        return 0
+    return 2 * RunSchedule.from_config(config.training, config.learning_rate, ranks).warmup_iterations
 
 
 def _build_model(

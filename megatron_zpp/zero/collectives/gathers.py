@@ -97,7 +97,7 @@ class QuantizedGather:
         keep: Tensor | None = None,
         after: Pending | None = None,
     ) -> Pending:
-        """See Gather. A `keep` of bytes gets messages, so that weights are never quantised a second time."""
+        """See Gather."""
 
         def work() -> None:
             if after is not None:
@@ -107,8 +107,7 @@ class QuantizedGather:
             messages = received.view(self._messages, -1)
             self._operations.dequantize(messages, full.view(self._messages, -1), self._format)
             if keep is not None:
-                whole = received if keep.dtype == gather_source.dtype else full
-                keep.copy_(whole.view(-1, len(keep))[self._kept])
+                keep.copy_(full.view(-1, len(keep))[self._kept])
 
         return self._comm_stream.submit(work)
 
@@ -156,7 +155,7 @@ class TwoHopGather:
     ) -> Pending:
         """See Gather."""
         secondary = keep if self._plan.fills_secondary else None  # what hop 1 fills
-        if self._relayed is None or (secondary is not None and secondary.dtype == gather_source.dtype):
+        if self._relayed is None:
             hop = self._inside_hop
             part = full.view(len(hop.ranks), -1)[hop.group_rank] if secondary is None else secondary
             arrived = self._between.submit(lambda: self._relay(part, gather_source, after))
