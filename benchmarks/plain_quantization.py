@@ -72,12 +72,9 @@ def sum_rotated(
 def quantize(x: Tensor, *, format: QuantFormat) -> Quantized:
     """Return codes and scales of x, which may have any shape."""
     x = x.float().reshape(-1, format.block)
-    top = 448.0 if format.code_type == "fp8" else 2.0 ** (format.bits - 1) - 1
-    scales = (x.abs().amax(1, keepdim=True).clamp(min=1e-30) / top).to(format.scales)
-    y = x / scales.float()
-    if format.code_type == "fp8":
-        return y.to(torch.float8_e4m3fn), scales
-    codes = y.round().clamp(-top - 1, top).to(torch.int8)
+    top = 2.0 ** (format.bits - 1) - 1
+    scales = (x.abs().amax(1, keepdim=True).clamp(min=1e-30) / top).bfloat16()
+    codes = (x / scales.float()).round().clamp(-top - 1, top).to(torch.int8)
     if format.code_type == "int4":
         codes = codes[:, 0::2] & 15 | codes[:, 1::2] << 4
     return codes, scales
@@ -109,13 +106,13 @@ def sum_quantize(messages: list[Quantized], *, format: QuantFormat) -> Quantized
 
 
 def sum_into(messages: list[Quantized], shard: Tensor, *, format: QuantFormat) -> None:
-    """Write the mean of messages to `shard`."""
-    shard.copy_(total(messages, format).view(shard.shape) / len(messages))
+    """Write the sum of messages to `shard`."""
+    shard.copy_(total(messages, format).view(shard.shape))
 
 
 def sum_parts(parts: Tensor, shard: Tensor) -> None:
-    """Write the mean of the rows to `shard`, summed in fp32."""
-    shard.copy_(parts.sum(0, dtype=torch.float32) / len(parts))
+    """Write the sum of the rows, in fp32, to `shard`."""
+    shard.copy_(parts.sum(0, dtype=torch.float32))
 
 
 def sum_parts_and_squares(parts: Tensor, shard: Tensor, squares: Tensor) -> None:

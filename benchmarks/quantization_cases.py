@@ -13,7 +13,7 @@ from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 
-INT8, INT4, FP8 = QuantFormat("int8", 256), QuantFormat("int4", 128), QuantFormat("fp8", 256)
+INT8, INT4 = QuantFormat("int8", 256), QuantFormat("int4", 128)
 FOUR, SIGNS = LloydMaxFormat(4, 256), Signs(seed=0, unit=1, iteration=2)
 
 
@@ -42,7 +42,7 @@ def all_cases() -> list[Case]:
 
 
 def _one_message() -> list[Case]:
-    named = (("int8/256", INT8), ("int4/128", INT4), ("fp8/256", FP8))
+    named = (("int8/256", INT8), ("int4/128", INT4))
     cases = []
     for name, format in named:
         written = partial(plain.quantize, format=format)
@@ -179,7 +179,7 @@ def _sum_quantize(
     m = elements // count
     messages, quantized = _messages(ops, _numbers(count, m, device=device), INT4)
     output = torch.empty(1, INT4.message_bytes(m), dtype=torch.uint8, device=device)
-    ours = partial(ops.sum_quantize, messages, output, INT4, INT4)
+    ours = partial(ops.sum_quantize, messages, output, INT4)
     return Buffers(messages.nbytes + output.nbytes, ours, (quantized,))
 
 
@@ -187,7 +187,7 @@ def _sum_into(ops: Operations, elements: int, device: torch.device, *, count: in
     m = elements // count
     messages, quantized = _messages(ops, _numbers(count, m, device=device), INT4)
     shard = torch.empty(m, device=device)
-    ours = partial(ops.sum_into, messages, shard, INT4, factor=1 / count)
+    ours = partial(ops.sum_into, messages, shard, INT4)
     return Buffers(messages.nbytes + shard.nbytes, ours, (quantized, torch.empty_like(shard)))
 
 
@@ -196,7 +196,7 @@ def _sum_parts(ops: Operations, elements: int, device: torch.device, *, count: i
         _numbers(count, elements // count, device=device),
         torch.empty(elements // count, device=device),
     )
-    ours = partial(ops.sum_parts, parts, shard, factor=1 / count)
+    ours = partial(ops.sum_parts, parts, shard)
     return Buffers(parts.nbytes + shard.nbytes, ours, (parts, torch.empty_like(shard)))
 
 
@@ -204,7 +204,7 @@ def _sum_parts_and_squares(ops: Operations, elements: int, device: torch.device)
     m = elements // 2
     parts, shard = _numbers(2, m, device=device), torch.empty(m, device=device)
     squares = torch.empty(m // 256, device=device)
-    ours = partial(ops.sum_parts, parts, shard, factor=1 / 2, squares=squares)
+    ours = partial(ops.sum_parts, parts, shard, squares=squares)
     plain_buffers = (parts, torch.empty_like(shard), torch.empty_like(squares))
     return Buffers(parts.nbytes + shard.nbytes + squares.nbytes, ours, plain_buffers)
 

@@ -147,7 +147,7 @@ def byte_rows(name: str, layers: int, width: int, vocab: int) -> list[dict[str, 
 def extremes(code_type: CodeType, dtype: str) -> dict[str, Any]:
     """Largest errors of a block's positive peak and of its negative counterpart; RMS error of normal numbers.
 
-    The symmetric codes to compare with have the scale peak / (2^(b-1) - 1), in fp32 as here.
+    The symmetric codes to compare with have the scale peak / (2^(b-1) - 1), in bf16 as here.
     """
     bits, block = {"int4": 4, "int8": 8}[code_type], 256
     x = torch.randn(4000, block, generator=torch.Generator().manual_seed(2))
@@ -158,9 +158,9 @@ def extremes(code_type: CodeType, dtype: str) -> dict[str, Any]:
     peak = x[:, 0].abs()
     normal = torch.randn(4000, block, generator=torch.Generator().manual_seed(3))
     normal = normal.to(getattr(torch, dtype)).float()
-    step = normal.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    step = (normal.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)).bfloat16().float()
     symmetric = (normal / step).round() * step
-    signed = there_and_back(normal.flatten(), QuantFormat(code_type, block, torch.float32), torch.float32)
+    signed = there_and_back(normal.flatten(), QuantFormat(code_type, block), torch.float32)
     signed = signed.view(x.shape)
     return {
         "code_type": code_type,

@@ -57,9 +57,8 @@ const float* const_floats_of(const Tensor& tensor) { return static_cast<const fl
 
 // ---- operators ----
 
-void quantize(const Tensor& input, const Tensor& messages, std::string_view code_type, int64_t block,
-              ScalarType scales) {
-  const Format format = checks::format("quantize", code_type, block, scales);
+void quantize(const Tensor& input, const Tensor& messages, std::string_view code_type, int64_t block) {
+  const Format format = checks::format("quantize", code_type, block);
   checks::rows("quantize", "input", input, format);
   checks::messages_of_rows("quantize", messages, input, format);
   checks::same_device("quantize", {{"input", &input}, {"messages", &messages}});
@@ -69,9 +68,8 @@ void quantize(const Tensor& input, const Tensor& messages, std::string_view code
   run_on(input, op);
 }
 
-void dequantize(const Tensor& messages, const Tensor& output, std::string_view code_type, int64_t block,
-                ScalarType scales) {
-  const Format format = checks::format("dequantize", code_type, block, scales);
+void dequantize(const Tensor& messages, const Tensor& output, std::string_view code_type, int64_t block) {
+  const Format format = checks::format("dequantize", code_type, block);
   checks::rows("dequantize", "output", output, format);
   checks::messages_of_rows("dequantize", messages, output, format);
   checks::same_device("dequantize", {{"messages", &messages}, {"output", &output}});
@@ -81,38 +79,29 @@ void dequantize(const Tensor& messages, const Tensor& output, std::string_view c
   run_on(output, op);
 }
 
-void sum_quantize(const Tensor& messages, const Tensor& output, std::string_view code_type, int64_t block,
-                  ScalarType scales, std::string_view output_code_type, int64_t output_block, ScalarType output_scales) {
+void sum_quantize(const Tensor& messages, const Tensor& output, std::string_view code_type, int64_t block) {
   const char* name = "sum_quantize";
-  const Format format = checks::format(name, code_type, block, scales);
-  const Format output_format = checks::format(name, output_code_type, output_block, output_scales, "output_");
+  const Format format = checks::format(name, code_type, block);
   const int64_t numel = checks::numel_of_messages(name, messages, format);
-  checks::summed_output(name, output, numel, output_format);
+  checks::summed_output(name, output, numel, format);
   checks::same_device(name, {{"messages", &messages}, {"output", &output}});
   if (numel == 0) return;
-  const SumQuantize op{const_bytes_of(messages),
-                       messages.size(0),
-                       numel,
-                       format,
-                       bytes_of(output),
-                       output.size(0),
-                       output_format};
+  const SumQuantize op{const_bytes_of(messages), messages.size(0), numel, format, bytes_of(output), output.size(0)};
   run_on(messages, op);
 }
 
-void sum_into(const Tensor& messages, const Tensor& shard, std::string_view code_type, int64_t block, ScalarType scales,
-              double factor, bool add) {
-  const Format format = checks::format("sum_into", code_type, block, scales);
+void sum_into(const Tensor& messages, const Tensor& shard, std::string_view code_type, int64_t block, bool add) {
+  const Format format = checks::format("sum_into", code_type, block);
   const int64_t numel = checks::numel_of_messages("sum_into", messages, format);
   checks::contiguous("sum_into", "shard", shard, {at::kFloat}, {numel});
   checks::same_device("sum_into", {{"messages", &messages}, {"shard", &shard}});
   if (numel == 0) return;
-  const SumInto op{const_bytes_of(messages), messages.size(0), numel, format, floats_of(shard), float(factor), add};
+  const SumInto op{const_bytes_of(messages), messages.size(0), numel, format, floats_of(shard), add};
   run_on(shard, op);
 }
 
-void sum_parts(const Tensor& parts, const Tensor& shard, double factor, bool add, const std::optional<Tensor>& own,
-               int64_t group_rank, const std::optional<Tensor>& squares) {
+void sum_parts(const Tensor& parts, const Tensor& shard, bool add, const std::optional<Tensor>& own, int64_t group_rank,
+               const std::optional<Tensor>& squares) {
   checks::parts("sum_parts", parts, provided(own), group_rank);
   checks::contiguous("sum_parts", "shard", shard, {at::kFloat}, {parts.size(1)});
   if (squares) checks::sums_of_squares("sum_parts", "squares", *squares, "shard", shard);
@@ -129,7 +118,6 @@ void sum_parts(const Tensor& parts, const Tensor& shard, double factor, bool add
                     own ? own->const_data_ptr() : nullptr,
                     group_rank,
                     floats_of(shard),
-                    float(factor),
                     add,
                     squares ? floats_of(*squares) : nullptr};
   run_on(shard, op);
@@ -189,9 +177,9 @@ void adamw(const Tensor& master, const Tensor& gradient, const Tensor& exp_avg, 
 
 void adamw_quantize(const Tensor& master, const Tensor& gradient, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                     const Tensor& message, at::TensorList device_scalars, at::ArrayRef<double> host_scalars,
-                    int64_t decayed, std::string_view code_type, int64_t block, ScalarType scales) {
+                    int64_t decayed, std::string_view code_type, int64_t block) {
   const char* name = "adamw_quantize";
-  const Format format = checks::format(name, code_type, block, scales);
+  const Format format = checks::format(name, code_type, block);
   const AdamwStep step = adamw_step(name, {master, gradient, exp_avg, exp_avg_sq}, {at::kFloat}, device_scalars,
                                     host_scalars, decayed);
   checks::message_of_weights(name, message, master, format);
@@ -247,7 +235,7 @@ void quantize_rotated(const Tensor& input, const Tensor& messages, int64_t bits,
 }
 
 void sum_rotated(const Tensor& messages, const Tensor& shard, int64_t bits, int64_t block, int64_t seed, int64_t unit,
-                 int64_t iteration, int64_t first, double factor, bool add) {
+                 int64_t iteration, int64_t first, bool add) {
   const char* name = "sum_rotated";
   const LloydMaxFormat format = checks::lloyd_max(name, bits, block);
   checks::flat(name, "shard", shard, {at::kFloat}, block);
@@ -256,7 +244,7 @@ void sum_rotated(const Tensor& messages, const Tensor& shard, int64_t bits, int6
   const Signs signs = checks::signs(name, seed, unit, iteration, first);
   if (shard.numel() == 0) return;
   run_on(shard, SumRotated{const_bytes_of(messages), messages.size(0), shard.numel(), floats_of(shard), format,
-                           signs, float(factor), add});
+                           signs, add});
 }
 
 void register_operators(torch::Library& library) {
@@ -277,18 +265,13 @@ void register_operators(torch::Library& library) {
 }  // namespace
 
 TORCH_LIBRARY(megatron_zpp, library) {
+  library.def("quantize(Tensor input, Tensor(a!) messages, str code_type, int block) -> ()");
+  library.def("dequantize(Tensor messages, Tensor(a!) output, str code_type, int block) -> ()");
+  library.def("sum_quantize(Tensor messages, Tensor(a!) output, str code_type, int block) -> ()");
   library.def(
-      "quantize(Tensor input, Tensor(a!) messages, str code_type, int block, ScalarType scales) -> ()");
+      "sum_into(Tensor messages, Tensor(a!) shard, str code_type, int block, bool add) -> ()");
   library.def(
-      "dequantize(Tensor messages, Tensor(a!) output, str code_type, int block, ScalarType scales) -> ()");
-  library.def(
-      "sum_quantize(Tensor messages, Tensor(a!) output, str code_type, int block, ScalarType scales, "
-      "str output_code_type, int output_block, ScalarType output_scales) -> ()");
-  library.def(
-      "sum_into(Tensor messages, Tensor(a!) shard, str code_type, int block, ScalarType scales, "
-      "float factor, bool add) -> ()");
-  library.def(
-      "sum_parts(Tensor parts, Tensor(a!) shard, float factor, bool add, Tensor? own=None, int group_rank=0, "
+      "sum_parts(Tensor parts, Tensor(a!) shard, bool add, Tensor? own=None, int group_rank=0, "
       "Tensor(b!)? squares=None) -> ()");
   library.def("sum_squares(Tensor input, Tensor(a!) sums) -> ()");
   library.def(
@@ -296,8 +279,8 @@ TORCH_LIBRARY(megatron_zpp, library) {
       "Tensor(d!)? gather_source, Tensor[] device_scalars, float[] host_scalars, int decayed) -> ()");
   library.def(
       "adamw_quantize(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
-      "Tensor(d!) message, Tensor[] device_scalars, float[] host_scalars, int decayed, str code_type, int block, "
-      "ScalarType scales) -> ()");
+      "Tensor(d!) message, Tensor[] device_scalars, float[] host_scalars, int decayed, str code_type, "
+      "int block) -> ()");
   library.def(
       "quantize_difference(Tensor weights, Tensor reference, Tensor(a!) message, int bits, int block, "
       "Tensor? skip=None, Tensor(b!)? squares=None) -> ()");
@@ -307,7 +290,7 @@ TORCH_LIBRARY(megatron_zpp, library) {
       "int first) -> ()");
   library.def(
       "sum_rotated(Tensor messages, Tensor(a!) shard, int bits, int block, int seed, int unit, int iteration, "
-      "int first, float factor, bool add) -> ()");
+      "int first, bool add) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(megatron_zpp, CPU, library) { register_operators(library); }

@@ -39,20 +39,15 @@ struct Writer {
   int64_t code_bytes, bytes;  // of one message
   uint32_t padded_block;      // the last block, whose scale precedes the padding; no block's index without padding
   uint32_t padding;           // bytes of zeros at the end of a message
-  uint32_t scale_bytes;
   int log_block;
-  bool fp32_scales;
 
   Writer(uint8_t* messages, const Format& format, int64_t elements)
-      : messages(messages),
-        log_block(log2_of(format.block)),
-        fp32_scales(format.scales == Scales::fp32) {
+      : messages(messages), log_block(log2_of(format.block)) {
     const MessageLayout layout = message_layout(format, elements);
     code_bytes = layout.code_bytes;
     bytes = layout.bytes;
     padding = uint32_t(layout.bytes - layout.used_bytes);
     padded_block = padding > 0 ? index_of(layout.blocks) - 1 : uint32_t(kIndexLimit);
-    scale_bytes = megatron_zpp::scale_bytes(format.scales);
   }
 
   __device__ __forceinline__ uint8_t* message(uint32_t index) const { return messages + index * bytes; }
@@ -64,14 +59,11 @@ struct Writer {
 
   // One lane per block must call this. Stores the scale, and after the last one the padding.
   __device__ __forceinline__ void store_scale(uint8_t* message, uint32_t block, float stored) const {
-    uint8_t* scale = message + code_bytes + uint64_t(block) * scale_bytes;
-    if (fp32_scales)
-      *reinterpret_cast<float*>(scale) = stored;
-    else
-      *reinterpret_cast<uint16_t*>(scale) = uint16_t(bits_of(stored) >> 16);  // exact: rounded already
+    uint8_t* scale = message + code_bytes + uint64_t(block) * kScaleBytes;
+    *reinterpret_cast<uint16_t*>(scale) = uint16_t(bits_of(stored) >> 16);  // exact: rounded already
     if (block == padded_block) {
 #pragma unroll 1
-      for (uint32_t at = 0; at < padding; at += 2) *reinterpret_cast<uint16_t*>(scale + scale_bytes + at) = 0;
+      for (uint32_t at = 0; at < padding; at += 2) *reinterpret_cast<uint16_t*>(scale + kScaleBytes + at) = 0;
     }
   }
 };
@@ -114,7 +106,7 @@ template <CodeType C, int RUN, int K>
 __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& lanes, uint8_t* message, uint32_t block,
                                             const float (&x)[K][RUN], bool active) {
   const uint32_t key = largest_of_lanes(largest_key(x), lanes.log_lanes);
-  const BlockScale scale = block_scale(key, scale_factor(C), !writer.fp32_scales);
+  const BlockScale scale = block_scale(key, scale_factor(C));
   const uint32_t start = lanes.run<RUN>(0), step = lanes.step<RUN>();
   uint32_t words[K][words_of<C>(RUN)];
 #pragma unroll

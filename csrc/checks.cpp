@@ -36,8 +36,10 @@ bool is_one_of(at::ScalarType dtype, std::initializer_list<at::ScalarType> dtype
   return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
 }
 
-bool is_block(int64_t block) {
-  return block >= kSmallestBlock && block <= kLargestBlock && (block & (block - 1)) == 0;
+void checked_block(const char* op, int64_t block) {
+  TORCH_CHECK_VALUE(block >= kSmallestBlock && block <= kLargestBlock && (block & (block - 1)) == 0, op,
+                    ": block must be a power of two from ", text(kSmallestBlock), " to ", text(kLargestBlock), ", got ",
+                    text(block));
 }
 
 // The number of rows of a matrix; 0 for a tensor of other than two dimensions.
@@ -66,16 +68,11 @@ void messages(const char* op, const char* name, const at::Tensor& tensor, at::In
 
 }  // namespace
 
-Format format(const char* op, std::string_view code_type, int64_t block, at::ScalarType scales,
-              const char* prefix) {
-  TORCH_CHECK_VALUE(code_type == "int8" || code_type == "int4" || code_type == "fp8", op, ": ", prefix,
-                    "code_type must be int8, int4 or fp8, got ", code_type);
-  TORCH_CHECK_VALUE(is_block(block), op, ": ", prefix, "block must be a power of two from ", text(kSmallestBlock),
-                    " to ", text(kLargestBlock), ", got ", text(block));
-  TORCH_CHECK_VALUE(scales == at::kBFloat16 || scales == at::kFloat, op, ": ", prefix,
-                    "scales must be bfloat16 or float32, got torch.", name_of(scales));
-  return {code_type == "int8" ? CodeType::int8 : code_type == "int4" ? CodeType::int4 : CodeType::fp8, int(block),
-          scales == at::kFloat ? Scales::fp32 : Scales::bf16};
+Format format(const char* op, std::string_view code_type, int64_t block) {
+  TORCH_CHECK_VALUE(code_type == "int8" || code_type == "int4", op, ": code_type must be int8 or int4, got ",
+                    code_type);
+  checked_block(op, block);
+  return {code_type == "int8" ? CodeType::int8 : CodeType::int4, int(block)};
 }
 
 void rows(const char* op, const char* name, const at::Tensor& tensor, const Format& format) {
@@ -186,8 +183,7 @@ void same_device(const char* op, std::initializer_list<Named> tensors) {
 
 LloydMaxFormat lloyd_max(const char* op, int64_t bits, int64_t block) {
   TORCH_CHECK_VALUE(bits >= 2 && bits <= 4, op, ": bits must be 2, 3 or 4, got ", text(bits));
-  TORCH_CHECK_VALUE(is_block(block), op, ": block must be a power of two from ", text(kSmallestBlock), " to ",
-                    text(kLargestBlock), ", got ", text(block));
+  checked_block(op, block);
   return {int(bits), int(block)};
 }
 

@@ -16,9 +16,8 @@ namespace megatron_zpp::checks {
 
 using Named = std::pair<const char*, const at::Tensor*>;  // null: an optional tensor that was not passed
 
-// `prefix` precedes the arguments' names in messages.
-Format format(const char* op, std::string_view code_type, int64_t block, at::ScalarType scales,
-              const char* prefix = "");
+// A format of block codes.
+Format format(const char* op, std::string_view code_type, int64_t block);
 
 // A matrix (R, n) of floats: n is whole blocks, rows are contiguous and do not overlap.
 void rows(const char* op, const char* name, const at::Tensor& tensor, const Format& format);

@@ -3,10 +3,6 @@
 
 #include "device.cuh"
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-#define ZPP_HAS_E4M3 1  // conversion instructions that round and saturate as numerics.h does
-#endif
-
 namespace megatron_zpp::cuda {
 
 // 32-bit words of n codes.
@@ -61,32 +57,14 @@ __device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, u
   }
 }
 
-__device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
-#ifdef ZPP_HAS_E4M3
-  uint16_t pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-#else
-  return e4m3_nearest(low) | e4m3_nearest(high) << 8;
-#endif
-}
-
 // Encodes eight numbers, rounded to nearest, and masks the words.
 template <CodeType C>
 __device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask,
                                              uint32_t (&words)[words_of<C>(8)]) {
-  if constexpr (C == CodeType::fp8) {
+  float shifted[8];
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const uint32_t low = e4m3_pair(x[4 * k] * inverse, x[4 * k + 1] * inverse);
-      words[k] = (low | e4m3_pair(x[4 * k + 2] * inverse, x[4 * k + 3] * inverse) << 16) & mask;
-    }
-  } else {
-    float shifted[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) shifted[i] = shifted_nearest<C>(x[i], inverse);
-    pack<C>(shifted, mask, words);
-  }
+  for (int i = 0; i < 8; ++i) shifted[i] = shifted_nearest<C>(x[i], inverse);
+  pack<C>(shifted, mask, words);
 }
 
 // ---- decoding ----
@@ -130,21 +108,6 @@ __device__ __forceinline__ void decode_int4(uint32_t word, float* values) {
   }
 }
 
-__device__ __forceinline__ void decode_fp8(uint32_t word, float* values) {
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-#ifdef ZPP_HAS_E4M3
-    uint32_t pair;  // of fp16
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(word >> 16 * k)));
-    values[2 * k] = to_float(Fp16{uint16_t(pair)});
-    values[2 * k + 1] = to_float(Fp16{uint16_t(pair >> 16)});
-#else
-    values[2 * k] = e4m3_value(word >> 16 * k & 0xFF);
-    values[2 * k + 1] = e4m3_value(word >> (16 * k + 8) & 0xFF);
-#endif
-  }
-}
-
 // Decodes codes to numbers, not yet multiplied by the scale.
 template <CodeType C, int N>
 __device__ __forceinline__ void decode_codes(const uint32_t (&words)[words_of<C>(N)], float (&values)[N]) {
@@ -152,7 +115,6 @@ __device__ __forceinline__ void decode_codes(const uint32_t (&words)[words_of<C>
   for (int k = 0; k < words_of<C>(N); ++k) {
     if constexpr (C == CodeType::int8) decode_int8(words[k], values + 4 * k);
     if constexpr (C == CodeType::int4) decode_int4(words[k], values + 8 * k);
-    if constexpr (C == CodeType::fp8) decode_fp8(words[k], values + 4 * k);
   }
 }
 
@@ -201,20 +163,17 @@ __device__ __forceinline__ float scale_of_word(uint32_t word, uint32_t selector)
   return float_of(__byte_perm(word, 0, selector));
 }
 
+// Byte selectors of the scales of even and odd blocks in a word.
+constexpr uint32_t kEvenScale = 0x1044, kOddScale = 0x3244;
+
 // Reads messages of one format.
 struct Reader {
   const uint8_t* messages;
   int64_t code_bytes, bytes;  // of one message
   int log_block;
-  int log_scale_word;                    // log2 of the elements whose scales are in one word
-  uint32_t even_selector, odd_selector;  // byte selectors of the scales of even and odd blocks in a word
 
   Reader(const uint8_t* messages, const Format& format, int64_t elements)
       : messages(messages), log_block(log2_of(format.block)) {
-    const bool fp32_scales = format.scales == Scales::fp32;
-    log_scale_word = fp32_scales ? log_block : log_block + 1;
-    even_selector = fp32_scales ? 0x3210 : 0x1044;
-    odd_selector = fp32_scales ? 0x3210 : 0x3244;
     const MessageLayout layout = message_layout(format, elements);
     code_bytes = layout.code_bytes;
     bytes = layout.bytes;
@@ -228,26 +187,25 @@ struct Reader {
     return message + (element * bits_of_code(C) >> 3);
   }
 
-  // A scale is loaded as the aligned word that contains it and extracted later: a branch with a load for each type of
-  // scale would delay other loads.
+  // A scale is loaded as the aligned word that contains it and its neighbour's, and extracted later.
   __device__ __forceinline__ const uint8_t* scale_word_at(const uint8_t* message, uint64_t element) const {
-    return message + code_bytes + 4 * (element >> log_scale_word);
+    return message + code_bytes + 4 * (element >> (log_block + 1));
   }
 
   // The byte selector of a scale in its word; the same for all messages.
   __device__ __forceinline__ uint32_t scale_selector(uint64_t element) const {
-    return element >> log_block & 1 ? odd_selector : even_selector;
+    return element >> log_block & 1 ? kOddScale : kEvenScale;
   }
 
   // The same by the number of a run of RUN elements in the message, which takes fewer 64-bit instructions.
   template <int RUN>
   __device__ __forceinline__ const uint8_t* scale_word_of_run(const uint8_t* message, uint32_t run) const {
-    return message + code_bytes + 4 * uint64_t(run >> (log_scale_word - kLog2<RUN>));
+    return message + code_bytes + 4 * uint64_t(run >> (log_block + 1 - kLog2<RUN>));
   }
 
   template <int RUN>
   __device__ __forceinline__ uint32_t scale_selector_of_run(uint32_t run) const {
-    return run >> (log_block - kLog2<RUN>)&1 ? odd_selector : even_selector;
+    return run >> (log_block - kLog2<RUN>)&1 ? kOddScale : kEvenScale;
   }
 };
 

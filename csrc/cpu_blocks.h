@@ -30,23 +30,15 @@ inline uint32_t largest_key(const float* x, int n) {
   return key;
 }
 
-inline void store_scale(float stored, uint8_t* scales, int64_t block, Scales type) {
-  if (type == Scales::bf16) {
-    const uint16_t bits = uint16_t(bits_of(stored) >> 16);  // exact: rounded already
-    std::memcpy(scales + 2 * block, &bits, sizeof bits);
-  } else {
-    std::memcpy(scales + 4 * block, &stored, sizeof stored);
-  }
+inline void store_scale(float stored, uint8_t* scales, int64_t block) {
+  const uint16_t bits = uint16_t(bits_of(stored) >> 16);  // exact: rounded already
+  std::memcpy(scales + 2 * block, &bits, sizeof bits);
 }
 
-inline float load_scale(const uint8_t* scales, int64_t block, Scales type) {
-  uint32_t bits = 0;
-  if (type == Scales::bf16) {
-    std::memcpy(reinterpret_cast<uint8_t*>(&bits) + 2, scales + 2 * block, 2);
-  } else {
-    std::memcpy(&bits, scales + 4 * block, 4);
-  }
-  return float_of(bits);
+inline float load_scale(const uint8_t* scales, int64_t block) {
+  uint16_t bits = 0;
+  std::memcpy(&bits, scales + 2 * block, sizeof bits);
+  return float_of(uint32_t(bits) << 16);
 }
 
 // ---- codes ----
@@ -78,33 +70,24 @@ inline void unpack_int4(const uint8_t* codes, int8_t* wide, int n) {
   for (int i = 0; i < n; ++i) wide[i] = int8_t((wide[i] ^ 8) - 8);
 }
 
-// Writes encode(x[i]), the code of each element.
-template <CodeType C, typename Encode>
-void write_codes(const float* x, int n, uint8_t* codes, Encode&& encode) {
-  uint8_t wide[C == CodeType::int4 ? kLargestBlock : 1];
-  uint8_t* target = C == CodeType::int4 ? wide : codes;
-  for (int i = 0; i < n; ++i) target[i] = uint8_t(encode(x[i]));
-  if constexpr (C == CodeType::int4) pack_int4(wide, codes, n);
-}
-
 // Encodes one block x (n,) with this scale.
 template <CodeType C>
 void encode(const float* x, int n, const BlockScale& scale, uint8_t* codes) {
-  const float inverse = scale.inverse;
-  if (scale.code_mask == 0)
+  if (scale.code_mask == 0) {
     std::memset(codes, 0, size_t(n) * bits_of_code(C) / 8);
-  else if constexpr (C == CodeType::fp8)
-    write_codes<C>(x, n, codes, [=](float v) { return e4m3_nearest(v * inverse); });
-  else
-    write_codes<C>(x, n, codes, [=](float v) { return integer_nearest<C>(v, inverse); });
+    return;
+  }
+  const float inverse = scale.inverse;
+  uint8_t wide[C == CodeType::int4 ? kLargestBlock : 1];
+  uint8_t* target = C == CodeType::int4 ? wide : codes;
+  for (int i = 0; i < n; ++i) target[i] = uint8_t(integer_nearest<C>(x[i], inverse));
+  if constexpr (C == CodeType::int4) pack_int4(wide, codes, n);
 }
 
 // Calls use(i, value) with every element of one block.
 template <CodeType C, typename Use>
 void decode(const uint8_t* codes, int n, float stored, Use&& use) {
-  if constexpr (C == CodeType::fp8) {
-    for (int i = 0; i < n; ++i) use(i, e4m3_value(codes[i]) * stored);
-  } else if constexpr (C == CodeType::int8) {
+  if constexpr (C == CodeType::int8) {
     for (int i = 0; i < n; ++i) use(i, float(int8_t(codes[i])) * stored);
   } else {
     int8_t wide[kLargestBlock];
@@ -124,10 +107,9 @@ struct Writer {
   // Encodes x (format.block,) as this block. Writes the padding too if it is the last block.
   template <CodeType C>
   void write(int64_t block, const float* x) const {
-    const BlockScale scale =
-        block_scale(largest_key(x, format.block), scale_factor(C), format.scales == Scales::bf16);
+    const BlockScale scale = block_scale(largest_key(x, format.block), scale_factor(C));
     encode<C>(x, format.block, scale, message + block * (format.block * bits_of_code(C) / 8));
-    store_scale(scale.stored, message + layout.code_bytes, block, format.scales);
+    store_scale(scale.stored, message + layout.code_bytes, block);
     if (block == layout.blocks - 1) std::memset(message + layout.used_bytes, 0, layout.bytes - layout.used_bytes);
   }
 };
@@ -141,7 +123,7 @@ struct Reader {
   // Calls use(i, value) with every element of this block.
   template <CodeType C, typename Use>
   void read(int64_t block, Use&& use) const {
-    const float stored = load_scale(message + layout.code_bytes, block, format.scales);
+    const float stored = load_scale(message + layout.code_bytes, block);
     decode<C>(message + block * (format.block * bits_of_code(C) / 8), format.block, stored, use);
   }
 };

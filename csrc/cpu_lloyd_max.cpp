@@ -163,7 +163,7 @@ struct LloydMaxMessage {
     } else {
       unpack<BITS>(bytes + first * BITS / 8, block, 0, codes);
     }
-    return load_scale(bytes + layout.code_bytes, index, Scales::bf16);
+    return load_scale(bytes + layout.code_bytes, index);
   }
 };
 
@@ -305,9 +305,9 @@ void sum_rotated_blocks(const SumRotated& op) {
       apply_signs(op.signs, op.signs.first + block * n, sum, n);
       float* shard = op.shard + block * n;
       if (op.add)
-        for (int i = 0; i < n; ++i) shard[i] += sum[i] * op.factor;
+        for (int i = 0; i < n; ++i) shard[i] += sum[i];
       else
-        for (int i = 0; i < n; ++i) shard[i] = sum[i] * op.factor;
+        for (int i = 0; i < n; ++i) shard[i] = sum[i];
     }
   });
 }

@@ -10,52 +10,39 @@ namespace megatron_zpp::cpu {
 
 namespace {
 
-// Sums `blocks` blocks from `first` on over all messages, in the order of the messages.
+// Sums a block over all messages, in the order of the messages.
 template <CodeType C>
-void sum_blocks(const uint8_t* messages, int64_t count, const Format& format, const MessageLayout& layout,
-                int64_t first, int blocks, float* sum) {
-  const int n = format.block;
+void sum_block(const uint8_t* messages, int64_t count, const Format& format, const MessageLayout& layout,
+               int64_t block, float* sum) {
   for (int64_t p = 0; p < count; ++p) {
     const Reader reader{messages + p * layout.bytes, format, layout};
-    for (int b = 0; b < blocks; ++b) {
-      float* part = sum + b * n;
-      if (p == 0)
-        reader.read<C>(first + b, [&](int i, float value) { part[i] = value; });
-      else
-        reader.read<C>(first + b, [&](int i, float value) { part[i] += value; });
-    }
+    if (p == 0)
+      reader.read<C>(block, [&](int i, float value) { sum[i] = value; });
+    else
+      reader.read<C>(block, [&](int i, float value) { sum[i] += value; });
   }
 }
 
-// Encodes a block x (n,) of the sum as block `index` of all outputs.
 template <CodeType C>
-void write_block(const SumQuantize& op, const MessageLayout& layout, int64_t index, const float* x) {
-  const Writer writer{op.output + index / layout.blocks * layout.bytes, op.output_format, layout};
-  writer.write<C>(index % layout.blocks, x);
-}
-
-template <CodeType In, CodeType Out>
 void sum_quantize_blocks(const SumQuantize& op) {
-  const int in = op.format.block, out = op.output_format.block;
-  const int chunk = std::max(in, out);  // whole blocks of both
   const MessageLayout layout = message_layout(op.format, op.elements);
-  const MessageLayout output_layout = message_layout(op.output_format, op.elements / op.output_count);
-  at::parallel_for(0, op.elements / chunk, kGrainElements / chunk, [&](int64_t begin, int64_t end) {
+  const MessageLayout output = message_layout(op.format, op.elements / op.output_count);
+  at::parallel_for(0, layout.blocks, kGrainElements / op.format.block, [&](int64_t begin, int64_t end) {
     alignas(64) float sum[kLargestBlock];
-    for (int64_t index = begin; index < end; ++index) {
-      sum_blocks<In>(op.messages, op.message_count, op.format, layout, index * (chunk / in), chunk / in, sum);
-      for (int b = 0; b < chunk / out; ++b)
-        write_block<Out>(op, output_layout, index * (chunk / out) + b, sum + b * out);
+    for (int64_t block = begin; block < end; ++block) {
+      sum_block<C>(op.messages, op.message_count, op.format, layout, block, sum);
+      const Writer writer{op.output + block / output.blocks * output.bytes, op.format, output};
+      writer.write<C>(block % output.blocks, sum);
     }
   });
 }
 
-// Sets shard (n,) to sum * factor, or adds that to it.
-void put(const float* sum, int n, float factor, bool add, float* shard) {
+// Sets shard (n,) to sum, or adds that to it.
+void put(const float* sum, int n, bool add, float* shard) {
   if (add)
-    for (int i = 0; i < n; ++i) shard[i] = shard[i] + sum[i] * factor;
+    for (int i = 0; i < n; ++i) shard[i] = shard[i] + sum[i];
   else
-    for (int i = 0; i < n; ++i) shard[i] = sum[i] * factor;
+    for (int i = 0; i < n; ++i) shard[i] = sum[i];
 }
 
 template <typename T>
@@ -73,7 +60,7 @@ void sum_part_elements(const SumParts& op) {
         const T* next = part(p) + start;
         for (int i = 0; i < n; ++i) sum[i] += to_float(next[i]);
       }
-      put(sum, n, op.factor, op.add, op.shard + start);
+      put(sum, n, op.add, op.shard + start);
     }
   });
 }
@@ -98,10 +85,7 @@ float sum_of_squares(const T* block) {
 }  // namespace
 
 void run(const SumQuantize& op) {
-  with_code_type(op.format.code_type, [&](auto in) {
-    with_code_type(op.output_format.code_type,
-               [&](auto out) { sum_quantize_blocks<decltype(in)::value, decltype(out)::value>(op); });
-  });
+  with_code_type(op.format.code_type, [&](auto code_type) { sum_quantize_blocks<decltype(code_type)::value>(op); });
 }
 
 void run(const SumInto& op) {
@@ -111,8 +95,8 @@ void run(const SumInto& op) {
     at::parallel_for(0, layout.blocks, kGrainElements / n, [&](int64_t begin, int64_t end) {
       alignas(64) float sum[kLargestBlock];
       for (int64_t block = begin; block < end; ++block) {
-        sum_blocks<decltype(code_type)::value>(op.messages, op.message_count, op.format, layout, block, 1, sum);
-        put(sum, n, op.factor, op.add, op.shard + block * n);
+        sum_block<decltype(code_type)::value>(op.messages, op.message_count, op.format, layout, block, sum);
+        put(sum, n, op.add, op.shard + block * n);
       }
     });
   });

@@ -23,7 +23,6 @@ void with_code_type(CodeType code_type, Run&& run) {
   switch (code_type) {
     case CodeType::int8: return run(CodeTypeConstant<CodeType::int8>());
     case CodeType::int4: return run(CodeTypeConstant<CodeType::int4>());
-    case CodeType::fp8: return run(CodeTypeConstant<CodeType::fp8>());
   }
   throw std::invalid_argument("megatron_zpp: unknown code type " + std::to_string(int(code_type)));
 }

@@ -31,7 +31,7 @@ ZPP_HOST_DEVICE constexpr float lloyd_max_boundary(int bits, int i) {
 inline MessageLayout message_layout(const LloydMaxFormat& format, int64_t elements) {
   const int64_t blocks = elements / format.block;
   const int64_t code_bytes = elements * format.bits / 8;
-  const int64_t used_bytes = code_bytes + blocks * scale_bytes(Scales::bf16);
+  const int64_t used_bytes = code_bytes + blocks * kScaleBytes;
   const int64_t bytes = (used_bytes + kMessageAlignment - 1) / kMessageAlignment * kMessageAlignment;
   return {blocks, code_bytes, used_bytes, bytes};
 }
@@ -89,7 +89,7 @@ struct QuantizeRotated {
   Signs signs;
 };
 
-// shard = factor * sum of all messages, rotated back, or shard += that if `add`.
+// shard = sum of all messages, rotated back, or shard += that if `add`.
 struct SumRotated {
   const uint8_t* messages;
   int64_t message_count;
@@ -97,7 +97,6 @@ struct SumRotated {
   float* shard;
   LloydMaxFormat format;
   Signs signs;
-  float factor;
   bool add;
 };
 

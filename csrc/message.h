@@ -5,17 +5,15 @@
 
 namespace megatron_zpp {
 
-enum class Scales : int { bf16, fp32 };
-
 struct Format {
   CodeType code_type;
   int block;  // elements that share a scale: a power of two
-  Scales scales;
 };
 
 constexpr int kSmallestBlock = 32;
 constexpr int kLargestBlock = 2048;
 constexpr int kMessageAlignment = 16;  // bytes
+constexpr int kScaleBytes = 2;         // bf16
 
 // A message is all codes, then one scale per block, then zeros up to a multiple of 16 bytes.
 struct MessageLayout {
@@ -25,12 +23,10 @@ struct MessageLayout {
   int64_t bytes;
 };
 
-inline int scale_bytes(Scales scales) { return scales == Scales::bf16 ? 2 : 4; }
-
 inline MessageLayout message_layout(const Format& format, int64_t elements) {
   const int64_t blocks = elements / format.block;
   const int64_t code_bytes = elements * bits_of_code(format.code_type) / 8;
-  const int64_t used_bytes = code_bytes + blocks * scale_bytes(format.scales);
+  const int64_t used_bytes = code_bytes + blocks * kScaleBytes;
   const int64_t bytes = (used_bytes + kMessageAlignment - 1) / kMessageAlignment * kMessageAlignment;
   return {blocks, code_bytes, used_bytes, bytes};
 }

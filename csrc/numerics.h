@@ -26,7 +26,7 @@
 
 namespace megatron_zpp {
 
-enum class CodeType : int { int8, int4, fp8 };
+enum class CodeType : int { int8, int4 };
 
 ZPP_HOST_DEVICE constexpr int bits_of_code(CodeType code_type) { return code_type == CodeType::int4 ? 4 : 8; }
 
@@ -146,11 +146,11 @@ ZPP_HOST_DEVICE uint32_t peak_key(float x) {
 ZPP_HOST_DEVICE float peak_of_key(uint32_t key) { return float_of((key >> 1) | ((key & 1) ? 0 : kSignBit)); }
 
 // The scale of a block over its signed peak. Integer codes use the whole two's complement range: the peak gets the
-// code -2^(bits-1), so the scale has the opposite sign, and a number near minus the peak is clipped by one code. In
-// fp8 the peak gets 256. The factors are powers of two, so the product is exact; a bf16 scale is rounded afterwards,
-// which rounds the decoded peak too.
+// code -2^(bits-1), so the scale has the opposite sign, and a number near minus the peak is clipped by one code. The
+// factors are powers of two, so the product is exact; the scale is then rounded to bf16, which rounds the decoded peak
+// too.
 ZPP_HOST_DEVICE constexpr float scale_factor(CodeType code_type) {
-  return code_type == CodeType::int8 ? -0x1p-7f : code_type == CodeType::int4 ? -0x1p-3f : 0x1p-8f;
+  return code_type == CodeType::int8 ? -0x1p-7f : -0x1p-3f;
 }
 
 struct BlockScale {
@@ -159,9 +159,8 @@ struct BlockScale {
   uint32_t code_mask;  // all ones; zero if all codes are 0, because the block is zero, subnormal or not finite
 };
 
-ZPP_HOST_DEVICE BlockScale block_scale(uint32_t key, float factor, bool bf16_scales) {
-  float scale = peak_of_key(key) * factor;
-  if (bf16_scales) scale = float_of(bf16_bits(scale) << 16);
+ZPP_HOST_DEVICE BlockScale block_scale(uint32_t key, float factor) {
+  const float scale = float_of(bf16_bits(peak_of_key(key) * factor) << 16);
   const bool finite = key < kFirstNonFiniteKey;
   const bool usable = finite && (bits_of(scale) & ~kSignBit) >= 0x00800000u;  // 2^-126
   const float stored = usable ? scale : finite ? 0.f : float_of(kNanBits);
@@ -172,34 +171,6 @@ ZPP_HOST_DEVICE BlockScale block_scale(uint32_t key, float factor, bool bf16_sca
 
 // The sum of this and a number below 2^22 has the nearest integer (ties to even) in its low bits, in two's complement.
 constexpr float kRound = 0x1.8p23f;
-
-constexpr uint32_t kE4m3Largest = 0x7E;                // 448
-constexpr uint32_t kE4m3FirstNormalBits = 0x3C800000;  // 2^-6 as fp32
-constexpr uint32_t kE4m3Rebias = (127 - 7) << 3;
-
-ZPP_HOST_DEVICE uint32_t e4m3_sign(float y) { return bits_of(y) >> 24 & 0x80; }
-
-ZPP_HOST_DEVICE uint32_t at_most_e4m3_largest(uint32_t code) { return code < kE4m3Largest ? code : kE4m3Largest; }
-
-// y must be finite.
-ZPP_HOST_DEVICE uint32_t e4m3_nearest(float y) {
-  const uint32_t magnitude = bits_of(y) & ~kSignBit;
-  // Below 2^-6 E4M3 has steps of 2^-9, which is also the fp32 spacing from 2^14 to 2^15: adding 2^14 rounds to a step.
-  const uint32_t small = bits_of(float_of(magnitude) + 0x1p14f) - bits_of(0x1p14f);
-  const uint32_t normal = ((magnitude + 0x7FFFFu + (magnitude >> 20 & 1)) >> 20) - kE4m3Rebias;
-  return e4m3_sign(y) | at_most_e4m3_largest(magnitude < kE4m3FirstNormalBits ? small : normal);
-}
-
-// ---- decoding ----
-
-ZPP_HOST_DEVICE float e4m3_value(uint32_t code) {
-  const uint32_t magnitude = code & 0x7F;
-  // Numbers below 2^-6 have no leading one: decode with one and subtract it.
-  const bool is_small = magnitude < 8;
-  const float with_one = float_of((magnitude + (is_small ? 8 : 0) + kE4m3Rebias) << 20);
-  const uint32_t value = bits_of(with_one - (is_small ? 0x1p-6f : 0.f));
-  return float_of(value | (magnitude == 0x7F ? kNanBits : 0) | (code & 0x80) << 24);
-}
 
 // ---- random numbers ----
 

@@ -38,24 +38,22 @@ struct SumQuantize {
   const uint8_t* messages;
   int64_t message_count;
   int64_t elements;  // of one message
-  Format format;
+  Format format;     // of messages and output
   uint8_t* output;
   int64_t output_count;
-  Format output_format;
 };
 
-// shard = factor * sum of all messages, or shard += that if `add`.
+// shard = sum of all messages, or shard += that if `add`.
 struct SumInto {
   const uint8_t* messages;
   int64_t message_count;
   int64_t elements;  // of one message
   Format format;
   float* shard;
-  float factor;
   bool add;
 };
 
-// shard = factor * sum of all parts, or shard += that if `add`.
+// shard = sum of all parts, or shard += that if `add`.
 struct SumParts {
   const void* parts;
   DType part_dtype;
@@ -65,7 +63,6 @@ struct SumParts {
   const void* own;     // null, or the part of rank `group_rank`, read instead of that row of `parts`
   int64_t group_rank;
   float* shard;        // may be one of the parts
-  float factor;
   bool add;
   float* squares;      // null, or the sums of squares of the new shard, as SumSquares computes them
 };

@@ -18,18 +18,16 @@ struct SumIntoParams {
   float* shard;
   int64_t elements;
   uint32_t runs;
-  float factor;
   bool add;
 };
 
 template <CodeType C>
-using Sums = TileSums<C, kRun<C>, 1, 3>;
+using Sums = TileSums<C, kRun<C>, 3>;
 
 // The new value of a quad of the shard.
-__device__ __forceinline__ float4 put(const float4& sum, const float4& old, float factor, bool add) {
-  const float4 r = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
-  if (!add) return r;
-  return {old.x + r.x, old.y + r.y, old.z + r.z, old.w + r.w};
+__device__ __forceinline__ float4 put(const float4& sum, const float4& old, bool add) {
+  if (!add) return sum;
+  return {old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w};
 }
 
 // Exchanges the lanes' runs through shared memory, so that the warp accesses the shard in contiguous rows.
@@ -57,7 +55,7 @@ __device__ __forceinline__ void store_tile(const SumIntoParams& p, uint32_t tile
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = first + r;
-      const float4 quad = put(shared[swizzled(row * kWarp + lane_index())], old[r], p.factor, p.add);
+      const float4 quad = put(shared[swizzled(row * kWarp + lane_index())], old[r], p.add);
       if (start + row * kRow < p.elements) store_quad<ALIGNED>(shard + row * kRow, quad);
     }
   }
@@ -89,7 +87,6 @@ void run(const SumInto& op, CUstream_st* stream) {
         op.shard,
         op.elements,
         uint32_t(op.elements / kRun<C>),
-        op.factor,
         op.add,
     };
     const int64_t tiles = (params.runs + kWarp - 1) / kWarp;

@@ -12,7 +12,6 @@ struct SumPartsParams {
   float* shard;
   float* squares;
   int count, group_rank;  // group_rank is -1 without `own`
-  float factor;
   bool add;
 };
 
@@ -26,7 +25,6 @@ __global__ void __launch_bounds__(kThreads) sum_elements_kernel(const __grid_con
     float sum = -0.f;  // -0 + x is x, even if x is -0
     for (int j = 0; j < p.count; ++j, next += p.distance)
       sum += to_float(j == p.group_rank ? static_cast<const T*>(p.own)[at] : *next);
-    sum *= p.factor;
     p.shard[at] = p.add ? p.shard[at] + sum : sum;
   }
 }
@@ -63,8 +61,6 @@ __global__ void __launch_bounds__(kThreads, kResident<T>) sum_blocks_kernel(cons
       }
     }
     float4 quads[2];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] *= p.factor;
     if (p.add) {
       float old[8];
 #pragma unroll
@@ -98,7 +94,6 @@ void run(const SumParts& op, CUstream_st* stream) {
                           op.squares,
                           int(op.part_count),
                           op.own ? int(op.group_rank) : -1,
-                          op.factor,
                           op.add};
     const bool aligned = is_aligned(op.parts, 16) && is_aligned(op.own, 16) && is_aligned(op.shard, 16) &&
                          (op.distance * sizeof(T) % 16 == 0 || op.part_count == 1);

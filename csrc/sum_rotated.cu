@@ -12,7 +12,6 @@ struct SumRotatedParams {
   uint32_t blocks, tiles;  // of one message
   float* shard;
   Signs signs;
-  float factor;
   bool add;
 };
 
@@ -53,10 +52,10 @@ __device__ __forceinline__ void add_tile(const LoadedTile<BITS, S>& tile, float 
 
 // Puts a rotated sum where it belongs in the shard, or adds it there.
 template <bool ADD>
-__device__ __forceinline__ void put(float* shard, const float (&sum)[8], float rotation, uint32_t signs, float factor) {
+__device__ __forceinline__ void put(float* shard, const float (&sum)[8], float rotation, uint32_t signs) {
   float x[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = (signs & 1u << i ? -(sum[i] * rotation) : sum[i] * rotation) * factor;
+  for (int i = 0; i < 8; ++i) x[i] = signs & 1u << i ? -(sum[i] * rotation) : sum[i] * rotation;
   if constexpr (ADD) {
     Run<float> old;
     float before[8];
@@ -107,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : S::kRuns > 1 ? 4 
 #pragma unroll
         for (int v = 0; v < S::kRuns; ++v)
           put<add.value>(shard + 8 * S::kLanes * v, sum[b][v], kRotationFactor<S>,
-                         signs.of_run(S::run_of_tile(b, v) + of_signs * (S::kTileElements / 8)), p.factor);
+                         signs.of_run(S::run_of_tile(b, v) + of_signs * (S::kTileElements / 8)));
       }
     };
 #pragma unroll
@@ -133,7 +132,6 @@ void run(const SumRotated& op, CUstream_st* stream) {
                                          tiles_of<S>(blocks),
                                          op.shard,
                                          op.signs,
-                                         op.factor,
                                          op.add};
     launch<sum_rotated_kernel<kBits, S>>(warps_of<S>(params.tiles), stream, params);
   });

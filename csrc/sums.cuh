@@ -11,26 +11,22 @@ struct Addends {
   uint32_t count;
   float fused_below;  // scales below this give the same sum with an fma as with a product and an addition
 
-  // With a bf16 scale the product is exact, so the sums are equal unless it overflows: then only the fma, which does
+  // The product with a bf16 scale is exact, so the sums are equal unless it overflows: then only the fma, which does
   // not round the product, can be finite.
   Addends(const uint8_t* messages, const Format& format, int64_t elements, int64_t count)
       : reader(messages, format, elements), count(index_of(count)) {
     index_of(elements / 16);  // checks that runs and 16-byte quads of codes can be counted in 32 bits
-    const CodeType code_type = format.code_type;
-    const float largest_code = code_type == CodeType::fp8 ? 448.f : float(1 << (bits_of_code(code_type) - 1));
-    fused_below = format.scales == Scales::fp32 ? 0.f : 0x1.fffffep127f / largest_code;
+    fused_below = 0x1.fffffep127f / float(1 << (bits_of_code(format.code_type) - 1));
   }
 };
 
 enum class Accumulate { set, fused, separate };
 
-// Sets `count` elements of sum, from `from` on, to fl(code * scale), or to fl(sum + fl(code * scale)) with an fma or
-// with two instructions.
+// Sets sum to fl(code * scale), or to fl(sum + fl(code * scale)) with an fma or with two instructions.
 template <CodeType C, Accumulate MODE, int RUN>
-__device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)], float scale, float (&sum)[RUN],
-                                        int from, int count) {
+__device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)], float scale, float (&sum)[RUN]) {
 #pragma unroll
-  for (int i = from; i < from + count; i += 8) {  // eight at a time need few registers
+  for (int i = 0; i < RUN; i += 8) {  // eight at a time need few registers
     uint32_t part[words_of<C>(8)];
     float codes[8];
 #pragma unroll
@@ -45,26 +41,26 @@ __device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)
   }
 }
 
-// A stage of the prefetch pipeline: what a warp loads of one message for one tile, RUN elements per lane and SCALES
-// scales of them. The warp's 16-byte quad q is at swizzled(q).
-template <CodeType C, int RUN, int SCALES>
+// A stage of the prefetch pipeline: what a warp loads of one message for one tile: RUN elements per lane and their
+// scale. The warp's 16-byte quad q is at swizzled(q).
+template <CodeType C, int RUN>
 struct alignas(128) Stage {
   static constexpr int kQuads = words_of<C>(RUN) / 4;  // per lane
   uint4 quads[kWarp * kQuads];
-  uint32_t scale_words[SCALES][kWarp];
+  uint32_t scale_words[kWarp];
 
   __device__ __forceinline__ uint4& quad_at(uint32_t byte) {
     return *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(quads) + byte);
   }
 };
 
-// Sums tiles of messages, in the order of the messages. A lane has RUN neighbouring elements of a tile, in SCALES
-// blocks. The data of the next STAGES additions, also those of later tiles, are being copied to shared memory, because
+// Sums tiles of messages, in the order of the messages. A lane has RUN neighbouring elements of a tile, in one
+// block. The data of the next STAGES additions, also those of later tiles, are being copied to shared memory, because
 // registers cannot hold as many bytes as hide the memory's latency. Lanes past the end load the last elements again.
-template <CodeType C, int RUN, int SCALES, int STAGES>
+template <CodeType C, int RUN, int STAGES>
 class TileSums {
  public:
-  using Stages = Stage<C, RUN, SCALES>[STAGES];
+  using Stages = Stage<C, RUN>[STAGES];
 
   // `stages` belongs to this warp. Its tiles are `first`, `first` + `step` and so on, up to `runs` runs of elements;
   // there must be at least one tile.
@@ -85,22 +81,18 @@ class TileSums {
 
   // Sums `tile`, which must be the warp's next one.
   __device__ __forceinline__ void next(uint32_t tile, float (&sum)[RUN]) {
-    uint32_t selectors[SCALES];
-#pragma unroll
-    for (int i = 0; i < SCALES; ++i)
-      selectors[i] = addends_.reader.template scale_selector_of_run<kPart>(part_of_lane(tile, i));
-    add_message<true>(selectors, sum);
-    for (uint32_t message = 1; message < addends_.count; ++message) add_message<false>(selectors, sum);
+    const uint32_t selector = addends_.reader.template scale_selector_of_run<RUN>(run_of_lane(tile));
+    add_message<true>(selector, sum);
+    for (uint32_t message = 1; message < addends_.count; ++message) add_message<false>(selector, sum);
   }
 
  private:
-  using OneStage = Stage<C, RUN, SCALES>;
+  using OneStage = Stage<C, RUN>;
   static constexpr int kQuads = OneStage::kQuads;
-  static constexpr int kPart = RUN / SCALES;  // elements per scale
 
-  // The number of part i of this lane, counted from the beginning of a message.
-  __device__ __forceinline__ uint32_t part_of_lane(uint32_t tile, int i) const {
-    return min(tile * kWarp + lane_index(), runs_ - 1) * SCALES + i;
+  // The number of this lane's run, counted from the beginning of a message.
+  __device__ __forceinline__ uint32_t run_of_lane(uint32_t tile) const {
+    return min(tile * kWarp + lane_index(), runs_ - 1);
   }
 
   __device__ __forceinline__ void point_at_tile() {
@@ -110,9 +102,7 @@ class TileSums {
       const uint32_t quad = min((next_tile_ * kQuads + q) * kWarp + lane_index(), runs_ * kQuads - 1);
       quads_[q] = reader.messages + uint64_t(quad) * 16;
     }
-#pragma unroll
-    for (int i = 0; i < SCALES; ++i)
-      scale_words_[i] = reader.scale_word_of_run<kPart>(reader.messages, part_of_lane(next_tile_, i));
+    scale_word_ = reader.scale_word_of_run<RUN>(reader.messages, run_of_lane(next_tile_));
     left_ = addends_.count;
   }
 
@@ -124,11 +114,8 @@ class TileSums {
         copy_16_bytes(&stage.quad_at(row_byte(q)), quads_[q]);
         quads_[q] += addends_.reader.bytes;
       }
-#pragma unroll
-      for (int i = 0; i < SCALES; ++i) {
-        copy_4_bytes(&stage.scale_words[i][lane_index()], scale_words_[i]);
-        scale_words_[i] += addends_.reader.bytes;
-      }
+      copy_4_bytes(&stage.scale_words[lane_index()], scale_word_);
+      scale_word_ += addends_.reader.bytes;
       if (--left_ == 0) {
         next_tile_ += step_;
         if (next_tile_ * kWarp < runs_) point_at_tile();
@@ -138,7 +125,7 @@ class TileSums {
   }
 
   template <bool FIRST>
-  __device__ __forceinline__ void add_message(const uint32_t (&selectors)[SCALES], float (&sum)[RUN]) {
+  __device__ __forceinline__ void add_message(uint32_t selector, float (&sum)[RUN]) {
     OneStage& stage = *oldest_;
     wait_for_all_groups_but<STAGES - 1>();
     if constexpr (kQuads > 1) __syncwarp();  // all lanes' copies have arrived
@@ -151,18 +138,13 @@ class TileSums {
       words[4 * q + 2] = four.z;
       words[4 * q + 3] = four.w;
     }
-    float scales[SCALES];
-#pragma unroll
-    for (int i = 0; i < SCALES; ++i) scales[i] = scale_of_word(stage.scale_words[i][lane_index()], selectors[i]);
-#pragma unroll
-    for (int i = 0; i < SCALES; ++i) {
-      if constexpr (FIRST)
-        add_run<C, Accumulate::set>(words, scales[i], sum, i * kPart, kPart);
-      else if (fabsf(scales[i]) < addends_.fused_below)
-        add_run<C, Accumulate::fused>(words, scales[i], sum, i * kPart, kPart);
-      else
-        add_run<C, Accumulate::separate>(words, scales[i], sum, i * kPart, kPart);
-    }
+    const float scale = scale_of_word(stage.scale_words[lane_index()], selector);
+    if constexpr (FIRST)
+      add_run<C, Accumulate::set>(words, scale, sum);
+    else if (fabsf(scale) < addends_.fused_below)
+      add_run<C, Accumulate::fused>(words, scale, sum);
+    else
+      add_run<C, Accumulate::separate>(words, scale, sum);
     if constexpr (kQuads > 1) __syncwarp();  // all lanes have read the stage
     load_next(stage);
     if (++oldest_ == end_) oldest_ -= STAGES;
@@ -178,7 +160,7 @@ class TileSums {
   uint32_t left_;                     // messages of next_tile_ that are not loaded yet
   uint32_t own_, row_;
   const uint8_t* quads_[kQuads];
-  const uint8_t* scale_words_[SCALES];
+  const uint8_t* scale_word_;
 };
 
 }  // namespace megatron_zpp::cuda

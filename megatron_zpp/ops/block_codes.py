@@ -6,9 +6,9 @@ from torch import Tensor
 from megatron_zpp.ops.formats import QuantFormat
 
 # K blocks, B elements per block
-_FACTORS = {"int8": -(2.0**-7), "int4": -(2.0**-3), "fp8": 2.0**-8}
+_FACTORS = {"int8": -(2.0**-7), "int4": -(2.0**-3)}
 _SMALLEST_NORMAL = 2.0**-126
-_NAN_BITS = {torch.bfloat16: (torch.int16, 0x7FC0), torch.float32: (torch.int32, 0x7FC00000)}
+_NAN_BITS = 0x7FC0  # of bf16
 _FP16_MAX = 65504.0
 
 
@@ -18,16 +18,12 @@ def encode_blocks(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
     zero = torch.zeros_like(x[:, :1])
     inverse = torch.where(usable[:, None], stored.float().reciprocal()[:, None], zero)
     x = torch.where(usable[:, None], x, zero)
-    if format.code_type == "fp8":
-        return (x * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), stored
     return _to_integers(x, inverse, format.bits), stored
 
 
 def decode_blocks(codes: Tensor, stored: Tensor, format: QuantFormat) -> Tensor:
     """The fp32 values (K, B) of codes (K, bytes) and scales (K,); a NaN scale makes its block NaN."""
-    if format.code_type == "fp8":
-        numbers = codes.view(torch.float8_e4m3fn).float()
-    elif format.code_type == "int8":
+    if format.code_type == "int8":
         numbers = codes.view(torch.int8).float()
     else:
         halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int8)
@@ -47,12 +43,11 @@ def _block_scales(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
     finite = x.isfinite().all(1)
     magnitude = x.abs().amax(1)
     peak = torch.where((x == magnitude[:, None]).any(1), magnitude, -magnitude)
-    stored = (peak * _FACTORS[format.code_type]).to(format.scales)
+    stored = (peak * _FACTORS[format.code_type]).bfloat16()
     usable = finite & (stored.float().abs() >= _SMALLEST_NORMAL)
-    integer, nan = _NAN_BITS[format.scales]
     # Set as bits, because the NaN that a conversion makes depends on the device.
-    bits = torch.where(usable, stored.view(integer), torch.zeros_like(stored).view(integer))
-    return bits.masked_fill(~finite, nan).view(format.scales), usable
+    bits = torch.where(usable, stored, 0.0).view(torch.int16)
+    return bits.masked_fill(~finite, _NAN_BITS).view(torch.bfloat16), usable
 
 
 def _to_integers(x: Tensor, inverse: Tensor, bits: int) -> Tensor:

@@ -10,59 +10,47 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops.adamw import AdamWScalars
-from megatron_zpp.ops.formats import BITS, SCALES, CodeType, QuantFormat, is_block
+from megatron_zpp.ops.formats import CodeType, QuantFormat
 
 SQUARES_BLOCK = 256  # elements per sum of squares
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int, scales: torch.dtype) -> None:
+def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -> None:
     """See reference.quantize."""
-    format = _format("quantize", code_type, block, scales)
+    format = _format("quantize", code_type, block)
     _rows("quantize", "input", input, format)
     _messages_of_rows("quantize", messages, input, format)
     _same_device("quantize", input=input, messages=messages)
 
 
-def dequantize(
-    messages: Tensor, output: Tensor, code_type: CodeType, block: int, scales: torch.dtype
-) -> None:
+def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
     """See reference.dequantize."""
-    format = _format("dequantize", code_type, block, scales)
+    format = _format("dequantize", code_type, block)
     _rows("dequantize", "output", output, format)
     _messages_of_rows("dequantize", messages, output, format)
     _same_device("dequantize", messages=messages, output=output)
 
 
-def sum_quantize(
-    messages: Tensor,
-    output: Tensor,
-    code_type: CodeType,
-    block: int,
-    scales: torch.dtype,
-    output_code_type: CodeType,
-    output_block: int,
-    output_scales: torch.dtype,
-) -> None:
+def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
     """See reference.sum_quantize."""
     op = "sum_quantize"
-    source = _format(op, code_type, block, scales)
-    target = _format(op, output_code_type, output_block, output_scales, prefix="output_")
-    m = _numel_of_messages(op, messages, source)
+    format = _format(op, code_type, block)
+    m = _numel_of_messages(op, messages, format)
     groups = len(output) if output.dim() == 2 else 0
-    if groups < 1 or m % (groups * output_block):
+    if groups < 1 or m % (groups * block):
         raise ValueError(
             f"{op}: output must have G >= 1 rows, where G divides the {m} summed elements into whole blocks "
-            f"of {output_block}, got {_shown(output)}"
+            f"of {block}, got {_shown(output)}"
         )
-    _exactly(op, "output", output, torch.uint8, (groups, target.message_bytes(m // groups)))
+    _exactly(op, "output", output, torch.uint8, (groups, format.message_bytes(m // groups)))
     _same_device(op, messages=messages, output=output)
 
 
-def sum_into(messages: Tensor, shard: Tensor, code_type: CodeType, block: int, scales: torch.dtype) -> None:
+def sum_into(messages: Tensor, shard: Tensor, code_type: CodeType, block: int) -> None:
     """See reference.sum_into."""
-    format = _format("sum_into", code_type, block, scales)
+    format = _format("sum_into", code_type, block)
     _exactly("sum_into", "shard", shard, torch.float32, (_numel_of_messages("sum_into", messages, format),))
     _same_device("sum_into", messages=messages, shard=shard)
 
@@ -121,11 +109,10 @@ def adamw_quantize(
     decayed: int,
     code_type: CodeType,
     block: int,
-    scales: torch.dtype,
 ) -> None:
     """See reference.adamw_quantize."""
     op, states = "adamw_quantize", {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    format = _format(op, code_type, block, scales)
+    format = _format(op, code_type, block)
     _adamw_step(op, states, gradient, (torch.float32,), device_scalars, host_scalars, decayed)
     if len(master) % block:
         raise ValueError(f"{op}: master must hold whole blocks of {block} elements, got {_shown(master)}")
@@ -172,14 +159,16 @@ def _adamw_step(
     )
 
 
-def _format(op: str, code_type: CodeType, block: int, scales: torch.dtype, prefix: str = "") -> QuantFormat:
-    if code_type not in BITS:
-        raise ValueError(f"{op}: {prefix}code_type must be int8, int4 or fp8, got {code_type}")
-    if not is_block(block):
-        raise ValueError(f"{op}: {prefix}block must be a power of two from 32 to 2048, got {block}")
-    if scales not in SCALES:
-        raise ValueError(f"{op}: {prefix}scales must be bfloat16 or float32, got {scales}")
-    return QuantFormat(code_type, block, scales)
+def numel_of_messages(messages: Tensor, format: QuantFormat) -> int:
+    """Return m of messages (P, message_bytes(m)): unique, because a block has more bytes than the padding."""
+    return messages.shape[1] // format.block_bytes * format.block
+
+
+def _format(op: str, code_type: CodeType, block: int) -> QuantFormat:
+    try:
+        return QuantFormat(code_type, block)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
 
 
 def _rows(op: str, name: str, tensor: Tensor, format: QuantFormat) -> None:
@@ -227,7 +216,7 @@ def _messages_of_rows(op: str, messages: Tensor, rows: Tensor, format: QuantForm
 def _numel_of_messages(op: str, messages: Tensor, format: QuantFormat) -> int:
     """Return m of messages (P, message_bytes(m))."""
     if messages.dim() == 2 and len(messages) >= 1:
-        numel = messages.shape[1] // format.block_bytes * format.block
+        numel = numel_of_messages(messages, format)
         _exactly(op, "messages", messages, torch.uint8, (len(messages), format.message_bytes(numel)))
         return numel
     raise ValueError(f"{op}: messages must be uint8 of shape (P >= 1, bytes), got {_shown(messages)}")

@@ -1,40 +1,33 @@
 """The formats of quantised messages: codes, the scales of their blocks, and the number of bytes."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-import torch
-
-CodeType = Literal["int8", "int4", "fp8"]
-BITS = {"int8": 8, "int4": 4, "fp8": 8}
-SCALES = (torch.bfloat16, torch.float32)
+CodeType = Literal["int8", "int4"]
+BITS = {"int8": 8, "int4": 4}
 SMALLEST_BLOCK, LARGEST_BLOCK = 32, 2048
-SCALE_BYTES = 2  # of a Lloyd-Max scale, bf16
+SCALE_BYTES = 2  # bf16
 ALIGNMENT = 16  # bytes that a kernel loads at once; every message begins at a multiple of it
 
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """How a run of numbers becomes a message: all codes, then one scale per block, then zero padding.
+    """How a run of numbers becomes a message: all codes, then one bf16 scale per block, then zero padding.
 
-    `code_type`: two's complement `int8` or `int4` (two per byte, the first in the low half), or `fp8`, which
-    is E4M3 of FP8 Formats for Deep Learning (2209.05433). `block`: elements that share a scale, a power of
-    two from 32 to 2048. `scales`: torch.bfloat16 or torch.float32. Raises ValueError for any other value.
+    `code_type`: two's complement `int8` or `int4` (two per byte, the first in the low half). `block`:
+    elements that share a scale, a power of two from 32 to 2048. Raises ValueError for any other value.
     """
 
     code_type: CodeType = "int8"
     block: int = 256
-    scales: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        if self.code_type not in get_args(CodeType):
-            raise ValueError(f"code_type must be int8, int4 or fp8, got {self.code_type}")
+        if self.code_type not in BITS:
+            raise ValueError(f"code_type must be int8 or int4, got {self.code_type}")
         if not is_block(self.block):
             raise ValueError(
                 f"block must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}, got {self.block}"
             )
-        if self.scales not in SCALES:
-            raise ValueError(f"scales must be torch.bfloat16 or torch.float32, got {self.scales}")
 
     @property
     def bits(self) -> int:
@@ -44,25 +37,13 @@ class QuantFormat:
     @property
     def block_bytes(self) -> int:
         """Bytes of the codes and the scale of one block."""
-        return self.block * self.bits // 8 + self.scales.itemsize
+        return self.block * self.bits // 8 + SCALE_BYTES
 
     def message_bytes(self, numel: int) -> int:
         """Bytes of the message of `numel` elements. Raises ValueError unless they are whole blocks."""
         if numel < 0 or numel % self.block:
             raise ValueError(f"a message holds whole blocks of {self.block} elements, got {numel} elements")
         return -(-numel // self.block * self.block_bytes // ALIGNMENT) * ALIGNMENT
-
-    def message_numel(self, message_bytes: int) -> int:
-        """Elements of a message of this size. Raises ValueError if no message has this size.
-
-        The answer is unique, because a block has more bytes than the padding can have.
-        """
-        numel = message_bytes // self.block_bytes * self.block
-        if message_bytes < 0 or self.message_bytes(numel) != message_bytes:
-            raise ValueError(
-                f"no message of {self.code_type} in blocks of {self.block} has {message_bytes} bytes"
-            )
-        return numel
 
 
 @dataclass(frozen=True)

@@ -33,42 +33,34 @@ class Operations:
         """The inverse of `quantize`: `messages` (G, message_bytes(R/G · n)) into `output` (R, n)."""
         self._kernels.dequantize(messages, output, *_flat(format))
 
-    def sum_quantize(
-        self, messages: Tensor, output: Tensor, format: QuantFormat, output_format: QuantFormat
-    ) -> None:
+    def sum_quantize(self, messages: Tensor, output: Tensor, format: QuantFormat) -> None:
         """Sum `messages` (P, message_bytes(m)) and encode the sum as `output` (G, message_bytes(m/G)).
 
         Part g of the sum becomes message g.
         """
-        self._kernels.sum_quantize(messages, output, *_flat(format), *_flat(output_format))
+        self._kernels.sum_quantize(messages, output, *_flat(format))
 
-    def sum_into(
-        self, messages: Tensor, shard: Tensor, format: QuantFormat, *, factor: float = 1.0, add: bool = False
-    ) -> None:
-        """Write `factor` times the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32.
-
-        With `add`, the result is added to the shard.
-        """
-        self._kernels.sum_into(messages, shard, *_flat(format), factor, add)
+    def sum_into(self, messages: Tensor, shard: Tensor, format: QuantFormat, *, add: bool = False) -> None:
+        """Write the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32; with `add`, add it."""
+        self._kernels.sum_into(messages, shard, *_flat(format), add)
 
     def sum_parts(
         self,
         parts: Tensor,
         shard: Tensor,
         *,
-        factor: float = 1.0,
         add: bool = False,
         own: Tensor | None = None,
         group_rank: int = 0,
         squares: Tensor | None = None,
     ) -> None:
-        """Write `factor` times the sum of `parts` (P, m) fp32, bf16 or fp16 to `shard` (m,) fp32.
+        """Write the sum of `parts` (P, m) fp32, bf16 or fp16 to `shard` (m,) fp32.
 
-        With `add`, the result is added to the shard, which may be a row of fp32 `parts`. Row r is the part of
+        With `add`, it is added to the shard, which may be a row of fp32 `parts`. Row r is the part of
         rank r of a group. `own` (m,) is the part of `group_rank` if it is stored elsewhere; its row of
         `parts` is then not read. `squares` (m / 256,) is set to what `sum_squares` computes of the new shard.
         """
-        self._kernels.sum_parts(parts, shard, factor, add, own, group_rank, squares)
+        self._kernels.sum_parts(parts, shard, add, own, group_rank, squares)
 
     def sum_squares(self, input: Tensor, sums: Tensor) -> None:
         """Write the sum of the squares of each 256 elements of `input` (m,) to `sums` (m / 256,) fp32.
@@ -151,15 +143,14 @@ class Operations:
         format: LloydMaxFormat,
         signs: Signs,
         *,
-        factor: float = 1.0,
         add: bool = False,
     ) -> None:
-        """Write `factor` times the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32, or add it.
+        """Write the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32, or add it.
 
         Messages are summed in their order and rotated back once. So all of them must have the same signs.
         """
         run = self._lloyd_max(reference_rotation).sum_rotated
-        run(messages, shard, format.bits, format.block, *signs.packed(), factor, add)
+        run(messages, shard, format.bits, format.block, *signs.packed(), add)
 
     def _lloyd_max(self, reference: Any) -> Any:
         """Return what computes Lloyd-Max codes: the kernels, or the reference where none are loaded."""
@@ -168,4 +159,4 @@ class Operations:
 
 def _flat(format: QuantFormat) -> tuple[Any, ...]:
     """Return a format as operators take it."""
-    return format.code_type, format.block, format.scales
+    return format.code_type, format.block

@@ -14,26 +14,20 @@ from torch import Tensor
 from megatron_zpp.ops import checks
 from megatron_zpp.ops.adamw import AdamWScalars, AdamWStep
 from megatron_zpp.ops.block_codes import decode_blocks, encode_blocks, to_dtype
-from megatron_zpp.ops.checks import SQUARES_BLOCK
-from megatron_zpp.ops.formats import CodeType, QuantFormat
+from megatron_zpp.ops.checks import SQUARES_BLOCK, numel_of_messages
+from megatron_zpp.ops.formats import SCALE_BYTES, CodeType, QuantFormat
 
 # R rows, n columns, G output messages, P input messages, m elements, K blocks, B elements per block
 TILE = 1 << 20
 
 
-def quantize(
-    input: Tensor,
-    messages: Tensor,
-    code_type: CodeType,
-    block: int,
-    scales: torch.dtype,
-) -> None:
+def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -> None:
     """Encode `input` (R, n) into `messages` (G, message_bytes(R/G · n)).
 
     Message g holds the R/G rows from g · R/G on. Raises ValueError (`checks.quantize`).
     """
-    checks.quantize(input, messages, code_type, block, scales)
-    format = QuantFormat(code_type, block, scales)
+    checks.quantize(input, messages, code_type, block)
+    format = QuantFormat(code_type, block)
     count, n = len(input) // len(messages), input.shape[1]  # of the rows of a message
     for group, message in enumerate(messages):
         rows = input[group * count : (group + 1) * count]
@@ -46,19 +40,17 @@ def quantize(
                 encoded.view(*x.shape[:1], -1, encoded.shape[1])
             )
             _tile_of(scale_rows, len(rows), row_tile, column_tile, block).copy_(
-                stored.view(torch.uint8).view(*x.shape[:1], -1, scales.itemsize)
+                stored.view(torch.uint8).view(*x.shape[:1], -1, SCALE_BYTES)
             )
 
 
-def dequantize(
-    messages: Tensor, output: Tensor, code_type: CodeType, block: int, scales: torch.dtype
-) -> None:
+def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
     """Decode `messages` (G, message_bytes(R/G · n)) into `output` (R, n): the inverse of `quantize`.
 
     Raises ValueError (`checks.dequantize`).
     """
-    checks.dequantize(messages, output, code_type, block, scales)
-    format = QuantFormat(code_type, block, scales)
+    checks.dequantize(messages, output, code_type, block)
+    format = QuantFormat(code_type, block)
     count = len(output) // len(messages)  # of the rows of a message
     for group, message in enumerate(messages):
         rows = output[group * count : (group + 1) * count]
@@ -67,45 +59,31 @@ def dequantize(
             encoded = _tile_of(code_rows, len(rows), row_tile, column_tile, block)
             stored = _tile_of(scale_rows, len(rows), row_tile, column_tile, block)
             shape = len(encoded), -1
-            x = decode_blocks(encoded.flatten(0, 1), _scales_of(stored.flatten(0, 1), scales), format)
+            x = decode_blocks(encoded.flatten(0, 1), _scales_of(stored.flatten(0, 1)), format)
             x = x.view(shape)
             rows[row_tile, column_tile].copy_(to_dtype(x, output.dtype))
 
 
-def sum_quantize(
-    messages: Tensor,
-    output: Tensor,
-    code_type: CodeType,
-    block: int,
-    scales: torch.dtype,
-    output_code_type: CodeType,
-    output_block: int,
-    output_scales: torch.dtype,
-) -> None:
+def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
     """Sum `messages` (P, message_bytes(m)) in order and encode part g of the sum as message g of `output`.
 
     `output` is (G, message_bytes(m / G)). Raises ValueError (`checks.sum_quantize`).
     """
-    checks.sum_quantize(
-        messages, output, code_type, block, scales, output_code_type, output_block, output_scales
-    )
-    source, target = (
-        QuantFormat(code_type, block, scales),
-        QuantFormat(output_code_type, output_block, output_scales),
-    )
-    m = source.message_numel(messages.shape[1])
+    checks.sum_quantize(messages, output, code_type, block)
+    format = QuantFormat(code_type, block)
+    m = numel_of_messages(messages, format)
     part = m // max(len(output), 1)
     for group, message in enumerate(output):
-        code_blocks, scale_blocks = _message_parts(message, target, part)
-        _zero_padding(message, target, part)
+        code_blocks, scale_blocks = _message_parts(message, format, part)
+        _zero_padding(message, format, part)
         for start in range(0, part, TILE):
             stop = min(start + TILE, part)
             here = slice(group * part + start, group * part + stop)
-            value = _sum_of(messages, source, m, here)
-            encoded, stored = encode_blocks(value.view(-1, output_block), target)
-            blocks = slice(start // output_block, stop // output_block)
+            value = _sum_of(messages, format, m, here)
+            encoded, stored = encode_blocks(value.view(-1, block), format)
+            blocks = slice(start // block, stop // block)
             code_blocks[blocks] = encoded
-            scale_blocks[blocks] = stored.view(torch.uint8).view(-1, output_scales.itemsize)
+            scale_blocks[blocks] = stored.view(torch.uint8).view(-1, SCALE_BYTES)
 
 
 def sum_into(
@@ -113,33 +91,30 @@ def sum_into(
     shard: Tensor,
     code_type: CodeType,
     block: int,
-    scales: torch.dtype,
-    factor: float,
     add: bool,
 ) -> None:
-    """Write `factor` times the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32.
+    """Write the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32.
 
     Messages are added in order. With `add`, the result is added to the shard. Raises ValueError
     (`checks.sum_into`).
     """
-    checks.sum_into(messages, shard, code_type, block, scales)
-    format = QuantFormat(code_type, block, scales)
+    checks.sum_into(messages, shard, code_type, block)
+    format = QuantFormat(code_type, block)
     for start in range(0, len(shard), TILE):
         here = slice(start, min(start + TILE, len(shard)))
         total = _sum_of(messages, format, len(shard), here)
-        _put(shard[here], total, factor, add)
+        _put(shard[here], total, add)
 
 
 def sum_parts(
     parts: Tensor,
     shard: Tensor,
-    factor: float,
     add: bool,
     own: Tensor | None = None,
     group_rank: int = 0,
     squares: Tensor | None = None,
 ) -> None:
-    """Write `factor` times the sum of the rows of `parts` (P, m) to `shard` (m,) fp32.
+    """Write the sum of the rows of `parts` (P, m) to `shard` (m,) fp32.
 
     Rows are added in order. With `add`, the result is added to the shard. `own` (m,) in the same dtype
     replaces row `group_rank`, which is then not read. `shard` may be a row of `parts`, and rows may be any
@@ -155,7 +130,7 @@ def sum_parts(
         total = rows[0][here].float()
         for other in rows[1:]:
             total = total + other[here].float()
-        _put(shard[here], total, factor, add)
+        _put(shard[here], total, add)
     if squares is not None:
         sum_squares(shard, squares)
 
@@ -219,29 +194,28 @@ def adamw_quantize(
     decayed: int,
     code_type: CodeType,
     block: int,
-    scales: torch.dtype,
 ) -> None:
     """`adamw` that encodes the new weights as `message` (message_bytes(m),).
 
     Raises ValueError (`checks.adamw_quantize`).
     """
     states, scalars = (master, gradient, exp_avg, exp_avg_sq), (device_scalars, host_scalars)
-    checks.adamw_quantize(*states, message, *scalars, decayed, code_type, block, scales)
+    checks.adamw_quantize(*states, message, *scalars, decayed, code_type, block)
     adamw(*states, None, *scalars, decayed)
     encoded = torch.empty_like(message)
-    quantize(master[None], encoded[None], code_type, block, scales)
+    quantize(master[None], encoded[None], code_type, block)
     found_inf = AdamWScalars.unpacked(*scalars).found_inf
     message.copy_(torch.where(found_inf != 0, message, encoded))
 
 
 def _message_parts(message: Tensor, format: QuantFormat, numel: int) -> tuple[Tensor, Tensor]:
-    """Views of the codes (K, bytes per block) and the scales (K, bytes per scale) of a message."""
+    """Views of the codes (K, bytes per block) and the scales (K, 2) of a message."""
     blocks = numel // format.block
     code_bytes = numel * format.bits // 8
     used = blocks * format.block_bytes
     return (
         message[:code_bytes].view(blocks, format.block * format.bits // 8),
-        message[code_bytes:used].view(blocks, format.scales.itemsize),
+        message[code_bytes:used].view(blocks, SCALE_BYTES),
     )
 
 
@@ -249,9 +223,9 @@ def _zero_padding(message: Tensor, format: QuantFormat, numel: int) -> None:
     message[numel // format.block * format.block_bytes :] = 0
 
 
-def _scales_of(stored: Tensor, scales: torch.dtype) -> Tensor:
-    """Scales (K,) from their bytes (K, bytes per scale), which may have any strides."""
-    return stored.clone(memory_format=torch.contiguous_format).view(scales).squeeze(1)
+def _scales_of(stored: Tensor) -> Tensor:
+    """Scales (K,) bf16 from their bytes (K, 2), which may have any strides."""
+    return stored.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).squeeze(1)
 
 
 def _tiles(rows: int, columns: int, block: int) -> list[tuple[slice, slice]]:
@@ -277,11 +251,10 @@ def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tenso
     values = []
     for message in messages:
         encoded, stored = (part[first:last] for part in _message_parts(message, format, m))
-        values.append(decode_blocks(encoded, _scales_of(stored, format.scales), format))
+        values.append(decode_blocks(encoded, _scales_of(stored), format))
     offset = here.start - first * format.block
     return reduce(torch.add, values).flatten()[offset : offset + here.stop - here.start]
 
 
-def _put(target: Tensor, total: Tensor, factor: float, add: bool) -> None:
-    total = total * factor
+def _put(target: Tensor, total: Tensor, add: bool) -> None:
     target.copy_(target + total if add else total)

@@ -3,13 +3,13 @@
 The weights w of an owner and the reference r that all ranks of its group hold (SDP4Bit, 2410.15526, section
 3.1, codes the same differences). Per block, with every operation rounded to fp32 on its own:
 
-    d = w - r                   r widened to fp32 where it is bf16
+    d = w - r
     s = bf16(rms(d))            rms = power · sqrt(sum(z²) / B), where d = z · power (`lloyd_max.normalised`)
     q: the level nearest d / s  |d| against the fp32 products boundary · s
     r = r + s · level[q]        the product is rounded, then the sum: no fused multiply-add
 
-A bf16 reference takes that fp32 sum rounded to nearest even. A block with scale 0 leaves r as it is, bit for
-bit. NaN and Inf in d make the scale NaN, and the block of r NaN. The owner changes its reference by the same
+A block with scale 0 leaves r as it is, bit for bit. NaN and Inf in d make the scale NaN, and the block of r
+NaN. The owner changes its reference by the same
 function as every receiver, so all references keep equal bits, and what a code missed stays in w - r.
 """
 
@@ -29,7 +29,6 @@ from megatron_zpp.ops.lloyd_max import (
 )
 
 TILE = 1 << 20  # elements at a time, so that scratch memory does not grow with the tensors
-_REFERENCES = (torch.float32, torch.bfloat16)
 
 
 def quantize_difference(
@@ -43,7 +42,7 @@ def quantize_difference(
 ) -> None:
     """Encode `weights` (n,) fp32 less `reference` (n,) into `message`; `add_difference` applies it.
 
-    `reference` is fp32 or bf16, `message` (message_bytes(n),) uint8. Where `skip` () is not 0 all scales and
+    `reference` is fp32, `message` (message_bytes(n),) uint8. Where `skip` () is not 0 all scales and
     codes are 0, so nothing changes. `squares` (2, n / block) fp32 get, per block, the sums of the squares of
     the difference and of what its codes lose, both 0 where `skip` is not. Raises ValueError unless n is whole
     blocks and all sizes agree.
@@ -67,7 +66,7 @@ def quantize_difference(
     if squares is not None:
         for here in _tiles(len(reference)):
             blocks = slice(here.start // block, here.stop // block)
-            difference = weights[here].view(-1, block) - reference[here].view(-1, block).float()
+            difference = weights[here].view(-1, block) - reference[here].view(-1, block)
             lost = difference - decoded(codes[blocks], stored[blocks], bits)
             squares[0, blocks] = ordered_sum(difference * difference)
             squares[1, blocks] = ordered_sum(lost * lost)
@@ -92,16 +91,15 @@ def add_difference(messages: Tensor, reference: Tensor, bits: int, block: int) -
 
 def encode_difference(weights: Tensor, reference: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes (K, B) uint8 and scales (K,) bf16 of fp32 weights (K, B) less a reference (K, B)."""
-    difference = weights - reference.float()
+    difference = weights - reference
     z, power, finite, usable = normalised(difference)
     stored = stored_scales(power * root_mean_square(z), finite, usable)
     return coded(nearest_codes(difference, stored.float(), bits), stored)
 
 
 def moved_reference(reference: Tensor, codes: Tensor, stored: Tensor, bits: int) -> Tensor:
-    """The reference (K, B) in its own format after codes (K, B) with scales (K,)."""
-    total = reference.float() + decoded(codes, stored, bits)
-    return torch.where((stored == 0)[:, None], reference, total.to(reference.dtype))
+    """The reference (K, B) after codes (K, B) with scales (K,)."""
+    return torch.where((stored == 0)[:, None], reference, reference + decoded(codes, stored, bits))
 
 
 def root_mean_square(z: Tensor) -> Tensor:
@@ -112,9 +110,9 @@ def root_mean_square(z: Tensor) -> Tensor:
 
 def _checked(op: str, reference: Tensor, message: Tensor, bits: int, block: int) -> LloydMaxFormat:
     format = LloydMaxFormat(bits, block)
-    if reference.dim() != 1 or len(reference) % block or reference.dtype not in _REFERENCES:
+    if reference.dim() != 1 or len(reference) % block or reference.dtype != torch.float32:
         raise ValueError(
-            f"{op}: reference must be float32 or bfloat16 of shape (n,), n a multiple of {block}, "
+            f"{op}: reference must be float32 of shape (n,), n a multiple of {block}, "
             f"got {reference.dtype} {tuple(reference.shape)}"
         )
     size = format.message_bytes(len(reference))

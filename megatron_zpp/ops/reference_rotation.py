@@ -15,7 +15,7 @@ The scale is ‖y‖² / ⟨y, c⟩, with which a decoded block is nearly unbias
 section 4; EDEN, 2108.08842, section 3). Sums run in `lloyd_max.ordered_sum`'s order. A block of zeros has
 scale 0. A block with a NaN, an Inf or a butterfly that overflows has a NaN scale and arrives as NaN.
 
-The receiver decodes, sums in the order of the senders, applies the butterflies and the factor, and then D:
+The receiver decodes, sums in the order of the senders, applies the butterflies, and then D:
 once for all senders. H and D mix the elements of a run, so gaps between parameters are zeroed afterwards.
 
 Signs are bits of Philox4x32-7 with the key `seed` and the counter (e // 128, low and high 32 bits; unit;
@@ -97,12 +97,11 @@ def sum_rotated(
     unit: int,
     iteration: int,
     first: int = 0,
-    factor: float = 1.0,
     add: bool = False,
 ) -> None:
     """Sum `messages` (P, message_bytes(n)) in order, rotate back once, and put the sum into `shard` (n,).
 
-    `shard` is fp32 and gets `factor` times the sum; with `add` that is added to it. Elements that belong to
+    `shard` is fp32 and gets the sum; with `add` that is added to it. Elements that belong to
     no parameter get noise, since a rotation mixes the elements of a block. Raises ValueError as
     `quantize_rotated`.
     """
@@ -114,8 +113,6 @@ def sum_rotated(
         total = reduce(torch.add, (decoded(codes[blocks], stored[blocks], bits) for codes, stored in read))
         signs = _signs_like(total, first + here.start, seed, unit, iteration)
         result[here] = rotate_back(total, signs).view(-1)
-    if factor != 1.0:
-        result *= factor
     shard.copy_(shard + result if add else result)
 
 

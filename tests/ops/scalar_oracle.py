@@ -9,8 +9,8 @@ from fractions import Fraction
 
 import numpy as np
 
-FACTORS = {"int8": -Fraction(1, 2**7), "int4": -Fraction(1, 2**3), "fp8": Fraction(1, 2**8)}
-BITS = {"int8": 8, "int4": 4, "fp8": 8}
+FACTORS = {"int8": -Fraction(1, 2**7), "int4": -Fraction(1, 2**3)}
+BITS = {"int8": 8, "int4": 4}
 ROOT_32 = Fraction(float(np.float32(32**-0.5)))
 
 
@@ -43,30 +43,14 @@ def bf16(x: Fraction) -> Fraction:
     return rounded(x, 8, -126)
 
 
-def e4m3(x: Fraction) -> Fraction:
-    """The nearest E4M3 number, saturating."""
-    return max(min(rounded(x, 4, -6), Fraction(448)), Fraction(-448))
-
-
-def e4m3_byte(x: Fraction, negative: bool) -> int:
-    """The byte of a number that is exact in E4M3."""
-    magnitude = abs(x)
-    if magnitude < Fraction(1, 64):
-        code = int(magnitude * 512)
-    else:
-        exponent = exponent_of(magnitude)
-        code = (exponent + 7) << 3 | int((magnitude / Fraction(2) ** exponent - 1) * 8)
-    return code | negative << 7
-
-
-def encode_block(values: np.ndarray, code_type: str, scales: str) -> tuple[list[int], float]:
-    """Codes (integers, or E4M3 bytes) and the stored scale of one block of fp32 numbers."""
+def encode_block(values: np.ndarray, code_type: str) -> tuple[list[int], float]:
+    """Codes and the stored scale of one block of fp32 numbers."""
     if not np.isfinite(values).all():
         return [0] * len(values), float("nan")
     x = [Fraction(float(value)) for value in values]
     largest = max(abs(value) for value in x)
     peak = largest if largest in x else -largest
-    stored = (fp32 if scales == "fp32" else bf16)(fp32(peak * FACTORS[code_type]))
+    stored = bf16(fp32(peak * FACTORS[code_type]))
     if abs(stored) < Fraction(1, 2**126):
         return [0] * len(x), 0.0
     inverse = fp32(1 / stored)
@@ -75,39 +59,30 @@ def encode_block(values: np.ndarray, code_type: str, scales: str) -> tuple[list[
 
 def encode_one(x: Fraction, inverse: Fraction, code_type: str) -> int:
     """The code of one number."""
-    if code_type == "fp8":
-        return e4m3_byte(e4m3(fp32(x * inverse)), (x < 0) != (inverse < 0))
     q = to_even(x * inverse)
     top = 2 ** (BITS[code_type] - 1)
     return int(max(-top, min(q, top - 1)))
 
 
-def message_of(values: np.ndarray, code_type: str, block: int, scales: str) -> bytes:
+def message_of(values: np.ndarray, code_type: str, block: int) -> bytes:
     """The message of numbers (elements,)."""
     code_bytes, scale_bytes = bytearray(), bytearray()
     for start in range(0, len(values), block):
-        coded, stored = encode_block(values[start : start + block], code_type, scales)
+        coded, stored = encode_block(values[start : start + block], code_type)
         if code_type == "int4":
             pairs = zip(coded[0::2], coded[1::2], strict=True)
             code_bytes += bytes(low & 15 | (high & 15) << 4 for low, high in pairs)
         else:
             code_bytes += bytes(code & 255 for code in coded)
         bits = 0x7FC00000 if np.isnan(stored) else struct.unpack("<I", struct.pack("<f", stored))[0]
-        scale_bytes += struct.pack("<I", bits) if scales == "fp32" else struct.pack("<H", bits >> 16)
+        scale_bytes += struct.pack("<H", bits >> 16)
     message = bytes(code_bytes + scale_bytes)
     return message + bytes(-len(message) % 16)
 
 
-def decode_one(code: int, stored: Fraction, code_type: str) -> Fraction:
-    """The value of one code (an integer, or an E4M3 byte)."""
-    if code_type != "fp8":
-        return fp32(code * stored)
-    magnitude = code & 0x7F
-    if magnitude < 8:
-        number = Fraction(magnitude, 512)
-    else:
-        number = Fraction(8 + magnitude % 8, 8) * Fraction(2) ** (magnitude // 8 - 7)
-    return fp32((-number if code & 0x80 else number) * stored)
+def decode_one(code: int, stored: Fraction) -> Fraction:
+    """The value of one code."""
+    return fp32(code * stored)
 
 
 def adamw_element(

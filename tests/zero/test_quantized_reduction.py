@@ -34,7 +34,7 @@ class Reduced:
 
     @property
     def format(self) -> QuantFormat:
-        return QuantFormat(self.codes, 128, torch.float32)
+        return QuantFormat(self.codes, 128)
 
 
 REDUCED = (

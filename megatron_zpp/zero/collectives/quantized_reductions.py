@@ -111,9 +111,8 @@ class QuantizedTwoHopReduceScatter:
 
         def encode(messages: Tensor, rotation: Rotation | None, first: int) -> None:
             received = self._first.exchange(slices, self._nodes * numel)
-            if isinstance(self._second, BlockCodec) and isinstance(self._first.codec, BlockCodec):
-                formats = self._first.codec.format, self._second.format
-                self._operations.sum_quantize(received, messages, *formats)
+            if isinstance(self._second, BlockCodec):
+                self._operations.sum_quantize(received, messages, self._second.format)
                 return
             node_sum = self._node_sum[: self._nodes * numel]
             self._first.codec.sum_into(received, node_sum, None, 0, add=False)
