@@ -128,7 +128,7 @@ class Rotated:
 
 
 class VariedRotated:
-    """The same in plain torch, with what the engine lacks: outliers, feedback, other scales and signs."""
+    """The same in plain torch, with what the engine lacks: error feedback, and the scale of least error."""
 
     def __init__(self, bits: int, rung: Rung, counters: Counters, gaps: Tensor, seed: int) -> None:
         """`counters` and `gaps` are those of the range."""
@@ -139,38 +139,19 @@ class VariedRotated:
     def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
         """See CrossNodeSum."""
         values = nodes if self._errors is None else _with_errors(nodes, self._errors)
-        shared = None if self._rung.signs_per_node else self._signs(iteration, self._seed)
-        rotated, exact = [], []
+        signs = random_signs(self._counters, self._seed, iteration).view(-1, self._rung.gradient_block)
+        arrived = []
         for node, value in enumerate(values):
-            signs = self._signs(iteration, self._seed + node) if shared is None else shared
             x = value.view(-1, self._rung.gradient_block)
-            x, kept = self._without_outliers(x)
-            codes, stored = encode_rotated(
-                rotate(x, signs), self._bits, unbiased=not self._rung.least_squares
+            unbiased = not self._rung.least_squares
+            arrived.append(
+                decoded(*encode_rotated(rotate(x, signs), self._bits, unbiased=unbiased), self._bits)
             )
-            arrived = decoded(codes, stored, self._bits)
             if self._errors is not None:
-                lost = (x - rotate_back(arrived, signs)).view(-1)
+                lost = (x - rotate_back(arrived[node], signs)).view(-1)
                 self._errors[node].copy_(lost if self._gaps is None else lost.masked_fill(self._gaps, 0.0))
-            rotated.append(arrived if shared is not None else rotate_back(arrived, signs))
-            if kept is not None:
-                exact.append(kept)
-        total = _ordered(rotated) if shared is None else rotate_back(_ordered(rotated), shared)
-        if exact:
-            total = _ordered([total, *exact])
-        total = total.reshape(-1)
+        total = rotate_back(_ordered(arrived), signs).reshape(-1)
         return total if self._gaps is None else total.masked_fill(self._gaps, 0.0)
-
-    def _signs(self, iteration: int, seed: int) -> Tensor:
-        return random_signs(self._counters, seed, iteration).view(-1, self._rung.gradient_block)
-
-    def _without_outliers(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x (K, B) without the largest numbers of each block, and those in 16 bits, else zeros (K, B)."""
-        if not self._rung.gradient_outliers:
-            return x, None
-        place = x.abs().topk(self._rung.gradient_outliers, dim=1).indices
-        kept = torch.zeros_like(x).scatter(1, place, x.gather(1, place).bfloat16().float())
-        return x.scatter(1, place, 0.0), kept
 
 
 def cross_node_sum(

@@ -9,16 +9,12 @@ PANELS: dict[str, tuple[str, ...]] = {
     "all of ZeRO++": (
         "today",
         "four bits everywhere behind int8",
-        "three bits everywhere behind int8",
-        "three bits, tables of four, early4",
         "two and three bits, tables of four, early4",
     ),
     "weights alone": ("int8 weights", "delta4", "delta2"),
     "gradients alone": ("int4 gradients", "rotated4", "rotated3"),
     "not taken": (
         "four bits everywhere behind int4",
-        "four bits everywhere behind int8 reference16",
-        "delta4 without feedback",
         "rotated3 feedback least squares",
     ),
 }

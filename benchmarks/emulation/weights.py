@@ -9,14 +9,10 @@ from torch import Tensor
 from benchmarks.emulation.flat_model import FlatModel, UnitRun
 from benchmarks.emulation.rungs import Rung, Weights
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
-from megatron_zpp.ops.lloyd_max import decoded
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.ops.reference_difference import encode_difference, moved_reference
 from megatron_zpp.zero.collectives.differences import apply, encode
 from megatron_zpp.zero.difference_formats import EARLY_BITS, DifferenceFormats
 from megatron_zpp.zero.hop import eight_bits
-
-REFERENCES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class WeightExchange(Protocol):
@@ -92,67 +88,6 @@ class Difference:
         compute.copy_(self.reference)
 
 
-class VariedDifference:
-    """The same in plain torch, with what the engine lacks: outliers, no feedback, a bf16 reference.
-
-    8 bits are the engine's int8 codes of the difference.
-    """
-
-    def __init__(
-        self,
-        operations: Operations,
-        master: Tensor,
-        gaps: Tensor,
-        bits: int,
-        early_bits: int,
-        early_iterations: int,
-        rung: Rung,
-    ) -> None:
-        """The key frame: the reference is `master` in 16 bits."""
-        self._operations, self._gaps, self._rung = operations, gaps if gaps.any() else None, rung
-        self._bits, self._early_bits, self._early_iterations = bits, early_bits, early_iterations
-        self.reference = master.bfloat16().to(REFERENCES[rung.reference])
-        self._before = None if rung.weight_feedback else master.clone()
-
-    def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
-        """See WeightExchange."""
-        bits = self._early_bits if iteration < self._early_iterations else self._bits
-        known = self.reference if self._before is None else self._before
-        moved = self._eight_bits(master, known) if bits == 8 else self._coded(master, known, bits, skip)
-        self.reference.copy_(torch.where(skip != 0, self.reference, moved))
-        if self._gaps is not None:
-            self.reference.masked_fill_(self._gaps, 0)
-        if self._before is not None:
-            self._before.copy_(master)
-        compute.copy_(self.reference)
-
-    def _coded(self, master: Tensor, known: Tensor, bits: int, skip: Tensor) -> Tensor:
-        block, outliers = self._rung.weight_block, self._rung.weight_outliers
-        blocks, old = self.reference.view(-1, block), known.view(-1, block)
-        new = master.view(-1, block)
-        if outliers:
-            return self._with_outliers(new, old, bits, outliers).view(-1)
-        codes, stored = encode_difference(new, old, bits)
-        stored = torch.where(skip != 0, torch.zeros_like(stored), stored)
-        return moved_reference(blocks, codes, stored, bits).view(-1)
-
-    def _with_outliers(self, new: Tensor, old: Tensor, bits: int, outliers: int) -> Tensor:
-        """The largest differences of a block travel as bf16 numbers; the codes are those of the others."""
-        difference = new - old.float()
-        place = difference.abs().topk(outliers, dim=1).indices
-        exact = difference.gather(1, place).bfloat16().float()
-        rest = difference.scatter(1, place, 0.0)
-        codes, stored = encode_difference(rest, torch.zeros_like(rest), bits)
-        change = decoded(codes, stored, bits).scatter(1, place, exact)
-        blocks = self.reference.view(new.shape)
-        return (blocks.float() + change).to(blocks.dtype)
-
-    def _eight_bits(self, master: Tensor, known: Tensor) -> Tensor:
-        format = QuantFormat("int8", self._rung.weight_block)
-        change = _there_and_back(self._operations, format, master - known.float(), torch.float32)
-        return (self.reference.float() + change).to(self.reference.dtype)
-
-
 class WeightExchanges:
     """Makes the exchanges of a model's ranges, and decides with the engine's rule which units are raised."""
 
@@ -165,12 +100,9 @@ class WeightExchanges:
         if format in ("plain", "bf16"):
             return Cast(rounded=format == "bf16")
         rung, operations = self._rung, self._operations
-        if format == "int8" or format == "int4":
-            return Codes(operations, QuantFormat(format, rung.weight_block))
+        if format == "int8":
+            return Codes(operations, QuantFormat("int8", rung.weight_block))
         bits, master, gaps = int(format[-1]), self._flat.master[here], self._flat.gaps[here]
-        early = bits if rung.early_weights is None else max(bits, int(rung.early_weights[-1]))
-        if rung.varies_differences or bits == 8:
-            return VariedDifference(operations, master, gaps, bits, early, self._early, rung)
         if format not in self._formats:
             iterations = self._early if rung.early_weights == f"delta{EARLY_BITS}" else 0
             codes = LloydMaxFormat(bits, rung.weight_block)
