@@ -15,7 +15,7 @@ from benchmarks.emulation.gradients import NodeSum, cross_node_sum
 from benchmarks.emulation.rungs import MLP, Gradients, Rung, Weights
 from benchmarks.emulation.source import Source
 from benchmarks.emulation.text import Text
-from benchmarks.emulation.weights import Difference, VariedDifference, WeightExchanges
+from benchmarks.emulation.weights import Difference, WeightExchanges
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.model.attention import DotProduct
@@ -208,7 +208,7 @@ class EmulatedRanks:
         """
         lags = [0.0]
         for here, exchange in self._exchanges:
-            if isinstance(exchange, Difference | VariedDifference):
+            if isinstance(exchange, Difference):
                 master = self.flat.master[here]
                 missing = (master - exchange.reference.float()).norm().item()
                 update = (master - before[here]).norm().item()
