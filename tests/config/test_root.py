@@ -1,5 +1,6 @@
 """The command line of pretrain_gpt.py: Megatron-LM's names and defaults, and what is refused."""
 
+import dataclasses
 import json
 import typing
 from pathlib import Path
