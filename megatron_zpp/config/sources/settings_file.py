@@ -76,7 +76,7 @@ def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provi
     replaced = _replaced_by(preset) if preset is not None else frozenset()
     not_used, notes = [], []
     for setting in read_settings(path, parts):
-        if retired := _retired().get(setting.field):
+        if retired := retired_fields().get(setting.field):
             notes.append(f"{setting.place}: {setting.field}: no effect here: {retired.why}")
         elif setting.part == "model" and setting.field in replaced:
             not_used += [setting.field] if setting.field not in provided.values["model"] else []
@@ -87,7 +87,7 @@ def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provi
     return tuple(notes)
 
 
-def _retired() -> Mapping[str, Any]:
+def retired_fields() -> Mapping[str, Any]:
     """Return the OldFlag of each retired field."""
     from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
 
@@ -169,7 +169,7 @@ class _File:
 
     def _setting(self, name: str, key: Any, node: Any, section: str | None) -> Iterator[Setting]:
         place = f"{FLAG} {self._path}: {_line(key)}"
-        if name in _retired():
+        if name in retired_fields():
             yield Setting("", name, node.value, place)
             return
         part = self._owners.get(name)

@@ -13,6 +13,7 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.run import TrainingConfig
+from megatron_zpp.config.sources.settings_file import retired_fields
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their fields; none named: all
@@ -51,15 +52,11 @@ def setting_changes(saved: Settings, ranks: int, present: Settings, present_rank
 
 def _retired(settings: Mapping[str, Any]) -> list[str]:
     """The retired ones of settings of an older version that did not say what happens now."""
-    if not settings:
-        return []
-    from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
-
-    retired = {name: value for name, value in settings.items() if name in RETIRED_FIELDS}
+    retired = retired_fields() if settings else {}
     return [
         f"{flag_name(name)} {_shown(value)} → retired"
-        for name, value in retired.items()
-        if value not in (None, *RETIRED_FIELDS[name].allowed)
+        for name, value in settings.items()
+        if name in retired and value not in (None, *retired[name].allowed)
     ]
 
 
