@@ -265,7 +265,7 @@ STATES: list[dict[str, Any]] = [
     FOUR_BITS,
     FOUR_BITS | {"zero_stage": 1, "zero_hpz_partition_size": "1"},
     FOUR_BITS | {"zero_gradient_partition_size": "auto"},
-    ALL | {"zero_hpz_partition_size": "4", "zero_quantization_block": 512},
+    ALL | {"zero_quantization_block": 512},
     *(zero | {"zero_unit": "sublayer"} for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
     *(zero | BLOCKS for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
 ]

@@ -49,7 +49,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (FEWER_BITS | {"zero_gradient_partition_size": "auto"}, {}, 3),
     *((FOUR_BITS | {"zero_stage": stage, "zero_hpz_partition_size": "1"}, {}, 2) for stage in (1, 2)),
     (ALL | {"zero_quantization_block": 512}, {}, 1),
-    (STAGE_3 | QWZ | {"zero_hpz_partition_size": "4"}, {}, 1),
     *((ALL | {"zero_gradient_partition_size": size}, FULL, n) for size in ("auto", "1") for n in (1, 4)),
     ({"zero_stage": 1, "zero_gradient_partition_size": "auto"}, {}, 3),
     (STAGE_3 | HPZ | {"zero_gradient_partition_size": "auto"}, {}, 3),
