@@ -18,6 +18,8 @@ from megatron_zpp.model.rotary import UNROTATED, Rotation
 class Sublayer(nn.Module):
     """The half of a layer that computes x + part(norm(x)); its modules have the names that the layer has."""
 
+    dropout: nn.Module
+
     def __init__(self, layer: Layer, part: Literal["attention", "mlp"]) -> None:
         super().__init__()
         self.part = part
