@@ -16,12 +16,14 @@ from megatron_zpp.model.rotary import UNROTATED, Rotation
 
 
 class Sublayer(nn.Module):
-    """The half of a layer that computes x + half(norm(x)); its modules have the names that the layer has."""
+    """The half of a layer that computes x + part(norm(x)); its modules have the names that the layer has."""
 
-    def __init__(self, layer: Layer, half: Literal["attention", "mlp"]) -> None:
+    dropout: nn.Module
+
+    def __init__(self, layer: Layer, part: Literal["attention", "mlp"]) -> None:
         super().__init__()
-        self.half = half
-        for name in (f"{half}_norm", half, "dropout"):
+        self.part = part
+        for name in (f"{part}_norm", part, "dropout"):
             self.add_module(name, getattr(layer, name))
         self.compute = sublayer_block  # or a compiled one
 
@@ -65,5 +67,5 @@ def sublayer_block(
     sublayer: Sublayer, x: Tensor, *inputs: Any, kernels: BlockKernels = PLAIN_BLOCK
 ) -> Tensor:
     """A half of `transformer_block`, with the same bits: (B, T, D) -> (B, T, D)."""
-    norm, half = getattr(sublayer, f"{sublayer.half}_norm"), getattr(sublayer, sublayer.half)
-    return x + sublayer.dropout(half(norm(x), *inputs, kernels))
+    norm, part = getattr(sublayer, f"{sublayer.part}_norm"), getattr(sublayer, sublayer.part)
+    return x + sublayer.dropout(part(norm(x), *inputs, kernels))
