@@ -47,15 +47,6 @@ def tables() -> dict[str, list[str]]:
         f"{row['seconds'] / row['measured_seconds'] - 1:+.0%} |"
         for row in slow_link_rows()
     ]
-    paper = [
-        f"| {row['gbit']} | {row['tokens']} | {_figures(row['behind'])} | {_figures(row['alone'])} | "
-        f"{_figures(row['published'])} |"
-        for row in published_rows()
-    ]
-    ours = [
-        f"| {row['run']} | {row['models']:.2f} | {' | '.join(map(str, row['tflops']))} |"
-        for row in our_rows()
-    ]
     shapes = [
         f"| {row['shape'].replace(':', ', ')} | {row['gib']} | {row['measured_gib']} | "
         f"{row['milliseconds']} | {row['measured_ms']} | "
@@ -73,11 +64,6 @@ def tables() -> dict[str, list[str]]:
         f"{row['share']:.3f} | {_times(row)} |"
         for row in tensor_rows()
     ]
-    formats = [
-        f"| {row['nodes']} × {row['ranks_per_node']} | {row['formats']} | {row['bytes_per_parameter']:.3f} | "
-        f"{row['gib']:.1f} |"
-        for row in format_rows()
-    ]
     return {
         "gpus": gpus,
         "tensor": tensor,
@@ -86,9 +72,6 @@ def tables() -> dict[str, list[str]]:
         "shapes": shapes,
         "h100s": h100s,
         "links": links,
-        "paper": paper,
-        "ours": ours,
-        "formats": formats,
     }
 
 
@@ -99,11 +82,6 @@ def _times(row: Row) -> str:
 
 def _off(planned: float, measured: float) -> str:
     return format(planned / measured - 1, "+.1%")
-
-
-def _figures(row: Row) -> str:
-    rates = f"{row['ZeRO-3']} → {row['ZeRO++']}: " if row["ZeRO-3"] else ""
-    return f"{rates}{row['speed-up']}"
 
 
 def main() -> None:

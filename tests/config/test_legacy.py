@@ -9,7 +9,6 @@ from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED, R
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
-from tests.config.tables import PAGE, page, tables
 
 BASELINE = parse_args(MINIMAL)
 FULL = "--recompute-granularity full --recompute-method uniform"
@@ -223,8 +222,3 @@ def test_the_tutorials_command_as_printed(tmp_path: Path, monkeypatch: pytest.Mo
         "no effect here: zero_optimization.contiguous_gradients, zero_optimization.overlap_comm, "
         "zero_optimization.reduce_bucket_size, zero_optimization.reduce_scatter"
     )
-
-
-def test_the_page_has_every_key_and_flag() -> None:
-    """If it fails, `python -m tests.config.tables` updates the page."""
-    assert PAGE.read_text() == page(PAGE.read_text(), tables())
