@@ -1,4 +1,4 @@
-"""Pairs of emulated runs in one process, which measure gaps of the final loss of 0.05%: see --emulate --help."""
+"""Pairs of emulated runs in one process, which measure gaps of the final loss of 0.05%; --emulate --help."""
 
 import argparse
 import sys

@@ -77,11 +77,12 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.head = nn.ModuleDict({"norm": nn.LayerNorm(width)})
         self.loss = cross_entropy  # or a compiled one
+        self.residual = torch.float32  # of the sum that all layers add to
 
     def forward(self, rows: Tensor) -> Tensor:
         """(B, T + 1) tokens -> their mean loss ()."""
         tokens, targets = rows[:, :-1], rows[:, 1:]
-        x = self.embedding(tokens)
+        x = self.embedding(tokens).to(self.residual)
         for layer in self.layers:
             x = layer(x)
         return self.loss(self.head["norm"](x), self.embedding.tokens.weight, targets)
@@ -112,6 +113,8 @@ class Training:
         self.model = GPT(shapes["vocabulary"], length, options.layers, options.width, options.heads)
         self.model.load_state_dict(load_file(options.inputs / "initial.safetensors"))
         self.model.to(self.device)
+        if options.bf16_residual:
+            self.model.residual = torch.bfloat16
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -242,6 +245,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="save and exit after as many")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--fp32", action="store_true", help="without autocast")
+    parser.add_argument("--bf16-residual", action="store_true", help="what all layers add to, in bf16")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     options = parser.parse_args()
     if options.global_batch_size % options.micro_batch_size:

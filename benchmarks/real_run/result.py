@@ -24,6 +24,8 @@ from benchmarks.common import RESULTS, save_result
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "plain": "plain PyTorch, compiled",
+    "plain_again": "plain PyTorch, again",
+    "plain_bf16": "plain PyTorch, residual in bf16",
     "stage_0": "megatron_zpp, stage 0",
     "zeropp": "stage 3, delta4 and rotated4, two nodes",
     "fp8": "8-bit products",
@@ -153,7 +155,7 @@ def write_logs(name: str, metrics: Path, folder: Path) -> None:
             sink.write(record, samples)
     for sink in sinks:
         sink.close()
-    if name == "plain":  # the page needs what only our metrics have
+    if name.startswith("plain"):  # the page needs what only our metrics have
         return
     command = [sys.executable, "-m", "megatron_zpp.commands.report", str(metrics), "--title", NAMES[name]]
     command += ["--x", "samples", "--output", str(folder / f"{name}.html")]

@@ -1,14 +1,16 @@
-"""Trains GPT-2 124M on real text in five ways with equal seeds and data, in calls of bounded time.
+"""Trains GPT-2 124M on real text in several ways with equal seeds and data, in calls of bounded time.
 
 python benchmarks/real_run/run.py --tokens DIR --work DIR --output DIR --variants plain fp8 --seconds 560
 python benchmarks/real_run/run.py … --archives DIR --parts 3      unpacks tokens first
 python benchmarks/real_run/run.py … --check                       5 steps of each: does all work here?
 
-plain     benchmarks/real_run/plain.py: PyTorch compiled, AdamW, written apart from megatron_zpp
-stage_0   pretrain_gpt.py at stage 0
-zeropp    stage 3 with delta4 and rotated4, between two nodes of one rank
-fp8       8-bit products of layers and output layer
-resumed   stage_0, stopped five times and resumed on other meshes and stages
+plain        benchmarks/real_run/plain.py: PyTorch compiled, AdamW, written apart from megatron_zpp
+plain_again  the same once more: how far GPUs, which do not repeat all sums, let two equal runs part
+plain_bf16   the same, with the sum that all layers add to in bf16, as ours has it
+stage_0      pretrain_gpt.py at stage 0
+zeropp       stage 3 with delta4 and rotated4, between two nodes of one rank
+fp8          8-bit products of layers and output layer
+resumed      stage_0, stopped five times and resumed on other meshes and stages
 
 DIR of --tokens is that of make_tokens.py, or gets what is in the archives of pack.py. A machine to which not
 all archives can be copied at once gets them in several calls: until there are --parts training parts, a call
@@ -31,13 +33,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
+import torch  # noqa: F401  # for the names of GPUs in the result
+
 from benchmarks.common import commit, machine
 
 ROOT = Path(__file__).resolve().parents[2]
 STOPPED = 75
-VARIANTS = {  # flags of pretrain_gpt.py; None: plain.py
-    "plain": None,
-    "stage_0": "",
+PLAIN = {"plain": "", "plain_again": "", "plain_bf16": "--bf16-residual"}  # flags of plain.py
+VARIANTS = {
+    **PLAIN,
+    "stage_0": "",  # and of pretrain_gpt.py
     "zeropp": "--zero-stage 3 --zero-hpz-partition-size auto --zero-quantized-weights "
     "--zero-quantized-weights-format delta4 --zero-quantized-gradients "
     "--zero-quantized-gradients-format rotated4",
@@ -168,7 +173,7 @@ class Variant:
     def command(self, seconds: float) -> list[str]:
         """What trains for so many seconds."""
         options = self.options
-        if self.name == "plain":
+        if self.name in PLAIN:
             layers, hidden, heads, _ = SIZES[options.size]
             flags = {
                 "--inputs": options.work / "inputs",
@@ -189,10 +194,11 @@ class Variant:
             }
             command = [sys.executable, "benchmarks/real_run/plain.py"]
             command += [str(part) for flag, value in flags.items() for part in (flag, value)]
+            command += VARIANTS[self.name].split()
             return [*command, *(["--fp32", "--no-compile"] if options.fp32 else [])]
         flags = {"--save": self.save, "--load": self.save, "--metrics-file": self.metrics}
         command = [str(part) for flag, value in flags.items() for part in (flag, value)]
-        command += ["--log-interval", "1", *(VARIANTS[self.name] or "").split()]
+        command += ["--log-interval", "1", *VARIANTS[self.name].split()]
         if seconds < float("inf"):
             command += ["--exit-duration-in-mins", f"{seconds / 60:.3f}"]
         nodes = 2 if self.name == "zeropp" else 1
@@ -269,7 +275,7 @@ def by_source(variant: Variant, deadline: float) -> bool:
     checkpoint = variant.save
     command = [sys.executable, "benchmarks/real_run/sources.py", "--tokens", str(variant.options.tokens)]
     command += ["--device", variant.options.device, "--output", str(target), "--checkpoint"]
-    if variant.name == "plain":
+    if variant.name in PLAIN:
         command += [str(variant.save / "state.safetensors"), "--inputs", str(variant.options.work / "inputs")]
         layers, hidden, heads, _ = SIZES[variant.options.size]
         command += ["--shape", str(layers), str(hidden), str(heads)]
@@ -305,7 +311,7 @@ def main() -> None:
     if not unpack(options):
         sys.exit(STOPPED)
     variants = [Variant(name, options) for name in options.variants]
-    if "plain" in options.variants:
+    if PLAIN.keys() & set(options.variants):
         export(options)
     complete = True
     for variant in variants:
