@@ -1,4 +1,4 @@
-"""Holds pages to their measure: words of a sentence, characters of a cell, rows of the glossary, lines in all."""
+"""Holds pages to their measure: words of sentences, characters of cells, rows of the glossary, all lines."""
 
 import re
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def test_the_pages_are_few_lines() -> None:
 def test_a_long_sentence_and_a_long_cell_would_be_noticed() -> None:
     long, short = "word " * 31, "word " * 30
     text = f"# T\n\n- {long}`a b`.\n- {short}.\n\n| a | {'c' * 121} |\n\n```\n{long}\n```\n<!-- {long}\n-->\n"
-    assert [words(s) for p in paragraphs(text) for s in sentences(p)] == [0, 32, 30]
+    assert [words(s) for p in paragraphs(text) for s in sentences(p)] == [32, 30, 0]
     assert [shown(cell) for row in rows(text) for cell in row] == [1, 121]
 
 
