@@ -42,11 +42,6 @@ def tables() -> dict[str, list[str]]:
         f"{row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
         for row in nvlink_rows()
     ]
-    links = [
-        f"| {row['run']} | {row['seconds']:.2f} | {row['measured_seconds']:.2f} | "
-        f"{row['seconds'] / row['measured_seconds'] - 1:+.0%} |"
-        for row in slow_link_rows()
-    ]
     shapes = [
         f"| {row['shape'].replace(':', ', ')} | {row['gib']} | {row['measured_gib']} | "
         f"{row['milliseconds']} | {row['measured_ms']} | "
@@ -71,7 +66,6 @@ def tables() -> dict[str, list[str]]:
         "nvlink": nvlink,
         "shapes": shapes,
         "h100s": h100s,
-        "links": links,
     }
 
 
