@@ -46,7 +46,6 @@ _FIXED = (
     "lr",
     "lr_warmup_iters",
 )
-_OURS_AUTO = "ours_auto"  # the NCCL settings that ours chooses
 _MARGIN = 1.2  # times the seconds of a contestant's last turn
 
 
@@ -77,8 +76,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     every = contestants(options.nodes, options.ranks_per_node, options.micro_batches)
     options.names = []
     default = default_names(options.nodes, options.ranks_per_node, options.micro_batches)
-    if options.nccl == _OURS_AUTO:  # peers would run as at the default settings
-        default = [name for name in default if every[name].family == "ours"]
     for name in options.contestants or default:
         family = [each for each, contestant in every.items() if contestant.family == name]
         if not family and name not in every:
@@ -122,7 +119,7 @@ class Contest:
                     row.pop("failed", None)
         present = [name for name in options.names if "absent" not in rows[name]]
         alone = options.nodes * options.ranks_per_node == 1
-        links = [] if alone or options.no_links or options.nccl == _OURS_AUTO else [LINKS]
+        links = [] if alone or options.no_links else [LINKS]
         for number in range(options.rounds):
             for name in [*links, *present]:
                 row = self.figures[LINKS] if name == LINKS else rows[name]
@@ -176,8 +173,6 @@ class Contest:
                 module, arguments = "benchmarks.contest.link_rates", ["--nodes", str(options.nodes)]
             else:
                 module, arguments = contestant.module, [*contestant.arguments, *self._flags()]
-                if contestant.family == "ours":
-                    arguments += ["--nccl-sockets", "auto" if options.nccl == _OURS_AUTO else "off"]
                 if options.trace and not row["rounds"]:
                     arguments += ["--trace", str((options.trace / name).resolve())]
             limit = min(options.contestant_seconds, self._deadline - time.perf_counter())

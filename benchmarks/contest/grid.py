@@ -14,10 +14,6 @@ from collections.abc import Mapping, Sequence
 NCCL_SETTINGS: dict[str, dict[str, str]] = {
     "default": {},
     "4sockets": {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "2"},
-    "8sockets": {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"},
-    "16sockets": {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
-    # Ours alone, as pretrain_gpt.py chooses (--nccl-sockets auto): for the table of each at its own best.
-    "ours_auto": {},
 }
 
 

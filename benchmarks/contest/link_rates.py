@@ -2,8 +2,8 @@
 
 Ranks with the same place on every node form a group, as in a reduction between nodes, and all groups work at
 once. Beside each collective alone there is an all-gather beside an all-to-all, each on a communicator and a
-stream of its own, which is what a backward of ZeRO-3 has on the link; --cases can add two of the same kind.
-Sizes are what one rank sends in each collective, rates what it sends in all of them together.
+stream of its own, which is what a backward of ZeRO-3 has on the link. Sizes are what one rank sends in each
+collective, rates what it sends in all of them together.
 
 torchrun starts it.
 """
@@ -30,11 +30,7 @@ CASES: dict[str, tuple[str, ...]] = {  # simultaneous collectives, the second on
     "reduce_scatter": ("reduce_scatter",),
     "all_to_all": ("all_to_all",),
     "all_gather_beside_all_to_all": ("all_gather", "all_to_all"),
-    "two_all_gathers": ("all_gather", "all_gather"),
-    "two_reduce_scatters": ("reduce_scatter", "reduce_scatter"),
-    "two_all_to_alls": ("all_to_all", "all_to_all"),
 }
-DEFAULT_CASES = tuple(CASES)[:4]
 
 
 def collectives(sent_bytes: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Collective]:
@@ -86,7 +82,6 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[25, 100])
     parser.add_argument("--seconds", type=float, default=0.7, help="for each figure")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(DEFAULT_CASES))
     parser.add_argument("--report", type=Path, required=True)
     options = parser.parse_args()
     rank = join(options)
@@ -99,8 +94,7 @@ def main() -> None:
     rates: dict[str, dict[str, float]] = {}
     for size in options.megabytes:
         communicators = [collectives(size * 10**6, group, rank.device) for group in mine]
-        for name in options.cases:
-            at_once = CASES[name]
+        for name, at_once in CASES.items():
             running = [by_name[each] for by_name, each in zip(communicators, at_once, strict=False)]
             rate = gigabytes_per_second(rank, running, size * 10**6, options.seconds)
             rates.setdefault(name, {})[f"{size}MB"] = rate

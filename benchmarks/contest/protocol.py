@@ -104,8 +104,8 @@ def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def join(options: argparse.Namespace, store: dist.Store | None = None) -> Rank:
-    """Join the ranks that torchrun started, with NCCL on GPUs and gloo on CPUs; at `store` if given."""
+def join(options: argparse.Namespace) -> Rank:
+    """Join the ranks that torchrun started, with NCCL on GPUs and gloo on CPUs."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -114,7 +114,6 @@ def join(options: argparse.Namespace, store: dist.Store | None = None) -> Rank:
         device = torch.device("cpu")
     dist.init_process_group(
         backend(),
-        store=store,
         rank=rank,
         world_size=world_size,
         device_id=device if device.type == "cuda" else None,
@@ -171,11 +170,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def report(rank: Rank, step: Step, **more: str) -> None:
-    """Take the steps; rank 0 writes losses, times, peak memory and bytes over loopback to --report.
-
-    `more` is added to the report.
-    """
+def report(rank: Rank, step: Step) -> None:
+    """Take the steps; rank 0 writes losses, times, peak memory and bytes over loopback to --report."""
     options, batches = rank.options, _micro_batches(rank)
     losses, seconds_to_first = [], time.perf_counter()
     losses.append(step(batches, learning_rate(options, 0)))
@@ -214,7 +210,6 @@ def report(rank: Rank, step: Step, **more: str) -> None:
             "loopback_bytes_per_step": sent // options.steps,
             "seconds_to_first_step": round(seconds_to_first, 1),
             "losses": [round(loss, 5) for loss in (mean / rank.world_size).tolist()],
-            **more,
         }
         partial = options.report.with_suffix(".partial")
         partial.write_text(json.dumps(figures))

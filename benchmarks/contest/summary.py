@@ -76,36 +76,12 @@ def _same_work(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> bool:
 
 
 def tables(results: Iterable[dict[str, Any]]) -> str:
-    """A table per result, and for grids with several results one with each contestant's best settings."""
-    results = list(results)
+    """A table per result."""
     lines: list[str] = []
-    grids: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for result in results:
         figures = result["figures"]
         lines += [*_head(figures), *_table(figures["contestants"]), ""]
-        key = (str(figures["settings"]), figures["nodes"], figures["ranks_per_node"])
-        grids.setdefault(key, []).append(figures)
-    for same in grids.values():
-        if len(same) > 1:
-            lines += [f"### {_grid(same[0])}, each contestant at its best settings of NCCL", ""]
-            lines += [*_table(_best(same), with_settings=True), ""]
     return "\n".join(lines)
-
-
-def _best(same: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The fastest row of each contestant, with new rates over the fastest peers."""
-    best: dict[str, dict[str, Any]] = {}
-    for figures in same:
-        for name, row in figures["contestants"].items():
-            faster = row.get("milliseconds", math.inf) < best.get(name, {}).get("milliseconds", math.inf)
-            if faster or name not in best:
-                best[name] = {**row, "nccl": figures["nccl"]["name"]}
-    for family in PEERS:
-        peers = [row["milliseconds"] for name, row in best.items() if name.startswith(family) and _ran(row)]
-        for row in best.values():
-            if _ran(row) and peers:
-                row[f"rate_over_{family}"] = round(min(peers) / row["milliseconds"], 3)
-    return best
 
 
 def _ran(row: dict[str, Any]) -> bool:
@@ -132,14 +108,12 @@ def _head(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _table(rows: dict[str, dict[str, Any]], with_settings: bool = False) -> list[str]:
+def _table(rows: dict[str, dict[str, Any]]) -> list[str]:
     """Rows with the fastest first; absent and failed contestants come last."""
-    last = [" | NCCL", " | ---"] if with_settings else ["", ""]
     lines = [
         "| contestant | ms | 95% of the median | rounds | over best FSDP2 | over best DeepSpeed | GiB "
-        "| GB on loopback | last loss"
-        f"{last[0]} |",
-        f"| --- | --- | --- | --- | --- | --- | --- | --- | ---{last[1]} |",
+        "| GB on loopback | last loss |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in sorted(rows.values(), key=lambda row: row.get("milliseconds", math.inf)):
         if not _ran(row):
@@ -155,7 +129,6 @@ def _table(rows: dict[str, dict[str, Any]], with_settings: bool = False) -> list
             str(row.get("peak_gib", "")),
             f"{row['loopback_bytes_per_step'] / 1e9:.2f}",
             f"{row['last_loss']:.3f}",
-            *([row["nccl"]] if with_settings else []),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

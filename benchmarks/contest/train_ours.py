@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -18,24 +17,17 @@ from benchmarks.contest.protocol import (
     ADAMW,
     SEED,
     Rank,
-    backend,
     contestant_parser,
     join,
     report,
 )
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.distributed.job_store import of_torch
-from megatron_zpp.distributed.nccl_sockets import choose_nccl_sockets
-from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
-
-_PATIENCE = timedelta(seconds=60)
 
 
 def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
@@ -63,14 +55,9 @@ def main() -> None:
     parser = contestant_parser(__doc__)
     parser.add_argument("--settings", choices=list(OURS), required=True)
     parser.add_argument("--alone", action="store_true", help="train each rank alone, all at once")
-    parser.add_argument("--nccl-sockets", default="off", help="as of pretrain_gpt.py")
     options = parser.parse_args()
-    ranks = Topology.from_environment(os.environ)
-    store = rendezvous(ranks, os.environ, limit=60, timeout=_PATIENCE, say=print).store
-    exchange = Exchange(store, ranks, _PATIENCE, "contest")
-    sockets = choose_nccl_sockets(options.nccl_sockets, backend(), exchange, os.environ)
-    rank = join(options, dist.PrefixStore("collectives", of_torch(store)))
-    topology = Topology() if options.alone else ranks
+    rank = join(options)
+    topology = Topology() if options.alone else Topology.from_environment(os.environ)
     engine = build_engine(rank, topology)
 
     def step(batches: Sequence[Tensor], learning_rate: float) -> Tensor:
@@ -81,7 +68,7 @@ def main() -> None:
         engine.step(learning_rate)
         return torch.stack(losses).mean()
 
-    report(rank, step, nccl_sockets=sockets.describe() or "as NCCL chooses")
+    report(rank, step)
     engine.close()
     dist.destroy_process_group()
 

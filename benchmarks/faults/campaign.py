@@ -5,7 +5,7 @@
 Every case is a run of pretrain_gpt.py, in forks of a process that has imported it, with one fault; it is
 started again, the same command, until it is complete, and must end with the checkpoint of the undisturbed
 run, bit for bit, after at most one line of error from each rank. Of `operations` it is a save, load, removal
-or cache in one process, of `requests` one in an object store. A case follows from --seed and its number, and
+or cache in one process. A case follows from --seed and its number, and
 DIRECTORY/KIND.jsonl has one line for each case that was run, so that a campaign can be continued, and a
 failure repeated with --only.
 """
@@ -30,8 +30,8 @@ from benchmarks.faults.children import Output, fork
 from benchmarks.faults.crash_points import CrashPoints
 from benchmarks.faults.disturbances import Disturbances
 from benchmarks.faults.injection import preload
+from benchmarks.faults.outcomes import GOOD
 from benchmarks.faults.settings import ALONE, OFFLOADED, TOGETHER
-from benchmarks.faults.tally import GOOD
 
 
 class NoMoreCases(Exception):
@@ -68,13 +68,6 @@ def operations(directory: Path) -> Run:
     return in_order(cases(directory))
 
 
-def requests(directory: Path) -> Run:
-    """Saves, loads, removals, leases and data in an object store, at each of their requests."""
-    from benchmarks.faults.object_operations import cases
-
-    return in_order(cases(directory))
-
-
 def in_order(found: Iterator[tuple[str, Callable[[], tuple[str, str]]]]) -> Run:
     """Run one case after the other."""
     at = -1
@@ -93,7 +86,6 @@ def in_order(found: Iterator[tuple[str, Callable[[], tuple[str, str]]]]) -> Run:
 
 KINDS = {
     "operations": operations,
-    "requests": requests,
     "crashes": crashes,
     "ranks": ranks,
     "offloaded": offloaded,

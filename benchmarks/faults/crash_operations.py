@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.sources import JsonLinesText
 from megatron_zpp.native.library_file import install, problem_of
-from megatron_zpp.storage.object_path import AnyLocation, Location
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -47,7 +47,7 @@ FAULTS = (
 
 
 @dataclass(frozen=True)
-class Operation(Generic[AnyLocation]):
+class Operation:
     """`act` works on a copy of `before`; `whole` says what is not whole after it was cut, or ''.
 
     `result` is what `act` leaves, without what the next save removes; `hint` what it leaves if nothing fails,
@@ -55,11 +55,11 @@ class Operation(Generic[AnyLocation]):
     """
 
     name: str
-    before: AnyLocation
-    act: Callable[[AnyLocation], object]
-    whole: Callable[[AnyLocation], str]
-    result: Callable[[AnyLocation], Any]
-    hint: Callable[[AnyLocation], Any] = lambda here: None
+    before: Path
+    act: Callable[[Path], object]
+    whole: Callable[[Path], str]
+    result: Callable[[Path], Any]
+    hint: Callable[[Path], Any] = lambda here: None
 
 
 Case = Callable[[], tuple[str, str]]  # runs it, and returns the outcome and details
@@ -79,37 +79,18 @@ def cases(directory: Path) -> Iterator[tuple[str, Case]]:
                 yield f"{operation.name}: {name}", partial(_case, operation, here, fault, calls, expected)
 
 
-def _fresh(here: Path, operation: Operation[Path]) -> None:
+def _fresh(here: Path, operation: Operation) -> None:
     shutil.rmtree(here, ignore_errors=True)
     shutil.copytree(operation.before, here)
 
 
 def _case(
-    operation: Operation[Path], here: Path, fault: Fault, calls: Calls, expected: tuple[Any, Any]
+    operation: Operation, here: Path, fault: Fault, calls: Calls, expected: tuple[Any, Any]
 ) -> tuple[str, str]:
+    """Run an operation with a fault, and once more without; returns the outcome and details."""
     _fresh(here, operation)
-    passes = "half a read or write is an error" if fault.what == PART else None
-    arm, disarm = partial(calls.arm, here, fault), calls.disarm
-    return outcome_of(operation, here, expected, arm, disarm, passes=passes, kills=fault.argument == AFTER)
-
-
-def outcome_of(
-    operation: Operation[AnyLocation],
-    here: AnyLocation,
-    expected: tuple[Any, Any],
-    arm: Callable[[], object],
-    disarm: Callable[[], object],
-    *,
-    passes: str | None = None,
-    kills: bool = False,
-) -> tuple[str, str]:
-    """Run an operation between `arm` and `disarm`, and once more; returns the outcome and details.
-
-    `passes`: the outcome if the fault, which need not fail the operation, does. `kills`: what comes after the
-    fault is only the end of the process.
-    """
     error = None
-    arm()
+    calls.arm(here, fault)
     try:
         operation.act(here)
     except (OSError, ValueError) as raised:
@@ -117,14 +98,15 @@ def outcome_of(
     except BaseException as other:
         return "another error", repr(other)
     finally:
-        disarm()
+        calls.disarm()
     if error is not None and ("\n" in str(error) or len(str(error)) > 900):
         return "not one clear line", str(error)
-    if passes and error is not None:
-        return passes, str(error)
+    if fault.what == PART and error is not None:
+        return "half a read or write is an error", str(error)
     if problem := operation.whole(here):
         return "damaged", problem
-    if error is None and not kills and (found := operation.result(here)) != expected[0]:
+    killed = fault.argument == AFTER  # what comes after the fault is only the end of the process
+    if error is None and not killed and (found := operation.result(here)) != expected[0]:
         return "silent", str(found)[:300]
     try:
         operation.act(here)  # the same operation once more, with nothing in its way
@@ -164,12 +146,12 @@ def engines() -> dict[str, ZeroEngine]:
 
 
 def checkpoints(
-    one: AnyLocation,
-    two: AnyLocation,
+    one: Path,
+    two: Path,
     name: str,
     engine: ZeroEngine,
-    rest: Callable[[AnyLocation], object] = lambda here: None,
-) -> Iterator[Operation[AnyLocation]]:
+    rest: Callable[[Path], object] = lambda here: None,
+) -> Iterator[Operation]:
     """Save beside others, over one of the same iteration, remove old ones, load.
 
     `one` is an empty directory, and `two` becomes one with two checkpoints. `rest` is a part of results: what
@@ -188,7 +170,7 @@ def checkpoints(
         load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
         return states(other)
 
-    def whole(allowed: dict[int, list[list[bytes]]], at_least: int, here: AnyLocation) -> str:
+    def whole(allowed: dict[int, list[list[bytes]]], at_least: int, here: Path) -> str:
         there = committed(here)
         for iteration, path in there.items():
             try:
@@ -198,20 +180,20 @@ def checkpoints(
                 return f"{path.name}: {error}"
         return "" if len(there) >= at_least else f"only {list(there)}"
 
-    def result(here: AnyLocation) -> Any:
+    def result(here: Path) -> Any:
         return rest(here), {iteration: read(path) for iteration, path in committed(here).items()}
 
-    def tracked(here: AnyLocation) -> bytes:
+    def tracked(here: Path) -> bytes:
         return read_limited(here / TRACKER, 99)
 
-    def saving(iteration: int, here: AnyLocation) -> None:
+    def saving(iteration: int, here: Path) -> None:
         save(here, engine, Progress(iteration, iteration), reads_back=True)
 
-    def rotating(here: AnyLocation) -> None:
+    def rotating(here: Path) -> None:
         saving(3, here)
         remove_old(here, 1, None, newest=checkpoint_path(here, 3))
 
-    def loading(here: AnyLocation) -> None:
+    def loading(here: Path) -> None:
         (newest, _) = candidates(str(here))
         if read(newest) != known[2]:
             raise AssertionError("other weights were loaded")

@@ -209,12 +209,7 @@ class Disturbances(Runs):
 
     def _network(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:
         """Two nodes whose link fails; it is whole again when the run is started again."""
-        return self._link_fails(draw.choice(OF_NETWORKS), setting, run, whole, draw)
-
-    def _link_fails(
-        self, fault: str, setting: Setting, run: Path, whole: Whole, draw: random.Random
-    ) -> tuple[str, Outcome]:
-        node, local = draw.randrange(2), setting.world // 2
+        fault, node, local = draw.choice(OF_NETWORKS), draw.randrange(2), setting.world // 2
         split = replace(setting, local=local) if setting.local else setting
         link = Link(f"zpp-{os.getpid()}")
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.directory import committed
 
+GOOD = "equal", "one line, then equal"
+
 
 def digest(directory: Path) -> str:
     """SHA-256 of the newest checkpoint: its name, its states, and what else the next step follows from."""

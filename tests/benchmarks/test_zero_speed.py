@@ -23,7 +23,6 @@ class Nodes:
     def __init__(self) -> None:
         self.failing: set[str] = set()
         self.calls: list[str] = []
-        self.sockets: set[str] = set()  # as ours was told to choose them
         self.environments: list[dict[str, str]] = []
 
     def __call__(
@@ -32,9 +31,6 @@ class Nodes:
         said = " ".join(arguments)
         name = next((name for name in MILLISECONDS if name in said), "links")
         self.calls.append(name)
-        if "--nccl-sockets" in arguments:
-            assert name == "stage_3"
-            self.sockets.add(arguments[arguments.index("--nccl-sockets") + 1])
         self.environments = environments
         if name in self.failing:
             return Outcome(1.0, "node 1 failed with status 1\nnode 1: out of luck")
@@ -68,7 +64,6 @@ def test_contestants_take_turns_and_ratios_are_to_the_fastest_peer(nodes: Nodes,
     assert nodes.calls == ["links", *MILLISECONDS] * 2
     assert [each["CUDA_VISIBLE_DEVICES"] for each in nodes.environments] == ["0", "1"]
     assert {each["NCCL_NSOCKS_PERTHREAD"] for each in nodes.environments} == {"2"}
-    assert nodes.sockets == {"off"}  # all contestants have the settings of the table
     result = json.loads(run.path.read_text())
     figures = result["figures"]
     assert (figures["gpu_map"], figures["shared_gpu"]) == ([["0"], ["1"]], False)
@@ -127,32 +122,6 @@ def test_deepspeed_that_is_not_installed_is_one_line(
     rows = json.loads(run.path.read_text())["figures"]["contestants"]
     assert rows["deepspeed_zero3"]["absent"] == "no deepspeed"
     assert len(rows["stage_3"]["rounds"]) == 2
-
-
-def test_each_contestant_at_its_best_settings(nodes: Nodes, tmp_path: Path) -> None:
-    paths = []
-    for settings, milliseconds in (("default", 20.0), ("4sockets", 12.0)):
-        MILLISECONDS["--reduce bf16"] = milliseconds
-        run = contest(tmp_path, "--nccl", settings)
-        run.run()
-        paths.append(run.path)
-    MILLISECONDS["--reduce bf16"] = 20.0
-    lines = tables([json.loads(path.read_text()) for path in paths]).splitlines()
-    best = lines[lines.index(next(line for line in lines if "at its best settings" in line)) :]
-    assert any(line.startswith("| FSDP2, bf16 reduction | 12.0 |") and "4sockets" in line for line in best)
-    assert any(line.startswith("| ours, stage 3 | 10.0 |") and "| 1.2 |" in line for line in best)
-
-
-def test_ours_chooses_its_sockets_only_in_a_result_of_its_own(nodes: Nodes, tmp_path: Path) -> None:
-    run = contest(tmp_path, "--nccl", "ours_auto", "--contestants", "stage_3")
-    assert run.run()
-    assert nodes.calls == ["stage_3"] * 2  # the rates of the links would be those of the default
-    assert nodes.sockets == {"auto"}
-    assert not any(name.startswith("NCCL_NSOCKS") for each in nodes.environments for name in each)
-    assert "| ours, stage 3 | 10.0 |" in tables([json.loads(run.path.read_text())])
-    named = zero_speed.parse(["--nodes", "2", "--ranks-per-node", "1", "--nccl", "ours_auto"]).names
-    assert "zeropp" in named
-    assert not any(name.startswith(("fsdp2", "deepspeed")) for name in named)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Figures on pages are those of benchmarks/results/: each marker says where the figures of a block come from.
 
-A marker is a comment before a table or a paragraph. It names result files, which may be entered at a path, and
-has a line for each row of the table, or one for the paragraph, with the source of each figure, in order:
+A marker is a comment before a table or a paragraph. It names result files, which may be entered at a path,
+and has a line for each row of the table, or one for the paragraph, with the source of each figure, in order:
 
     <!-- figures d=zero_speed_1.3b:contestants
     one_gpu = d/*/milliseconds; d/*/interval_ms
@@ -10,14 +10,15 @@ has a line for each row of the table, or one for the paragraph, with the source 
     -->
 
 `*` is what the line begins with; a line without sources has those of the line above it; a list is as many
-figures as it has; `-` skips a row. A figure may be rounded. Names of models and GPUs (1.3B, H100), code, links and
-the first column of a table are no figures.
+figures as it has; `median(d/list/[]/key)` is one figure of all its parts; `-` skips a row. A figure may be
+rounded. Names of models and GPUs (1.3B, H100), code, links and the first column of a table are no figures.
 """
 
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -27,6 +28,7 @@ from tests.docs.blocks import PAGES
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = re.compile(r"^<!-- figures (.*?)\n(.*?)^-->\n+(.*?)(?:\n\n|\Z)", flags=re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"[+−-]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
+FUNCTIONS = {"median": median, "most": max, "number": len}  # of a list
 MARKED = [page for page in PAGES if "<!-- figures " in page.read_text()]
 
 
@@ -51,7 +53,9 @@ def value_at(path: str, files: dict[str, object]) -> object:
     if not keys:
         return float(alias)
     found = files[alias]
-    for key in keys:
+    for at, key in enumerate(keys):
+        if key == "[]":
+            return [value_at("/".join(["one", *keys[at + 1 :]]), {"one": one}) for one in found]
         found = found[int(key)] if isinstance(found, list) else found[key]
     return found
 
@@ -61,8 +65,9 @@ def sources(line: str, files: dict[str, object]) -> list[float]:
     found: list[float] = []
     for source in line.split(";"):
         path, divided, divisor = source.partition(" over ")
-        path, scaled, factor = path.partition(" times ")
-        value = value_at(path, files)
+        path, _, factor = path.partition(" times ")
+        call = re.fullmatch(r"\s*(\w+)\((.*)\)\s*", path)
+        value = FUNCTIONS[call[1]](value_at(call[2], files)) if call else value_at(path, files)
         if not isinstance(value, list):
             value = value * float(factor or 1) / (value_at(divisor, files) if divided else 1)
         found += value if isinstance(value, list) else [value]

@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.faulty_store import (
+from megatron_zpp.storage import object_path, object_store
+from megatron_zpp.storage.object_path import ObjectPath
+from megatron_zpp.storage.object_store import NoUpload, ObjectError
+from megatron_zpp.storage.object_upload import ChecksummedUpload
+from tests.object_server import BUCKET
+from tests.storage.faulty_store import (
     BROKEN,
     BUSY,
     DENIED,
@@ -16,11 +21,6 @@ from benchmarks.faults.faulty_store import (
     RequestFault,
     faulty_store,
 )
-from megatron_zpp.storage import object_path, object_store
-from megatron_zpp.storage.object_path import ObjectPath
-from megatron_zpp.storage.object_store import NoUpload, ObjectError
-from megatron_zpp.storage.object_upload import ChecksummedUpload
-from tests.object_server import BUCKET
 
 CONTENT = bytes(range(256)) * 64
 

@@ -21,8 +21,8 @@ from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
 
 from megatron_zpp.storage import object_store
+from tests.object_server import BUCKET
 
-BUCKET = "runs"
 BUSY, BROKEN, DENIED, UNSENT, UNANSWERED, HALF, FLIPPED = range(7)
 _SAID = {  # status and code of answers that the store does not carry out
     BUSY: (503, "SlowDown"),
