@@ -20,7 +20,6 @@ from megatron_zpp.plan.step_time import compute_seconds
 from megatron_zpp.plan.tensor_parallel import Verdict, at_tensor, tensor_lines, tensor_plans, verdict
 from megatron_zpp.zero.plan_communication import check_topology
 from tests.plan.jobs import FULL, NO_DROPOUT, QGZ, QWZ, job_of
-from tests.support import ROOT, pretrain
 
 GPU = 79.0  # GiB
 STAGE_3 = {"zero_stage": 3}
@@ -186,13 +185,3 @@ def test_with_overlap_ranks_do_not_wait_for_maps() -> None:
     assert exchanged_bytes(overlapped) == exchanged_bytes(waiting)
     regions = memory_of(overlapped).buffers - memory_of(waiting).buffers
     assert regions == memory_of(overlapped).peak - memory_of(waiting).peak == 2 * 2 * 8 * 2048 * 4096
-
-
-def test_the_guides_command_prints_its_table() -> None:
-    """175B on 128 nodes of 8, whole layers beside tensor ranks."""
-    page = (ROOT / "docs" / "guide" / "planning.md").read_text()
-    command, table = (part.split("```")[0] for part in page.split("```bash\n")[2].split("```\n\n```\n", 1))
-    done = pretrain(*command.replace("\\\n", " ").split()[2:])
-    assert done.returncode == 0, done.stderr
-    assert table.startswith("tensor ranks, same batch")
-    assert table in done.stdout
