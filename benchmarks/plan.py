@@ -37,17 +37,6 @@ def tables() -> dict[str, list[str]]:
         f"{row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
         for row in socket_rows()
     ]
-    nvlink = [
-        f"| {row['model'].upper()} | {row['run']} | "
-        f"{row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
-        for row in nvlink_rows()
-    ]
-    shapes = [
-        f"| {row['shape'].replace(':', ', ')} | {row['gib']} | {row['measured_gib']} | "
-        f"{row['milliseconds']} | {row['measured_ms']} | "
-        f"{row['milliseconds'] / row['measured_ms'] - 1:+.1%} |"
-        for row in shape_rows()
-    ]
     h100s = [
         f"| {row['model'].upper()} | {row['tokens']:,} | "
         f"{row['micro_batch_size']} × {row['micro_batches']} | {row['measured_mfu']:.1f} | "
@@ -63,8 +52,6 @@ def tables() -> dict[str, list[str]]:
         "gpus": gpus,
         "tensor": tensor,
         "sockets": sockets,
-        "nvlink": nvlink,
-        "shapes": shapes,
         "h100s": h100s,
     }
 
