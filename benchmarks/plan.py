@@ -37,31 +37,6 @@ def tables() -> dict[str, list[str]]:
         f"{row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
         for row in socket_rows()
     ]
-    nvlink = [
-        f"| {row['model'].upper()} | {row['run']} | "
-        f"{row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
-        for row in nvlink_rows()
-    ]
-    links = [
-        f"| {row['run']} | {row['seconds']:.2f} | {row['measured_seconds']:.2f} | "
-        f"{row['seconds'] / row['measured_seconds'] - 1:+.0%} |"
-        for row in slow_link_rows()
-    ]
-    paper = [
-        f"| {row['gbit']} | {row['tokens']} | {_figures(row['behind'])} | {_figures(row['alone'])} | "
-        f"{_figures(row['published'])} |"
-        for row in published_rows()
-    ]
-    ours = [
-        f"| {row['run']} | {row['models']:.2f} | {' | '.join(map(str, row['tflops']))} |"
-        for row in our_rows()
-    ]
-    shapes = [
-        f"| {row['shape'].replace(':', ', ')} | {row['gib']} | {row['measured_gib']} | "
-        f"{row['milliseconds']} | {row['measured_ms']} | "
-        f"{row['milliseconds'] / row['measured_ms'] - 1:+.1%} |"
-        for row in shape_rows()
-    ]
     h100s = [
         f"| {row['model'].upper()} | {row['tokens']:,} | "
         f"{row['micro_batch_size']} × {row['micro_batches']} | {row['measured_mfu']:.1f} | "
@@ -73,22 +48,11 @@ def tables() -> dict[str, list[str]]:
         f"{row['share']:.3f} | {_times(row)} |"
         for row in tensor_rows()
     ]
-    formats = [
-        f"| {row['nodes']} × {row['ranks_per_node']} | {row['formats']} | {row['bytes_per_parameter']:.3f} | "
-        f"{row['gib']:.1f} |"
-        for row in format_rows()
-    ]
     return {
         "gpus": gpus,
         "tensor": tensor,
         "sockets": sockets,
-        "nvlink": nvlink,
-        "shapes": shapes,
         "h100s": h100s,
-        "links": links,
-        "paper": paper,
-        "ours": ours,
-        "formats": formats,
     }
 
 
@@ -99,11 +63,6 @@ def _times(row: Row) -> str:
 
 def _off(planned: float, measured: float) -> str:
     return format(planned / measured - 1, "+.1%")
-
-
-def _figures(row: Row) -> str:
-    rates = f"{row['ZeRO-3']} → {row['ZeRO++']}: " if row["ZeRO-3"] else ""
-    return f"{rates}{row['speed-up']}"
 
 
 def main() -> None:

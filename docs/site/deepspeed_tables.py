@@ -1,7 +1,4 @@
-"""Builds the tables of docs/guide/deepspeed.md from the code; `python -m tests.config.tables` writes them."""
-
-import re
-from pathlib import Path
+"""The tables of guide/deepspeed.md: what becomes of each key of DeepSpeed's file and of each old flag."""
 
 from megatron_zpp.config.legacy.deepspeed_keys import KEYS, Idle, Obeyed, Off, Only, Refused, Rule
 from megatron_zpp.config.legacy.old_flag import OldFlag
@@ -9,7 +6,7 @@ from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED, R
 from megatron_zpp.config.values.json_file import shown
 
 Row = tuple[str, tuple[str, ...]]  # of a key or flag, and what is said of it
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "deepspeed.md"
+PAGE = "guide/deepspeed.md"
 
 
 def tables() -> dict[str, str]:
@@ -29,12 +26,13 @@ def tables() -> dict[str, str]:
     }
 
 
-def page(text: str, tables: dict[str, str]) -> str:
-    """A page with the tables as they must be, each behind its marker."""
-    for name, table in tables.items():
-        marker = f"<!-- {name} -->\n"
-        assert text.count(marker) == 1, marker
-        text = re.sub(rf"{marker}(\|.*\n)*", lambda _, put=f"{marker}{table}\n": put, text)
+def with_tables(text: str) -> str:
+    """The page with each table behind its marker."""
+    for name, table in tables().items():
+        marker = f"<!-- {name} -->"
+        if text.count(marker) != 1:
+            raise ValueError(f"{PAGE} must have {marker} once, and has it {text.count(marker)} times")
+        text = text.replace(marker, table)
     return text
 
 
@@ -68,7 +66,3 @@ def _typed(flag: OldFlag) -> str:
 
 def _bound(flag: OldFlag) -> Row:
     return flag.name, (" or ".join(f"`{value}`" for value in flag.allowed) or "nothing", flag.otherwise)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(), tables()))
