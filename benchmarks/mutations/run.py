@@ -2,6 +2,7 @@
 
 python benchmarks/mutations/run.py                      the result is benchmarks/results/mutations.json
 python benchmarks/mutations/run.py --only FILE:LINE …   repeats mutants; --survivors all that survived
+python benchmarks/mutations/run.py --seed N             other mutants; the result is mutations_N.json
 python benchmarks/mutations/run.py --record [TEST …]    which test executes which line: all tests, or these
 
 Mutants are uniform over the lines of zero/, checkpoint/, ops/, data/ and train/ at which operators.py has
@@ -68,8 +69,8 @@ class Mutant:
         return {"name": self.name, "at": place, "operator": change.operator, "before": before, "after": after}
 
 
-def sample(lines: Iterable[tuple[str, int]]) -> list[Mutant]:
-    """A mutant at each of MUTANTS lines."""
+def sample(lines: Iterable[tuple[str, int]], seed: int = SEED, size: int = MUTANTS) -> list[Mutant]:
+    """A mutant at each of `size` lines; those of a smaller sample are the first of a larger one."""
     of_files: defaultdict[str, set[int]] = defaultdict(set)
     for file, line in lines:
         of_files[file].add(line)
@@ -83,22 +84,22 @@ def sample(lines: Iterable[tuple[str, int]]) -> list[Mutant]:
         for line, text in enumerate(map(str.strip, source.splitlines()), 1):
             seen[text] += 1
             if line in executed and line in possible:
-                name = hashlib.sha256(f"{SEED} {file} {seen[text]} {text}".encode()).hexdigest()[:16]
+                name = hashlib.sha256(f"{seed} {file} {seen[text]} {text}".encode()).hexdigest()[:16]
                 draw = random.Random(name)
                 operator = draw.choice(sorted({mutation.operator for mutation in possible[line]}))
                 same = [mutation for mutation in possible[line] if mutation.operator == operator]
                 mutants.append(Mutant(name, file, draw.choice(same)))
-    print(f"seed {SEED}: {MUTANTS} of {len(mutants)} lines in {len(of_files)} files", flush=True)
-    return sorted(mutants, key=lambda mutant: mutant.name)[:MUTANTS]
+    print(f"seed {seed}: {size} of {len(mutants)} lines in {len(of_files)} files", flush=True)
+    return sorted(mutants, key=lambda mutant: mutant.name)[:size]
 
 
 class Judge:
     """Tests mutants in a few trees at a time."""
 
-    def __init__(self, executed: Executed, directory: Path, jobs: int) -> None:
+    def __init__(self, executed: Executed, directory: Path, jobs: int, killers: dict[str, str]) -> None:
         from megatron_zpp.native.cache import cache_directory
 
-        self._executed, self._killers = executed, killers()
+        self._executed, self._killers = executed, killers
         self._trees: SimpleQueue[Tree] = SimpleQueue()
         shutil.copytree(cache_directory({"HOME": str(Path.home())}), directory / "kernels")
         for number in range(jobs):
@@ -146,9 +147,9 @@ class Judge:
         return 5 * self._executed.seconds[test] + 10
 
 
-def killers() -> dict[str, str]:
-    """The test that found each mutant of the committed result."""
-    result = RESULTS / "mutations.json"
+def killers(name: str) -> dict[str, str]:
+    """The test that found each mutant of the committed result `name`."""
+    result = RESULTS / f"{name}.json"
     outcomes = json.loads(result.read_text())["figures"]["outcomes"] if result.exists() else []
     return {one["name"]: one["by"] for one in outcomes if one.get("by")}
 
@@ -172,6 +173,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--mutants", type=int, default=MUTANTS, help="how many")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     parser.add_argument("--only", nargs="*", default=[], metavar="FILE:LINE")
     parser.add_argument("--survivors", action="store_true", help="repeat all that survived")
@@ -183,9 +186,10 @@ def main() -> None:
         executed.record(options.record)
         return
     executed.load()
-    mutants = {mutant.name: mutant for mutant in sample(executed.lines())}
+    mutants = {mutant.name: mutant for mutant in sample(executed.lines(), options.seed, options.mutants)}
     listed = {one["name"]: one for one in json.loads(EQUIVALENT.read_text())}
     counted = mutants.keys() - listed.keys()
+    result_name = "mutations" if options.seed == SEED else f"mutations_{options.seed}"
     log = options.state / "mutants.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     last = {record["name"]: record for record in records}
@@ -197,7 +201,7 @@ def main() -> None:
 
     due = [mutants[name] for name in sorted(counted) if is_due(mutants[name])]
     with tempfile.TemporaryDirectory(prefix="m") as directory, ThreadPoolExecutor(options.jobs) as pool:
-        judge = Judge(executed, Path(directory), options.jobs)
+        judge = Judge(executed, Path(directory), options.jobs, killers(result_name))
         while due:
             for done in as_completed([pool.submit(judge.judge, mutant) for mutant in due]):
                 record = done.result()
@@ -208,7 +212,7 @@ def main() -> None:
                     f"{record['outcome']:9} {record['at']} {record['before']} → {record['after']}", flush=True
                 )
             last = {record["name"]: record for record in records}
-            unreliable = judge.unreliable({record["by"] for record in last.values()} - {""})
+            unreliable = judge.unreliable({last[name]["by"] for name in counted & last.keys()} - {""})
             print(f"fail in the unchanged copy: {sorted(unreliable)}", flush=True)
             executed.forget(unreliable)
             due = [mutants[name] for name in sorted(counted & last.keys()) if last[name]["by"] in unreliable]
@@ -217,7 +221,9 @@ def main() -> None:
     if missing := len(counted - last.keys()):
         print(f"{missing} mutants are left")
         return
-    result = {"seed": SEED, "limit_seconds": LIMIT_SECONDS, "mutants": len(mutants)} | rate(last, counted)
+    result = {"seed": options.seed, "limit_seconds": LIMIT_SECONDS, "mutants": len(mutants)} | rate(
+        last, counted
+    )
     result |= {"equivalent": len(mutants) - len(counted), "first_run": rate(first, counted)}
     rows = [
         mutants[name].facts() | {"outcome": "equivalent", "reason": listed[name]["reason"]}
@@ -225,7 +231,7 @@ def main() -> None:
         else last[name]
         for name in sorted(mutants)
     ]
-    write_result("mutations", result | {"outcomes": rows})
+    write_result(result_name, result | {"outcomes": rows})
     sys.exit(result["kill_rate"] < LEAST_RATE)
 
 

@@ -82,8 +82,9 @@ def test_samples_are_valid_and_the_same_each_time(capsys: pytest.CaptureFixture[
     file = "megatron_zpp/zero/flat_layout.py"
     lines = [(file, line) for line in range(200)]
     mutants = sample(lines)
-    assert "seed 48" in capsys.readouterr().out
+    assert "seed 48: 100 of" in capsys.readouterr().out
     assert mutants == sample(reversed(lines))
+    assert sample(lines, seed=49, size=10) == sample(lines, seed=49)[:10] != mutants[:10]
     assert len({mutant.mutation.line for mutant in mutants}) == len(mutants) > 20
     with open(file) as source:
         text = source.read()

@@ -220,6 +220,16 @@ def test_a_tracker_that_changes_while_its_checkpoint_is_looked_up_warns_of_nothi
     assert lost_newest(rotated_once) is None
 
 
+@pytest.mark.parametrize(
+    ("named", "lost"), [("0", True), ("7", True), ("6", False), ("-1", False), ("x", False)]
+)
+def test_a_checkpoint_that_the_tracker_names_is_missed(saved: Path, named: str, lost: bool) -> None:
+    """Also that of iteration 0, as imports have."""
+    (saved / TRACKER).write_text(named)
+    said = f"{saved}/iter_{int(named):07d}, which {TRACKER} names, is not there" if lost else None
+    assert lost_newest(saved) == said
+
+
 def test_a_named_checkpoint_that_is_replaced_while_it_is_looked_up_is_found(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.hop import SentBytes
 from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.plan.test_memory import allocated_at_most
+from tests.support import GROUPED_FLASH
 from tests.zero import engines
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -29,7 +30,7 @@ GPT_2 = ModelConfig(num_layers=6, hidden_size=128, num_attention_heads=4, seq_le
 LLAMA = replace(
     GPT_2,
     group_query_attention=True,
-    num_query_groups=2,
+    num_query_groups=2 if GROUPED_FLASH else 4,  # torch 2.8 keeps the scores of queries in groups on CPUs
     position_embedding_type="rope",
     swiglu=True,
     ffn_hidden_size=320,

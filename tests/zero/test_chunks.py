@@ -39,11 +39,18 @@ def gradient(format: str, rank: int, world: int) -> torch.Tensor:
 
 def reduced(topology: Topology, group: str) -> list[numpy.ndarray]:
     """This rank's shard of the sums in each of FORMATS; `group` is --zero-gradient-partition-size."""
-    with patch.object(reduction_plan, "SMALLEST_CHUNK", 256):
-        return [reduced_in(topology, group, format) for format in FORMATS]
+    rank, world = topology.rank, topology.world_size
+    return [reduced_in(topology, group, format, gradient(format, rank, world)) for format in FORMATS]
 
 
-def reduced_in(topology: Topology, group: str, format: str) -> numpy.ndarray:
+def reduced_of_equal_chunks(topology: Topology, group: str) -> numpy.ndarray:
+    """This rank's shard of the sum of gradients whose chunks are all equal."""
+    chunk = torch.randn(256, generator=torch.Generator().manual_seed(3))
+    return reduced_in(topology, group, "rotated4", chunk.repeat(topology.world_size * SHARD // 256))
+
+
+@patch.object(reduction_plan, "SMALLEST_CHUNK", 256)
+def reduced_in(topology: Topology, group: str, format: str, full: torch.Tensor) -> numpy.ndarray:
     layout = FlatLayout((topology.world_size * SHARD,), 1, topology.world_size)
     zero = ZeroConfig(
         zero_stage=2,
@@ -60,7 +67,7 @@ def reduced_in(topology: Topology, group: str, format: str) -> numpy.ndarray:
         copy_engines=copy_engines(topology),
     ).reduction
     assert len([*plan.chunks(SHARD)]) > 2 or topology.local_world_size == 1
-    ledger, full = TrafficLedger(topology), gradient(format, topology.rank, topology.world_size)
+    ledger = TrafficLedger(topology)
     comm_streams = streams_of(plan, topology, ledger)
     sent = [GradSegment(0, full[:1000].to(this_device())), GradSegment(1000, full[1000:].to(this_device()))]
     total = torch.full((SHARD,), 7.0, device=this_device())
@@ -120,3 +127,11 @@ def test_every_chunk_is_summed(nodes: int, local: int, group: str) -> None:
                 exact[gap.start : gap.stop] = 0
             for off, true in zip((found - exact).split(256), exact.split(256), strict=True):
                 assert 0 < off.square().sum() < 2 * 0.0095 * true.square().sum()
+
+
+@pytest.mark.parametrize("group", ["off", "auto"])
+def test_each_chunk_of_each_shard_has_signs_of_its_own(group: str) -> None:
+    """Signs that repeat round equal chunks equally, and errors add up. No compared part has a gap."""
+    shards = on_ranks(4, reduced_of_equal_chunks, group, ranks_per_node=2)
+    parts = {chunk[64:192].tobytes() for shard in shards for chunk in shard.reshape(-1, 256)}
+    assert len(parts) == 4 * SHARD // 256

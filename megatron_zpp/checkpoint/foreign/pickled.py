@@ -4,8 +4,8 @@
 class or function becomes a `Global`, an object of it a `Record` of the name, its arguments and its state. A
 pickle that names anything outside of the libraries that write checkpoints is refused.
 
-A few hundred bytes can copy a value again and again, or make keys that collide. So every copied element
-counts as an opcode, copied text is bounded by the length of the pickle, and keys are what models have.
+A few hundred bytes can copy a value again and again, or make keys that collide. So the length of the pickle
+bounds time and memory: it limits opcodes and copied elements, and copied text. Keys are what models have.
 """
 
 import pickletools
@@ -13,7 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-_MOST_OPCODES = 3_000_000  # some seconds; a model of 10,000 tensors has a sixth of them
+# Steps are opcodes and copied elements. Containers and entries of the memo take most memory and count twice.
+# The .metadata of a torch_dist checkpoint has 116 steps per block of a tensor, 0.75 per byte.
+_FEW_STEPS = 3_000_000  # allowed beside one step per byte; they take some seconds
+_MOST_STEPS = 64_000_000  # a minute or two, or the .metadata of 500,000 blocks
 _LONGEST_NAME = 200  # characters of a class or function with its module
 _LONGEST_KEY = 10_000  # characters: equal keys are compared
 _MOST_TUPLE_KEYS = 5_000  # hashes of tuples can be made to collide, and then each is compared with all
@@ -46,7 +49,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Record:
     """An object that was not made: the class or function, its arguments, and what was to fill it."""
 
@@ -107,6 +110,12 @@ _LITERALS = frozenset(
     )
 )
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_TWO_STEPS = frozenset(
+    (
+        *("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "LIST", "DICT", "FROZENSET", "TUPLE", *_TUPLES),
+        *("REDUCE", "NEWOBJ", "NEWOBJ_EX", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
+    )
+)
 
 
 class _Machine:
@@ -116,15 +125,16 @@ class _Machine:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._persistent = persistent
-        self._steps = 0  # opcodes, and elements that were copied
+        self._steps = self._most_steps = 0  # opcodes, and elements that were copied
         self._text = 0  # characters that may still be copied
         self._tuple_keys = 0
 
     def run(self, content: bytes) -> Any:
         """Return what the pickle leaves on the stack."""
         self._text = len(content)
+        self._most_steps = min(_FEW_STEPS + len(content), _MOST_STEPS)
         for opcode, argument, _ in pickletools.genops(content):
-            self._count(1)
+            self._count(2 if opcode.name in _TWO_STEPS else 1)
             if opcode.name == "STOP":
                 return self._stack.pop()
             self._step(opcode.name, argument)
@@ -132,8 +142,8 @@ class _Machine:
 
     def _count(self, steps: int) -> None:
         self._steps += steps
-        if self._steps > _MOST_OPCODES:
-            raise NotData(f"has more than {_MOST_OPCODES:,} opcodes and copies of values")
+        if self._steps > self._most_steps:
+            raise NotData(f"has more than {self._most_steps:,} opcodes and copies of values")
 
     def _step(self, name: str, argument: Any) -> None:
         stack = self._stack

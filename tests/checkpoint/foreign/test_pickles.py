@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -225,3 +226,11 @@ def test_nested_tuples_are_no_keys(kind: str) -> None:
     ends = {"set": b"\x8f(" + pair + b"\x90", "frozenset": b"(" + pair + b"\x91", "key": b"}" + pair + b"Ns"}
     with pytest.raises(NotData, match="has a nested tuple as a key"):
         read_pickle(b"\x80\x04" + ends[kind] + b".", lambda value: None)
+
+
+def test_many_empty_lists_end_soon() -> None:
+    content = b"\x80\x04](" + b"]" * 4_000_000 + b"e."
+    began = time.monotonic()
+    with pytest.raises(NotData, match="has more than 7,000,006 opcodes"):
+        read_pickle(content, lambda value: None)
+    assert time.monotonic() - began < 60
