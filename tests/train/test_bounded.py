@@ -2,6 +2,7 @@
 
 import errno
 import platform
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -70,3 +71,8 @@ def test_damage_that_a_rank_finds_is_known_to_all_ranks(error: Exception) -> Non
 def test_memory_that_cannot_be_read_gives_way_to_a_checkpoint() -> None:
     error = OSError(errno.EIO, "Input/output error", "file")
     assert [problem for _, problem in together(error, in_memory=True)] == ["file: Input/output error"] * RANKS
+
+
+def test_work_may_take_as_long_as_the_time_out() -> None:
+    exchange = Exchange(dist.HashStore(), Topology(), timedelta(seconds=0.9), "load")
+    assert FileWorker().run(lambda on_progress: time.sleep(0.2) or 5, exchange) == 5

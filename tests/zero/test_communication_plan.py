@@ -156,6 +156,14 @@ def test_peer_writes_are_only_used_inside_one_node() -> None:
         )
 
 
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("nodes", "local"), GRIDS)
+def test_weights_that_the_optimizer_has_whole_are_not_gathered(nodes: int, local: int, stage: int) -> None:
+    """At stage 0, and at stages 1 and 2 of one rank."""
+    plan = plans_of({"zero_stage": stage}, nodes, local)[0]
+    assert plan.gathers_in_place == (stage == 0 or (stage < 3 and nodes * local == 1))
+
+
 @pytest.mark.parametrize("gradients", ["rotated4", "rotated3"])
 @pytest.mark.parametrize("block", [None, 32, 64, 128, 512, 2048])
 def test_signs_can_begin_where_every_chunk_begins(gradients: str, block: int | None) -> None:

@@ -330,12 +330,12 @@ def loaded_on_this_grid(topology: Topology, directory: str) -> dict[str, bytes]:
     return {name: raw(tensor) for name, tensor in states_of(engine, REFERENCE).items()}
 
 
-def key_frames(topology: Topology, directory: str) -> bool:
+def key_frames(topology: Topology, directory: str, offload: bool) -> bool:
     """Whether a checkpoint without references begins with its weights in 16 bits, and goes back to plain."""
     plain = build(topology, {})
     train(plain, range(1))
     path = save(Path(directory), plain, Progress(iteration=1))
-    engine = build(topology, BOTH)
+    engine = build(topology, BOTH | {"zero_offload_optimizer": offload})
     load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
     engine.evaluate(batch(topology, 0))
     known, weights = states_of(engine, REFERENCE), states_of(engine, WEIGHTS)
@@ -347,7 +347,11 @@ def test_any_grid_loads_references(tmp_path: Path) -> None:
     for ranks, local in ((4, 2), (2, 1), (6, 3)):
         for loaded in on_ranks(ranks, loaded_on_this_grid, str(tmp_path / "a"), ranks_per_node=local):
             assert loaded == saved
-    assert all(on_ranks(4, key_frames, str(tmp_path / "b"), ranks_per_node=2))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_references_begin_with_the_weights_in_16_bits(tmp_path: Path, offload: bool) -> None:
+    assert all(on_ranks(4, key_frames, str(tmp_path), offload, ranks_per_node=2))
 
 
 def bytes_between_nodes(
