@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests that need a GPU, with the Python that has torch (PYTHON, default python3): every kernel, stage and format
-# once, in 6 minutes on one GPU and 9 on two. launch/test_gpu.sh -m gpu_long runs the others, and any arguments are
-# passed to pytest: launch/test_gpu.sh -k attention
+# once. launch/test_gpu.sh -m gpu_long runs the others, and any arguments are passed to pytest: launch/test_gpu.sh -k attention
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
