@@ -25,7 +25,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The jobs that were run, in a thread: their losses follow from rung and seed."""
     jobs: list[tuple[str, int]] = []
 
-    def run(settings: dict[str, object], device: str, job: tuple[str, int]) -> dict[str, object]:
+    def run(settings: dict[str, object], device: str, text: None, job: tuple[str, int]) -> dict[str, object]:
         jobs.append(job)
         loss = (1.001 if job[0] == "delta4" else 1.0) * (4 + job[1])
         bytes_ = {"bytes_per_parameter": 1.0, "bytes_per_parameter_in_layers": 1.0}

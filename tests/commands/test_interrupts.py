@@ -44,11 +44,11 @@ def interrupted(argv: list[str], after: float) -> tuple[int, str]:
 
 @pytest.mark.parametrize("argv", PROGRAMS, ids=lambda argv: Path(argv[-2]).name)
 def test_an_interrupted_start_says_one_line(argv: list[str]) -> None:
-    """While torch is imported, and at the end of the imports: the program may have ended by then."""
+    """While torch is imported, and at the end of the imports, when a program may have ended or be ending."""
     for after in (0.3, 1.0):
         status, said = interrupted(argv, after)
         assert "Traceback" not in said, (after, said)
         assert len(said.splitlines()) <= 1, (after, said)
-        assert status in (0, 130), (after, said)
+        assert status in (0, 130) or (status == -signal.SIGINT and not said), (after, said)
         if status == 130:
             assert said.rstrip().endswith(": interrupted")

@@ -337,7 +337,8 @@ def test_who_repeats_the_hello_of_a_rank_is_not_its_parent() -> None:
                 hello = json.loads(words.readline()) | {"rank": rank}
                 for message in (hello, {"ended": "call 555-0100"}):
                     connected.sendall(json.dumps(message).encode() + b"\n")
-                assert words.readline() == b""  # it turns away from a stranger
+                with suppress(ConnectionResetError):  # what it had not read is lost
+                    assert words.readline() == b""  # it turns away from a stranger
     lines.leave()
     assert heard == []
 

@@ -140,7 +140,7 @@ def test_bad_command_lines_are_refused(argv: str, said: str) -> None:
         ("--plan-nodes 3 --global-batch-size 8", "--global-batch-size 8: "),
         (
             "--plan-nodes 2 --plan-gpus-per-node 4 --zero-stage 3 --zero-hpz-partition-size 3",
-            "2 nodes of 4 data ranks; give 1, 2, 4, 8 or auto",
+            "nodes of 4 data ranks; give 1, 2, 4 or auto",
         ),
         (
             "--plan-gpus-per-node 8 --zero-stage 1 --zero-quantized-weights "

@@ -33,7 +33,6 @@ CASES = [
     f"{NODE} {DELTA} delta4",
     f"--zero-stage 2 {DELTA} delta4",
     f"--zero-stage 1 {DELTA} delta4",
-    f"{NODE} {IN_TURN} {DELTA} delta2",
     f"{NODE} {DELTA} delta4 --zero-quantized-gradients --zero-quantized-gradients-format rotated4",
 ]
 FIRST = CASES[0].split()
@@ -162,11 +161,9 @@ def test_all_ranks_multiply_the_codes_of_the_reference(ranks: list[list[Found]])
 
 
 def test_stages_have_the_same_bits_and_losses_near_those_of_bf16(ranks: list[list[Found]]) -> None:
-    turns, own, second, first, narrow, rotated = ranks[0]
+    turns, own, second, first, rotated = ranks[0]
     for same in (own, second, first):
         assert (same.numbers, same.multiplied) == (turns.numbers, turns.multiplied)
-    assert narrow.multiplied[0] == turns.multiplied[0]  # the first step has 4 bits
-    assert narrow.multiplied[1] != turns.multiplied[1]
     assert rotated.numbers != turns.numbers
     (plain, *_) = on_ranks(4, without_codes, FIRST, ranks_per_node=2)
     assert turns.numbers != plain

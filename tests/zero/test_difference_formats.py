@@ -26,7 +26,7 @@ BEHIND = 2  # the unit whose codes fall behind
 def fall_behind(engine: ZeroEngine) -> None:
     """Moves one element per block of a unit's reference, on all nodes alike, by a hundred updates.
 
-    Codes of 2 bits reach 1.5 rms of a block of 256, and such an element is at 16.
+    Codes of 4 bits reach 2.7 rms of a block of 256, and such an element is at 16.
     """
     engine.evaluate(batch(engine.topology, 0))  # which waits for the exchanges behind the last step
     engine.units[BEHIND].reference[7::256] += 1.0
@@ -48,7 +48,7 @@ def behind(engine: ZeroEngine) -> float:
 
 
 def raised_and_lowered(topology: Topology) -> dict[str, Any]:
-    engine = build(topology, DELTA2)
+    engine = build(topology, BOTH)
     before = [step(engine, number) for number in range(2)]
     fall_behind(engine)
     after = [(*step(engine, 2 + number), behind(engine)) for number in range(6)]
@@ -72,9 +72,9 @@ def check_raised(nodes: int, local: int, ranks: list[dict[str, Any]]) -> None:
         assert [raised for raised, _ in found["before"]] == [0, 0]
         assert [raised for raised, *_ in found["after"]] == [0, 0, 1, 1, 1, 0]
         usual = found["before"][1][1]
-        formats = eight_bits(LloydMaxFormat(2)), LloydMaxFormat(2)
-        eight, two = (format.message_bytes(found["shard"]) for format in formats)
-        more = (nodes - 1) * (eight - two)
+        formats = eight_bits(LloydMaxFormat(4)), LloydMaxFormat(4)
+        eight, four = (format.message_bytes(found["shard"]) for format in formats)
+        more = (nodes - 1) * (eight - four)
         assert [sent - usual for _, sent, _ in found["after"]] == [0, 0, more, more, more, 0]
         lags = [lag for *_, lag in found["after"]]
         assert lags[1] > 0.5
@@ -85,14 +85,14 @@ def check_raised(nodes: int, local: int, ranks: list[dict[str, Any]]) -> None:
 
 def resumed(topology: Topology, directory: str) -> list[bool]:
     """Whether a run that is saved and loaded before each step is the run that is not, bit for bit."""
-    engine = build(topology, DELTA2)
+    engine = build(topology, BOTH)
     for number in range(2):
         step(engine, number)
     fall_behind(engine)
     same, again = [], None
     for number in range(5):
         path = save(Path(directory) / str(number), engine, Progress(iteration=2 + number))
-        again = build(topology, DELTA2)
+        again = build(topology, BOTH)
         load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
         here, there = step(engine, 2 + number), step(again, 2 + number)
         references = zip(engine.units, again.units, strict=True)
@@ -106,7 +106,7 @@ def test_a_resumed_run_raises_the_same_units(tmp_path: Path) -> None:
 
 
 def saved_behind(topology: Topology, directory: str) -> None:
-    engine = build(topology, DELTA2)
+    engine = build(topology, BOTH)
     step(engine, 0)
     fall_behind(engine)
     step(engine, 1)
@@ -114,7 +114,7 @@ def saved_behind(topology: Topology, directory: str) -> None:
 
 
 def raised_after_load(topology: Topology, directory: str) -> list[int | None]:
-    engine = build(topology, DELTA2)
+    engine = build(topology, BOTH)
     load_checkpoint(next(Path(directory).glob("iter_*")), engine, TOKENIZER, with_optimizer=True)
     return [step(engine, 2 + number)[0] for number in range(2)]
 
@@ -128,7 +128,7 @@ def test_any_grid_raises_the_units_of_a_checkpoint(tmp_path: Path) -> None:
 
 def after_a_skipped_step(topology: Topology) -> tuple[float, int | None, bool, list[int | None]]:
     """A step that is not finite, in which a unit would send 8 bits; and how many are raised after it."""
-    engine = build(topology, DELTA2)
+    engine = build(topology, BOTH)
     step(engine, 0)
     fall_behind(engine)
     for number in range(2):
