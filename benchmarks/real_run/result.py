@@ -3,8 +3,8 @@
 python benchmarks/real_run/result.py --runs DIR [--logs DIR]     DIR: --output of run.py; several are one run
 python benchmarks/real_run/result.py --plot FILE.png             draws benchmarks/results/real_run.json
 
-The result has the training loss of each step, the held-out losses and the step times. --logs writes
-TensorBoard's events, an offline W&B directory and the report page of each variant, from the same lines.
+The result has the mean training loss of each eight steps, the held-out losses and the step times. --logs
+writes TensorBoard's events, an offline W&B directory and the report page of each variant, from the same lines.
 """
 
 import argparse
@@ -28,12 +28,13 @@ NAMES = {
     "plain_bf16": "plain PyTorch, residual in bf16",
     "stage_0": "megatron_zpp, stage 0",
     "zeropp": "stage 3, delta4 and rotated4, two nodes",
-    "fp8": "8-bit products",
+    "fp8": "8-bit matmuls",
     "resumed": "resumed five times on other meshes",
 }
 BASELINE = "stage_0"
 LAST = 0.05  # share of the steps whose mean is the final training loss
-SMOOTHING = 0.98
+EVERY = 8  # steps whose losses have one mean
+SMOOTHING = 0.85  # of these means
 
 
 def main() -> None:
@@ -84,11 +85,16 @@ def figures(folders: Sequence[Path], metrics: dict[str, Path]) -> dict[str, Any]
             "final_training_loss": round(statistics.fmean(last), 5),
             "final_held_out_loss": round(list(held_out.values())[-1], 5) if held_out else None,
             "held_out": {str(step): round(loss, 5) for step, loss in held_out.items()},
-            "losses": [round(loss, 4) for loss in losses],
+            "losses": [round(statistics.fmean(part), 4) for part in batched(losses)],
             **sources.get(name, {}),
         }
     described = [json.loads((folder / "run.json").read_text()) for folder in folders]
     return {"described": described, "runs": runs}
+
+
+def batched(losses: list[float]) -> list[list[float]]:
+    """Return EVERY losses at a time; the last part may have fewer."""
+    return [losses[first : first + EVERY] for first in range(0, len(losses), EVERY)]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -112,7 +118,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
             smooth.append(mean)
         above.plot(
-            [million * step for step in range(1, len(smooth) + 1)],
+            [million * EVERY * part for part in range(1, len(smooth) + 1)],
             smooth,
             color=colour,
             lw=1,
