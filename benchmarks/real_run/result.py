@@ -4,7 +4,7 @@ python benchmarks/real_run/result.py --runs DIR [--logs DIR]     DIR: --output o
 python benchmarks/real_run/result.py --plot FILE.png             draws benchmarks/results/real_run.json
 
 The result has the mean training loss of each eight steps, the held-out losses and the step times. --logs
-writes TensorBoard's events, an offline W&B directory and the report page of each variant, from the same lines.
+writes TensorBoard's events, an offline W&B directory and each variant's report page, from the same lines.
 """
 
 import argparse
