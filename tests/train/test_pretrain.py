@@ -120,7 +120,7 @@ def test_rank_0_advises_what_sends_less(flags: list[str], tmp_path: Path) -> Non
             nodes.start(rank, *flags, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         assert nodes.statuses() == {0: 0, 1: 0}, nodes.err(0)
         assert " advice: --zero-quantized-weights-format delta4 and " in nodes.out(0)
-        assert nodes.out(1) == ""
+        assert "advice" not in nodes.out(1)  # where gloo of torch 2.8 writes
 
 
 def test_a_run_keeps_its_curves_when_it_is_started_again(flags: list[str], tmp_path: Path) -> None:
