@@ -146,8 +146,8 @@ class Job:
 
 @cache
 def _ports(process: int) -> Iterator[int]:
-    """Ports in turn, from another one in each process, below those that a kernel gives to who connects."""
-    ports = range(30_000, 32_768)
+    """Ports in turn, from another one in each process; above those of SLURM's steps, below the tests'."""
+    ports = range(29_489, 30_000)
     first = random.SystemRandom().randrange(len(ports))
     return itertools.cycle([*ports[first:], *ports[:first]])
 
