@@ -57,6 +57,8 @@ def rank_main(
                 pipe.send(lines.complete)
             case "below":
                 pipe.send(set(lines._below))
+            case "connected":
+                pipe.send({connection.rank for connection in lines._connections})
             case "leave":
                 lines.leave()
                 pipe.send("left")
@@ -299,10 +301,8 @@ def test_strangers_are_turned_away(tmp_path: Path) -> None:
             b"[" * 60_000 + b"\n",
             json.dumps(hello).encode() + b"\n",
         ]
-        hello |= {
-            "token": hello_token(TOKEN, 3)
-        }  # of a rank that is connected, and of one that is not a child
-        wait_until(lambda: run.ask(3, "complete") is False)
+        hello |= {"token": hello_token(TOKEN, 3)}  # a child that is connected, and others' children
+        wait_until(lambda: run.ask(0, "connected") >= {1, 2, 3})  # no stranger may come before them
         sent += [json.dumps(hello | {"rank": rank}).encode() + b"\n" for rank in (5, 17, "x", [3])]
         sent.append(json.dumps(hello | {"rank": 4, "token": "\ud800"}).encode() + b"\n")
         for rank in (3, 5, 17):
