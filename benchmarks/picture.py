@@ -1,0 +1,85 @@
+"""Draws the picture of README.md from results: step times between two nodes, and losses on real text.
+
+python benchmarks/picture.py [FILE.png]
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+from benchmarks.common import RESULTS
+from benchmarks.emulation.picture import PICTURES
+from benchmarks.real_run.result import NAMES
+
+PAIR = "zero_speed_1.3b_mbs8_acc1_2x1_default_"  # each result compares two programs on one pair of nodes
+BARS = (
+    ("h100", "zeropp_4_bits", "megatron_zpp, 4 bits"),
+    ("h100", "fsdp2_bf16", "FSDP2, bf16"),
+    ("deepspeed", "zeropp_4_bits", "megatron_zpp, 4 bits"),
+    ("deepspeed", "deepspeed_qwz_qgz_keep", "DeepSpeed, ZeRO++"),
+)
+
+
+def figures(name: str) -> Any:
+    """The figures of a result."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+
+
+def draw_bars(axes: Any) -> None:
+    """The median step of each program, with the range of its rounds; one pair of nodes below the other."""
+    for row, (result, contestant, label) in enumerate(BARS):
+        measured = figures(PAIR + result)["contestants"][contestant]
+        rounds, median = measured["rounds_ms"], measured["milliseconds"]
+        place = row + row // 2 * 0.5  # a gap between the two pairs
+        spread = [[median - min(rounds)], [max(rounds) - median]]
+        colour = "C0" if contestant.startswith("zeropp") else "C7"
+        axes.barh(place, median, xerr=spread, color=colour, ecolor="0.2", height=0.8)
+        axes.text(max(rounds) + 15, place, f"{label}: {median:.0f}", va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(right=1150)
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel("ms per step")
+    axes.set_title("1.3B between two nodes of one H100,\ndefault sockets", fontsize="medium")
+
+
+def draw_losses(axes: Any) -> None:
+    """Held-out losses of all variants of the real run."""
+    result = figures("real_run")
+    settings = result["described"][0]["settings"]
+    million = float(settings["million_tokens"]) / float(settings["steps"])  # tokens of a step
+    for name, label in NAMES.items():
+        if name in result["runs"]:
+            losses = result["runs"][name]["held_out"].items()
+            held_out = {million * int(step): loss for step, loss in losses if int(step)}
+            axes.plot(list(held_out), list(held_out.values()), lw=1, label=label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("million tokens seen")
+    axes.set_ylabel("held-out loss")
+    axes.set_title("GPT-2 124M on real text", fontsize="medium")
+    axes.legend(frameon=False, fontsize="small")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, nargs="?", default=PICTURES / "results.png")
+    options = parser.parse_args()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    draw_bars(left)
+    draw_losses(right)
+    figure.savefig(options.file, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
