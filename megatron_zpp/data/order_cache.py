@@ -67,9 +67,9 @@ class CachedArrays:
 class OrderCache:
     """The entries of one directory, which is created for the first entry."""
 
-    def __init__(self, flag: str, shown: str, directory: Path, say: Callable[[str], None]) -> None:
-        """`flag` and `shown` name the directory in errors; `say` gets a line whenever an entry is built."""
-        self._flag, self._shown, self._directory, self._say = flag, shown, directory, say
+    def __init__(self, flag: str, directory: str, say: Callable[[str], None]) -> None:
+        """`flag` names the directory in errors; `say` gets a line whenever an entry is built."""
+        self._flag, self._directory, self._say = flag, Path(directory), say
 
     def get(
         self,
@@ -105,7 +105,7 @@ class OrderCache:
                 return CachedArrays(entry, names)
         except OSError as error:
             fix = f"{error.strerror}; name a writable directory with free space"
-            raise option_error(self._flag, self._shown, fix) from None
+            raise option_error(self._flag, self._directory, fix) from None
 
     def _look(self, entry: Path, names: tuple[str, ...]) -> "_Found":
         """Check and open an entry. Raises ValueError if it cannot be read, which says nothing about it."""
@@ -119,7 +119,7 @@ class OrderCache:
             if isinstance(error, OSError) and not says_what_is_there(error):
                 reason = one_line(error) if error.filename else f"{entry}: {error.strerror}"
                 fix = "start again once it can be read, or name another directory"
-                raise option_error(self._flag, self._shown, f"{reason}; {fix}") from None
+                raise option_error(self._flag, self._directory, f"{reason}; {fix}") from None
             return _Found(found, problem=one_line(error))
 
     def _build(self, entry: Path, text: str, build: Callable[[NpyWriter], None], *, replace: bool) -> None:

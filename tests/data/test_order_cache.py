@@ -97,25 +97,6 @@ def test_a_damaged_entry_is_built_again(config, text, damage):
     assert len(said) == 2
 
 
-def test_without_a_compiler_numpy_builds_orders_after_one_warning(
-    config, text, by_hand, tmp_path, monkeypatch
-):
-    other = by_hand("other", [[number] * 7 for number in range(50)])
-    blend = DataConfig(train_data_path=("1", text, "2", other), dataset_order="megatron")
-    expected = opened(blend, []).batch(SAMPLES).tolist()
-    shutil.rmtree(text + ".orders")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    said = []
-    assert opened(blend, said).batch(SAMPLES).tolist() == expected
-    warnings = [line for line in said if "warning" in line]
-    assert warnings == [
-        "warning: orders are built by numpy, which takes longer: the C++ compiler no-such-compiler is not "
-        "installed"
-    ]
-    opened(blend, said := [])
-    assert said == []  # nothing is built
-
-
 def test_one_builds_while_others_wait(config):
     said = []
     with ThreadPoolExecutor(8) as pool:
@@ -125,7 +106,7 @@ def test_one_builds_while_others_wait(config):
 
 
 def cached(directory, said, build=lambda files: files.save("x", SAMPLES)):
-    return OrderCache("--data-cache-path", str(directory), directory, said.append).get(
+    return OrderCache("--data-cache-path", str(directory), said.append).get(
         {"of": 1}, ("x",), build, "the order"
     )["x"]
 
