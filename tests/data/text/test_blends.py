@@ -15,10 +15,9 @@ from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.data.open import open_splits, seed_of
 from megatron_zpp.data.resume import ResumedData, resume_data
 from megatron_zpp.data.text.open import open_text
-from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.tokenizer import build_tokenizer, describe
 from tests.data.format_by_hand import write_by_hand
-from tests.data.text.conftest import json_lines, opened
+from tests.data.text.conftest import json_lines
 
 S, EOD, SEED = 8, 60_000, 1
 TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=EOD)
@@ -117,22 +116,3 @@ def test_a_masked_blend_changes_as_one_without_masks(text: str, tokens: str) -> 
         assert np.array_equal(inputs.targets, np.where(rows[:, :-1] == EOD, -100, rows[:, 1:]))
         assert (inputs.targets == -100).any()
     assert [part.consumed_before for part in masked.dataset_progress.sets] == [100, 100]
-
-
-def test_a_data_set_of_the_hub_is_recognised_by_its_rows(
-    documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under any name; one more row makes it another data set."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
-
-    def fingerprint(name: str, count: int) -> str:
-        (tmp_path / name).mkdir()
-        rows = {"text": [" ".join(map(str, ids)) for ids in documents[:count]]}
-        datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / name / "train.parquet"))
-        text = opened(f"hf:{tmp_path / name}", data_cache_path=str(tmp_path / "cache"))
-        return TextDataset("train", text.source, text.cache, None, S).fingerprint()
-
-    one, copy, more = fingerprint("a", 50), fingerprint("b", 50), fingerprint("c", 51)
-    assert one == copy != more

@@ -7,13 +7,8 @@ import io
 import json
 import os
 import pathlib
-import subprocess
-import sys
-import threading
 import tracemalloc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +24,7 @@ from megatron_zpp.data.text.shards import parquet as parquet_shards
 from megatron_zpp.data.text.shards.json_lines import lines_by_chunk
 from megatron_zpp.data.text.shards.text import ShardedText, _bytes_of_block, open_shards
 from megatron_zpp.data.text.sources import fingerprint_of
-from megatron_zpp.storage import files
 from tests.data.text.conftest import documents_of, json_lines, opened
-from tests.support import ROOT, environment
 
 EOD = 70_000
 
@@ -88,34 +81,14 @@ def test_a_directory_of_the_hub_is_read_as_shards(
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
-def test_other_formats_of_the_hub_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_formats_of_the_hub_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.csv").write_text("text,n\n1 2,0\n3 4,1\n")
-    (tmp_path / "list").mkdir()
-    (tmp_path / "list" / "train.json").write_text('[{"text": "1 2"}, {"text": "3 4"}]')
-    for name in ("set", "list"):
-        lines: list[str] = []
-        text = opened(f"hf:{tmp_path / name}", append_eod=True, say=lines.append)
-        assert documents_of(text, EOD) == [[1, 2, EOD], [3, 4, EOD]]
-        assert "cannot be streamed" in lines[0]
-
-
-def test_bytes_of_other_formats_of_the_hub_are_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "set").mkdir()
-    table = pa.table({"text": pa.array([b"1 2", b"\xff"], pa.binary())})
-    with pa.ipc.new_stream(tmp_path / "set" / "train.arrow", table.schema) as writer:
-        writer.write_table(table)
-    text = opened(f"hf:{tmp_path / 'set'}", append_eod=True, skip_bad_lines=True)
-    assert documents_of(text, EOD) == [[1, 2, EOD]]
-    assert text.source.made_of["column"] == "binary"
-    with pytest.raises(ValueError, match="row 2: malformed line: not UTF-8"):
-        documents_of(opened(f"hf:{tmp_path / 'set'}"), EOD)
+    with pytest.raises(ValueError, match=r"^--data-path hf:.*/set: its files are not Parquet .*build_corpus"):
+        opened(f"hf:{tmp_path / 'set'}")
 
 
 def test_lines_belong_to_the_chunk_in_which_they_begin() -> None:
@@ -398,41 +371,27 @@ def test_remote_shards_are_read_again_after_an_error(
         opened_urls(remote, tmp_path).read(0)  # the indexes are kept: opening reads nothing
 
 
-def test_ranks_that_waited_for_the_index_read_it_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_rank_reads_the_indexes_of_remote_shards(
+    remote: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank reads the ends of all files; the others, and all later starts, do not take turns."""
-    ranks, loads, read = 5, json.loads, []
-    groups = [parquet_shards.RowGroups((0, 10), (0, 99))] * 3
-    waiting = threading.Semaphore(0)
-    together = threading.Barrier(ranks - 1)
+    """The others, and later starts, read what it has kept."""
+    read, whole = [], parquet_shards._read_index
 
-    @contextmanager
-    def locked(path: Path) -> Iterator[bool]:
-        waiting.release()
-        with files.locked(path) as held:
-            yield held
+    def counted(*arguments: object) -> parquet_shards.RowGroups:
+        read.append(arguments)
+        return whole(*arguments)
 
-    def read_all() -> list[parquet_shards.RowGroups]:
-        read.append(1)
-        for _ in range(ranks):
-            assert waiting.acquire(timeout=60)
-        return groups
-
-    def parse(text: str) -> object:
-        together.wait(timeout=60)
-        return loads(text)
-
-    def start(rank: int) -> list[parquet_shards.RowGroups]:
-        return parquet_shards._kept(tmp_path, ["text"], read_all)
-
-    monkeypatch.setattr(parquet_shards, "locked", locked)
-    monkeypatch.setattr(json, "loads", parse)
-    with ThreadPoolExecutor(ranks) as pool:
-        assert list(pool.map(start, range(ranks))) == [groups] * ranks
-        assert list(pool.map(start, range(ranks - 1))) == [groups] * (ranks - 1)
-    assert read == [1]
-    assert not waiting.acquire(blocking=False)  # the later start took no lock
+    monkeypatch.setattr(parquet_shards, "_read_index", counted)
+    with ThreadPoolExecutor(5) as ranks:
+        sources = list(ranks.map(lambda _: opened_urls(remote, tmp_path), range(5)))
+    assert len({source.blocks for source in [*sources, opened_urls(remote, tmp_path)]}) == 1
+    assert len(read) == len(remote)
+    (kept,) = (tmp_path / "cache").glob("*.rows.json")
+    kept.write_text("[[")
+    with pytest.raises(
+        ValueError, match=r"^--data-path set: .*rows\.json: damaged \(.*\); remove this file$"
+    ):
+        opened_urls(remote, tmp_path)
 
 
 def test_remote_shards_of_another_version_differ(remote: list[str], tmp_path: Path) -> None:
@@ -473,34 +432,6 @@ def test_a_flipped_bit_of_a_page_header_is_found(tmp_path: Path) -> None:
             found.append(str(error))
     assert len(found) > 200
     assert all(str(path) in line for line in found)
-
-
-@pytest.mark.nightly
-def test_no_flipped_bit_of_an_index_ends_the_process(tmp_path: Path) -> None:
-    """pyarrow's own objects of damaged columns do, so a process of its own opens the files."""
-    path = tmp_path / "text.parquet"
-    pq.write_table(pa.table({"text": [str(number) for number in range(60)]}), path, row_group_size=30)
-    program = (
-        "import sys; from tests.data.text.test_shards import open_with_flips; open_with_flips(sys.argv[1])"
-    )
-    subprocess.run([sys.executable, "-c", program, str(path)], cwd=ROOT, env=environment(), check=True)
-
-
-def open_with_flips(name: str) -> None:
-    """Flip each bit of the index of a Parquet file, one after another."""
-    path = Path(name)
-    good = path.read_bytes()
-    begin = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
-    for bit in range(8 * begin, 8 * len(good)):
-        changed = bytearray(good)
-        changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
-        line = name
-        try:
-            open_shards("--data-path", "set", [name], "text", path.parent / "index")
-        except ValueError as error:
-            line = str(error)
-        assert name in line or "no such column" in line, bit
 
 
 def read_all(path: Path, directory: Path) -> bytes:
