@@ -1,8 +1,16 @@
 """Fixtures of the data tests."""
 
+import os
+
 import pytest
 
 from tests.data.format_by_hand import write_by_hand
+
+
+@pytest.fixture(autouse=True)
+def _without_fsync(monkeypatch):
+    """Nothing here has to survive a power cut, and a busy disk takes long for each of many small blocks."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.fixture

@@ -110,11 +110,6 @@ def test_second_writer_of_a_prefix_is_refused(tmp_path):
     assert IndexedDataset(tmp_path / "x").tokens[:].tolist() == [1, 2]
 
 
-def test_missing_directory_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError), IndexedDatasetWriter(tmp_path / "none" / "x", "u2"):
-        pass
-
-
 WRITE_FOREVER = """
 import sys
 import numpy as np
@@ -130,7 +125,7 @@ for size in range(1, 1_000_000):
 def test_a_kill_at_any_moment_leaves_both_files_or_none(tmp_path):
     prefix, generator = tmp_path / "x", random.Random(1)
     whole = 0
-    for _ in range(25):
+    for _ in range(8):
         process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(prefix)], stdout=subprocess.PIPE)
         process.stdout.readline()  # the first data set is complete
         time.sleep(generator.random() * 0.03)

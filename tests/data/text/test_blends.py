@@ -71,7 +71,7 @@ def test_text_that_was_moved_or_compressed_continues(text: str, tokens: str, tmp
         ]
 
 
-@pytest.mark.parametrize("place", [0, -1, None])
+@pytest.mark.parametrize("place", [-1, None])
 def test_text_that_was_changed_starts_at_its_beginning(
     documents: list[list[int]], text: str, tokens: str, place: int | None
 ) -> None:
