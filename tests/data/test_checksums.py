@@ -11,11 +11,11 @@ from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
-from megatron_zpp.data.open import open_splits
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.storage import checksums
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import DamagedFile
+from tests.data.conftest import open_data
 from tests.data.format_by_hand import write_by_hand
 
 CHUNK = 64
@@ -142,18 +142,11 @@ def test_data_of_megatron_opens_without_checksums_and_is_not_verified(tmp_path: 
     write_by_hand(tmp_path / "x", [[1] * 50])
     path = str(tmp_path / "x")
     assert IndexedDataset(path).checksums is None
-    arguments = {
-        "seq_length": 4,
-        "vocab_size": 9,
-        "seed": 1,
-        "tokenizer_description": None,
-        "needed": ("train",),
-    }
-    open_splits(DataConfig(train_data_path=(path,)), **arguments)
+    open_data(DataConfig(train_data_path=(path,)))
     with pytest.raises(
         ValueError, match=rf"^--verify-data \(given\): {path}.checksums.json is missing; .*omit"
     ):
-        open_splits(DataConfig(train_data_path=(path,), verify_data=True), **arguments)
+        open_data(DataConfig(train_data_path=(path,), verify_data=True))
 
 
 def test_other_data_under_the_same_name_is_an_error(tmp_path: Path) -> None:

@@ -13,24 +13,15 @@ import pytest
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data import order_cache
-from megatron_zpp.data.open import open_splits
 from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.storage import files
+from tests.data.conftest import open_data
 
 SAMPLES = np.arange(20)
 
 
 def opened(config, said, samples=20, seed=1):
-    return open_splits(
-        config,
-        seq_length=8,
-        vocab_size=1000,
-        seed=seed,
-        tokenizer_description=None,
-        needed=("train",),
-        requested={"train": samples},
-        say=said.append,
-    ).train
+    return open_data(config, seed=seed, requested={"train": samples}, say=said.append).train
 
 
 @pytest.fixture
@@ -43,21 +34,13 @@ def config(text):
     return DataConfig(train_data_path=(text,), dataset_order="megatron")
 
 
-def test_an_order_is_built_once_beside_the_data(config, text):
+def test_an_order_is_built_once_beside_the_data_for_the_same_flags(config, text):
     said = []
-    first, again = (opened(config, said).batch(SAMPLES).tolist() for _ in range(2))
-    assert first == again
-    assert len(said) == 1
-    assert said[0].startswith(f"building the train order of {text}, 124 samples, once; {text}.orders/")
-
-
-def test_other_flags_have_another_entry(config):
-    said = []
-    one, two = (opened(config, said, seed=seed).batch(SAMPLES).tolist() for seed in (1, 2))
-    longer = opened(config, said, samples=300)
-    assert one != two
-    assert len(longer) >= 300
+    first, again, other = (opened(config, said, seed=seed).batch(SAMPLES).tolist() for seed in (1, 1, 2))
+    assert first == again != other
+    assert len(opened(config, said, samples=300)) >= 300
     assert len(said) == 3
+    assert said[0].startswith(f"building the train order of {text}, 124 samples, once; {text}.orders/")
 
 
 def test_changed_data_is_seen(config, text, by_hand):

@@ -10,8 +10,8 @@ from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.megatron.blend import blend_order, exhaustive_order
 from megatron_zpp.data.megatron.dataset import MegatronDataset, normalized
 from megatron_zpp.data.megatron.order import sample_index
-from megatron_zpp.data.open import open_splits
 from tests.data import megatron_core
+from tests.data.conftest import open_data
 
 SPLITS = ("train", "valid", "test")
 
@@ -80,11 +80,11 @@ def test_same_samples_as_megatron_core(case, by_hand, tmp_path):
             return megatron_core.build(number, requested[split], seq_length=seq_length, seed=seed, **theirs)
 
         try:
-            mine = open_split(config, split, requested, seq_length, seed)
+            mine = open_data(config, needed=(split,), requested=requested, seq_length=seq_length, seed=seed)
         except ValueError as option_error:
             assert_cannot(str(option_error), reference, requested[split])
         else:
-            assert_same(mine, reference(), 50)
+            assert_same(getattr(mine, split), reference(), 50)
 
 
 @pytest.mark.parametrize("case", range(12))
@@ -131,19 +131,6 @@ def test_sample_indexes_of_many_documents(longest, seq_length):
     mine = np.concatenate(list(sample_index(lengths, documents, seq_length, len(expected))))
     np.testing.assert_array_equal(mine, expected)
     assert mine.dtype == expected.dtype
-
-
-def open_split(config, split, requested, seq_length=8, seed=1):
-    splits = open_splits(
-        config,
-        seq_length=seq_length,
-        vocab_size=1000,
-        seed=seed,
-        tokenizer_description=None,
-        needed=(split,),
-        requested=requested,
-    )
-    return getattr(splits, split)
 
 
 def assert_cannot(message, reference, requested):

@@ -27,30 +27,6 @@ def flags(tmp_path: Path) -> list[str]:
     return [*data, *BYTES, *TINY, *length]
 
 
-def losses(path: Path) -> list[tuple[str, float]]:
-    records = map(json.loads, path.read_text().splitlines())
-    return [
-        (name, record[name]) for record in records for name in ("lm_loss", "valid_loss") if name in record
-    ]
-
-
-@pytest.mark.nightly
-def test_a_resumed_run_has_the_same_losses(flags: list[str], tmp_path: Path) -> None:
-    def run(name: str, *more: str, processes: int = 1) -> list[tuple[str, float]]:
-        done = pretrain(*flags, *more, "--metrics-file", str(tmp_path / name), processes=processes)
-        assert done.returncode == 0, done.stderr
-        return losses(tmp_path / name)
-
-    saved = ["--save", str(tmp_path / "checkpoints"), "--load", str(tmp_path / "checkpoints")]
-    first = run("first", *saved, "--exit-interval", "3", "--num-workers", "1")
-    went_on = run("second", *saved, "--num-workers", "2", "--data-cache-path", str(tmp_path / "empty"))
-    whole = run("whole", "--num-workers", "0")
-    assert first + went_on == whole
-    assert len(whole) == 6 + 4
-    shared = run("shared", "--zero-stage", "3", "--num-workers", "1", processes=2)
-    assert [loss for _, loss in shared] == pytest.approx([loss for _, loss in whole], rel=1e-5)
-
-
 def test_a_bad_line_ends_a_run_with_one_line(flags: list[str], tmp_path: Path) -> None:
     with (tmp_path / "x.jsonl").open("a") as file:
         file.write("[1, 2]\n")

@@ -293,55 +293,18 @@ def test_a_shard_that_changes_under_a_run_is_named(documents: list[list[int]], t
         text.cache.tokens(np.arange(5))
 
 
-@pytest.fixture
-def remote(documents: list[list[int]], tmp_path: Path) -> list[str]:
-    """URLs of shards on a file system in memory."""
+def test_remote_shards(documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory. One rank reads their indexes; the others, and later starts, read what it kept."""
     import fsspec
 
     write_shards(tmp_path / "local", "parquet", documents)
-    files = fsspec.filesystem("memory")
-    for path in sorted((tmp_path / "local").iterdir()):
+    files, read, whole = fsspec.filesystem("memory"), [], parquet_shards._read_index
+    for path in (tmp_path / "local").iterdir():
         files.pipe(f"/{tmp_path.name}/{path.name}", path.read_bytes())
-    return sorted(f"memory://{name}" for name in files.ls(f"/{tmp_path.name}", detail=False))
+    urls = sorted(f"memory://{name}" for name in files.ls(f"/{tmp_path.name}", detail=False))
 
-
-def opened_urls(urls: list[str], tmp_path: Path) -> ShardedText:
-    return open_shards("--data-path", "set", urls, "text", tmp_path / "cache")
-
-
-def test_remote_shards_are_read_again_after_an_error(
-    remote: list[str], documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    import megatron_zpp.data.text.shards.text as shards
-
-    monkeypatch.setattr(shards, "_PAUSE", 0.001)
-    source = opened_urls(remote, tmp_path)
-    calls, failing = 0, 3
-    whole = MemoryFileSystem._open
-
-    def flaky(self: MemoryFileSystem, *arguments: object, **options: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls % 4 < failing:
-            raise ConnectionError("reset by peer")
-        return whole(self, *arguments, **options)
-
-    monkeypatch.setattr(MemoryFileSystem, "_open", flaky)
-    lines = b"".join(map(source.read, range(source.blocks))).splitlines()
-    assert [json.loads(line)["text"] for line in lines] == [" ".join(map(str, ids)) for ids in documents]
-    failing = 4
-    error = r"00\.parquet: cannot be read 5 times \(ConnectionError: reset by peer\); check"
-    with pytest.raises(ValueError, match=error):
-        opened_urls(remote, tmp_path).read(0)  # the indexes are kept: opening reads nothing
-
-
-def test_one_rank_reads_the_indexes_of_remote_shards(
-    remote: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others, and later starts, read what it has kept."""
-    read, whole = [], parquet_shards._read_index
+    def opened_urls(_: int = 0) -> ShardedText:
+        return open_shards("--data-path", "set", urls, "text", tmp_path / "cache")
 
     def counted(*arguments: object) -> parquet_shards.RowGroups:
         read.append(arguments)
@@ -349,26 +312,25 @@ def test_one_rank_reads_the_indexes_of_remote_shards(
 
     monkeypatch.setattr(parquet_shards, "_read_index", counted)
     with ThreadPoolExecutor(5) as ranks:
-        sources = list(ranks.map(lambda _: opened_urls(remote, tmp_path), range(5)))
-    assert len({source.blocks for source in [*sources, opened_urls(remote, tmp_path)]}) == 1
-    assert len(read) == len(remote)
+        source, *_ = ranks.map(opened_urls, range(5))
+    lines = b"".join(map(opened_urls().read, range(source.blocks))).splitlines()
+    assert [json.loads(line)["text"] for line in lines] == [" ".join(map(str, ids)) for ids in documents]
+    assert len(read) == len(urls) == 7
+    assert [record.name for record in source.shard_records()] == urls
     (kept,) = (tmp_path / "cache").glob("*.rows.json")
+    content = kept.read_text()
     kept.write_text("[[")
-    with pytest.raises(
-        ValueError, match=r"^--data-path set: .*rows\.json: damaged \(.*\); remove this file$"
-    ):
-        opened_urls(remote, tmp_path)
-
-
-def test_remote_shards_of_another_version_differ(remote: list[str], tmp_path: Path) -> None:
-    import fsspec
-
-    source = opened_urls(remote, tmp_path)
-    assert [record.name for record in source.shard_records()] == remote
-    files = fsspec.filesystem("memory")
-    files.pipe(remote[3].removeprefix("memory:/"), files.cat(remote[3].removeprefix("memory:/")))
-    changed = opened_urls(remote, tmp_path)
-    pairs = zip(source.shard_records(), changed.shard_records(), strict=True)
+    with pytest.raises(ValueError, match=r"^--data-path set: .*rows\.json: damaged \(.*remove this file$"):
+        opened_urls()
+    kept.write_text(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(files), "_open", lambda *arguments, **options: 1 / 0)
+        error = r"00\.parquet: cannot be read \(ZeroDivisionError: division by zero\); check"
+        with pytest.raises(ValueError, match=error):
+            opened_urls().read(0)
+    another = urls[3].removeprefix("memory:/")
+    files.pipe(another, files.cat(another))
+    pairs = zip(source.shard_records(), opened_urls().shard_records(), strict=True)
     assert [old == new for old, new in pairs] == [number != 3 for number in range(7)]
 
 
@@ -388,9 +350,7 @@ def test_a_flipped_bit_of_a_page_header_is_found(tmp_path: Path) -> None:
     good = path.read_bytes()
     expected = read_all(path, tmp_path)
     found = []
-    for bit in range(
-        8 * 4, 8 * 40, 3
-    ):  # behind the magic number: the header of the first page, and its begin
+    for bit in range(8 * 4, 8 * 40, 3):  # behind the magic number
         changed = bytearray(good)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
