@@ -54,14 +54,9 @@ def text(by_hand):
 def test_resuming_at_any_step_with_any_world_continues_with_the_same_batches(text):
     whole = steps(text, 1)
     assert [len(rows) for _, rows in whole][:7] == [12, 12, 12, 12, 12, 24, 24]
-    assert steps(text, 3) == whole
+    assert steps(text, 3) == steps(text, 1, num_workers=2) == whole
     for number, (consumed, _) in enumerate(whole):
         assert steps(text, 1 + number % 4, consumed=consumed) == whole[number:]
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_change_nothing(text, num_workers):
-    assert steps(text, 1, num_workers=num_workers) == steps(text, 1)
 
 
 def test_batches_are_int64_and_iteration_restarts(text):

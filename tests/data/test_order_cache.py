@@ -107,15 +107,6 @@ def test_ranks_that_waited_for_a_build_check_it_at_once(tmp_path, monkeypatch):
     assert len(said) == 1
 
 
-def test_a_killed_build_leaves_no_entry(config, text):
-    said = []
-    expected = opened(config, said).batch(SAMPLES).tolist()
-    (entry,) = (path for path in Path(text + ".orders").iterdir() if path.is_dir())
-    shutil.move(entry, entry.with_name(f"{entry.name}.building-killed"))
-    assert opened(config, said).batch(SAMPLES).tolist() == expected
-    assert len(said) == 2
-
-
 def test_a_directory_that_cannot_be_written_is_an_error(text, tmp_path):
     (tmp_path / "file").write_text("")
     config = DataConfig(

@@ -55,7 +55,7 @@ def test_what_the_program_writes_beside_text_is_not_text(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     text = ["c/a.jsonl", "c/d/b.jsonl.gz", "c/notes.tokenizer.json"]
     caches = ["c/a.jsonl.tokens/1.jsonl", "c/d/e.tokens/2/made_of.json", "c/x.orders/1/made_of.json"]
-    others = ["c/.git/a.jsonl", "c/x.idx", "c/x.checksums.json", "c/x.tokenizer.json"]
+    others = ["c/.git/a.jsonl", "c/x.idx", "c/x.checksums.json", "c/x.tokenizer.json", "c/y.png"]
     for name in text + caches + others:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("{}")

@@ -112,15 +112,6 @@ def test_how_often_a_text_will_be_read_is_estimated(cold, text: str, documents: 
     assert f" read {part.times:.2f} × {text}" in schedule.describe_epochs(samples)[0]
 
 
-def test_what_is_counted_stays_counted_in_another_order(text: str) -> None:
-    samples = samples_of(text)
-    assert samples.with_seed(8).windows_per_epoch is None
-    samples.prepare(None)
-    counted = samples_of(text).with_seed(8)
-    counted.prepare(None)
-    assert samples.with_seed(8).windows_per_epoch == counted.windows_per_epoch > 0
-
-
 def test_splits_share_no_document(text: str, documents: list[list[int]]) -> None:
     """Documents are never cut."""
     parts = []

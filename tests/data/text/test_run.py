@@ -8,11 +8,9 @@ import shutil
 import signal
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from tests.support import Run, nightly, pretrain, wait_until
+from tests.support import Run, pretrain, wait_until
 from tests.train.conftest import BYTES, TINY
 
 
@@ -27,28 +25,20 @@ def flags(tmp_path: Path) -> list[str]:
     return [*data, *BYTES, *TINY, *length]
 
 
-def test_a_bad_line_ends_a_run_with_one_line(flags: list[str], tmp_path: Path) -> None:
-    with (tmp_path / "x.jsonl").open("a") as file:
+def test_a_bad_line_ends_a_run_and_changed_text_is_reported(flags: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    flags += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--eval-iters", "0"]
+    flags += ["--split", "1"]
+    assert pretrain(*flags, "--exit-interval", "1").returncode == 0
+    with path.open("a") as file:
         file.write("[1, 2]\n")
-    lines = (tmp_path / "x.jsonl").read_text().count("\n")
     done = pretrain(*flags)
     assert done.returncode == 1
     (error,) = done.stderr.splitlines()
     assert error.startswith("pretrain_gpt.py: error: ")
-    assert f"x.jsonl line {lines}: malformed line: a JSON array, not an object; " in error
-    assert pretrain(*flags, "--skip-bad-lines").returncode == 0
-    done = pretrain(*flags, "--dataset-order", "megatron")
-    assert done.returncode == 2
-    assert "--dataset-order megatron: " in done.stderr
-    assert "x.jsonl is text" in done.stderr
-
-
-def test_a_resumed_run_reports_that_its_text_has_changed(flags: list[str], tmp_path: Path) -> None:
-    saved = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--eval-iters", "0"]
-    assert pretrain(*flags, *saved, "--exit-interval", "1").returncode == 0
-    with (tmp_path / "x.jsonl").open("a") as file:
-        file.write(json.dumps({"text": "1 2 3"}) + "\n")
-    done = pretrain(*flags, *saved, "--exit-interval", "2")
+    number = path.read_text().count("\n")
+    assert f"x.jsonl line {number}: malformed line: a JSON array, not an object; " in error
+    done = pretrain(*flags, "--skip-bad-lines", "--exit-interval", "2")
     assert done.returncode == 0, done.stderr
     assert "x.jsonl, from its beginning, because its contents have changed" in done.stdout
 
@@ -58,26 +48,17 @@ def training_losses(path: Path) -> dict[int, float]:
     return {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record}
 
 
-def on_shards(flags: list[str], directory: Path, form: str) -> list[str]:
-    """Return the flags of a run on the lines of `flags`, in five shards."""
-    lines = Path(flags[1]).read_text().splitlines(keepends=True)
-    directory.mkdir()
-    for number in range(5):
-        part = lines[number::5]
-        if form == "jsonl.gz":
-            (directory / f"{number}.jsonl.gz").write_bytes(gzip.compress("".join(part).encode()))
-        else:
-            pq.write_table(pa.Table.from_pylist(list(map(json.loads, part))), directory / f"{number}.parquet")
-    path = f"hf:{directory}" if form == "hf" else str(directory / f"*.{form}")
-    return ["--data-path", path, *flags[2:], "--data-cache-path", str(directory / "cache")]
-
-
-@pytest.mark.parametrize("form", [nightly("hf"), "jsonl.gz"])
 def test_a_run_on_shards_that_is_killed_resumes_with_the_same_losses(
-    flags: list[str], tmp_path: Path, form: str
+    flags: list[str], tmp_path: Path
 ) -> None:
     """Bit for bit on as many ranks, without the cache of tokens; on more ranks their sums are rounded."""
-    flags = [*on_shards(flags, tmp_path / "shards", form), "--train-iters", "30", "--eval-iters", "0"]
+    lines = (tmp_path / "x.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "shards").mkdir()
+    for number in range(5):
+        part = gzip.compress(b"".join(lines[number::5]))
+        (tmp_path / "shards" / f"{number}.jsonl.gz").write_bytes(part)
+    flags += ["--data-path", str(tmp_path / "shards" / "*.gz"), "--data-cache-path", str(tmp_path / "cache")]
+    flags += ["--train-iters", "30", "--eval-iters", "0"]
     saved = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--save-interval", "3"]
     whole = pretrain(*flags, "--metrics-file", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
@@ -90,7 +71,7 @@ def test_a_run_on_shards_that_is_killed_resumes_with_the_same_losses(
     first = int(tracker.read_text()) + 1
     assert first <= 30
     shutil.copytree(tmp_path / "saved", tmp_path / "copy")
-    shutil.rmtree(tmp_path / "shards" / "cache")
+    shutil.rmtree(tmp_path / "cache")
     done = pretrain(*flags, *saved, "--num-workers", "0", "--metrics-file", str(tmp_path / "resumed"))
     assert done.returncode == 0, done.stderr
     expected = {step: loss for step, loss in training_losses(tmp_path / "whole").items() if step >= first}

@@ -47,8 +47,6 @@ def test_an_epoch_reads_each_block_once_eight_stretches_at_a_time() -> None:
         assert max(together) == 8
     assert not any(np.array_equal(epochs[a], epochs[b]) for a, b in ((0, 1), (1, 2), (0, 2)))
     assert not np.array_equal(order(first, last, 4).blocks(0), order(first, last).blocks(0))
-    moved = replace(order(first, last, 4), seed=3)
-    assert np.array_equal(moved.blocks(5), order(first, last).blocks(5))  # in any order of calls
 
 
 def test_orders_are_those_by_which_runs_have_begun() -> None:
@@ -56,7 +54,7 @@ def test_orders_are_those_by_which_runs_have_begun() -> None:
     assert order(7, 100).blocks(0).tolist() == [82, 54, 17, 70, 7, 83, 44, 55, 39, 18, 71, 84, 8]
     groups = GroupOrder(0, 40, 8, 3)
     assert groups.blocks(6).tolist() == [33, 36, 37, 10, 39, 11, 23, 24]
-    assert groups.windows(6, 1000, 30).starts(np.arange(40, 45)).tolist() == [703, 853, 793, 313, 883]
+    assert groups.windows(6, 1000, 30).starts(np.arange(31, 36)).tolist() == [498, 778, 433, 253, 133]
 
 
 def samples_of(pattern: str, **settings) -> TextDataset:

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from megatron_zpp.data.text.open import OpenText
 from megatron_zpp.data.text.shards import parquet as parquet_shards
 from megatron_zpp.data.text.shards.json_lines import lines_by_chunk
 from megatron_zpp.data.text.shards.text import ShardedText, _bytes_of_block, open_shards
@@ -332,14 +331,6 @@ def test_remote_shards(documents: list[list[int]], tmp_path: Path, monkeypatch: 
     files.pipe(another, files.cat(another))
     pairs = zip(source.shard_records(), opened_urls().shard_records(), strict=True)
     assert [old == new for old, new in pairs] == [number != 3 for number in range(7)]
-
-
-def test_a_name_with_wildcards_may_be_a_file(text: str) -> None:
-    """A file that matches a name with wildcards literally is a file."""
-    path = text.replace("text.jsonl", "te[x]t.jsonl")
-    os.rename(text, path)
-    opened_text: OpenText = opened(path)
-    assert not isinstance(opened_text.source, ShardedText)
 
 
 def test_a_flipped_bit_of_a_page_header_is_found(tmp_path: Path) -> None:
