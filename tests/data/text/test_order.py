@@ -64,7 +64,7 @@ def test_samples_are_the_same_for_any_world_workers_and_start(cold, text: str) -
     whole = steps(cold(), 1, end=end, num_workers=0)
     first_epoch = cold().batch(np.arange(100)).tolist()
     assert whole[:100] == first_epoch
-    for world, workers, consumed in ((1, 2, 0), (2, 1, 1200)):
+    for world, workers, consumed in ((1, 2, 2400), (2, 1, 3000)):
         rows = steps(cold(num_workers=workers), world, consumed=consumed, end=end, num_workers=workers)
         assert rows == whole[consumed:], (world, workers, consumed)
     kept = samples_of(text, num_workers=2)  # the last of these has tokenised all

@@ -57,7 +57,12 @@ def test_a_run_on_shards_that_is_killed_resumes_with_the_same_losses(
     for number in range(5):
         part = gzip.compress(b"".join(lines[number::5]))
         (tmp_path / "shards" / f"{number}.jsonl.gz").write_bytes(part)
-    flags += ["--data-path", str(tmp_path / "shards" / "*.gz"), "--data-cache-path", str(tmp_path / "cache")]
+    flags += [
+        "--data-path",
+        str(tmp_path / "shards" / "*.jsonl.gz"),
+        "--data-cache-path",
+        str(tmp_path / "cache"),
+    ]
     flags += ["--train-iters", "30", "--eval-iters", "0"]
     saved = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--save-interval", "3"]
     whole = pretrain(*flags, "--metrics-file", str(tmp_path / "whole"))

@@ -142,24 +142,28 @@ def test_the_first_sample_needs_a_fraction_of_the_bytes(
     assert (text.cache.counts(np.arange(text.blocks)) >= 0).mean() < 0.15
 
 
-@pytest.mark.parametrize("kind", ["parquet", nightly("jsonl.gz")])
-def test_memory_and_open_files_are_bounded(tmp_path: Path, kind: str) -> None:
-    """An epoch of 40 shards needs no more memory than its first quarter."""
+@pytest.mark.parametrize(
+    ("kind", "memory"), [("parquet", False), nightly("parquet", True), nightly("jsonl.gz", True)]
+)
+def test_memory_and_open_files_are_bounded(tmp_path: Path, kind: str, memory: bool) -> None:
+    """An epoch of 40 shards needs no more memory than its first quarter, which takes long to trace."""
     text = opened(write_shards(tmp_path / "shards", kind, random_documents(2_000), 40))
     text.source.group = 16
     samples = text.samples("train", (0, text.blocks), 64, 7, 1)
     most: list[int] = []
     files = 0
-    tracemalloc.start()
+    if memory:
+        tracemalloc.start()
     for quarter in range(4):
         for first in range(quarter * 750, quarter * 750 + 750, 75):
             samples.batch(np.arange(first, first + 25))
             open_files = [os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")]
             files = max(files, sum(name.endswith(kind) and str(tmp_path) in name for name in open_files))
-        most.append(tracemalloc.get_traced_memory()[1] - interned_bytes())
+        if memory:
+            most.append(tracemalloc.get_traced_memory()[1] - interned_bytes())
     tracemalloc.stop()
     assert 1 <= files <= 16
-    assert most[-1] < 1.25 * most[0] + 1e6, most
+    assert not memory or most[-1] < 1.25 * most[0] + 1e6, most
 
 
 def interned_bytes() -> int:
