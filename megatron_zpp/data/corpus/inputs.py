@@ -1,7 +1,6 @@
 """Finds input files, and reads them in blocks of whole lines."""
 
 import glob
-import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import BinaryIO
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import JSON_LINES, SUFFIXES, fixed_directory, plain_suffix
 from megatron_zpp.config.words import either
-from megatron_zpp.data.corpus.compression import Decompressed
+from megatron_zpp.data.corpus.compression import RATIO, decompressed, lines_by_chunk
 from megatron_zpp.storage.regular import UnfitFile, open_regular, open_stream
 
 TEXT = (".txt",)
@@ -89,18 +88,20 @@ def _is_own(path: Path, start: str) -> bool:
 def read_blocks(path: str, block_bytes: int) -> Iterator[Block]:
     """Yield the lines of a file in blocks of about `block_bytes`; a longer line is one block.
 
-    Raises ValueError if compressed data is damaged or ends too early.
+    A block of a compressed file is what a range of its bytes adds. Raises ValueError if compressed data is
+    damaged or ends too early.
     """
     with open_stream(path) as raw:
-        stream: BinaryIO | io.BufferedReader = raw
         if path.endswith(SUFFIXES):
-            stream = io.BufferedReader(Decompressed(raw, path), block_bytes)
-        before = 0
-        while content := stream.read(block_bytes):
+            left, chunk = os.fstat(raw.fileno()).st_size, max(1, block_bytes // RATIO)
+            for content in lines_by_chunk(decompressed(raw, path, chunk)):
+                yield Block(content, min(chunk, left))
+                left -= min(chunk, left)
+            return
+        while content := raw.read(block_bytes):
             if not content.endswith(b"\n"):
-                content += stream.readline()
-            yield Block(content, raw.tell() - before)
-            before = raw.tell()
+                content += raw.readline()
+            yield Block(content, len(content))
 
 
 def lines_that_begin(raw: BinaryIO, start: int, end: int) -> bytes:

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from megatron_zpp.data.corpus.compression import lines_by_chunk
 from megatron_zpp.data.text.shards import parquet as parquet_shards
-from megatron_zpp.data.text.shards.json_lines import lines_by_chunk
 from megatron_zpp.data.text.shards.text import ShardedText, _bytes_of_block, open_shards
 from megatron_zpp.data.text.sources import fingerprint_of
 from tests.data.text.conftest import documents_of, json_lines, opened

@@ -5,15 +5,13 @@ lines that begin in what a range of its compressed bytes adds, so the file need 
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_zpp.config.values.text import SUFFIXES
-from megatron_zpp.data.corpus.compression import Decompressor
+from megatron_zpp.data.corpus.compression import RATIO, decompressed, lines_by_chunk
 from megatron_zpp.data.corpus.inputs import lines_that_begin
 from megatron_zpp.data.text.shards.files import ShardFile
-
-_RATIO = 4  # assumed bytes of text per byte of a compressed file
 
 
 class JsonLinesShard:
@@ -44,7 +42,7 @@ class CompressedShard:
 
     def __init__(self, file: ShardFile, block_bytes: int) -> None:
         self.file = file
-        self._chunk = max(1, block_bytes // _RATIO)
+        self._chunk = max(1, block_bytes // RATIO)
         self.pieces = -(-file.size // self._chunk)
         self.entries: Sequence[int] = range(min(1, self.pieces))
         self._contents: Iterator[bytes] | None = None  # of the pieces from `_next` on
@@ -89,13 +87,8 @@ class CompressedShard:
             lines += content.count(b"\n")
 
     def _chunks(self) -> Iterator[bytes]:
-        decompressor = Decompressor(self.file.path)
         with self.file.open() as raw:
-            for piece in range(self.pieces):
-                content = decompressor.feed(raw.read(self._chunk))
-                if piece + 1 == self.pieces:
-                    decompressor.finish()
-                yield content
+            yield from decompressed(raw, self.file.path, self._chunk)
 
 
 def is_compressed(path: str) -> bool:
@@ -105,28 +98,4 @@ def is_compressed(path: str) -> bool:
 
 def text_bytes(file: ShardFile) -> int:
     """Return the size of the text of a file of JSON lines; an estimate if it is compressed."""
-    return file.size * _RATIO if is_compressed(file.path) else file.size
-
-
-def lines_by_chunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield for each chunk of a text the lines that begin in it: whole, also if they end in a later chunk."""
-    held: list[bytes] = []  # the lines of a chunk whose last line has not ended
-    empty = 0  # later chunks in which no line begins
-    for chunk in chunks:
-        rest = chunk
-        if held:
-            end = chunk.find(b"\n") + 1
-            held.append(chunk[:end] if end else chunk)
-            if not end:
-                empty += 1
-                continue
-            yield b"".join(held)
-            yield from [b""] * empty
-            held, empty, rest = [], 0, chunk[end:]
-        if rest and not rest.endswith(b"\n"):
-            held = [rest]
-        else:
-            yield rest
-    if held:
-        yield b"".join(held)
-        yield from [b""] * empty
+    return file.size * RATIO if is_compressed(file.path) else file.size
