@@ -49,9 +49,7 @@ def test_by_hand():
     assert numbers.tolist() == [0, 1, 0, 2, 3, 4, 1, 5]
 
 
-def test_one_data_set_and_extreme_weights():
-    which, numbers = Blend((0.1,)).locate(np.arange(5))
-    assert (which.tolist(), numbers.tolist()) == ([0] * 5, [0, 1, 2, 3, 4])
+def test_extreme_weights():
     which, _ = Blend((1e-300, 1e300)).locate(np.arange(100))
     assert which.tolist() == [1] * 100
 
