@@ -44,12 +44,7 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_dropout": 0.1,
 }
 _ROTARY: dict[str, Any] = {"rotary_base": 10_000.0, "rotary_percent": 1.0}
-_SCALING: dict[str, Any] = {
-    "rope_scaling_factor": 8.0,
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0,
-    "rope_original_max_position_embeddings": 8192,
-}
+_SCALING: dict[str, Any] = {"rope_scaling_factor": 8.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +119,6 @@ class ModelConfig(Options):
     use_rope_scaling: bool = option(False, "Stretch rope's long wavelengths as Llama 3.1 does.")
     rope_scaling_factor: float | None = option(
         None, "Factor of the longest wavelengths; default 8.", at_least=1, at_most=1e6
-    )
-    rope_low_freq_factor: float | None = option(
-        None,
-        "Wavelengths above original length / this are stretched by the whole factor; default 1.",
-        above=0,
-    )
-    rope_high_freq_factor: float | None = option(
-        None, "Wavelengths below original length / this are not stretched; default 4.", above=0
-    )
-    rope_original_max_position_embeddings: int | None = option(
-        None, "The original length in tokens; default 8192.", at_least=1, at_most=2**31 - 1
     )
     normalization: Normalization = option(
         None,
@@ -301,9 +285,6 @@ class ModelConfig(Options):
                 self.rotary_percent,
                 f"rotates {self.rotated_channels} of --kv-channels {self.kv_channels}; must be even",
             )
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if low is not None and high is not None and low >= high:
-            raise option_error("--rope-low-freq-factor", low, f"must be below --rope-high-freq-factor {high}")
         if self.seq_length > self.max_position_embeddings:
             raise option_error(
                 "--seq-length",

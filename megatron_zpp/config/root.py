@@ -157,7 +157,8 @@ class Config:
                 raise ValueError(f"saved configuration: {name} is not an object")
             settings = {}
             for key, value in values.items():
-                if key in RETIRED_FIELDS:
+                if retired := RETIRED_FIELDS.get(key):
+                    retired.check_saved(f"saved configuration: {name}.{key}", value)
                     continue
                 if key not in hints:
                     raise ValueError(f"saved configuration: {name}.{key} is not a setting of this version")

@@ -88,14 +88,11 @@ class EvaluationConfig(Options):
     )
 
     sample_prompt: str | None = option(
-        None, "At every evaluation, let the model continue this text, and log the continuation."
+        None, "At every evaluation, let the model continue this text by 64 tokens, and log the text."
     )
-    sample_tokens: int = option(64, "Length of the continuation in tokens; each costs a forward.", at_least=1)
 
     def check(self) -> None:
-        """Refuse --sample-tokens without a prompt, and a prompt without evaluations."""
-        if self.sample_prompt is None and self.sample_tokens != 64:
-            raise option_error("--sample-tokens", self.sample_tokens, "needs --sample-prompt TEXT")
+        """Refuse a prompt without evaluations."""
         if self.sample_prompt is not None and not self.enabled:
             raise option_error("--sample-prompt", self.sample_prompt, "needs evaluations; --eval-iters is 0")
 
@@ -224,9 +221,6 @@ class LoggingConfig(Options):
     wandb_exp_name: str | None = option(None, "Weights & Biases: the run's name.")
     wandb_entity: str | None = option(None, "Weights & Biases: user or team.")
     wandb_save_dir: str | None = option(None, "Weights & Biases: directory of local files.")
-    wandb_mode: Literal["online", "offline", "disabled"] | None = option(
-        None, "Weights & Biases: overrides WANDB_MODE."
-    )
     log_params_norm: bool = option(False, "Log the L2 norm of all weights.")
     log_num_zeros_in_grad: bool = option(
         False, "Log how many elements of the gradient of a logged step are exactly zero."
@@ -240,7 +234,7 @@ class LoggingConfig(Options):
         """Refuse other W&B flags without a project, and a URL for the metrics."""
         if self.metrics_file is not None:
             local_path("--metrics-file", self.metrics_file)
-        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir", "wandb_mode"):
+        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
             if getattr(self, name) is not None and self.wandb_project is None:
                 flag = "--" + name.replace("_", "-")
                 raise option_error(flag, getattr(self, name), "needs --wandb-project NAME")

@@ -74,8 +74,7 @@ class Trainer:
         if prompt is not None:
             from megatron_zpp.train.steps.sampled_text import text_writer
 
-            tokens = config.evaluation.sample_tokens
-            self._write_text = text_writer(engine, prompt, tokens, config.tokenizer, positions)
+            self._write_text = text_writer(engine, prompt, config.tokenizer, positions)
         self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
         self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)

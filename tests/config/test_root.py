@@ -103,7 +103,11 @@ def test_saved_settings_of_retired_flags_are_read() -> None:
     saved = config.to_json()
     saved["compilation"]["gemm_algorithms"] = "measured"
     saved["precision"]["fp8_products"] = "measured"
+    saved["model"] |= {"rope_low_freq_factor": None, "rope_original_max_position_embeddings": 8192}
     assert Config.from_json(saved) == config
+    saved["model"]["rope_high_freq_factor"] = 2.0
+    with pytest.raises(ValueError, match=r"configuration: model.rope_high_freq_factor 2.0: only 4.0 is"):
+        Config.from_json(saved)
 
 
 @pytest.mark.parametrize(

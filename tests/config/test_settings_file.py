@@ -119,6 +119,7 @@ def test_deepspeeds_file_counts_the_settings() -> None:
         ("- lr", "line 1: must hold lines of NAME: VALUE"),
         ("? [a, b]\n: 1", "line 1: ?: is not a setting"),
         ("a: " + "[" * 3000, "nested too deeply"),
+        ("model: {rope_low_freq_factor: 2.0}", "line 1: rope_low_freq_factor 2.0: only 1.0 is possible: all"),
         ("num_layers: 0", "--num-layers 0: must be at least 1 (--num-layers is --config run.yaml: line 1)"),
     ],
 )
@@ -202,12 +203,15 @@ def test_a_preset_beside_the_file_replaces_its_preset_and_its_shape() -> None:
 
 def test_settings_of_retired_flags_have_no_effect_but_a_note() -> None:
     retired = "precision:\n  bf16: true\n  fp8_products: measured\ngemm-algorithms: measured\n"
+    retired += "rope_low_freq_factor: 1\n"
     assert parse_file(retired, *MINIMAL) == parse_args([*MINIMAL, "--bf16"])
     assert parse_command_line(["--config", "run.yaml", *MINIMAL]).notes == (
         "--config run.yaml: line 3: fp8_products: no effect here: --fp8 always computes the matmuls of "
         "layers on 8-bit floats",
         "--config run.yaml: line 4: gemm_algorithms: no effect here: torch always chooses the algorithms of "
         "matmuls",
+        "--config run.yaml: line 5: rope_low_freq_factor: no effect here: --use-rope-scaling always has this "
+        "value",
     )
 
 

@@ -33,10 +33,12 @@ NEEDS_SYNC = pytest.mark.skipif(
     tuple(map(int, version("wandb").split(".")[:2])) < (0, 31), reason="the `wandb sync` of 0.31 or later"
 )
 RECORD_PIECE = """
+import os
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.reporting.sinks import WandB
-logging = LoggingConfig(wandb_project="p", wandb_mode="offline", wandb_save_dir={directory!r})
+os.environ["WANDB_MODE"] = "offline"
+logging = LoggingConfig(wandb_project="p", wandb_save_dir={directory!r})
 sink = WandB(logging, {{}}, Progress(run="run12345"), print)
 for iteration in range({first}, {last} + 1):
     sink.write({{"iteration": iteration, "lm_loss": 10.0 / iteration}}, iteration)

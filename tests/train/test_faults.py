@@ -300,9 +300,9 @@ def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path)
     full.symlink_to("/dev/full")
     flags = [*flags, *LENGTH, "--eval-iters", "0", "--metrics-file", str(full)]
     flags += ["--train-iters", "100000"]
-    flags += ["--wandb-project", "x", "--wandb-mode", "offline", "--wandb-save-dir", str(tmp_path)]
+    flags += ["--wandb-project", "x", "--wandb-save-dir", str(tmp_path)]
     with Run(tmp_path / "log", 1) as run:
-        run.start(0, *flags)
+        run.start(0, *flags, WANDB_MODE="offline")
         wait_until(lambda: list(tmp_path.rglob("*.wandb")))  # W&B's service starts beside the run
         (service,) = [pid for pid in children(run.processes[0].pid) if b"wandb" in command_line(pid)]
         os.kill(service, signal.SIGKILL)

@@ -45,20 +45,12 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
         pretrain(
             *flags,
             *("--train-iters", "150", "--lr-decay-style", "cosine", "--micro-batch-size", "16"),
-            *(
-                "--eval-interval",
-                "75",
-                "--eval-iters",
-                "20",
-                "--sample-prompt",
-                "32 100",
-                "--sample-tokens",
-                "5",
-            ),
+            *("--eval-interval", "75", "--eval-iters", "20", "--sample-prompt", "32 100"),
             *("--metrics-file", str(tmp_path / "metrics.jsonl")),
             *("--tensorboard-dir", str(tmp_path / "tb")),
-            *("--wandb-project", "megatron_zpp", "--wandb-mode", "offline"),
+            *("--wandb-project", "megatron_zpp"),
             *("--wandb-save-dir", str(tmp_path / "wandb"), "--wandb-exp-name", "tiny"),
+            WANDB_MODE="offline",
         )
     )
     lines = [match for line in out.splitlines() if (match := MEGATRON_LINE.match(line))]
@@ -127,16 +119,18 @@ def test_a_run_keeps_its_curves_when_it_is_started_again(flags: list[str], tmp_p
     """Also after a fallback: the newest checkpoint is damaged, and the run resumes from the previous one."""
     save = tmp_path / "checkpoints"
     flags += ["--eval-iters", "0", "--save", str(save), "--save-interval", "2", "--train-iters", "6"]
-    flags += ["--tensorboard-dir", str(tmp_path / "tb"), "--wandb-project", "x", "--wandb-mode", "offline"]
-    secret = "0123456789" * 4
-    succeeded(pretrain(*flags, *("--exit-interval", "4"), *wandb_to(tmp_path / "1"), WANDB_API_KEY=secret))
+    flags += ["--tensorboard-dir", str(tmp_path / "tb"), "--wandb-project", "x"]
+    wandb = {"WANDB_API_KEY": (secret := "0123456789" * 4), "WANDB_MODE": "offline"}
+    succeeded(pretrain(*flags, *("--exit-interval", "4"), *wandb_to(tmp_path / "1"), **wandb))
     shards = next((save / "iter_0000004").glob("*.safetensors"))
     shards.write_bytes(shards.read_bytes()[:-1])
     on = ["--load", str(save)]
-    out = succeeded(pretrain(*flags, *on, *wandb_to(tmp_path / "2"), WANDB_API_KEY=secret))
+    out = succeeded(pretrain(*flags, *on, *wandb_to(tmp_path / "2"), **wandb))
     assert "resuming at iteration 2" in out
     succeeded(
-        pretrain(*flags, "--load", str(save), "--save", str(tmp_path / "new"), *wandb_to(tmp_path / "3"))
+        pretrain(
+            *flags, "--load", str(save), "--save", str(tmp_path / "new"), *wandb_to(tmp_path / "3"), **wandb
+        )
     )
 
     first, second, third = (next((tmp_path / part).rglob("*.wandb")) for part in "123")

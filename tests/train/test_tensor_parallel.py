@@ -86,9 +86,7 @@ def losses(file: Path) -> list[float]:
     return [record["lm_loss"] for record in records if "lm_loss" in record]  # others are evaluations
 
 
-@pytest.mark.parametrize(
-    "more", ["", "--sample-prompt 7 --sample-tokens 3 --position-embedding-type rope --swiglu"]
-)
+@pytest.mark.parametrize("more", ["", "--sample-prompt 7 --position-embedding-type rope --swiglu"])
 def test_a_run_learns_what_one_rank_does(more: str, tmp_path: Path) -> None:
     """Same samples in the same order, with data ranks beside tensor ranks, ZeRO and compiled layers."""
     runs = {1: (), 4: ("--tensor-model-parallel-size", "2", "--zero-stage", "3")}
@@ -127,8 +125,6 @@ def test_a_run_may_compute_beside_exchanges_and_resume_without(tmp_path: Path) -
         *FLAGS,
         "--sample-prompt",
         "7",
-        "--sample-tokens",
-        "3",
         "--save",
         str(tmp_path / "run"),
         "--save-interval",

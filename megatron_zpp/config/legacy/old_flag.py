@@ -19,6 +19,7 @@ class OldFlag:
     otherwise  what to do instead of another value; without `allowed` values the flag is refused
     why        the reason why the flag has no effect
     needs      the settings, by field path, that it has no effect with; with others it is refused
+    computes   whether saved settings may have only `allowed` values of it too: the model depends on it
     """
 
     name: str
@@ -33,6 +34,13 @@ class OldFlag:
     why: str = ""
     needs: Mapping[str, Any] = field(default_factory=dict)
     otherwise: str = ""
+    computes: bool = False
+
+    def check_saved(self, place: str, value: Any) -> None:
+        """Raise ValueError, naming `place`, for saved settings of a model that no longer exists."""
+        if self.computes and value not in (None, *self.allowed):
+            allowed = " or ".join(map(str, self.allowed))
+            raise ValueError(f"{place} {value}: only {allowed} is possible: {self.otherwise}")
 
     @property
     def refused(self) -> bool:

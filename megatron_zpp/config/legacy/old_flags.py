@@ -236,6 +236,34 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         why="delta2 has 4 bits until twice the warm-up",
         otherwise="delta2 has 4 bits until twice the warm-up; omit it",
     ),
+    *(
+        OldFlag(
+            name=name,
+            takes=type(value),
+            allowed=(value,),
+            why="--use-rope-scaling always has this value",
+            otherwise="all models of Llama 3 have it; omit it",
+            computes=True,
+        )
+        for name, value in (
+            ("--rope-low-freq-factor", 1.0),
+            ("--rope-high-freq-factor", 4.0),
+            ("--rope-original-max-position-embeddings", 8192),
+        )
+    ),
+    OldFlag(
+        name="--sample-tokens",
+        takes=int,
+        allowed=(64,),
+        why="a sampled text always has 64 tokens",
+        otherwise="a sampled text always has 64 tokens; omit it",
+    ),
+    OldFlag(
+        name="--wandb-mode",
+        takes=str,
+        why="the environment variable WANDB_MODE sets it",
+        otherwise="set the environment variable WANDB_MODE instead",
+    ),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 RETIRED_VALUES = {  # by field: the value that takes the place of each

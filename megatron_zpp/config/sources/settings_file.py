@@ -169,7 +169,9 @@ class _File:
 
     def _setting(self, name: str, key: Any, node: Any, section: str | None) -> Iterator[Setting]:
         place = f"{FLAG} {self._path}: {_line(key)}"
-        if name in retired_fields():
+        if retired := retired_fields().get(name):
+            if retired.computes:
+                retired.check_saved(f"{place}: {name}", _value(node, retired.takes))
             yield Setting("", name, node.value, place)
             return
         part = self._owners.get(name)

@@ -12,10 +12,11 @@ from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.zero.engine import ZeroEngine
 
 _SAMPLING, _SEED = Sampling(temperature=0.8, top_k=50), 1234
+_NEW_TOKENS = 64
 
 
 def text_writer(
-    engine: ZeroEngine, prompt: str, new_tokens: int, tokenizer: TokenizerConfig, positions: int
+    engine: ZeroEngine, prompt: str, tokenizer: TokenizerConfig, positions: int
 ) -> Callable[[], str]:
     """`sample_text` with all its arguments."""
     return partial(
@@ -23,7 +24,6 @@ def text_writer(
         engine,
         build_tokenizer(tokenizer),
         prompt,
-        new_tokens=new_tokens,
         positions=positions,
         fills_window=engine.share.group is not None,
     )
@@ -34,18 +34,17 @@ def sample_text(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    new_tokens: int,
     positions: int,
     fills_window: bool = False,
 ) -> str:
-    """`prompt` and the model's continuation of up to `new_tokens` tokens; every rank must call it.
+    """`prompt` and the model's continuation of up to 64 tokens; every rank must call it.
 
     All ranks run the same number of forwards, because each forward gathers sharded parameters. `positions`
     is the number of tokens that the model can attend to. `fills_window`: a forward must have as many.
     """
     ids = tokenizer.encode(prompt)
     generator = generator_of(_SEED, ids, copy=0)
-    for _ in range(new_tokens):
+    for _ in range(_NEW_TOKENS):
         window = ids[-positions:]
         padding = (
             [0] * (positions - len(window)) if fills_window else []
