@@ -105,7 +105,7 @@ def test_deepspeeds_file_counts_the_settings() -> None:
         ("a: 1\nnum_layer: 2", "line 1: a: is not a setting; --help lists all"),
         ("num_layer: 2", "line 1: num_layer: is not a setting; did you mean num_layers? --help"),
         ("optimizer:\n  lr: 2", "line 2: lr: belongs to learning_rate, not to optimizer"),
-        ("model: 3", "line 1: model: is a section; put its settings below it"),
+        ("model: 3", "line 1: model: is a section; indent its settings below it"),
         ("lr: 1\nlearning_rate:\n  lr: 1", "line 3: lr: is there twice; remove one of them"),
         ("num_layers: two", "line 1: num_layers: 'two' must be a whole number"),
         ("num_layers: 2.5", "line 1: num_layers: '2.5' must be a whole number"),
