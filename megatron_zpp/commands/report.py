@@ -40,16 +40,13 @@ class ReportConfig(Options):
     metrics: str = option(REQUIRED, "The run's --metrics-file.", positional=True)
     output: str = option("report.html", "Page to write.")
     checkpoint: str | None = option(None, "The run's --save directory, for its settings and its plan.")
-    ckpt_step: int | None = option(None, "Iteration of the checkpoint; default the newest.", at_least=0)
+    ckpt_step: int | None = option(
+        None, "Iteration of the checkpoint; default the newest.", needs="--checkpoint DIRECTORY", at_least=0
+    )
     trace: str | None = option(None, "A trace of --profile, such as profile/rank0.trace.json.gz.")
     x: Axis = option("iteration", "The axis below the curves.")
     smoothing: float = option(0.6, "Weight of the past in the smoothed loss; 0: off.", at_least=0, below=1)
     title: str | None = option(None, "Title of the page; default the name of the metrics file.")
-
-    def check(self) -> None:
-        """The iteration is one of the checkpoint's."""
-        if self.ckpt_step is not None and self.checkpoint is None:
-            raise option_error("--ckpt-step", self.ckpt_step, "needs --checkpoint DIRECTORY")
 
 
 @dataclass(frozen=True)

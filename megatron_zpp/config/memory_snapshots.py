@@ -24,12 +24,8 @@ class MemorySnapshotsConfig(Options):
         IN_MEMORY,
         "A file system in memory (tmpfs) of each node, for --buddy-snapshots; may differ between nodes.",
         metavar="DIR",
+        needs="--buddy-snapshots K",
     )
-
-    def check(self) -> None:
-        """Refuse --buddy-directory alone."""
-        if self.buddy_snapshots is None and self.buddy_directory != IN_MEMORY:
-            raise option_error("--buddy-directory", self.buddy_directory, "needs --buddy-snapshots K")
 
 
 def check_resumes(snapshots: MemorySnapshotsConfig, checkpoint: CheckpointConfig) -> None:

@@ -43,8 +43,8 @@ _DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
 }
-_ROTARY: dict[str, Any] = {"rotary_base": 10_000.0, "rotary_percent": 1.0}
-_SCALING: dict[str, Any] = {"rope_scaling_factor": 8.0}
+_ROPE, _FULL = "--position-embedding-type rope", "--recompute-granularity full"
+_OF_ROPE = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +111,18 @@ class ModelConfig(Options):
         "all; default learned_absolute.",
     )
     rotary_base: float | None = option(
-        None, "Base of rope's wavelengths; default 10000.", above=1, at_most=1e12
+        None, "Base of rope's wavelengths; default 10000.", needs=_ROPE, above=1, at_most=1e12
     )
     rotary_percent: float | None = option(
-        None, "Share of each head that rope rotates; default 1.", above=0, at_most=1
+        None, "Share of each head that rope rotates; default 1.", needs=_ROPE, above=0, at_most=1
     )
-    use_rope_scaling: bool = option(False, "Stretch rope's long wavelengths as Llama 3.1 does.")
+    use_rope_scaling: bool = option(False, "Stretch rope's long wavelengths as Llama 3.1 does.", needs=_ROPE)
     rope_scaling_factor: float | None = option(
-        None, "Factor of the longest wavelengths; default 8.", at_least=1, at_most=1e6
+        None,
+        "Factor of the longest wavelengths; default 8.",
+        needs="--use-rope-scaling",
+        at_least=1,
+        at_most=1e6,
     )
     normalization: Normalization = option(
         None,
@@ -236,8 +240,7 @@ class ModelConfig(Options):
         if self.model_preset not in PRESETS:
             object.__setattr__(self, "model_preset", None)  # a checkpoint must not depend on the file
         if self.position_embedding_type not in (None, values.get("position_embedding_type")):
-            values = {name: value for name, value in values.items() if name not in _ROTARY | _SCALING}
-            values.pop("use_rope_scaling", None)
+            values = {name: value for name, value in values.items() if name not in _OF_ROPE}
         for name, value in values.items():
             self._fill(name, value)
 
@@ -267,18 +270,12 @@ class ModelConfig(Options):
         object.__setattr__(self, "window_attn_skip_freq", describe_pattern(windowed) if size else None)
 
     def _check_positions(self) -> None:
-        rope, scaled = self.position_embedding_type == "rope", self.use_rope_scaling
-        if scaled and not rope:
-            raise option_error("--use-rope-scaling", "(given)", "needs --position-embedding-type rope")
-        for defaults, allowed, needed in (
-            (_ROTARY, rope, "--position-embedding-type rope"),
-            (_SCALING, scaled, "--use-rope-scaling"),
-        ):
-            for name, value in defaults.items():
-                if allowed:
-                    self._fill(name, value)
-                elif getattr(self, name) is not None:
-                    raise option_error(flag_name(name), getattr(self, name), f"needs {needed}")
+        rope = self.position_embedding_type == "rope"
+        if rope:
+            self._fill("rotary_base", 10_000.0)
+            self._fill("rotary_percent", 1.0)
+        if self.use_rope_scaling:
+            self._fill("rope_scaling_factor", 8.0)
         if rope and (self.rotated_channels == 0 or self.rotated_channels % 2):
             raise option_error(
                 "--rotary-percent",
@@ -343,21 +340,24 @@ class RecomputeConfig(Options):
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         None,
-        "full only. uniform: all layers, in chunks of --recompute-num-layers, of which only the input is "
+        "uniform: all layers, in chunks of --recompute-num-layers, of which only the input is "
         "stored; block: only the first --recompute-num-layers layers, each by itself.",
+        needs=_FULL,
     )
     recompute_num_layers: int | None = option(
         None,
-        "full only. uniform: layers per chunk; block: layers that are recomputed. Default 1.",
+        "uniform: layers per chunk; block: layers that are recomputed. Default 1.",
+        needs=_FULL,
         at_least=1,
     )
     recompute_offload: bool = option(
         False,
-        "full only. Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.",
+        "Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.",
+        needs=_FULL,
     )
 
     def check(self) -> None:
-        """Resolve --recompute-activations to selective; refuse the flags of full without full."""
+        """Resolve --recompute-activations to selective, and require a method of full."""
         if self.recompute_activations:
             if self.recompute_granularity == "full":
                 raise option_error(
@@ -371,13 +371,6 @@ class RecomputeConfig(Options):
                 )
             if self.recompute_num_layers is None:
                 object.__setattr__(self, "recompute_num_layers", 1)
-            return
-        for name in ("recompute_method", "recompute_num_layers"):
-            if getattr(self, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise option_error(flag, getattr(self, name), "needs --recompute-granularity full")
-        if self.recompute_offload:
-            raise option_error("--recompute-offload", "(given)", "needs --recompute-granularity full")
 
     def check_device(self, device: str) -> None:
         """Raise ValueError for --recompute-offload on a device without memory of its own."""

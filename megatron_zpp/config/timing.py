@@ -5,13 +5,6 @@ from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error
 
-PROFILE_FLAGS = {
-    "profile_step_start": 10,
-    "profile_step_end": 12,
-    "profile_ranks": (0,),
-    "profile_dir": "profile",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class TimingConfig(Options):
@@ -26,23 +19,15 @@ class TimingConfig(Options):
         False, "Log the time that each rank was busy, without waits for other ranks, and name the slowest."
     )
     profile: bool = option(False, "Record a trace of some steps, for ui.perfetto.dev or chrome://tracing.")
-    profile_step_start: int = option(
-        PROFILE_FLAGS["profile_step_start"], "First step of the trace.", at_least=1
-    )
-    profile_step_end: int = option(
-        PROFILE_FLAGS["profile_step_end"], "Step after the last one of the trace.", at_least=2
-    )
+    profile_step_start: int = option(10, "First step of the trace.", needs="--profile", at_least=1)
+    profile_step_end: int = option(12, "Step after the last one of the trace.", needs="--profile", at_least=2)
     profile_ranks: tuple[int, ...] = option(
-        PROFILE_FLAGS["profile_ranks"], "Ranks that record a trace each.", at_least=0
+        (0,), "Ranks that record a trace each.", needs="--profile", at_least=0
     )
-    profile_dir: str = option(PROFILE_FLAGS["profile_dir"], "Directory of the traces.")
+    profile_dir: str = option("profile", "Directory of the traces.", needs="--profile")
 
     def check(self) -> None:
-        """Refuse an empty range of steps, and the other flags without --profile."""
-        if not self.profile:
-            for name, default in PROFILE_FLAGS.items():
-                if getattr(self, name) != default:
-                    raise option_error("--" + name.replace("_", "-"), getattr(self, name), "needs --profile")
+        """Refuse an empty range of steps."""
         if self.profile_step_end <= self.profile_step_start:
             raise option_error(
                 "--profile-step-end",

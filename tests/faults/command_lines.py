@@ -138,7 +138,7 @@ TRAINING = [
     bad("--rampup-batch-size 2 2 8", "--rampup-batch-size 2 2 8: needs --train-samples"),
     bad(
         "--train-samples 100 --rampup-batch-size 4 4 50",
-        "--rampup-batch-size 4 4 50: needs --global-batch-size",
+        "--rampup-batch-size 4 4 50: needs --train-samples N and --global-batch-size N",
         without="--train-iters",
     ),
     bad("--seed -1", "--seed -1: must be at least 0"),

@@ -70,6 +70,13 @@ def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provi
     return tuple(file.notes)
 
 
+def retired_fields() -> Mapping[str, Any]:
+    """Return the OldFlag of each retired field."""
+    from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
+
+    return RETIRED_FIELDS
+
+
 def _replaced_by(preset: str) -> frozenset[str]:
     """Return the fields of ModelConfig that a file has in vain beside a flag --model-preset.
 
@@ -146,10 +153,8 @@ class _File:
     def _setting(
         self, name: str, key: Any, node: Any, section: str | None
     ) -> Iterator[tuple[str, str, Any, str]]:
-        from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS, RETIRED_VALUES
-
         place = f"{FLAG} {self._path}: {_line(key)}"
-        if retired := RETIRED_FIELDS.get(name):
+        if retired := retired_fields().get(name):
             if retired.computes:
                 retired.check_saved(f"{place}: {name}", _value(node, retired.takes))
             self.notes.append(f"{place}: {name}: no effect here: {retired.why}")
@@ -163,6 +168,8 @@ class _File:
         try:
             value = _value(node, self._hints[part][name])
         except ValueError as error:
+            from megatron_zpp.config.legacy.old_flags import RETIRED_VALUES
+
             replacement = RETIRED_VALUES.get(name, {}).get(str(node.value))
             problem = f"{node.value} is retired; use {replacement}" if replacement else error
             raise self._error(f"{_line(key)}: {name}: {problem}") from None
