@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from docs.site.megatron_flags import current_flags, fate
-from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
 from tests.config.command_line import MINIMAL
 
 FLAGS = Path(__file__).with_name("megatron_deepspeed_flags.txt").read_text().split()
-ROPE = "--position-embedding-type rope"
 
 
 def test_every_flag_of_its_parser_is_obeyed_listed_or_refused() -> None:
@@ -21,47 +19,9 @@ def test_every_flag_of_its_parser_is_obeyed_listed_or_refused() -> None:
     assert len(FLAGS) == len(set(FLAGS)) > 300
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("--num-key-value-heads 2", "--group-query-attention --num-query-groups 2"),
-        ("--num-key-value-heads 1", "--group-query-attention"),
-        ("--num-key-value-heads 2 --num-query-groups 2", "--group-query-attention --num-query-groups 2"),
-        ("--normalization rmsnorm", "--normalization RMSNorm"),
-        ("--normalization layernorm", ""),
-        (f"{ROPE} --rotary-position-embeddings-theta 500000", f"{ROPE} --rotary-base 500000"),
-    ],
-)
-def test_its_names_for_the_shape_of_a_model(theirs: str, ours: str) -> None:
-    assert parse_args([*MINIMAL, *theirs.split()]) == parse_args([*MINIMAL, *ours.split()])
-
-
 def test_as_many_heads_of_keys_as_of_queries_are_the_usual_attention() -> None:
     model = parse_args([*MINIMAL, "--num-key-value-heads", "4"]).model
     assert replace(model, group_query_attention=False) == parse_args(MINIMAL).model
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (
-            "--num-key-value-heads 3",
-            "--num-query-groups 3: must divide --num-attention-heads 4 (--num-query-groups is --num-key-valu",
-        ),
-        (
-            "--num-key-value-heads 2 --num-query-groups 4",
-            "--num-key-value-heads 2: contradicts --num-query-groups 4; make them equal or omit one",
-        ),
-        (
-            "--rotary-position-embeddings-theta 5",
-            f"--rotary-base 5.0: needs {ROPE} (--rotary-base is --rotary-position-embeddings-theta",
-        ),
-    ],
-)
-def test_what_contradicts_them_names_them(line: str, said: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        parse_args([*MINIMAL, *line.split()])
-    assert str(refused.value).startswith(said)
 
 
 # The flags of pretrain_llama2_distributed.sh with its values, but for sizes of parallelism.
