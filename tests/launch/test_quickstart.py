@@ -47,7 +47,7 @@ def test_a_llama_beside_the_gpt(tmp_path: Path) -> None:
         assert (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("flags", [["--arch", "bert"], ["--arch=", "--seed", "1"], ["--arch"]])
+@pytest.mark.parametrize("flags", [["--arch", "bert"], ["--arch"]])
 def test_another_arch_is_refused(flags: list[str]) -> None:
     done = subprocess.run([ROOT / "launch" / "quickstart.sh", *flags], capture_output=True, text=True)
     assert done.returncode == 2
