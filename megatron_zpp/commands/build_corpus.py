@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
-from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
+from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.hub import read_hub
@@ -45,11 +45,9 @@ class CorpusConfig(Options):
     def check(self) -> None:
         """Require one source at most, and an output with a known suffix."""
         if not self.output.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
-            raise option_error("--output", self.output, "must end in .jsonl, .jsonl.gz or .jsonl.zst")
+            raise self.error("output", "must end in .jsonl, .jsonl.gz or .jsonl.zst")
         if self.input and self.hf_dataset:
-            raise option_error(
-                "--hf-dataset", self.hf_dataset, "cannot be combined with --input; give one of them"
-            )
+            raise self.error("hf_dataset", "cannot be combined with --input; give one of them")
 
 
 @dataclass(frozen=True)

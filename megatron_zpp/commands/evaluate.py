@@ -57,7 +57,7 @@ class EvaluateConfig(Options):
     def check(self) -> None:
         """Refuse a stride without windows."""
         if self.stride is not None and self.task != "perplexity":
-            raise option_error("--stride", self.stride, f"has no meaning with --task {self.task}")
+            raise self.error("stride", f"has no meaning with --task {self.task}")
 
     def width(self, model: GPT) -> int:
         """Context length. Raises ValueError if the model is shorter or a stride would skip tokens."""
@@ -68,9 +68,7 @@ class EvaluateConfig(Options):
                 "--seq-length", width, f"must be at most the model's {config.max_position_embeddings}"
             )
         if self.stride is not None and self.stride > width:
-            raise option_error(
-                "--stride", self.stride, f"must be at most --seq-length {width}; else tokens are skipped"
-            )
+            raise self.error("stride", f"must be at most --seq-length {width}; else tokens are skipped")
         return width
 
 

@@ -86,9 +86,7 @@ def _find(config: ImportOptions) -> Foreign:
         paths = [root / f"{name}{end}" for name in names for end in ("", "_universal")]
         found = next(filter(None, map(recognise, paths)), None)
         if found is None:
-            raise option_error(
-                "--ckpt-step", config.ckpt_step, f"not in {config.directory}; name one that is there"
-            )
+            raise config.error("ckpt_step", f"not in {config.directory}; name one that is there")
     if found is None:
         raise option_error(
             "DIRECTORY",

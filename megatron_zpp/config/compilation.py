@@ -29,8 +29,7 @@ class CompilationConfig(Options):
     def check(self) -> None:
         """Refuse a cache where nothing is compiled."""
         if self.compile is False and self.compile_cache_dir is not None:
-            fix = "--no-compile compiles nothing; omit one of them"
-            raise option_error("--compile-cache-dir", self.compile_cache_dir, fix)
+            raise self.error("compile_cache_dir", "--no-compile compiles nothing; omit one of them")
 
     def wanted(self, device: str, *, apex: bool) -> bool:
         """Return whether to compile layers on `device`; `apex`: --fused-backend apex was given.
@@ -38,8 +37,7 @@ class CompilationConfig(Options):
         Raises ValueError for settings that contradict each other.
         """
         if apex and self.compile:
-            fix = "torch.compile fuses norms itself; omit --fused-backend apex"
-            raise option_error("--compile", "(given)", fix)
+            raise self.error("compile", "torch.compile fuses norms itself; omit --fused-backend apex")
         return device == "cuda" and not apex if self.compile is None else self.compile
 
     def check_cache(self) -> None:
@@ -66,7 +64,7 @@ def resolve_compilation(
     if not config.wanted(device, apex=apex):
         if config.compile_cache_dir is not None:
             fix = f"nothing is compiled on a {device} without --compile; add --compile or omit this flag"
-            raise option_error("--compile-cache-dir", config.compile_cache_dir, fix)
+            raise config.error("compile_cache_dir", fix)
         return Compilation(False, None)
     missing = _missing(device, environ)
     if missing and config.compile:

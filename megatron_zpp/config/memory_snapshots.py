@@ -33,9 +33,8 @@ def check_resumes(snapshots: MemorySnapshotsConfig, checkpoint: CheckpointConfig
     if snapshots.buddy_snapshots is None:
         return
     if checkpoint.save is None or checkpoint.load != checkpoint.save:
-        raise option_error(
-            "--buddy-snapshots",
-            snapshots.buddy_snapshots,
+        raise snapshots.error(
+            "buddy_snapshots",
             "needs --save DIRECTORY and a --load equal to it, by which a restarted run is recognised",
         )
     for flag, value, given in (

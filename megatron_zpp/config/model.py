@@ -179,11 +179,10 @@ class ModelConfig(Options):
         self._fill("max_position_embeddings", self.seq_length)
         self._fill("ffn_hidden_size", self._inner_width())
         if self.swiglu and self.squared_relu:
-            raise option_error("--squared-relu", "(given)", "contradicts --swiglu; give one")
+            raise self.error("squared_relu", "contradicts --swiglu; give one")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            raise option_error(
-                "--num-attention-heads",
-                self.num_attention_heads,
+            raise self.error(
+                "num_attention_heads",
                 f"must divide --hidden-size {self.hidden_size}, or give --kv-channels",
             )
         self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
@@ -221,9 +220,8 @@ class ModelConfig(Options):
         Raises ValueError that names --padded-vocab-size if it is too small.
         """
         if self.padded_vocab_size is not None and self.padded_vocab_size < entries:
-            raise option_error(
-                "--padded-vocab-size",
-                self.padded_vocab_size,
+            raise self.error(
+                "padded_vocab_size",
                 f"must be at least {entries}, the tokenizer's entries",
             )
         return self.padded_vocab_size or entries
@@ -252,11 +250,9 @@ class ModelConfig(Options):
         heads = self.num_attention_heads
         self._fill("num_query_groups", 1 if self.group_query_attention else heads)
         if heads % self.num_query_groups:
-            raise option_error(
-                "--num-query-groups", self.num_query_groups, f"must divide --num-attention-heads {heads}"
-            )
+            raise self.error("num_query_groups", f"must divide --num-attention-heads {heads}")
         if self.num_query_groups != heads and not self.group_query_attention:
-            raise option_error("--num-query-groups", self.num_query_groups, "needs --group-query-attention")
+            raise self.error("num_query_groups", "needs --group-query-attention")
 
     def _check_window(self) -> None:
         """Give both settings their shortest form, so that equal ones are equal."""
@@ -277,15 +273,13 @@ class ModelConfig(Options):
         if self.use_rope_scaling:
             self._fill("rope_scaling_factor", 8.0)
         if rope and (self.rotated_channels == 0 or self.rotated_channels % 2):
-            raise option_error(
-                "--rotary-percent",
-                self.rotary_percent,
+            raise self.error(
+                "rotary_percent",
                 f"rotates {self.rotated_channels} of --kv-channels {self.kv_channels}; must be even",
             )
         if self.seq_length > self.max_position_embeddings:
-            raise option_error(
-                "--seq-length",
-                self.seq_length,
+            raise self.error(
+                "seq_length",
                 f"must be at most --max-position-embeddings {self.max_position_embeddings}",
             )
 
@@ -375,4 +369,4 @@ class RecomputeConfig(Options):
     def check_device(self, device: str) -> None:
         """Raise ValueError for --recompute-offload on a device without memory of its own."""
         if self.recompute_offload and device != "cuda":
-            raise option_error("--recompute-offload", "(given)", f"needs GPUs; this run is on the {device}")
+            raise self.error("recompute_offload", f"needs GPUs; this run is on the {device}")

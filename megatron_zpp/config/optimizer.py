@@ -74,12 +74,12 @@ class LearningRateConfig(Options):
     def check(self) -> None:
         """Refuse floors above the peak, and a length that is given twice."""
         if self.lr is None:
-            raise option_error("--lr", "(not given)", "give the peak learning rate, e.g. --lr 3e-4")
+            raise self.error("lr", "give the peak learning rate, e.g. --lr 3e-4")
         if self.min_lr > self.lr:
-            raise option_error("--min-lr", self.min_lr, f"must be at most --lr {self.lr}")
+            raise self.error("min_lr", f"must be at most --lr {self.lr}")
         self._check_decoupled()
         if self.lr_warmup_init > self.lr:
-            raise option_error("--lr-warmup-init", self.lr_warmup_init, f"must be at most --lr {self.lr}")
+            raise self.error("lr_warmup_init", f"must be at most --lr {self.lr}")
         warmups = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
         given = [name for name in warmups if getattr(self, name)]
         if len(given) > 1:
@@ -172,7 +172,7 @@ class PrecisionConfig(Options):
         if len(formats) > 1:
             raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
         if self.fp8 and (self.fp16 or self.fp32):
-            raise option_error("--fp8", "(given)", f"needs --bf16, not --{formats[0]}")
+            raise self.error("fp8", f"needs --bf16, not --{formats[0]}")
         given = self._given_of_delayed()
         if self.fp8_recipe == "tensorwise" and given:
             raise option_error(flag_name(given[0]), getattr(self, given[0]), "needs --fp8-recipe delayed")
@@ -180,13 +180,11 @@ class PrecisionConfig(Options):
             if getattr(self, name) and not (self.fp8 and self.fp8_delayed):
                 raise option_error(flag_name(name), "(given)", "needs --fp8 and --fp8-recipe delayed")
         if self.loss_scale_window % 1:
-            fix = "must be a whole number of steps"
-            raise option_error("--loss-scale-window", self.loss_scale_window, fix)
+            raise self.error("loss_scale_window", "must be a whole number of steps")
         object.__setattr__(self, "loss_scale_window", int(self.loss_scale_window))  # 500.0, as in Megatron-LM
         if self.min_loss_scale > self.initial_loss_scale:
-            raise option_error(
-                "--min-loss-scale",
-                self.min_loss_scale,
+            raise self.error(
+                "min_loss_scale",
                 f"must be at most --initial-loss-scale {self.initial_loss_scale}",
             )
 
@@ -209,19 +207,16 @@ class PrecisionConfig(Options):
     def check_device(self, device: str, capability: tuple[int, int] | None) -> None:
         """Raise ValueError if --fp8 cannot be used; `capability`: the GPU's compute capability, if known."""
         if self.fp8 and self.compute_dtype(device) != "bfloat16":
-            raise option_error("--fp8", "(given)", f"needs --bf16, which is not the default on the {device}")
+            raise self.error("fp8", f"needs --bf16, which is not the default on the {device}")
         if self.fp8 and capability is not None and capability < (8, 9):
             has = ".".join(map(str, capability))
-            raise option_error(
-                "--fp8", "(given)", f"needs a GPU of compute capability 8.9; this one has {has}"
-            )
+            raise self.error("fp8", f"needs a GPU of compute capability 8.9; this one has {has}")
 
     def check_vocabulary(self, padded: int) -> None:
         """Raise ValueError if 8-bit products cannot have so many outputs as the vocabulary has entries."""
         if self.fp8_output_layer and padded % 16:
-            raise option_error(
-                "--fp8-output-layer",
-                "(given)",
+            raise self.error(
+                "fp8_output_layer",
                 f"needs a multiple of 16 entries in the padded vocabulary, not {padded}; choose another "
                 "--make-vocab-size-divisible-by",
             )

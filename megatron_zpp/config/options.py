@@ -78,13 +78,18 @@ class Options:
             _check_bounds(field, getattr(self, field.name))
         self.check()
         for field in dataclasses.fields(self):
-            value, needs = getattr(self, field.name), field.metadata["needs"]
-            if needs and value != field.default and not self._has(needs):
-                shown = "(given)" if isinstance(value, bool) else value
-                raise option_error(flag_of(field), shown, f"needs {needs}")
+            needs = field.metadata["needs"]
+            if needs and getattr(self, field.name) != field.default and not self._has(needs):
+                raise self.error(field.name, f"needs {needs}")
 
     def check(self) -> None:
         """Raise an `option_error` if fields contradict each other."""
+
+    def error(self, name: str, fix: str) -> ValueError:
+        """Return the error for the value of a field: its flag, the value, and what would be right."""
+        value = getattr(self, name)
+        shown = "(not given)" if value in (None, ()) else "(given)" if isinstance(value, bool) else value
+        return option_error(flag_of(self.__dataclass_fields__[name]), shown, fix)
 
     def _has(self, needs: str) -> bool:
         """Whether the fields have what `option` says of `needs`."""

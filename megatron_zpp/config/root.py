@@ -97,9 +97,8 @@ class Config:
         if self.precision.fp8_output_layer:
             _check_output_layer(self.zero, tensor_ranks)
         if self.zero.zero_table_rows is not None and tensor_ranks > 1:
-            raise option_error(
-                "--zero-table-rows",
-                self.zero.zero_table_rows,
+            raise self.zero.error(
+                "zero_table_rows",
                 f"needs --tensor-model-parallel-size 1, not {tensor_ranks}: tensor ranks share the tables",
             )
         check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
@@ -302,7 +301,7 @@ def _check_lengths(training: TrainingConfig, learning_rate: LearningRateConfig) 
 def _check_order(data: DataConfig, training: TrainingConfig) -> None:
     """Refuse seeds that numpy's RandomState, which Megatron-LM's order uses, does not accept."""
     if data.dataset_order == "megatron" and training.seed >= 2**32:
-        raise option_error("--seed", training.seed, f"must be below {2**32} with --dataset-order megatron")
+        raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
 
 
 def _check_decoupled(rate: float, optimizer: OptimizerConfig, zero: ZeroConfig) -> None:
@@ -362,8 +361,7 @@ def _check_output_layer(zero: ZeroConfig, tensor_ranks: int) -> None:
 
 def _check_recompute(model: ModelConfig, recompute: RecomputeConfig) -> None:
     if recompute.recompute_num_layers and recompute.recompute_num_layers > model.num_layers:
-        raise option_error(
-            "--recompute-num-layers",
-            recompute.recompute_num_layers,
+        raise recompute.error(
+            "recompute_num_layers",
             f"must be at most --num-layers {model.num_layers}",
         )

@@ -63,9 +63,7 @@ class TrainingConfig(Options):
     def check(self) -> None:
         """Require exactly one length."""
         if self.micro_batch_size is None:
-            raise option_error(
-                "--micro-batch-size", "(not given)", "give the samples per forward on one rank"
-            )
+            raise self.error("micro_batch_size", "give the samples per forward on one rank")
         if (self.train_iters is None) == (self.train_samples is None):
             shown = "(not given)" if self.train_iters is None else self.train_iters
             raise option_error(
@@ -90,7 +88,7 @@ class EvaluationConfig(Options):
     def check(self) -> None:
         """Refuse a prompt without evaluations."""
         if self.sample_prompt is not None and not self.enabled:
-            raise option_error("--sample-prompt", self.sample_prompt, "needs evaluations; --eval-iters is 0")
+            raise self.error("sample_prompt", "needs evaluations; --eval-iters is 0")
 
     @property
     def enabled(self) -> bool:
@@ -174,12 +172,12 @@ class CheckpointConfig(Options):
         """Require usable places, and refuse flags of iterations with --load hf:DIR, which has none."""
         if self.save is not None and self.save.startswith(HUGGINGFACE):
             tool = "python -m megatron_zpp.commands.huggingface export"
-            raise option_error("--save", self.save, f"name a directory without {HUGGINGFACE}, and use {tool}")
+            raise self.error("save", f"name a directory without {HUGGINGFACE}, and use {tool}")
         for flag, name in (("--save", self.save), ("--load", self.load)):
             if name is not None and not name.startswith(HUGGINGFACE):
                 check_location(flag, name)
         if self.huggingface == "":
-            raise option_error("--load", self.load, "names no directory; give one after the colon")
+            raise self.error("load", "names no directory; give one after the colon")
         if self.huggingface:
             for name, fix in (
                 ("use_checkpoint_args", "has no arguments; use --model-preset with its config.json"),
@@ -273,9 +271,8 @@ class DistributedConfig(Options):
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise option_error("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
         if self.heartbeat_timeout >= self.timeout.total_seconds():
-            raise option_error(
-                "--heartbeat-timeout",
-                self.heartbeat_timeout,
+            raise self.error(
+                "heartbeat_timeout",
                 f"must be below --distributed-timeout-minutes {self.distributed_timeout_minutes}, "
                 f"{self.timeout.total_seconds():g} s",
             )

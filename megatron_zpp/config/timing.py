@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,8 @@ class TimingConfig(Options):
     def check(self) -> None:
         """Refuse an empty range of steps."""
         if self.profile_step_end <= self.profile_step_start:
-            raise option_error(
-                "--profile-step-end",
-                self.profile_step_end,
+            raise self.error(
+                "profile_step_end",
                 f"must be above --profile-step-start {self.profile_step_start}",
             )
 
@@ -39,9 +38,7 @@ class TimingConfig(Options):
         """Raise ValueError if a rank to trace does not exist."""
         for rank in self.profile_ranks:
             if self.profile and rank >= ranks:
-                raise option_error(
-                    "--profile-ranks", self.profile_ranks, f"this run has ranks 0 to {ranks - 1}"
-                )
+                raise self.error("profile_ranks", f"this run has ranks 0 to {ranks - 1}")
 
     @property
     def level(self) -> int:

@@ -117,18 +117,17 @@ class ZeroConfig(Options):
         """Refuse text that is neither a number nor one of the words."""
         spare = self.zero_spare_multiprocessors
         if spare != "auto" and not re.fullmatch(r"0|[1-9]\d?", spare):
-            raise option_error("--zero-spare-multiprocessors", spare, "must be auto or a number, such as 4")
-        size = self.zero_hpz_partition_size
-        if size != "auto" and not (size.isdecimal() and int(size) >= 1):
-            raise option_error("--zero-hpz-partition-size", size, "must be a whole number of ranks, or auto")
-        size = self.zero_gradient_partition_size
-        if size not in ("off", "auto") and not (size.isdecimal() and int(size) >= 1):
-            raise option_error(
-                "--zero-gradient-partition-size", size, "must be a whole number of ranks, auto or off"
-            )
+            raise self.error("zero_spare_multiprocessors", "must be auto or a number, such as 4")
+        for name, words in (
+            ("zero_hpz_partition_size", ("auto",)),
+            ("zero_gradient_partition_size", ("auto", "off")),
+        ):
+            size = getattr(self, name)
+            if size not in words and not (size.isdecimal() and int(size) >= 1):
+                raise self.error(name, f"must be {either(('a whole number of ranks', *words))}")
         block = self.zero_quantization_block
         if block is not None and block & (block - 1):
-            raise option_error("--zero-quantization-block", block, "must be a power of two from 32 to 2048")
+            raise self.error("zero_quantization_block", "must be a power of two from 32 to 2048")
 
     @property
     def prefetched_units(self) -> int:
