@@ -16,11 +16,12 @@ import torch
 
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
 from megatron_zpp.config.run import DistributedConfig
+from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_together
 from megatron_zpp.generate.scoring import score_passages
-from megatron_zpp.generate.tasks import Outcome, Task, find_texts, lambada_task, outcome_of, perplexity_task
+from megatron_zpp.generate.tasks import Outcome, Task, lambada_task, outcome_of, perplexity_task
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.supervision.activity import Activity
@@ -87,7 +88,7 @@ def main() -> None:
         config: EvaluateConfig = options["evaluation"]
         if config.output:
             check_replaceable("--output", config.output)
-        files = find_texts(config.valid_data)
+        files = find_files("--valid-data", config.valid_data)
         distributed = DistributedConfig()
         device = select_device(options["device"].device, topology)
     met = process.connect(distributed)

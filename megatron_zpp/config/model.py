@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, flag_name, option, option_error
+from megatron_zpp.config.options import Options, option, option_error
 from megatron_zpp.config.shapes.presets import PRESETS
 from megatron_zpp.config.values.attention_window import (
     FREQUENCY,
@@ -169,11 +169,7 @@ class ModelConfig(Options):
         self._obey_preset()
         for name in _REQUIRED:
             if getattr(self, name) is None:
-                raise option_error(
-                    flag_name(name),
-                    "(not given)",
-                    f"give it, or --model-preset with one of {', '.join(PRESETS)}",
-                )
+                raise self.error(name, f"give it, or --model-preset with one of {', '.join(PRESETS)}")
         for name, value in _DEFAULTS.items():
             self._fill(name, value)
         self._fill("max_position_embeddings", self.seq_length)
@@ -354,15 +350,11 @@ class RecomputeConfig(Options):
         """Resolve --recompute-activations to selective, and require a method of full."""
         if self.recompute_activations:
             if self.recompute_granularity == "full":
-                raise option_error(
-                    "--recompute-granularity", "full", "contradicts --recompute-activations; give one"
-                )
+                raise self.error("recompute_granularity", "contradicts --recompute-activations; give one")
             object.__setattr__(self, "recompute_granularity", "selective")
         if self.recompute_granularity == "full":
             if self.recompute_method is None:
-                raise option_error(
-                    "--recompute-granularity", "full", "needs --recompute-method uniform or block"
-                )
+                raise self.error("recompute_granularity", "needs --recompute-method uniform or block")
             if self.recompute_num_layers is None:
                 object.__setattr__(self, "recompute_num_layers", 1)
 

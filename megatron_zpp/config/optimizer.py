@@ -87,9 +87,7 @@ class LearningRateConfig(Options):
             raise option_error(second, getattr(self, given[1]), f"contradicts {first}; give one")
         wsd_lengths = (self.lr_wsd_decay_iters, self.lr_wsd_decay_samples)
         if self.lr_decay_style == "WSD" and wsd_lengths.count(None) != 1:
-            raise option_error(
-                "--lr-decay-style", "WSD", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples"
-            )
+            raise self.error("lr_decay_style", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples")
 
     def _check_decoupled(self) -> None:
         """Refuse floors and starts above the peak."""

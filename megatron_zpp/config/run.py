@@ -65,10 +65,7 @@ class TrainingConfig(Options):
         if self.micro_batch_size is None:
             raise self.error("micro_batch_size", "give the samples per forward on one rank")
         if (self.train_iters is None) == (self.train_samples is None):
-            shown = "(not given)" if self.train_iters is None else self.train_iters
-            raise option_error(
-                "--train-iters", shown, "give exactly one of --train-iters and --train-samples"
-            )
+            raise self.error("train_iters", "give exactly one of --train-iters and --train-samples")
 
 
 @dataclass(frozen=True, kw_only=True)

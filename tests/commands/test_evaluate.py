@@ -13,10 +13,11 @@ import torch
 
 from megatron_zpp.commands.evaluate import GROUPS, build_task, report
 from megatron_zpp.config.options import parse_all
+from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.generate import loading
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.generate.scoring import Passage, score_passages
-from megatron_zpp.generate.tasks import Task, find_texts, last_word
+from megatron_zpp.generate.tasks import Task, last_word
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.null import NullTokenizer
@@ -180,7 +181,7 @@ def test_invalid_settings_are_refused(
 
     def prepare() -> None:
         config = parse_all(GROUPS, "", "", ["--load", "x", "--valid-data", str(path), *flags.split()])
-        build_task(config["evaluation"], find_texts(config["evaluation"].valid_data), *loaded)
+        build_task(config["evaluation"], find_files("--valid-data", config["evaluation"].valid_data), *loaded)
 
     with pytest.raises(ValueError, match=re.escape(said.format(path=path))):
         prepare()
