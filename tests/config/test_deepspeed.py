@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's JSON file: each compared with today's flag, and the refused ones."""
+"""DeepSpeed's JSON file: each key compared with today's flag, and what is refused."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,22 @@ import pytest
 
 from megatron_zpp.config.legacy.deepspeed_keys import KEYS, Idle, Off, Only, Refused
 from megatron_zpp.config.options import UsageError
-from megatron_zpp.config.root import CommandLine, parse_args
+from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
-from tests.config.deepspeed import parse
 
 BASELINE = parse_args(MINIMAL)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """ds.json in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "ds.json"
+
+
+def parse(file: Path, content: Any, *extra: str, argv: list[str] = MINIMAL, ranks: int = 1) -> CommandLine:
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return parse_command_line([*argv, "--deepspeed_config", file.name, *extra], ranks=lambda plan: ranks)
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -324,3 +335,49 @@ def test_two_sizes_of_a_batch_determine_the_third_and_all_three_must_agree(
     else:
         training = parse(file, content, argv=argv, ranks=sizes[-1]).config.training
         assert (training.global_batch_size, training.micro_batch_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "line 1 column 1: not JSON"),
+        ('{"fp16": {"enabled": true}, // half\n}', "line 1 column 29: not JSON (…); JSON has no comments"),
+        ('{\n  "gradient_clipping": 1.0,\n}', "line 3 column 1: not JSON (…"),
+        ("[1, 2]", "must hold a JSON object"),
+        ('{"a": 1, "a": 2}', 'the key "a" appears twice in one object'),
+        ('{"gradient_clipping": NaN}', "gradient_clipping nan: must be a finite number"),
+        ('{"aio": {"block_size": [1, -Infinity]}}', "block_size -inf: must be a finite number"),
+        ('{"gradient_clipping": 1e999}', "gradient_clipping inf: must be a finite number"),
+        ('{"gradient_clipping": ' + "9" * 5000 + "}", "gradient_clipping inf: must be a finite number"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"aio": "' + "x" * (1 << 20) + '"}', "cannot be read (is longer than 1,048,576 bytes)"),
+    ],
+    ids=range(11),
+)
+def test_a_file_that_is_not_a_json_object_is_refused(file: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(file, text)
+    message = str(refused.value)
+    assert message.startswith("--deepspeed_config ds.json: ")
+    assert "\n" not in message
+    assert len(message) < 300
+    place = 0
+    for part in said.split("…"):
+        place = message.index(part, place)
+
+
+def test_a_file_that_cannot_be_read_is_refused(file: Path) -> None:
+    file.write_bytes(b'{"a": "\xff"}')
+    for name, said in (
+        ("gone.json", "cannot be read (No such file or directory); name"),
+        (".", "cannot be read (is a directory); name"),
+        ("a\0b", "embedded null byte"),
+        ("ds.json", "byte 7: not UTF-8; name"),
+    ):
+        with pytest.raises(UsageError, match=r"^--deepspeed_config ") as refused:
+            parse_args([*MINIMAL, "--deepspeed_config", name])
+        assert said in str(refused.value)
+
+
+def test_a_byte_order_mark_is_ignored(file: Path) -> None:
+    assert parse(file, '\ufeff{"gradient_clipping": 2}').config.optimizer.clip_grad == 2.0

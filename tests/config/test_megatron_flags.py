@@ -190,19 +190,12 @@ FUNCTIONAL = """
     --attention-softmax-in-fp32 --use-mcore-models --ckpt-format torch_dist
     --dist-ckpt-strictness log_all --data-cache-path cache --bf16 --log-memory-to-tensorboard
 """
-LLAMA3_8B_TEXT = LLAMA3_8B_FP8.replace("--mock-data", "--data-path data").replace(
-    "NullTokenizer", "HuggingFaceTokenizer --tokenizer-model model"
-)
 SCRIPTS = {
     "gpt3": GPT3,
     "llama3 8b fp8": LLAMA3_8B_FP8,
     "llama3 8b fsdp fp8": LLAMA3_8B_FSDP,
-    "llama3 8b fp8 with data": LLAMA3_8B_TEXT,
     "resume": FUNCTIONAL + "--use-distributed-optimizer --no-ckpt-fully-parallel-save --async-save "
     "--use-checkpoint-opt_param-scheduler --use-persistent-ckpt-worker",
-    "uniform full recompute": FUNCTIONAL
-    + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-    "--dist-ckpt-optim-fully-reshardable --attention-backend unfused",
     "fsdp2": FUNCTIONAL + "--use-torch-fsdp2 --no-async-tensor-model-parallel-allreduce",
     "no bias": FUNCTIONAL + "--disable-bias-linear --log-progress --manual-gc "
     "--use-rotary-position-embeddings --no-position-embedding",

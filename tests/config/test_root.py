@@ -1,15 +1,19 @@
 """The command line of pretrain_gpt.py: Megatron-LM's names and defaults, and what is refused."""
 
 import dataclasses
+import importlib.util
 import json
 import typing
 from pathlib import Path
 
 import pytest
 
+from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.model import preset_fields
+from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
+from megatron_zpp.config.zero import ZeroConfig
 from tests.config.command_line import MINIMAL
 
 # Megatron-LM's defaults that users have in their fingers (its arguments.py, core 0.12).
@@ -125,3 +129,21 @@ def test_codes_of_weights_are_written_on_the_device() -> None:
 def test_exchanges_overlap_where_it_pays(more: str, on_gpus: bool, on_cpus: bool) -> None:
     config = parse("--tensor-model-parallel-size", "2", *more.split())
     assert (config.overlaps_exchanges("cuda"), config.overlaps_exchanges("cpu")) == (on_gpus, on_cpus)
+
+
+@pytest.mark.parametrize(
+    ("hindrance", "chosen"),
+    [
+        ({}, "apex"),
+        ({"device": "cpu"}, "torch"),
+        ({"compiles": True}, "torch"),
+        ({"decoupled": True}, "torch"),
+        ({"zero": ZeroConfig(zero_offload_optimizer=True)}, "torch"),
+    ],
+)
+def test_auto_takes_apex_only_where_it_can_do_what_is_asked(
+    monkeypatch: pytest.MonkeyPatch, hindrance: dict[str, object], chosen: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    settings = {"zero": ZeroConfig(), "device": "cuda", "compiles": False, "decoupled": False} | hindrance
+    assert resolve_fused_backend(OptimizerConfig(), **settings) == chosen
