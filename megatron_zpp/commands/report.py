@@ -49,15 +49,6 @@ class ReportConfig(Options):
     title: str | None = option(None, "Title of the page; default the name of the metrics file.")
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """What a checkpoint says of its run."""
-
-    config: Config
-    job: Job
-    iterations: int
-
-
 def main() -> None:
     """Write the page that the command line asks for."""
     config = parse_options(ReportConfig, PROG, __doc__, sys.argv[1:])
@@ -71,9 +62,11 @@ def main() -> None:
 def make_report(config: ReportConfig) -> Report:
     """What the page shows, read from the files of `config`. Raises ValueError for files of another kind."""
     records = read_metrics(config.metrics, lambda note: warn(PROG, 0, [note]))
-    saved = None
+    saved: tuple[Config | None, Job | None, int | None] = (None, None, None)
     if config.checkpoint is not None:
-        saved = read_run(config.checkpoint, config.ckpt_step, on_cpus=not by_iteration(records, "mfu"))
+        on_cpus = not by_iteration(records, "mfu")
+        saved = read_run(config.checkpoint, config.ckpt_step, on_cpus=on_cpus)
+    run, job, iterations = saved
     source = config.metrics + (f" and {config.checkpoint}" if config.checkpoint else "")
     return Report(
         title=config.title or Path(config.metrics).stem,
@@ -81,16 +74,19 @@ def make_report(config: ReportConfig) -> Report:
         records=records,
         axis=config.x,
         smoothing=config.smoothing,
-        iterations=saved.iterations if saved else None,
-        settings=settings_of(saved.config) if saved else (),
-        memory=memory_rows(saved.job, records) if saved else (),
-        traffic=traffic_rows(saved.job if saved else None, records),
+        iterations=iterations,
+        settings=settings_of(run) if run else (),
+        memory=memory_rows(job, records) if job else (),
+        traffic=traffic_rows(job, records),
         lanes=read_trace(config.trace) if config.trace else (),
     )
 
 
-def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> SavedRun:
-    """The run that wrote a checkpoint. `on_cpus`: it computes in fp32 unless its flags say otherwise."""
+def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> tuple[Config, Job, int]:
+    """The settings, the plan and the length of the run that wrote a checkpoint.
+
+    `on_cpus`: it computes in fp32 unless its flags say otherwise.
+    """
 
     def read(path: Location) -> tuple[Config, Grid, int]:
         with CheckpointReader(path) as reader:
@@ -106,7 +102,7 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> SavedRu
     precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
         planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))
-    return SavedRun(config, job_of(planned, vocab_size, schedule, grid), schedule.iterations)
+    return config, job_of(planned, vocab_size, schedule, grid), schedule.iterations
 
 
 def settings_of(config: Config) -> list[Setting]:
