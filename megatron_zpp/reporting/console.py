@@ -137,7 +137,6 @@ def log_line(record: Record, iterations: int) -> str:
         f"lm loss: {record['lm_loss']:.6E}",
         f"loss scale: {record['loss_scale']:.1f}",
         f"grad norm: {record['grad_norm']:.3f}",
-        *_given(record, "num_zeros", "num zeros", "d"),
         *_given(record, "params_norm", "params norm", ".3f"),
         f"number of skipped iterations: {record['skipped']:3d}",
         f"number of nan iterations: {record['nan']:3d}",

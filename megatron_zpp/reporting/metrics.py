@@ -46,14 +46,13 @@ class Throughput:
         device: torch.device,
         dtype: str,
         fp8: bool,
-        peak: float | None,
     ) -> "Throughput":
-        """Make one with `peak` if given, else the data sheet's values for a known GPU.
+        """Make one with the data sheet's peaks of a known GPU.
 
         `dtype` is the format of the compute; `fp8`: products of layers are of 8-bit floats.
         """
-        peak_16bit = None
-        if peak is None and device.type == "cuda":
+        peak = peak_16bit = None
+        if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             peak = peak_tflops(name, dtype)
             if fp8:

@@ -89,7 +89,6 @@ MEGATRON_TAGS = {
     "global_batch_size": Tag("batch-size", True),
     "loss_scale": Tag("loss-scale", True),
     "grad_norm": Tag("grad-norm", True),
-    "num_zeros": Tag("num-zeros", True),
     "params_norm": Tag("params-norm", True),
     "valid_loss": Tag("lm loss validation", True),
     "valid_perplexity": Tag("lm loss validation ppl", True),

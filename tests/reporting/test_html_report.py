@@ -1,18 +1,15 @@
 """The page of a run: well-formed, without references to other files, and safe with any text."""
 
-import gzip
 import html
 import json
 import math
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from megatron_zpp.reporting.report.charts import Series, chart, nice_ticks, short
 from megatron_zpp.reporting.report.curves import Curve
 from megatron_zpp.reporting.report.page import Comparison, Report, Setting, page
-from megatron_zpp.reporting.report.step_trace import draw_lanes, read_trace
 from tests.reporting.test_curves import step
 
 EVIL = "</td></script><script>alert('\"&')</script>"
@@ -135,38 +132,3 @@ def test_short_numbers() -> None:
         "2 G",
         "7.1 T",
     ]
-
-
-def event(
-    name: str, start: float, length: float, category: str = "kernel", stream: int = 7, tid: int = 1
-) -> dict:
-    """An event of torch's profiler; times in microseconds."""
-    more = {"args": {"stream": stream}} if category == "kernel" else {}
-    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": length, "tid": tid, **more}
-
-
-def test_lanes_are_streams_of_a_gpu_or_threads_of_a_cpu(tmp_path: Path) -> None:
-    packed = tmp_path / "rank0.trace.json.gz"
-    gpu = [event("nvjet_x", 1000, 500), event("ncclDevKernel_AllGather", 1200, 100, stream=20)]
-    packed.write_bytes(gzip.compress(json.dumps({"traceEvents": [*gpu, {"ph": "M"}]}).encode()))
-    lanes = read_trace(str(packed))
-    assert [(lane.name, lane.spans) for lane in lanes] == [
-        ("stream 7", (("matrix product", 0.0, 0.5),)),
-        ("stream 20", (("gather", 0.2, 0.1),)),
-    ]
-    Page(draw_lanes(lanes, EVIL))
-    plain = tmp_path / "cpu.json"
-    nested = [event("aten::linear", 0, 900, "cpu_op"), event("aten::mm", 100, 500, "cpu_op")]
-    plain.write_text(json.dumps({"traceEvents": [*nested, event("aten::add", 2000, 100, "cpu_op", tid=2)]}))
-    assert [(lane.name, lane.spans) for lane in read_trace(str(plain))] == [
-        ("thread 1", (("matrix product", 0.0, 0.9),)),  # without what is inside of it
-        ("thread 2", (("other compute", 2.0, 0.1),)),
-    ]
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"traceEvents": []}', b"\x1f\x8b damaged"])
-def test_what_is_no_trace_is_refused_in_a_line(tmp_path: Path, content: bytes) -> None:
-    for name in ("trace.json", "trace.json.gz"):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match="not a trace of --profile, or one without work"):
-            read_trace(str(tmp_path / name))

@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.run import LoggingConfig
-from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.reporting.metrics import Record
-from megatron_zpp.reporting.profile import check_profile
 from megatron_zpp.reporting.sinks import (
     BY_SAMPLES,
     MEGATRON_TAGS,
@@ -60,7 +57,7 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
         20,
     )
     sink.write({"iteration": 5, "valid_loss": 3.0, "valid_perplexity": 20.0}, 20)
-    sink.write({"iteration": 5, "num_zeros": 9, "params_norm": 1.5}, 20)
+    sink.write({"iteration": 5, "params_norm": 1.5}, 20)
     sink.close()
     for tag, value in (
         ("lm loss", 3.5),
@@ -68,7 +65,6 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
         ("learning-rate", 1e-3),
         ("loss-scale", 1.0),
         ("batch-size", 4.0),
-        ("num-zeros", 9.0),
         ("params-norm", 1.5),
         ("lm loss validation", 3.0),
         ("lm loss validation ppl", 20.0),
@@ -84,7 +80,7 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
 def test_wandb_gets_megatrons_names() -> None:
     """Those of wandb_writer.log in Megatron-LM's training.py; other numbers keep their names."""
     logged = wandb_record(
-        {**step(5, 3.5), "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "num_zeros": 9}
+        {**step(5, 3.5), "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0}
         | {"consumed_samples": 20, "params_norm": 1.5, "tflops_per_gpu": 7.0, "power_watts": 612.5}
         | {"mfu": None, "skipped": 1, "memory_allocated_bytes": 2**60 + 1}
     )
@@ -95,7 +91,6 @@ def test_wandb_gets_megatrons_names() -> None:
         "lm loss": 3.5,
         "loss-scale": 1.0,
         "grad-norm": 0.5,
-        "num-zeros": 9,
         "params-norm": 1.5,
         "iteration-time": 2.0,  # seconds
         "throughput": 7.0,
@@ -210,8 +205,6 @@ def test_a_sink_that_hangs_is_abandoned_however_many_records_wait(waiting: int) 
     [
         ("--tensorboard-dir", lambda url: check_sinks(LoggingConfig(tensorboard_dir=url))),
         ("--wandb-save-dir", lambda url: check_sinks(LoggingConfig(wandb_project="p", wandb_save_dir=url))),
-        ("--profile-dir", lambda url: check_profile(TimingConfig(profile=True, profile_dir=url))),
-        ("--compile-cache-dir", lambda url: CompilationConfig(compile_cache_dir=url).check_cache()),
         ("--output", lambda url: check_replaceable("--output", url)),
     ],
 )

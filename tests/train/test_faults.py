@@ -267,31 +267,30 @@ def poison_losses(value: float) -> None:
 
 @pytest.mark.parametrize("poison", ["inf", "nan"])
 def test_losses_that_are_not_finite_stop_the_run(flags: list[str], tmp_path: Path, poison: str) -> None:
-    """Steps 1 to 4 are finite; 5 to 7 are skipped and end the run, one step later."""
+    """Steps 1 to 4 are finite; 5 to 14 are skipped and end the run, one step later."""
     save = tmp_path / "checkpoints"
-    flags += ["--train-iters", "100", "--max-nan-iterations", "3", "--eval-iters", "0"]
+    flags += ["--train-iters", "100", "--eval-iters", "0"]
     with Run(tmp_path / "log", 1) as run:
         change = partial(poison_losses, float(poison))
         run.start(0, *flags, "--save", str(save), "--save-interval", "4", change=change)
         assert run.statuses() == {0: 3}, run.err(0)
         said = run.err(0)
     assert said.count("\n") == 1
-    assert "error: iteration 8: the 3 steps up to iteration 7 had NaN or Inf" in said
-    assert newest(save) == "8"
-    assert weights(save, 8) == weights(save, 4)
+    assert "error: iteration 15: the 10 steps up to iteration 14 had NaN or Inf" in said
+    assert newest(save) == "15"
+    assert weights(save, 15) == weights(save, 4)
 
 
 @pytest.mark.parametrize("evaluations", ["0", "2"])
 def test_losses_that_are_not_finite_up_to_the_end_are_a_failure(
     flags: list[str], tmp_path: Path, evaluations: str
 ) -> None:
-    """A step learns what became of the one before. The last has none behind it, the sixth an evaluation."""
-    flags += ["--train-iters", "7", "--max-nan-iterations", "3"]
-    flags += ["--eval-iters", evaluations, "--eval-interval", "6"]
+    """A step learns what became of the one before. The last has none behind it, the 13th an evaluation."""
+    flags += ["--train-iters", "14", "--eval-iters", evaluations, "--eval-interval", "13"]
     with Run(tmp_path, 1) as run:
         run.start(0, *flags, change=partial(poison_losses, float("nan")))
         assert run.statuses() == {0: 3}, run.err(0)
-        assert "error: iteration 7: the 3 steps up to iteration 7 had NaN or Inf" in run.err(0)
+        assert "error: iteration 14: the 10 steps up to iteration 14 had NaN or Inf" in run.err(0)
 
 
 def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path) -> None:

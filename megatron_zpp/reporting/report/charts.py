@@ -7,13 +7,14 @@ Each chart carries its points as JSON, from which the page's script shows the va
 import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_zpp.reporting.report.curves import Curve
 
 WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 38
+_MOST_TICKS = 6
 _MOST_POINTS = 600  # of a curve: more than the pixels of a chart
 
 
@@ -78,32 +79,33 @@ def chart(series: Sequence[Series], *, title: str, x_label: str, log_y: bool = F
     )
 
 
-def bars(rows: Sequence[tuple[str, float, float]], *, title: str, unit: str, total: float) -> str:
-    """A figure with a bar for each (name, start, length) from 0 to `total`."""
+def bars(lengths: Mapping[str, float], *, title: str, unit: str) -> str:
+    """A figure with a bar for each of `lengths`, which has its name."""
     height, left = 25, 190
-    scale = (2 * WIDTH - left - 90) / total if total > 0 else 0.0
+    scale = (2 * WIDTH - left - 90) / max(*lengths.values(), 1e-9)
     parts = []
-    for index, (name, start, length) in enumerate(rows):
+    for index, (name, length) in enumerate(lengths.items()):
         top = index * height + 4
-        begin, width = left + start * scale, max(1.0, length * scale)
+        width = max(1.0, length * scale)
         parts.append(
             f'<text x="{left - 8}" y="{top + 13}" text-anchor="end">{html.escape(name)}</text>'
-            f'<rect class="bar" x="{begin:.1f}" y="{top}" width="{width:.1f}" height="18" rx="2"/>'
-            f'<text class="value" x="{begin + width + 5:.1f}" y="{top + 13}">{short(length)} {unit}</text>'
+            f'<rect class="bar" x="{left}" y="{top}" width="{width:.1f}" height="18" rx="2"/>'
+            f'<text class="value" x="{left + width + 5:.1f}" y="{top + 13}">{short(length)} {unit}</text>'
         )
     return (
         f'<figure class="chart"><figcaption>{html.escape(title)}</figcaption>'
-        f'<svg viewBox="0 0 {2 * WIDTH} {len(rows) * height + 8}" role="img">{"".join(parts)}</svg></figure>'
+        f'<svg viewBox="0 0 {2 * WIDTH} {len(lengths) * height + 8}" role="img">{"".join(parts)}</svg>'
+        "</figure>"
     )
 
 
-def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from `low` to `high`, at most `most`."""
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high`, at most _MOST_TICKS."""
     span = high - low
     if span <= 0:
         return [low]
-    step = 10.0 ** math.floor(math.log10(span / most))
-    step = next(step * factor for factor in (1, 2, 5, 10, 20) if span / (step * factor) < most)
+    step = 10.0 ** math.floor(math.log10(span / _MOST_TICKS))
+    step = next(step * factor for factor in (1, 2, 5, 10, 20) if span / (step * factor) < _MOST_TICKS)
     first = math.ceil(low / step - 1e-9)
     return [step * number for number in range(first, math.floor(high / step + 1e-9) + 1)]
 

@@ -17,7 +17,6 @@ from megatron_zpp.reporting.report.curves import (
     tokens_trained,
 )
 from megatron_zpp.reporting.report.page_style import SCRIPT, STYLE
-from megatron_zpp.reporting.report.step_trace import Lane, draw_lanes
 
 _MOST_SAMPLES = 12
 Records = Sequence[dict[str, Any]]
@@ -56,7 +55,6 @@ class Report:
     settings: Sequence[Setting] = ()
     memory: Sequence[Comparison] = ()
     traffic: Sequence[Comparison] = ()
-    lanes: Sequence[Lane] = ()
 
 
 def page(report: Report) -> str:
@@ -169,7 +167,7 @@ def _loss_chart(report: Report) -> str:
 
 
 def _step(report: Report) -> str:
-    """Parts of a step by --timing-log-level, and the lanes of a trace."""
+    """Parts of a step by --timing-log-level."""
     times = {
         name[len("time_") : -len("_ms")].replace("_", " "): median(
             by_iteration(report.records, name).values()
@@ -177,18 +175,12 @@ def _step(report: Report) -> str:
         for name in dict.fromkeys(name for record in report.records for name in record)
         if name.startswith("time_") and name.endswith("_ms") and by_iteration(report.records, name)
     }
-    content = ""
-    if times:
-        step = median(by_iteration(report.records, "elapsed_ms").values())
-        content += bars(
-            [("whole step", 0.0, step), *((name, 0.0, value) for name, value in times.items())],
-            title="Median over logged steps, of the slowest rank",
-            unit="ms",
-            total=max(step, *times.values()),
-        )
-    if report.lanes:
-        content += draw_lanes(report.lanes, "Traced steps, one row per stream or thread")
-    return f'<div class="stack">{content}</div>' if content else ""
+    if not times:
+        return ""
+    step = median(by_iteration(report.records, "elapsed_ms").values())
+    return bars(
+        {"whole step": step} | times, title="Median over logged steps, of the slowest rank", unit="ms"
+    )
 
 
 def _comparisons(rows: Sequence[Comparison]) -> str:

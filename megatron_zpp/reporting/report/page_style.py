@@ -47,7 +47,6 @@ code { font: 13px ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: an
 details { margin-top: 12px; } summary { cursor: pointer; color: var(--accent); font-size: 14px; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0;
   font: 13px/1.55 ui-monospace, "DejaVu Sans Mono", monospace; }
-.stack { display: grid; gap: 14px; grid-template-columns: minmax(0, 1fr); }
 """ + "".join(
     f".s{index} {{ stroke: var(--series-{index}); }}"
     f"circle.s{index}, rect.s{index} {{ fill: var(--series-{index}); }}"

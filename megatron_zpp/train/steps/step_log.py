@@ -32,7 +32,6 @@ class StepLog:
             device=engine.device,
             dtype=config.precision.compute_dtype(engine.device.type),
             fp8=config.precision.fp8,
-            peak=config.logging.device_peak_tflops,
         )
         self._timing = Timing(config.timing, engine)
         self._interval, self._power = Interval(engine.device), PowerMeter(engine.device)
@@ -85,7 +84,7 @@ class StepLog:
                 "lm_loss": loss,
                 "grad_norm": result.grad_norm.item(),
                 "learning_rate": self._rate,
-                **self._more(result),
+                **self._more(),
                 "global_batch_size": interval.batch,
                 "loss_scale": result.loss_scale.item(),
                 "skipped": int(interval.skipped.item()),
@@ -104,13 +103,11 @@ class StepLog:
             self._reporter.say(line)
         interval.restart()
 
-    def _more(self, result: StepResult) -> Record:
+    def _more(self) -> Record:
         """The numbers that flags ask for; every rank must call it."""
         found: Record = {}
         if self._decoupled_rate is not None:
             found["decoupled_learning_rate"] = self._decoupled_rate
-        if result.zeros is not None:
-            found["num_zeros"] = int(result.zeros.item())
         if self._logging.log_params_norm:
             found["params_norm"] = self._engine.weights_norm().item()
         return found
