@@ -139,11 +139,6 @@ class Interval:
         self._weights.append(weight)
 
     @property
-    def newest_loss(self) -> Tensor:
-        """This rank's mean loss () of the newest step, on the device."""
-        return self._steps[0, self.iterations - 1] / max(self._weights[-1], LEAST_WEIGHT)
-
-    @property
     def sums(self) -> Tensor:
         """(2, iterations) fp64 of this rank: the sum of losses of each step, and that of their weights."""
         weights = torch.tensor(self._weights, dtype=torch.float64, device=self.device)
@@ -182,45 +177,6 @@ def memory_record(device: torch.device) -> Record:
             allocated = int(statm.read().split()[1]) * resource.getpagesize()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"memory_allocated_bytes": allocated, "memory_peak_bytes": peak}
-
-
-class PowerMeter:
-    """The power that the GPU of this process draws, where NVML can be asked: package nvidia-ml-py."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-
-    def record(self) -> Record:
-        """power_watts; empty on a CPU and without NVML."""
-        if self._device is None:
-            return {}
-        try:
-            return {"power_watts": torch.cuda.power_draw(self._device) / 1000}
-        except Exception:  # no NVML, or a GPU that does not tell: each has errors of its own
-            self._device = None
-            return {}
-
-
-class NewestLoss:
-    """The loss of this rank, read from the device without waiting for it, so a step or two late."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._loss = torch.zeros((), pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._pending = False
-
-    def after(self, loss: Tensor) -> float | None:
-        """Begin to copy the loss of a step; return the newest that has arrived, None if none has."""
-        if self._copied is None:
-            return loss.item()
-        if self._pending and not self._copied.query():
-            return None
-        arrived = self._loss.item() if self._pending else None
-        self._loss.copy_(loss, non_blocking=True)
-        self._copied.record()
-        self._pending = True
-        return arrived
 
 
 def evaluation_record(iteration: int, split: str, loss: float) -> Record:

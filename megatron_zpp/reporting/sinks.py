@@ -98,7 +98,6 @@ MEGATRON_TAGS = {
     "tflops_per_gpu": Tag("throughput"),
     "memory_allocated_bytes": Tag("mem-allocated-bytes"),
     "memory_peak_bytes": Tag("mem-max-allocated-bytes"),
-    "power_watts": Tag("power/gpu"),
 }
 _WANDB_TAGS = {"consumed_samples": Tag("samples vs steps")}  # in Megatron-LM W&B alone gets it
 BY_SAMPLES = "vs_samples"  # the directory of curves by samples, which TensorBoard shows as another run

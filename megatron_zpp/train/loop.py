@@ -132,7 +132,6 @@ class Trainer:
                 self._log.watch.resume()
                 with self._engine.sections(STEP):
                     result = self._step(batches)
-                self._reporter.step_done(self._log.newest_loss)
                 self._stops.check_references(self.progress.iteration)
                 if self.progress.iteration % self._config.logging.log_interval == 0:
                     self._log.interval(self.progress, result)

@@ -129,7 +129,6 @@ def _curves(report: Report) -> list[str]:
         (("global_batch_size",), "Global batch size", False),
         (("loss_scale",), "Loss scale", True),
         (("raised_units",), "Units that sent 8 bits", False),
-        (("power_watts",), "Power of rank 0's GPU, W", False),
         (("skipped", "nan"), "Skipped and NaN iterations", False),
     ):
         found = [(name, curve(report.records, name, report.axis)) for name in names]

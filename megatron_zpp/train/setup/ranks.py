@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import tell
-from megatron_zpp.reporting.slow_work import SlowWork
+from megatron_zpp.reporting.slow_work import slow_work
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.heartbeat import heartbeat, is_of_a_collective
 from megatron_zpp.supervision.joining import join
@@ -77,7 +77,7 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
         with (
             join(config.distributed, topology, device.device, rendezvous, settings, activity) as lines,
             _lease(save, topology, store, activity, partial(tell, prog)) as lease,
-            SlowWork(lambda: activity.latest, partial(tell, prog)) if topology.rank == 0 else nullcontext(),
+            slow_work(lambda: activity.latest, partial(tell, prog)) if topology.rank == 0 else nullcontext(),
         ):
             ranks = Ranks(
                 topology=topology,

@@ -6,7 +6,6 @@ from torch import Tensor
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.reporting.metrics import (
     Interval,
-    PowerMeter,
     Record,
     Stopwatch,
     Throughput,
@@ -34,7 +33,7 @@ class StepLog:
             fp8=config.precision.fp8,
         )
         self._timing = Timing(config.timing, engine)
-        self._interval, self._power = Interval(engine.device), PowerMeter(engine.device)
+        self._interval = Interval(engine.device)
         self._rate = 0.0  # the learning rate of the newest step
         self._decoupled_rate: float | None = None  # of the newest step
 
@@ -42,11 +41,6 @@ class StepLog:
     def watch(self) -> Stopwatch:
         """Measures the time of steps: pause it for everything else."""
         return self._interval.watch
-
-    @property
-    def newest_loss(self) -> Tensor:
-        """This rank's loss () of the newest step."""
-        return self._interval.newest_loss
 
     def add(
         self,
@@ -95,7 +89,6 @@ class StepLog:
                 "intra_node_bytes": intra_node,
                 "inter_node_bytes": inter_node,
                 **memory_record(self._engine.device),
-                **self._power.record(),
                 **times,
             }
         )
