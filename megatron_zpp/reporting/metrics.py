@@ -12,8 +12,6 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token, peak_tflops
 from megatron_zpp.zero.engine import LEAST_WEIGHT, StepResult
 
-_LOSSES = 1024  # --log-interval is 100 if not given
-
 Record = dict[str, float | int | str | None]
 
 
@@ -107,16 +105,15 @@ class Interval:
     iterations: int = 0
     samples: int = 0
     batch: int = 0  # samples of the newest step
-    skipped: Tensor = field(init=False)  # stays on the device: reading it would wait for the device
     raised_units: int | None = None  # the most of any step; None where no weight differences are sent
     traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     def __post_init__(self) -> None:
-        # Of each step: this rank's loss, and 1 if it was skipped. It doubles when it is full.
-        self._steps = torch.zeros(2, _LOSSES, device=self.device)
+        # Of each step, on the device, because reading them would wait for it: loss, and 1 if it was skipped.
+        self._losses: list[Tensor] = []
+        self._skips: list[Tensor] = []
         self._weights: list[float] = []  # of each step, of this rank's loss
-        self.skipped = torch.zeros((), device=self.device)
 
     def add(
         self, loss: Tensor, weight: float, result: StepResult, samples: int, traffic: tuple[int, int]
@@ -128,28 +125,30 @@ class Interval:
         self.iterations += 1
         self.samples += samples
         self.batch = samples
-        self.skipped = self.skipped + result.skipped
         self.traffic = (self.traffic[0] + traffic[0], self.traffic[1] + traffic[1])
         if result.raised_units is not None:
             self.raised_units = max(self.raised_units or 0, result.raised_units)
-        if self.iterations > self._steps.shape[1]:
-            self._steps = torch.cat((self._steps, torch.zeros_like(self._steps)), 1)
-        self._steps[0, self.iterations - 1] = loss
-        self._steps[1, self.iterations - 1] = result.skipped
+        self._losses.append(loss)
+        self._skips.append(result.skipped)
         self._weights.append(weight)
+
+    @property
+    def skipped(self) -> Tensor:
+        """How many steps were skipped, () on the device."""
+        return torch.stack(self._skips).sum()
 
     @property
     def sums(self) -> Tensor:
         """(2, iterations) fp64 of this rank: the sum of losses of each step, and that of their weights."""
         weights = torch.tensor(self._weights, dtype=torch.float64, device=self.device)
-        return torch.stack((self._steps[0, : self.iterations].double(), weights))
+        return torch.stack((torch.stack(self._losses).double(), weights))
 
     def mean_loss(self, sums: Tensor) -> Tensor:
         """The mean loss () of the steps that were not skipped; `sums` are those of all ranks.
 
         It is NaN or Inf if the loss of any step was. If all steps were skipped, it is the mean over all.
         """
-        losses, skipped = losses_of(sums), self._steps[1, : self.iterations].bool()
+        losses, skipped = losses_of(sums), torch.stack(self._skips).bool()
         left_out = skipped & torch.isfinite(losses)  # as in Megatron-LM, but for NaN and Inf
         taken = self.iterations - self.skipped
         return torch.where(
@@ -159,7 +158,7 @@ class Interval:
     def restart(self) -> None:
         """Begin the next interval; the caller has lapped the stopwatch."""
         self.iterations = self.samples = self.batch = 0
-        self._weights, self.skipped = [], torch.zeros((), device=self.device)
+        self._losses, self._skips, self._weights = [], [], []
         self.traffic, self.raised_units = (0, 0), None
 
 

@@ -22,7 +22,7 @@ from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.errors import end_at_once
 from megatron_zpp.supervision.preflight import preflight
 
-_NAMED = 0.9  # of the time-out: then the heartbeat names the ranks that hang, before collectives give up
+_NAMED = 0.8  # of the time-out: then the heartbeat names the ranks that hang, before collectives give up
 
 
 def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Rendezvous:

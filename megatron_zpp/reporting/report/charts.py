@@ -1,11 +1,9 @@
 """Charts as SVG text, without other packages, for pages that need no network.
 
 Colours are CSS variables of the page: --series-0 … --series-5 for curves, --grid, --text, --muted.
-Each chart carries its points as JSON, from which the page's script shows the values under the pointer.
 """
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +18,11 @@ _MOST_POINTS = 600  # of a curve: more than the pixels of a chart
 
 @dataclass(frozen=True)
 class Series:
-    """A curve and how it is drawn. `faint` is the noise behind a smoothed curve, without a name."""
+    """A curve and how it is drawn."""
 
     name: str
     curve: Curve
     dots: bool = False
-    faint: bool = False
     colour: int = 0
 
 
@@ -52,7 +49,7 @@ class _Scale:
         return [10.0**decade for decade in decades]
 
 
-def chart(series: Sequence[Series], *, title: str, x_label: str, log_y: bool = False, note: str = "") -> str:
+def chart(series: Sequence[Series], *, title: str, x_label: str, log_y: bool = False) -> str:
     """A figure with its title, the names of its curves, and the curves; empty if there are no points.
 
     On a logarithmic axis values that are not positive are left out.
@@ -62,20 +59,14 @@ def chart(series: Sequence[Series], *, title: str, x_label: str, log_y: bool = F
     if not series:
         return ""
     x, y = _scales(series, log_y)
-    parts = [*_axes(x, y, x_label)]
-    points = []
+    parts = _axes(x, y, x_label)
     for each in series:
         places = [(round(x(a), 1), round(y(b), 1)) for a, b in zip(each.curve.x, each.curve.y, strict=True)]
         parts.append(_drawn(each, places))
-        if not each.faint:
-            values = [[*place, a, b] for place, a, b in zip(places, each.curve.x, each.curve.y, strict=True)]
-            points.append({"name": each.name, "colour": each.colour, "points": values})
-    data = html.escape(json.dumps({"x": x_label, "series": points}), quote=True)
     return (
-        f'<figure class="chart" data-chart="{data}"><figcaption>{html.escape(title)}{_legend(series)}'
-        f"</figcaption>"
+        f'<figure class="chart"><figcaption>{html.escape(title)}{_legend(series)}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title, quote=True)}">'
-        f"{''.join(parts)}</svg>{f'<p class=note>{html.escape(note)}</p>' if note else ''}</figure>"
+        f"{''.join(parts)}</svg></figure>"
     )
 
 
@@ -124,7 +115,7 @@ def _usable(series: Series, log_y: bool) -> Series:
     kept = [(x, y) for x, y in pairs if math.isfinite(y) and (y > 0 or not log_y)]
     kept = _thinned(kept)
     curve = Curve([x for x, _ in kept], [y for _, y in kept])
-    return Series(series.name, curve, series.dots, series.faint, series.colour)
+    return Series(series.name, curve, series.dots, series.colour)
 
 
 def _thinned(pairs: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -172,16 +163,14 @@ def _axes(x: _Scale, y: _Scale, x_label: str) -> list[str]:
 
 
 def _drawn(series: Series, places: list[tuple[float, float]]) -> str:
-    kind = f"series s{series.colour}{' faint' if series.faint else ''}"
-    line = f'<polyline class="{kind}" points="{" ".join(f"{a},{b}" for a, b in places)}"/>'
+    line = f'<polyline class="series s{series.colour}" points="{" ".join(f"{a},{b}" for a, b in places)}"/>'
     if len(places) == 1 or (series.dots and len(places) <= 60):
         line += "".join(f'<circle class="s{series.colour}" cx="{a}" cy="{b}" r="3"/>' for a, b in places)
     return line
 
 
 def _legend(series: Sequence[Series]) -> str:
-    named = [each for each in series if not each.faint]
-    if len(named) < 2:
+    if len(series) < 2:
         return ""
-    keys = "".join(f'<span class="key k{each.colour}">{html.escape(each.name)}</span>' for each in named)
+    keys = "".join(f'<span class="key k{each.colour}">{html.escape(each.name)}</span>' for each in series)
     return f'<span class="legend">{keys}</span>'

@@ -16,7 +16,7 @@ from megatron_zpp.reporting.report.curves import (
     smoothed,
     tokens_trained,
 )
-from megatron_zpp.reporting.report.page_style import SCRIPT, STYLE
+from megatron_zpp.reporting.report.page_style import STYLE
 
 _MOST_SAMPLES = 12
 Records = Sequence[dict[str, Any]]
@@ -74,7 +74,7 @@ def page(report: Report) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head>\n"
-        f"<body><main>{''.join(sections)}</main><script>{SCRIPT}</script></body></html>\n"
+        f"<body><main>{''.join(sections)}</main></body></html>\n"
     )
 
 
@@ -155,13 +155,10 @@ def _worth_drawing(name: str, found: Curve) -> bool:
 
 def _loss_chart(report: Report) -> str:
     train, valid = (curve(report.records, name, report.axis) for name in ("lm_loss", "valid_loss"))
-    series = []
+    name = "training"
     if report.smoothing and len(train.y) > 20:
-        series.append(Series("", train, faint=True))
-        series.append(Series("training, smoothed", Curve(train.x, smoothed(train.y, report.smoothing))))
-    else:
-        series.append(Series("training", train))
-    series.append(Series("validation", valid, dots=True, colour=1))
+        name, train = "training, smoothed", Curve(train.x, smoothed(train.y, report.smoothing))
+    series = [Series(name, train), Series("validation", valid, dots=True, colour=1)]
     return chart(series, title="Loss, nats per token", x_label=AXIS_LABELS[report.axis])
 
 
