@@ -1,11 +1,7 @@
-"""TensorBoard's tags and axes, and an offline W&B run of several starts as `wandb sync` uploads it."""
+"""TensorBoard's tags and axes, W&B's names, and a sink that hangs."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,22 +19,6 @@ from megatron_zpp.reporting.sinks import (
 )
 from megatron_zpp.storage.files import check_replaceable
 from tests.reporting.test_curves import step
-from tests.reporting.wandb_server import wandb_server
-from tests.support import environment, run
-
-NEEDS_SYNC = pytest.mark.skipif(
-    tuple(map(int, version("wandb").split(".")[:2])) < (0, 31), reason="the `wandb sync` of 0.31 or later"
-)
-RECORD_PIECE = """
-from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.run import LoggingConfig
-from megatron_zpp.reporting.sinks import WandB
-logging = LoggingConfig(wandb_project="p", wandb_mode="offline", wandb_save_dir={directory!r})
-sink = WandB(logging, {{}}, Progress(run="run12345"), print)
-for iteration in range({first}, {last} + 1):
-    sink.write({{"iteration": iteration, "lm_loss": 10.0 / iteration}}, iteration)
-sink.close()
-"""
 
 
 def scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
@@ -115,55 +95,6 @@ def test_a_step_back_hides_later_values_on_both_axes(tmp_path: Path) -> None:
     assert scalars(tmp_path, "lm loss") == expected
     by_samples = [(4 * iteration, value) for iteration, value in expected]
     assert scalars(tmp_path / BY_SAMPLES, "lm loss vs samples") == by_samples
-
-
-@pytest.mark.nightly
-@NEEDS_SYNC
-def test_the_pieces_of_an_offline_wandb_run_are_uploaded_as_one(tmp_path: Path) -> None:
-    """By the command that every start prints: history is appended, and W&B's steps increase.
-
-    The second start resumes from an earlier checkpoint; the first piece has been uploaded before.
-    """
-    commands = []
-    with wandb_server() as server:
-        for first, last in ((1, 4), (3, 6)):
-            done = run("-c", RECORD_PIECE.format(directory=str(tmp_path), first=first, last=last))
-            assert done.returncode == 0, done.stderr
-            (line,) = (line for line in done.stdout.splitlines() if "recorded offline" in line)
-            commands.append(line.partition("to upload it later: ")[2])
-            assert "You can sync this run" not in done.stdout + done.stderr  # W&B's command for one piece
-            sync(commands[-1], server.url)
-    assert commands[0] == commands[1]
-    assert commands[0].startswith(f"WANDB_RESUME=allow wandb sync {tmp_path}/wandb/offline-run-*-run12345")
-    assert len(list(tmp_path.glob("wandb/offline-run-*-run12345"))) == 2
-    assert [line["iteration"] for line in server.history] == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert [line["lm loss"] for line in server.history] == [10.0 / i for i in (1, 2, 3, 4, 3, 4, 5, 6)]
-    assert [line["_step"] for line in server.history] == list(range(8))
-    assert server.offsets == [0, 4]
-
-
-@pytest.mark.nightly
-@NEEDS_SYNC
-def test_pieces_that_are_uploaded_together_are_appended_in_their_order(tmp_path: Path) -> None:
-    for first, last in ((1, 2), (3, 5)):
-        done = run("-c", RECORD_PIECE.format(directory=str(tmp_path), first=first, last=last))
-        assert done.returncode == 0, done.stderr
-    command = done.stdout.partition("to upload it later: ")[2].strip()
-    with wandb_server() as server:
-        sync(command, server.url)
-    assert [(line["_step"], line["iteration"]) for line in server.history] == list(
-        zip(range(5), range(1, 6), strict=True)
-    )
-
-
-def sync(command: str, url: str) -> None:
-    """Runs the command as a user would, against another server."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    variables = environment(WANDB_BASE_URL=url, WANDB_API_KEY="0123456789" * 4, PATH=path)
-    done = subprocess.run(
-        command, shell=True, env=variables, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 class Hanging:
