@@ -12,6 +12,7 @@ from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.reporting.sinks import (
     BY_SAMPLES,
     MEGATRON_TAGS,
+    MetricsFile,
     TensorBoard,
     ThreadedSink,
     check_sinks,
@@ -95,6 +96,15 @@ def test_a_step_back_hides_later_values_on_both_axes(tmp_path: Path) -> None:
     assert scalars(tmp_path, "lm loss") == expected
     by_samples = [(4 * iteration, value) for iteration, value in expected]
     assert scalars(tmp_path / BY_SAMPLES, "lm loss vs samples") == by_samples
+
+
+def test_a_full_disk_loses_the_file_and_says_so() -> None:
+    said: list[str] = []
+    sink = ThreadedSink("--metrics-file", lambda: MetricsFile("/dev/full"), said.append)
+    sink.write({"iteration": 1}, 4)
+    assert not sink.close(60)
+    lost = " WARNING: --metrics-file is lost, and the run continues without it: "
+    assert said == [f"{lost}No space left on device"]
 
 
 class Hanging:

@@ -39,14 +39,15 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]
         for rank in (0, 2):
             runs["absent"].start(rank, *FLAGS, *SOON, change=say_soon)
         for rank, change in enumerate((say_soon, hang_when_it_joins)):
-            runs["apart"].start(rank, *FLAGS, *SOON, change=change)
+            runs["apart"].start(rank, *FLAGS, *SOON[:3], "0.3", change=change)
         runs["silent"].start(0, *FLAGS, "--heartbeat-timeout", "8", change=say_soon)
         yield runs
 
 
 def say_soon() -> None:
-    """Missing ranks are named after two seconds instead of ten."""
+    """Missing ranks are named after two seconds instead of ten, and end a run long before gloo gives up."""
     meeting.SAY_AFTER = heartbeat.SAY_AFTER = 2.0
+    joining._NAMED = 0.4
 
 
 def hang_when_it_joins() -> None:

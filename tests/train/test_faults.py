@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,19 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.reporting.metrics import Record
-from megatron_zpp.reporting.sinks import ThreadedSink
+from megatron_zpp.zero.engine import ZeroEngine
 from tests.support import ROOT, Run, environment, free_port, holding, nightly, wait_until
+from tests.train.in_process import train_here
 
 NODE = f"pretrain_gpt.py [{platform.node()}]"
-LENGTH = "--train-iters 100 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
+LENGTH = "--train-iters 60 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
 
 
 def newest(directory: Path) -> str:
     return (directory / "latest_checkpointed_iteration.txt").read_text().strip()
 
 
-def weights(directory: Path, iteration: int = 100) -> dict[str, bytes]:
+def weights(directory: Path, iteration: int = 60) -> dict[str, bytes]:
     """The tensors of a checkpoint, as bytes."""
     files = (directory / f"iter_{iteration:07d}").glob("*.safetensors")
     return {file.name: file.read_bytes() for file in files}
@@ -41,8 +40,6 @@ def said_by_all(ranks: Run) -> list[str]:
 
 def in_micro_batch(number: int, act: Callable[[], object]) -> None:
     """`act` is called as a rank begins this micro-batch of its training."""
-    from megatron_zpp.zero.engine import ZeroEngine
-
     accumulate, begun = ZeroEngine.accumulate, 0
 
     def acting(engine: ZeroEngine, *arguments: object, **more: object) -> torch.Tensor:
@@ -251,10 +248,32 @@ def command_line(process_id: int) -> bytes:
     return Path(f"/proc/{process_id}/cmdline").read_bytes()
 
 
-def poison_losses(value: float) -> None:
-    """From the fifth step on."""
-    from megatron_zpp.zero.engine import ZeroEngine
+def test_losses_that_are_not_finite_stop_the_run(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 1 to 4 are finite; 5 to 14 are skipped and end the run, one step later."""
+    poison_losses(monkeypatch, float("inf"))
+    saves = ["--save", str(tmp_path), "--save-interval", "4", "--eval-iters", "0"]
+    ending = train_here([*flags, "--train-iters", "100", *saves])
+    assert (ending.iteration, ending.stop.status) == (15, 3)
+    assert str(ending.stop).startswith("the 10 steps up to iteration 14 had NaN or Inf in loss or gradients")
+    assert newest(tmp_path) == "15"
+    assert weights(tmp_path, 15) == weights(tmp_path, 4)
 
+
+@pytest.mark.parametrize("evaluations", ["0", "2"])
+def test_losses_that_are_not_finite_up_to_the_end_are_a_failure(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, evaluations: str
+) -> None:
+    """A step learns what became of the one before. The last has none behind it, the 13th an evaluation."""
+    poison_losses(monkeypatch, float("nan"))
+    ending = train_here([*flags, "--train-iters", "14", "--eval-iters", evaluations, "--eval-interval", "13"])
+    assert (ending.iteration, ending.stop.status) == (14, 3)
+    assert "up to iteration 14 had" in str(ending.stop)
+
+
+def poison_losses(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """From the fifth step on."""
     healthy, micro_batches = ZeroEngine._loss, 0
 
     def loss(engine: ZeroEngine, tokens: torch.Tensor) -> torch.Tensor:
@@ -262,37 +281,10 @@ def poison_losses(value: float) -> None:
         micro_batches += engine.model.training
         return healthy(engine, tokens) + (value if micro_batches > 4 else 0.0)
 
-    ZeroEngine._loss = loss
+    monkeypatch.setattr(ZeroEngine, "_loss", loss)
 
 
-@pytest.mark.parametrize("poison", ["inf", "nan"])
-def test_losses_that_are_not_finite_stop_the_run(flags: list[str], tmp_path: Path, poison: str) -> None:
-    """Steps 1 to 4 are finite; 5 to 14 are skipped and end the run, one step later."""
-    save = tmp_path / "checkpoints"
-    flags += ["--train-iters", "100", "--eval-iters", "0"]
-    with Run(tmp_path / "log", 1) as run:
-        change = partial(poison_losses, float(poison))
-        run.start(0, *flags, "--save", str(save), "--save-interval", "4", change=change)
-        assert run.statuses() == {0: 3}, run.err(0)
-        said = run.err(0)
-    assert said.count("\n") == 1
-    assert "error: iteration 15: the 10 steps up to iteration 14 had NaN or Inf" in said
-    assert newest(save) == "15"
-    assert weights(save, 15) == weights(save, 4)
-
-
-@pytest.mark.parametrize("evaluations", ["0", "2"])
-def test_losses_that_are_not_finite_up_to_the_end_are_a_failure(
-    flags: list[str], tmp_path: Path, evaluations: str
-) -> None:
-    """A step learns what became of the one before. The last has none behind it, the 13th an evaluation."""
-    flags += ["--train-iters", "14", "--eval-iters", evaluations, "--eval-interval", "13"]
-    with Run(tmp_path, 1) as run:
-        run.start(0, *flags, change=partial(poison_losses, float("nan")))
-        assert run.statuses() == {0: 3}, run.err(0)
-        assert "error: iteration 14: the 10 steps up to iteration 14 had NaN or Inf" in run.err(0)
-
-
+@pytest.mark.nightly
 def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path) -> None:
     """A full disk, and W&B's service killed."""
     full = tmp_path / "metrics.jsonl"
@@ -340,35 +332,3 @@ def test_an_error_reaches_the_others_before_logs_are_closed(flags: list[str], tm
         failed = f"[{platform.node()} rank 1]: error: rank 0 [{platform.node()}] failed: token 5"
         assert failed in ranks.err(1)
     os.close(reader)
-
-
-class Hangs:
-    """A sink that blocks until it is released."""
-
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-
-    def write(self, record: Record, samples: int) -> None:
-        self.go_on.wait()
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_sink_that_hangs_holds_nobody_up() -> None:
-    lines, hanging = [], Hangs()
-    sink = ThreadedSink("slow", lambda: hanging, lines.append)
-    for iteration in range(2000):
-        sink.write({"iteration": iteration}, 0)
-    assert [line.split(":")[0] for line in lines] == [" WARNING"]
-    assert not sink.close(60)
-    hanging.go_on.set()
-
-    waiting = Hangs()
-    sink = ThreadedSink("slow", lambda: waiting, lines.append)
-    sink.write({"iteration": 1}, 0)
-    assert not sink.close(0.1)
-    assert (
-        lines[1] == " WARNING: slow is lost, and the run continues without it: it did not finish within 0.1 s"
-    )
-    waiting.go_on.set()
