@@ -13,7 +13,7 @@ from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.rendezvous import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision import joining
-from tests.support import Run, wait_until
+from tests.support import Run, nightly, wait_until
 
 NODE = 2  # ranks per node; there are two nodes
 PROMPT = 2  # seconds from a kill to the last rank's line
@@ -26,11 +26,8 @@ MOMENTS = {
     "save": "--eval-iters 0 --save-interval 1 --keep-last 2",
     "evaluation": "--eval-iters 100000",
 }
-KILLS = [
-    pytest.param(moment, rank, marks=() if rank == number < 2 else pytest.mark.nightly)
-    for number, moment in enumerate(MOMENTS)
-    for rank in range(2 * NODE)
-]
+KILLS = [("start", 0), ("step", 1), nightly("start", 3), nightly("step", 2), nightly("save", 0)]
+KILLS += [nightly("save", 3), nightly("evaluation", 1), nightly("evaluation", 2)]
 
 
 def await_moment(moment: str, run: Run, saves: Path) -> None:

@@ -1,7 +1,5 @@
 """Storage that is slow, or does not answer: loads end on all ranks alike, and training continues."""
 
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,7 +22,6 @@ from megatron_zpp.train.saving.saver import Saver
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
-from tests.support import ROOT, environment
 from tests.zero.ranks import on_ranks
 
 LIMIT = 60  # seconds that a test waits for what must come soon
@@ -91,29 +88,6 @@ def test_a_load_that_gets_stuck_ends_in_one_line_on_all_ranks(
 @pytest.mark.nightly
 def test_a_load_may_take_longer_than_the_time_out_while_it_makes_progress(tmp_path: Path) -> None:
     assert on_ranks(2, outcome_of, str(tmp_path), 1, "slow") == [str(FIRST.iteration)] * 2
-
-
-PROGRAM = """
-import sys, time
-from megatron_zpp.commands.pretrain import main
-from megatron_zpp.storage.checksums import VerifiedFile
-VerifiedFile._load = lambda *arguments: time.sleep(1000)
-main()
-"""
-
-
-@pytest.mark.nightly
-def test_a_program_whose_load_is_stuck_ends_though_its_threads_cannot(tmp_path: Path) -> None:
-    """The thread that reads and those of its pool stay where they are."""
-    save(tmp_path, small(), config=config_of().to_json())
-    command = [sys.executable, "-c", PROGRAM, *FLAGS.split(), "--device", "cpu", "--num-workers", "0"]
-    command += ["--load", str(tmp_path), "--save", str(tmp_path)]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=2 * LIMIT
-    )
-    assert run.returncode == 1, run.stderr
-    assert f"error: --load {tmp_path}: rank 0 on " in run.stderr
-    assert run.stderr.count("\n") == 1
 
 
 class Quiet(Reporter):

@@ -49,8 +49,6 @@ def requests() -> Iterator[list[str]]:
     [
         {"save": URL},
         {"save": URL, "ckpt_step": CHECKPOINTS},
-        {"save": f"s3://{BUCKET}/other"},
-        {"save": f"s3://{BUCKET}/other", "ckpt_step": 7},
         {"save": f"s3://{BUCKET}/other", "finetune": True},
     ],
 )
