@@ -42,17 +42,8 @@ def metrics(path: Path, name: str = "lm_loss") -> list[float]:
 def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_path: Path) -> None:
     """One run with every sink: it predicts better than byte frequencies, and each sink has the curve."""
     flags += ["--train-iters", "60", "--lr-decay-style", "cosine", "--eval-interval", "30", "--lr", "2e-2"]
-    flags += [
-        "--micro-batch-size",
-        "8",
-        "--eval-iters",
-        "5",
-        "--sample-prompt",
-        "32 100",
-        "--sample-tokens",
-        "5",
-    ]
-    flags += ["--num-layers", "1", "--position-embedding-type", "rope", *NO_DROPOUT]
+    flags += ["--eval-iters", "5", "--sample-prompt", "32 100", "--sample-tokens", "5"]
+    flags += ["--micro-batch-size", "16", "--num-layers", "1", "--position-embedding-type", "rope", *NO_DROPOUT]
     flags += ["--metrics-file", str(tmp_path / "metrics.jsonl"), "--tensorboard-dir", str(tmp_path / "tb")]
     flags += ["--wandb-project", "megatron_zpp", "--wandb-mode", "offline", "--wandb-exp-name", "tiny"]
     out = succeeded(pretrain(*flags, "--wandb-save-dir", str(tmp_path / "wandb")))
