@@ -43,7 +43,15 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     """One run with every sink: it predicts better than byte frequencies, and each sink has the curve."""
     flags += ["--train-iters", "60", "--lr-decay-style", "cosine", "--eval-interval", "30", "--lr", "2e-2"]
     flags += ["--eval-iters", "5", "--sample-prompt", "32 100", "--sample-tokens", "5"]
-    flags += ["--micro-batch-size", "16", "--num-layers", "1", "--position-embedding-type", "rope", *NO_DROPOUT]
+    flags += [
+        "--micro-batch-size",
+        "16",
+        "--num-layers",
+        "1",
+        "--position-embedding-type",
+        "rope",
+        *NO_DROPOUT,
+    ]
     flags += ["--metrics-file", str(tmp_path / "metrics.jsonl"), "--tensorboard-dir", str(tmp_path / "tb")]
     flags += ["--wandb-project", "megatron_zpp", "--wandb-mode", "offline", "--wandb-exp-name", "tiny"]
     out = succeeded(pretrain(*flags, "--wandb-save-dir", str(tmp_path / "wandb")))

@@ -70,7 +70,7 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
     store, timeout = rendezvous.store, config.distributed.heartbeat_timeout
     with (
         stop_signals(prog, topology, process.per_node, saves=save is not None) as signals,
-        process.shared_errors(store),
+        process.shared_errors(),
         heartbeat(store, topology, timeout, prog, signals.told_to_stop, rendezvous.lifelines) as activity,
     ):
         settings = config.shared_settings() | device.settings()
