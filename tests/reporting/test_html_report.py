@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron_zpp.reporting.report.charts import Series, chart, nice_ticks, short
+from megatron_zpp.reporting.report.charts import chart, nice_ticks, short
 from megatron_zpp.reporting.report.curves import Curve
 from megatron_zpp.reporting.report.page import Comparison, Report, Setting, page
 from tests.reporting.test_curves import step
@@ -89,15 +89,15 @@ def test_the_tile_of_tokens_counts_each_sequence_length() -> None:
 def test_a_chart_keeps_spikes_and_leaves_out_what_is_not_finite() -> None:
     ys = [1.0] * 5000
     ys[1234], ys[4321], ys[7] = 9.0, -9.0, math.nan
-    drawn = chart([Series("loss", Curve(list(range(5000)), ys))], title="t", x_label="iteration")
+    drawn = chart({"loss": Curve(list(range(5000)), ys)}, title="t", x_label="iteration")
     places = [place.split(",") for place in drawn.split('points="')[1].split('"')[0].split()]
     xs, heights = ([float(each) for each in axis] for axis in zip(*places, strict=True))
     assert len(xs) <= 600
     assert xs == sorted(xs)
     usual = statistics.mode(heights)
     assert max(heights) - usual == pytest.approx(1.25 * (usual - min(heights)), rel=0.01)  # to -9, and to 9
-    assert chart([Series("loss", Curve([1], [math.inf]))], title="t", x_label="x") == ""
-    assert chart([Series("norm", Curve([1], [0.0]))], title="t", x_label="x", log_y=True) == ""
+    assert chart({"loss": Curve([1], [math.inf])}, title="t", x_label="x") == ""
+    Page(chart({EVIL: Curve([1], [0.0]), "b": Curve([2], [-3.0])}, title=EVIL, x_label="x"))
 
 
 @pytest.mark.parametrize("low_high", [(0.0, 1.0), (3.7, 912.0), (-5.0, 5.0), (1e-6, 3e-6), (1e9, 1.00001e9)])

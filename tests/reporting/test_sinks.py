@@ -104,7 +104,7 @@ def test_a_full_disk_loses_the_file_and_says_so() -> None:
     sink.write({"iteration": 1}, 4)
     assert not sink.close(60)
     lost = " WARNING: --metrics-file is lost, and the run continues without it: "
-    assert said == [f"{lost}No space left on device"]
+    assert said == [f"{lost}OSError: [Errno 28] No space left on device"]
 
 
 class Hanging:

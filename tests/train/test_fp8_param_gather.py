@@ -181,13 +181,3 @@ def test_a_nan_in_a_weight_does_what_it_does_in_bf16() -> None:
     """The loss is NaN, the step is skipped on all ranks, and the scales stay those of finite numbers."""
     plain, held = (on_ranks(2, poisoned, "--zero-stage", "3", *flag) for flag in ((), (HELD,)))
     assert held == plain == [[(False, False, True)] * 2] * 2
-
-
-def tensor_ranks(topology: Topology, *more: str) -> tuple[list[Any], Any]:
-    """Steps, and scales after them."""
-    torch.set_num_threads(1)
-    engine = engine_of(topology, HELD, *more)
-    numbers = [take_step(engine, step) for step in range(3)]
-    found = numbers, state_of(engine)
-    engine.close()
-    return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from megatron_zpp.reporting.report.charts import Series, bars, chart, short
+from megatron_zpp.reporting.report.charts import bars, chart, short
 from megatron_zpp.reporting.report.curves import (
     AXIS_LABELS,
     Axis,
@@ -119,32 +119,29 @@ def _tiles(report: Report) -> str:
 def _curves(report: Report) -> list[str]:
     """A chart for each kind of number that changes."""
     charts = [_loss_chart(report)]
-    for names, title, log_y in (
-        (("grad_norm",), "Gradient norm before clipping", True),
-        (("learning_rate",), "Learning rate", False),
-        (("tokens_per_second",), "Tokens per second", False),
-        (("mfu",), "MFU", False),
-        (("memory_peak_bytes", "memory_allocated_bytes"), "Memory of rank 0, GiB", False),
-        (("inter_node_bytes", "intra_node_bytes"), "Bytes sent in a step", False),
-        (("global_batch_size",), "Global batch size", False),
-        (("loss_scale",), "Loss scale", True),
-        (("raised_units",), "Units that sent 8 bits", False),
-        (("skipped", "nan"), "Skipped and NaN iterations", False),
+    for names, title in (
+        (("grad_norm",), "Gradient norm before clipping"),
+        (("learning_rate",), "Learning rate"),
+        (("tokens_per_second",), "Tokens per second"),
+        (("mfu",), "MFU"),
+        (("memory_peak_bytes", "memory_allocated_bytes"), "Memory of rank 0, GiB"),
+        (("inter_node_bytes", "intra_node_bytes"), "Bytes sent in a step"),
+        (("global_batch_size",), "Global batch size"),
+        (("loss_scale",), "Loss scale"),
+        (("raised_units",), "Units that sent 8 bits"),
+        (("skipped", "nan"), "Skipped and NaN iterations"),
     ):
         found = [(name, curve(report.records, name, report.axis)) for name in names]
-        found = [(name, each) for name, each in found if _worth_drawing(name, each)]
-        series = [Series(*_in_unit(name, each), colour=index) for index, (name, each) in enumerate(found)]
-        charts.append(chart(series, title=title, x_label=AXIS_LABELS[report.axis], log_y=log_y))
+        curves = dict(_in_unit(name, each) for name, each in found if _worth_drawing(name, each))
+        charts.append(chart(curves, title=title, x_label=AXIS_LABELS[report.axis]))
     return [each for each in charts if each]
 
 
 def _in_unit(name: str, found: Curve) -> tuple[str, Curve]:
     """The name of a curve without its unit, and memory in GiB."""
     if name.startswith("memory_"):
-        return name.removeprefix("memory_").removesuffix("_bytes"), Curve(
-            found.x, [y / 2**30 for y in found.y]
-        )
-    return name.removesuffix("_bytes").replace("_", " "), found
+        found = Curve(found.x, [y / 2**30 for y in found.y])
+    return name.removeprefix("memory_").removesuffix("_bytes").replace("_", " "), found
 
 
 def _worth_drawing(name: str, found: Curve) -> bool:
@@ -158,8 +155,8 @@ def _loss_chart(report: Report) -> str:
     name = "training"
     if report.smoothing and len(train.y) > 20:
         name, train = "training, smoothed", Curve(train.x, smoothed(train.y, report.smoothing))
-    series = [Series(name, train), Series("validation", valid, dots=True, colour=1)]
-    return chart(series, title="Loss, nats per token", x_label=AXIS_LABELS[report.axis])
+    curves = {name: train, "validation": valid}
+    return chart(curves, title="Loss, nats per token", x_label=AXIS_LABELS[report.axis])
 
 
 def _step(report: Report) -> str:
