@@ -67,15 +67,12 @@ class Trainer:
             ranks.lease,
             check_interval=config.zero.zero_check_interval,
         )
-        shared = engine.share.group is not None  # tensor ranks compute samples of one length alone
-        positions = config.model.seq_length if shared else config.model.max_position_embeddings
         self._write_text: Callable[[], str] | None = None
         prompt = config.evaluation.sample_prompt
         if prompt is not None:
             from megatron_zpp.train.steps.sampled_text import text_writer
 
-            tokens = config.evaluation.sample_tokens
-            self._write_text = text_writer(engine, prompt, tokens, config.tokenizer, positions)
+            self._write_text = text_writer(engine, config, prompt)
         self._profiler = StepProfiler(
             config.timing, profile_directory(config.logging), engine.topology.rank, engine.device
         )
