@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.support import ROOT, Run, environment, free_port, nightly, wait_until
+from tests.support import ROOT, Run, environment, nightly, wait_until
 from tests.train.in_process import train_here
 
 NODE = f"pretrain_gpt.py [{platform.node()}]"
@@ -113,27 +113,6 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
     assert weights(save) == weights(whole)
 
 
-@pytest.mark.nightly
-def test_torchrun_that_ends_the_others_is_no_second_request(flags: list[str], tmp_path: Path) -> None:
-    """It sends SIGTERM as soon as one rank has exited with 75, while rank 0 may be about to."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), ROOT / "pretrain_gpt.py", *flags, "--eval-iters", "0"]
-    command += ["--train-iters", "100000", "--log-interval", "1", "--save", tmp_path / "checkpoints"]
-    with subprocess.Popen(
-        command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
-        for line in run.stdout:
-            if "iteration        5/" in line:
-                break
-        for rank in children(run.pid):
-            os.kill(rank, signal.SIGUSR1)
-        out, err = run.communicate(timeout=100)
-    assert "exiting at iteration" in out
-    assert err.count("got SIGUSR1: stopping after this step and saving") == 1
-    assert "nothing is saved" not in err
-    assert set(re.findall(r"exitcode *: (-?\d+)", err)) == {"75"}, err
-
-
 def test_a_second_signal_ends_a_rank_at_once(flags: list[str], tmp_path: Path) -> None:
     """Even if the main thread waits in a collective for a stopped rank. The first signal is answered."""
     flags = [*flags, *LENGTH, "--train-iters", "100000", "--eval-iters", "0"]
@@ -205,12 +184,6 @@ def ended_in(ranks: Run, seconds: float) -> bool:
     """Whether rank 0 ends in so many seconds."""
     ranks.processes[0].join(seconds)
     return ranks.processes[0].exitcode is not None
-
-
-def children(process_id: int) -> list[int]:
-    """Processes that any thread of it has started."""
-    threads = Path(f"/proc/{process_id}/task").glob("*/children")
-    return [int(pid) for thread in threads for pid in thread.read_text().split()]
 
 
 def test_losses_that_are_not_finite_stop_the_run(

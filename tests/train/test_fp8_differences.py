@@ -180,18 +180,6 @@ def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Found
         assert (memory.weights, memory.zeropp) == (rank[index].weights, rank[index].secondary)
 
 
-def test_a_weight_is_half_a_byte_between_nodes_and_one_inside() -> None:
-    """Of layers that are large beside the padding of a shard, on 2 nodes of 2 ranks."""
-    wide = "--hidden-size 2048 --num-attention-heads 16 --kv-channels 128".split()
-    matrices = 12 * 2048 * 2048
-    for case in CASES[:2]:
-        job = planned(tuple(case.split()), *wide, HELD)
-        layout = job.layer_layouts[0]
-        sent = job.communication.gather_bytes_sent(layout)
-        assert sent.inter == pytest.approx(matrices / 4 * (4 / 8 + 2 / 256), rel=0.01)  # its own quarter
-        assert sent.intra == pytest.approx(matrices / 2, rel=0.01)  # the half that its node has from it
-
-
 def resumed(topology: Topology, directory: str) -> tuple[list[Any], list[Any], dict[str, bytes]]:
     """Steps 3 and 4 of a run, those of one that begins with what it saved after step 2; codes at the save."""
     torch.set_num_threads(1)

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8.output import OutputProduct
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.train.inputs import check_inputs
 from tests.model.variants import MODELS, flags_of
 from tests.support import nightly
 from tests.train.in_process import train_here
@@ -28,7 +26,7 @@ from tests.train.test_fp8_scaling import (
 from tests.zero.ranks import on_ranks
 
 OUTPUT, HELD = "--fp8-output-layer", "--fp8-param-gather"
-UNTIED = "--untie-embeddings-and-output-weights"
+TENSOR, UNTIED = "--tensor-model-parallel-size 2", "--untie-embeddings-and-output-weights"
 
 
 @pytest.mark.parametrize("more", [[], [HELD, UNTIED, *flags_of(MODELS["llama"])]], ids=str)
@@ -122,32 +120,17 @@ def test_a_resumed_run_has_the_same_bits_and_may_change_the_flag(tmp_path: Path,
         assert [loss for loss, _ in changed] == pytest.approx([loss for loss, _ in whole[2:]], rel=2.0**-6)
 
 
-def refusals() -> list[Any]:
-    flag = f"{OUTPUT} (given): "
-    delayed = "--bf16 --fp8 --fp8-recipe delayed"
-    return [
-        ("--bf16 --fp8", flag + "needs --fp8 and --fp8-recipe delayed"),
-        ("--bf16", flag + "needs --fp8 and --fp8-recipe delayed"),
-        (
-            f"{delayed} --tensor-model-parallel-size 2",
-            flag + "needs a whole output layer; omit one of it and --tensor-model-parallel-size 2",
-        ),
-        (
-            f"{delayed} --zero-table-rows 64",
-            flag + "needs a whole output layer; omit one of it and --zero-table-rows 64",
-        ),
-    ]
+NEEDS, WHOLE = "needs --fp8 and --fp8-recipe delayed", "needs a whole output layer; omit one of it and "
 
 
-@pytest.mark.parametrize(("flags", "error"), refusals())
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ("--bf16 --fp8", NEEDS),
+        ("--bf16", NEEDS),
+        *((f"{' '.join(DELAYED)} {other}", WHOLE + other) for other in ("--zero-table-rows 64", TENSOR)),
+    ],
+)
 def test_what_does_not_work_is_refused(flags: str, error: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{OUTPUT} (given): {error}')}$"):
         parse_args([*FLAGS, OUTPUT, *flags.split()])
-
-
-def test_a_vocabulary_that_8_bit_products_cannot_have_is_refused() -> None:
-    config = parse_args([*FLAGS, *DELAYED, OUTPUT, "--make-vocab-size-divisible-by", "1"])
-    said = "needs a multiple of 16 entries in the padded vocabulary, not 61; choose another "
-    error = f"{OUTPUT} (given): {said}--make-vocab-size-divisible-by"
-    with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
-        check_inputs(config, 1, print)

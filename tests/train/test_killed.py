@@ -94,25 +94,6 @@ def test_all_ranks_name_a_killed_one_at_once(
     assert any(seconds < PROMPT for seconds in tries)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("victim", range(2 * NODE))
-def test_all_ranks_name_one_that_is_killed_after_a_silence(
-    victim: int, flags: list[str], tmp_path: Path
-) -> None:
-    """A process that waits for a disk ends only then: its threads are dead for long, its connections open.
-
-    When these close, collectives fail, and a silence that would be enough for who asks is over already.
-    """
-    flags = [*flags, "--global-batch-size", "16", "--train-iters", "100000", "--eval-iters", "0"]
-    with Run(tmp_path / "log", 2 * NODE) as run:
-        for rank in range(2 * NODE):
-            run.start(rank, *flags, LOCAL_RANK=str(rank % NODE), LOCAL_WORLD_SIZE=str(NODE))
-        run.wait_for("iteration        3/")
-        run.send(victim, signal.SIGSTOP)
-        time.sleep(7)  # 5 s of silence are enough
-        kill(victim, run)
-
-
 def test_a_rank_without_a_lifeline_hears_through_the_store(flags: list[str], tmp_path: Path) -> None:
     """Rank 0, which hosts the store, ends when the others have read it."""
     flags = [*flags, "--global-batch-size", "12", "--train-iters", "100000", "--eval-iters", "0"]

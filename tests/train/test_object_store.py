@@ -16,7 +16,6 @@ from safetensors import safe_open
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.storage.location import ObjectError
 from megatron_zpp.storage.objects import path as object_path
-from megatron_zpp.storage.objects import requests as object_store
 from megatron_zpp.train.inputs import check_inputs
 from tests.object_server import BUCKET, ObjectServer, object_server
 from tests.support import Run, pretrain
@@ -25,11 +24,6 @@ from tests.train.in_process import SMALLEST, train_here
 
 RUN = [*BYTES, *TINY, *SMALLEST, "--split", "90,10,0", "--device", "cpu", "--zero-stage", "3"]
 RUN += ["--eval-iters", "1"]
-
-
-def hurry() -> None:
-    """Let attempts follow one another quickly; the pauses have a test of their own."""
-    object_store._PAUSE = 0.01
 
 
 @pytest.fixture(scope="module")
@@ -104,28 +98,6 @@ def test_a_killed_run_goes_on_from_memory(server: ObjectServer, corpus: str, tmp
     assert "memory_snapshots.txt" not in server.keys("memory/")
 
 
-@pytest.mark.nightly
-def test_a_server_that_is_gone_fails_the_saves_and_not_the_training(corpus: str, tmp_path: Path) -> None:
-    with object_server() as server, Run(tmp_path, 1) as run:
-        url = f"s3://{BUCKET}/gone"
-        flags = [*RUN, "--data-path", corpus, "--save", url, "--load", url, "--save-interval", "20"]
-        run.start(0, *flags, "--train-iters", "10000", change=hurry)
-        run.wait_for(f" saved {url}/iter_0000020")
-        server.process.kill()
-        run.wait_for("WARNING: a checkpoint could not be saved: rank 0 on ")
-        run.wait_for("; earlier checkpoints are unchanged; training continues")
-        assert run.processes[0].is_alive()
-        warned = [line for line in run.out(0).splitlines() if "could not be saved" in line]
-        assert f"s3://{BUCKET}/" in warned[0]
-        assert "the server does not answer (Could not connect to the endpoint URL: " in warned[0]
-        run.send(0, signal.SIGKILL)
-        run.statuses()
-        resumed = pretrain(*flags, "--train-iters", "10000")
-        assert resumed.returncode == 1
-        assert resumed.stderr.count("\n") == 1
-        assert f"error: --save {url}: the server does not answer (" in resumed.stderr
-
-
 def test_a_server_that_is_gone_during_a_load_is_not_taken_for_damage(
     server: ObjectServer, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,23 +121,6 @@ def test_a_server_that_is_gone_during_a_load_is_not_taken_for_damage(
     said = capsys.readouterr().out
     assert f" WARNING: {url}/iter_0000004 is skipped: {url}/iter_0000004/rank_00000.safetensors: " in said
     assert f" loaded {url}/iter_0000002; resuming at iteration 2" in said
-
-
-@pytest.mark.nightly
-def test_data_of_a_server_that_is_gone_ends_the_run_with_one_line(
-    corpus: str, stored: str, server: ObjectServer, tmp_path: Path
-) -> None:
-    with object_server() as other, Run(tmp_path, 1) as run:
-        for path in Path(corpus).parent.glob("bytes.*"):
-            other.put(f"corpus/{path.name}", path.read_bytes())
-        flags = [*RUN, "--data-path", stored, "--object-storage-cache-path", str(tmp_path / "cache")]
-        run.start(0, *flags, "--train-iters", "1000000", change=hurry)
-        run.wait_for("iteration        2/")
-        other.process.kill()
-        assert run.statuses() == {0: 1}
-        (line,) = run.errors()
-        assert f"error: {stored}.bin: bytes " in line
-        assert " cannot be read: the server does not answer (" in line
 
 
 @pytest.mark.parametrize(

@@ -152,21 +152,6 @@ def test_every_step_drops_out_something_else(tmp_path: Path) -> None:
     assert len(set(metrics(tmp_path / "none"))) == 1
 
 
-@pytest.mark.nightly
-def test_the_loss_depends_neither_on_processes_nor_on_the_stage(flags: list[str], tmp_path: Path) -> None:
-    """Same samples and dropout, divided differently: equal up to the order of sums."""
-    flags = [*flags, "--micro-batch-size", "2", "--global-batch-size", "12", "--train-iters", "4"]
-    losses = []
-    for processes, stage in ((1, 0), (2, 0), (3, 1), (2, 3)):
-        path = tmp_path / f"{processes}-{stage}.jsonl"
-        done = pretrain(*flags, "--zero-stage", str(stage), "--metrics-file", str(path), processes=processes)
-        succeeded(done)
-        losses.append(metrics(path) + metrics(path, "valid_loss") + metrics(path, "grad_norm"))
-        assert (metrics(path, "intra_node_bytes")[-1] > 0) == (processes > 1)
-    for other in losses[1:]:
-        assert other == pytest.approx(losses[0], rel=1e-5)
-
-
 def test_recomputation_does_not_change_the_loss(flags: list[str], tmp_path: Path) -> None:
     runs, full = [], ["--recompute-granularity", "full", "--recompute-method", "uniform"]
     for name, extra in (("stored", []), ("selective", ["--recompute-activations"]), ("full", full)):

@@ -71,10 +71,6 @@ def resume(topology: Topology, directory: str) -> tuple[int, list[str]]:
     return start.progress.iteration, [line for line in start.lines if "WARNING" in line]
 
 
-def test_a_run_resumes_from_the_newest_of_a_directory_that_rotates(tmp_path: Path) -> None:
-    assert resume(Topology(), str(tmp_path)) == (6, [])
-
-
 def test_ranks_resume_from_the_same_checkpoint_of_a_directory_that_rotates(tmp_path: Path) -> None:
     assert on_ranks(2, resume, str(tmp_path)) == [(6, []), (6, [])]
 
