@@ -109,13 +109,6 @@ def test_what_cannot_be_obeyed(line: str, said: str) -> None:
     assert str(refused.value).startswith(said)
 
 
-def test_activations_move_to_the_cpu_from_gpus_alone() -> None:
-    offload = "--recompute-granularity full --recompute-method uniform --recompute-offload".split()
-    config = parse_args(["--mock-data", *BYTES, *TINY, "--train-iters", "3", *offload, "--device", "cpu"])
-    with pytest.raises(ValueError, match=r"--recompute-offload \(given\): needs GPUs"):
-        prepare_device(config, Grid(Topology()))
-
-
 def test_required_kernels_are_used_where_nothing_else_needs_them() -> None:
     config = parse_args(
         ["--mock-data", *BYTES, *TINY, "--train-iters", "3", "--require-kernels", "--device", "cpu"]
