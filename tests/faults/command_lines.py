@@ -215,10 +215,6 @@ OPTIMIZER = [
 ZERO = [
     bad("--zero-stage 4", "--zero-stage 4: must be at most 3"),
     bad("--zero-stage 3 --zero-table-rows 0", "--zero-table-rows 0: must be at least 1"),
-    bad(
-        "--zero-stage 3 --zero-table-rows 60 --tensor-model-parallel-size 2",
-        "--zero-table-rows 60: needs --tensor-model-parallel-size 1, not 2: ",
-    ),
     bad("--zero-prefetch-units -1", "--zero-prefetch-units -1: must be at least 0"),
     bad("--zero-stage 2 --zero-prefetch-units 1", "--zero-prefetch-units 1: needs --zero-stage 3"),
     bad("--zero-quantized-weights", "--zero-quantized-weights (given): needs --zero-stage 1, 2 or 3"),

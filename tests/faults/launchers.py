@@ -61,6 +61,10 @@ LAUNCHERS = [
         "--zero-hpz-partition-size 3: not possible on nodes of 4 data ranks; give 1, 2, 4 or auto",
     ),
     refused_on_four(
+        "--zero-stage 3 --zero-table-rows 60 --tensor-model-parallel-size 2",
+        "--zero-table-rows 60: needs --tensor-model-parallel-size 1, not 2: ",
+    ),
+    refused_on_four(
         "--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … give 1, 2, 4 or auto"
     ),
     refused_on_four(
