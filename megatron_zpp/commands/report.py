@@ -24,7 +24,6 @@ from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.report.curves import Axis, by_iteration, read_metrics
 from megatron_zpp.reporting.report.page import Comparison, Records, Report, Setting, page
-from megatron_zpp.reporting.report.step_trace import read_trace
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.storage.location import Location
 from megatron_zpp.train.dry_run import job_of
@@ -41,7 +40,6 @@ class ReportConfig(Options):
     output: str = option("report.html", "Page to write.")
     checkpoint: str | None = option(None, "The run's --save directory, for its settings and its plan.")
     ckpt_step: int | None = option(None, "Iteration of the checkpoint; default the newest.", at_least=0)
-    trace: str | None = option(None, "A trace of --profile, such as profile/rank0.trace.json.gz.")
     x: Axis = option("iteration", "The axis below the curves.")
     smoothing: float = option(0.6, "Weight of the past in the smoothed loss; 0: off.", at_least=0, below=1)
     title: str | None = option(None, "Title of the page; default the name of the metrics file.")
@@ -88,7 +86,6 @@ def make_report(config: ReportConfig) -> Report:
         settings=settings_of(saved.config) if saved else (),
         memory=memory_rows(saved.job, records) if saved else (),
         traffic=traffic_rows(saved.job if saved else None, records),
-        lanes=read_trace(config.trace) if config.trace else (),
     )
 
 

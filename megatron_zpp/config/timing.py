@@ -9,7 +9,6 @@ PROFILE_FLAGS = {
     "profile_step_start": 10,
     "profile_step_end": 12,
     "profile_ranks": (0,),
-    "profile_dir": "profile",
 }
 
 
@@ -25,7 +24,10 @@ class TimingConfig(Options):
     log_straggler: bool = option(
         False, "Log the time that each rank was busy, without waits for other ranks, and name the slowest."
     )
-    profile: bool = option(False, "Record a trace of some steps, for ui.perfetto.dev or chrome://tracing.")
+    profile: bool = option(
+        False,
+        "Record a trace of some steps, for ui.perfetto.dev, in profile, below --tensorboard-dir if given.",
+    )
     profile_step_start: int = option(
         PROFILE_FLAGS["profile_step_start"], "First step of the trace.", at_least=1
     )
@@ -35,7 +37,6 @@ class TimingConfig(Options):
     profile_ranks: tuple[int, ...] = option(
         PROFILE_FLAGS["profile_ranks"], "Ranks that record a trace each.", at_least=0
     )
-    profile_dir: str = option(PROFILE_FLAGS["profile_dir"], "Directory of the traces.")
 
     def check(self) -> None:
         """Refuse an empty range of steps, and the other flags without --profile."""

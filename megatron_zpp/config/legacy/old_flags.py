@@ -236,6 +236,22 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         why="delta2 has 4 bits until twice the warm-up",
         otherwise="delta2 has 4 bits until twice the warm-up; omit it",
     ),
+    OldFlag(
+        name="--max-nan-iterations",
+        takes=int,
+        allowed=(10,),
+        why="10 steps in a row with NaN or Inf always end a run",
+        otherwise="10 steps in a row with NaN or Inf always end a run; omit it",
+    ),
+    *idle("TORCHINDUCTOR_CACHE_DIR names the cache of compiled kernels", "--compile-cache-dir", takes=str),
+    *idle("traces are in profile, below --tensorboard-dir if that is given", "--profile-dir", takes=str),
+    *idle("zeros of the gradient are not counted", "--log-num-zeros-in-grad"),
+    *idle("MFU is relative to the data sheet of a known GPU", "--device-peak-tflops", takes=float),
+    *idle(
+        "ranks wait --distributed-timeout-minutes for one another at the start too",
+        "--preflight-timeout",
+        takes=float,
+    ),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 RETIRED_VALUES = {  # by field: the value that takes the place of each
