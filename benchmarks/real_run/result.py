@@ -152,7 +152,7 @@ def write_logs(name: str, metrics: Path, folder: Path) -> None:
     )
     sinks = (
         TensorBoard(str(folder / "tensorboard" / name), Progress()),
-        WandB(logging, {}, Progress(run=name), print),
+        WandB(logging, {}, Progress(run=name)),
     )
     samples = 0
     for record in map(json.loads, metrics.read_text().splitlines()):

@@ -94,7 +94,7 @@ def main() -> None:
     met = process.connect(distributed)
     store, timeout = met.store, distributed.heartbeat_timeout
     with (
-        process.shared_errors(store),
+        process.shared_errors(),
         heartbeat(store, topology, timeout, PROG, lifelines=met.lifelines) as activity,
     ):
         activity.now("loading", patient=True)

@@ -42,7 +42,6 @@ _LABELS = {
     "inter_node_bytes": "bytes between nodes per step",
     "intra_node_bytes": "bytes inside nodes per step",
     "memory_peak_bytes": "peak memory (bytes)",
-    "power_watts": "power (W)",
 }
 Runs = dict[str, list[list[dict[str, Any]]]]  # label -> the records of each of its runs
 

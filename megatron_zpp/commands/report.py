@@ -24,7 +24,6 @@ from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.report.curves import Axis, by_iteration, read_metrics
 from megatron_zpp.reporting.report.page import Comparison, Records, Report, Setting, page
-from megatron_zpp.reporting.report.step_trace import read_trace
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.storage.location import Location
 from megatron_zpp.train.dry_run import job_of
@@ -43,7 +42,6 @@ class ReportConfig(Options):
     ckpt_step: int | None = option(
         None, "Iteration of the checkpoint; default the newest.", needs="--checkpoint DIRECTORY", at_least=0
     )
-    trace: str | None = option(None, "A trace of --profile, such as profile/rank0.trace.json.gz.")
     x: Axis = option("iteration", "The axis below the curves.")
     smoothing: float = option(0.6, "Weight of the past in the smoothed loss; 0: off.", at_least=0, below=1)
     title: str | None = option(None, "Title of the page; default the name of the metrics file.")
@@ -78,7 +76,6 @@ def make_report(config: ReportConfig) -> Report:
         settings=settings_of(run) if run else (),
         memory=memory_rows(job, records) if job else (),
         traffic=traffic_rows(job, records),
-        lanes=read_trace(config.trace) if config.trace else (),
     )
 
 

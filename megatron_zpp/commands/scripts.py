@@ -14,7 +14,7 @@ from megatron_zpp.config.command_line import check_packages, run_tool
 
 def before_torch() -> None:
     """What a rank of a run does before it imports torch."""
-    check_packages("pretrain_gpt.py", "torch", "numpy", "tqdm")
+    check_packages("pretrain_gpt.py", "torch", "numpy")
     # The imports take a while: a scheduler's signal waits for stop_signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     # Without this, torch prints a page of its own stack frames when the store goes, after our error line.

@@ -139,7 +139,7 @@ class Config:
         shared = self.to_json()
         del shared["memory_snapshots"]["buddy_directory"]
         logging = shared.pop("logging")
-        reduced = ("log_interval", "log_params_norm", "log_num_zeros_in_grad")  # ranks log these together
+        reduced = ("log_interval", "log_params_norm")  # ranks log these together
         return shared | {"logging": {name: logging[name] for name in reduced}}
 
     @classmethod

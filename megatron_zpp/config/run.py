@@ -54,11 +54,6 @@ class TrainingConfig(Options):
     exit_duration_in_mins: float | None = option(
         None, "Save and exit when this process has run for this many minutes.", above=0
     )
-    max_nan_iterations: int = option(
-        10,
-        "Save and exit after this many consecutive steps with NaN or Inf in the loss or gradients.",
-        at_least=1,
-    )
 
     def check(self) -> None:
         """Require exactly one length."""
@@ -198,12 +193,6 @@ class LoggingConfig(Options):
     wandb_entity: str | None = option(None, "Weights & Biases: user or team.", needs=_WANDB)
     wandb_save_dir: str | None = option(None, "Weights & Biases: directory of local files.", needs=_WANDB)
     log_params_norm: bool = option(False, "Log the L2 norm of all weights.")
-    log_num_zeros_in_grad: bool = option(
-        False, "Log how many elements of the gradient of a logged step are exactly zero."
-    )
-    device_peak_tflops: float | None = option(
-        None, "Peak TFLOP/s of one device, from which MFU is computed; default by GPU model.", above=0
-    )
     debug: bool = option(False, "Print the traceback of an error.")
 
     def check(self) -> None:
@@ -239,19 +228,17 @@ class DistributedConfig(Options):
         metavar="auto|off|TxS",
     )
     distributed_timeout_minutes: float = option(
-        10, "Minutes after which an unfinished collective is an error.", above=0, at_most=_LONGEST_WAIT
+        10,
+        "Minutes for ranks to start, and after which an unfinished collective is an error; missing ranks are "
+        "named every 10 seconds.",
+        above=0,
+        at_most=_LONGEST_WAIT,
     )
     heartbeat_timeout: float = option(
         60,
         "Seconds after which a silent or stuck rank ends the run. Once others were told to stop, a silent "
         "rank has 4 seconds. 0: no heartbeat.",
         at_least=0,
-    )
-    preflight_timeout: float = option(
-        180,
-        "Seconds for rendezvous, process groups and the network check together; missing ranks are named "
-        "every 10 seconds.",
-        above=0,
     )
     require_kernels: bool = option(
         False, "Exit with an error if the compiled kernels are missing, instead of using plain torch, slowly."

@@ -18,13 +18,15 @@ class TimingConfig(Options):
     log_straggler: bool = option(
         False, "Log the time that each rank was busy, without waits for other ranks, and name the slowest."
     )
-    profile: bool = option(False, "Record a trace of some steps, for ui.perfetto.dev or chrome://tracing.")
+    profile: bool = option(
+        False,
+        "Record a trace of some steps, for ui.perfetto.dev, in profile, below --tensorboard-dir if given.",
+    )
     profile_step_start: int = option(10, "First step of the trace.", needs="--profile", at_least=1)
     profile_step_end: int = option(12, "Step after the last one of the trace.", needs="--profile", at_least=2)
     profile_ranks: tuple[int, ...] = option(
         (0,), "Ranks that record a trace each.", needs="--profile", at_least=0
     )
-    profile_dir: str = option("profile", "Directory of the traces.", needs="--profile")
 
     def check(self) -> None:
         """Refuse an empty range of steps."""

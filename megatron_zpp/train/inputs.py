@@ -48,7 +48,7 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     check_start(config.checkpoint, config.model, description)
     check_memory(config.memory_snapshots)
     check_sinks(config.logging)
-    check_profile(config.timing)
+    check_profile(config.timing, config.logging)
     return RunInputs(
         config=config,
         tokenizer=description,

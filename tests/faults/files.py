@@ -394,9 +394,8 @@ PLACES = [
         "--wandb-project p --wandb-save-dir file",
         f"--wandb-save-dir file: Not a directory; {WRITABLE}",
     ),
-    Case("--profile --profile-dir file", f"--profile-dir file: Not a directory; {WRITABLE}"),
+    Case("--profile", f"--profile profile: Not a directory; {WRITABLE}", harm=put("profile", "")),
     Case("--tensorboard-dir s3://b/tb", f"--tensorboard-dir s3://b/tb: {LOCAL}", status=2),
-    Case("--profile --profile-dir s3://b/traces", f"--profile-dir s3://b/traces: {LOCAL}", status=2),
     Case(
         "--wandb-project p --wandb-save-dir s3://b/wandb",
         f"--wandb-save-dir s3://b/wandb: {LOCAL}",

@@ -116,7 +116,6 @@ REPORT = [
     ),
     report("--checkpoint gone", "--checkpoint gone", harm=put("text.txt", RECORD)),
     report("--ckpt-step 3", "--ckpt-step 3: needs --checkpoint", status=2),
-    report("--trace gone.json", "gone.json: No such file", harm=put("text.txt", RECORD)),
     report("--smoothing 2", "--smoothing 2.0", status=2),
     report("", "text.txt", harm=locked("text.txt")),
 ]

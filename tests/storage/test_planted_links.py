@@ -232,8 +232,8 @@ def test_a_trace_replaces_a_link(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("mine")
     trace = tmp_path / "rank0.trace.json.gz"
     trace.symlink_to(tmp_path / "victim")
-    config = TimingConfig(profile=True, profile_step_start=1, profile_step_end=2, profile_dir=str(tmp_path))
-    profiler = StepProfiler(config, 0, torch.device("cpu"))
+    config = TimingConfig(profile=True, profile_step_start=1, profile_step_end=2)
+    profiler = StepProfiler(config, tmp_path, 0, torch.device("cpu"))
     profiler.before_step(1)
     profiler.end(1)
     assert (tmp_path / "victim").read_text() == "mine"

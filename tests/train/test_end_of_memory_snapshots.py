@@ -42,9 +42,7 @@ def snapshots_of(topology: Topology, directory: str, seconds: float, late: float
     )
     if topology.rank == 1:
         memory.store = partial(_late, late, memory.store)  # type: ignore[method-assign]
-    reporter = Reporter(
-        config.logging, config.to_json(), topology, iterations=20, start=FIRST, device=engine.device
-    )
+    reporter = Reporter(config.logging, config.to_json(), topology, iterations=20, start=FIRST)
     return MemorySnapshots(
         memory, engine, config, tokenizer=TOKENIZER, reporter=reporter, exchange_for=exchange_for
     )

@@ -230,6 +230,23 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         why="the environment variable WANDB_MODE sets it",
         otherwise="set the environment variable WANDB_MODE instead",
     ),
+    OldFlag(
+        name="--max-nan-iterations",
+        takes=int,
+        allowed=(10,),
+        why="10 steps in a row with NaN or Inf always end a run",
+        otherwise="10 steps in a row with NaN or Inf always end a run; omit it",
+    ),
+    *idle(
+        {
+            "TORCHINDUCTOR_CACHE_DIR names the cache of compiled kernels": "--compile-cache-dir:str",
+            "traces are in profile, below --tensorboard-dir if that is given": "--profile-dir:str",
+            "zeros of the gradient are not counted": "--log-num-zeros-in-grad",
+            "MFU is relative to the data sheet of a known GPU": "--device-peak-tflops:float",
+            "ranks wait --distributed-timeout-minutes for one another at the start too": """
+                --preflight-timeout:float""",
+        }
+    ),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 RETIRED_VALUES = {  # by field: the value that takes the place of each
