@@ -1,10 +1,9 @@
 """The plan as lines of text, for a person."""
 
-import math
 from collections.abc import Iterator
 
 from megatron_zpp.config.words import counted
-from megatron_zpp.model.flops import parameter_count, peak_tflops
+from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.plan.advice import (
     EVERYTHING,
     WORTH,
@@ -216,13 +215,8 @@ def _recommended(run: Job, plain: Plan, best: Plan, gpu: Gpu) -> tuple[str, str]
 
 def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
     yield "assumptions (docs/internals/planner.md says how well they hold)"
-    share = machine.flops / 1e12 / (peak_tflops(gpu.name, job.precision.compute_dtype("cuda")) or math.inf)
-    reached = f"{machine.flops / 1e12:,.0f} TFLOP/s per GPU, {share:.2g} of its peak"
-    if math.isclose(share, gpu.compute_share):
-        yield f"  compute at {reached}; --plan-compute-share sets another share"
-        yield f"    {gpu.seen}"
-    else:
-        yield f"  compute at {reached}, as --plan-compute-share says"
+    yield f"  compute at {machine.flops / 1e12:,.0f} TFLOP/s per GPU, {gpu.compute_share:g} of its peak,"
+    yield f"    {gpu.seen}"
     if job.precision.fp8:
         memory = "" if job.precision.fp8_delayed else "; memory as bf16's, or less"
         time = f"{product_time(job):.2f} of bf16's time, as on an H200"
