@@ -187,14 +187,3 @@ def _options(
     if changed.sends_differences:
         changed = dataclasses.replace(changed, zero_check_interval=given.zero_check_interval)
     return changed
-
-
-def without_hpz(job: Job) -> Job:
-    """The job without secondary shards, and without the options that need them."""
-    weights, _, gradients, accumulate = options_on(job.zero)
-    return _with(job, weights, False, gradients, accumulate)
-
-
-def without_accumulation(job: Job) -> Job:
-    """The job that reduces gradients over all ranks after every micro-batch."""
-    return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_gradient_partition_size="off"))

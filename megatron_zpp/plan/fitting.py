@@ -9,11 +9,8 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.plan.advice import (
     WORTH,
     Plan,
-    accumulates,
     at_stage,
     plan_of,
-    without_accumulation,
-    without_hpz,
 )
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import Machine
@@ -49,10 +46,6 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
 
 def _other_changes(job: Job) -> Iterator[_Change]:
     """The changes of flags that have one value which takes less memory."""
-    if job.zero.hpz:
-        yield without_hpz
-    if accumulates(job.zero):
-        yield without_accumulation
     if _can_cut(job):
         yield _in_sublayers
     if rows := suggested_rows(job):

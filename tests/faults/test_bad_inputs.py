@@ -151,11 +151,14 @@ def check_one(ended: list[Done], said: str) -> None:
     assert {done.status for done in ended} == {1}
 
 
-def test_each_node_reports_an_error_once(site: Path, programs: Programs) -> None:
+@pytest.mark.parametrize(
+    "case", [COMMAND_LINES[0], *(case for case in CHECKED if case.argv == "--fused-backend apex")]
+)
+def test_each_node_reports_an_error_once(site: Path, programs: Programs, case: Case) -> None:
     """One rank, whichever is first, reports an error that both ranks have."""
-    ended = two_ranks(site, programs, *[("--num-layer", "3")] * 2)
+    ended = two_ranks(site, programs, *[tuple(case.argv.split())] * 2)
     (speaker,) = (done for done in ended if done.stderr)
-    check(speaker, COMMAND_LINES[0])
+    check(speaker, case)
     assert {done.status for done in ended} == {2}
 
 

@@ -125,9 +125,7 @@ OTHERS = [
 IDS = "--tokenizer-type NullTokenizer --vocab-size"
 HUGGINGFACE = [
     huggingface("", "no action: must be import HF_DIR CHECKPOINT_DIR or export", status=2),
-    huggingface("import hf", "are required: CHECKPOINT_DIR", status=2),
     huggingface("import gone new", "HF_DIR gone: is no directory; name one"),
-    huggingface("import hf new", "HF_DIR hf: holds neither tokenizer.json nor … give the --tokenizer-type"),
     huggingface(f"import hf new {IDS} 300", "HF_DIR hf: has vocab_size 257, but … has 301"),
     huggingface(f"import hf checkpoints {IDS} 256", "CHECKPOINT_DIR checkpoints: exists and is not"),
     huggingface(f"import hf file/x {IDS} 256", f"CHECKPOINT_DIR file: Not a directory; {WRITABLE}"),
@@ -137,17 +135,7 @@ HUGGINGFACE = [
         harm=cut("hf/model.safetensors", -1),
     ),
     huggingface("export gone new", "CHECKPOINT_DIR gone: holds no checkpoint; name"),
-    huggingface(
-        "export checkpoints/iter_0000001 new",
-        "CHECKPOINT_DIR checkpoints/iter_0000001: is a checkpoint; give checkpoints --ckpt-step 1",
-    ),
     huggingface("export checkpoints hf", "HF_DIR hf: exists and is not an empty directory; name another"),
-    huggingface("export checkpoints new --ckpt-step 9", "--ckpt-step 9: not in checkpoints; … 1, 2"),
-    huggingface(
-        "export checkpoints new",
-        "CHECKPOINT_DIR checkpoints: … damaged between bytes 0 and … --ckpt-step",
-        harm=flip("checkpoints/iter_0000002/rank_00000.safetensors", -4),
-    ),
 ]
 
 TOOLS = [*PREPROCESS, *OTHERS, *HUGGINGFACE]

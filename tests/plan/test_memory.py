@@ -254,13 +254,11 @@ STATES: list[dict[str, Any]] = [
     {"zero_stage": 1} | QWZ,
     {"zero_stage": 2} | QWZ | QGZ,
     {"zero_stage": 3, "zero_prefetch_units": 0} | HPZ,
-    ALL,
-    FOUR_BITS,
+    ALL | {"zero_quantization_block": 512},
     FOUR_BITS | {"zero_stage": 1, "zero_hpz_partition_size": "1"},
     FOUR_BITS | {"zero_gradient_partition_size": "auto"},
-    ALL | {"zero_quantization_block": 512},
-    *(zero | {"zero_unit": "sublayer"} for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
-    *(zero | BLOCKS for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
+    *(zero | {"zero_unit": "sublayer"} for zero in ({"zero_stage": 1}, FOUR_BITS)),
+    *(zero | BLOCKS for zero in ({"zero_stage": 3}, FOUR_BITS)),
 ]
 MODEL = ModelConfig(**SHAPE | {"seq_length": 16})
 
@@ -311,20 +309,6 @@ def test_squares_come_with_sums_where_the_plan_says_so(zero: dict, micro_batches
     assert {unit.grad.squares is not None for unit in engine.units} == {planned.returns_squared_norms}
 
 
-def squares_are_there(topology: Topology) -> set[bool]:
-    """Of the units, at stage 0."""
-    engine = engine_of(MODEL, 300, precision=PrecisionConfig(**BF16), topology=topology)
-    engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
-    return {unit.grad.squares is not None for unit in engine.units}
-
-
-@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (1, 3), (2, 1)])
-def test_squares_come_with_whole_sums_where_the_plan_says_so(nodes: int, local: int) -> None:
-    planned = job_of(MODEL, 300, precision=PrecisionConfig(**BF16), nodes=nodes, local=local)
-    for found in on_ranks(nodes * local, squares_are_there, ranks_per_node=local):
-        assert found == {planned.returns_squared_norms}
-
-
 @pytest.mark.parametrize(
     ("width", "precision", "chunks"),
     [
@@ -357,17 +341,3 @@ def test_the_loss_of_8_bit_products_takes_what_the_plan_says(width: int, chunks:
     product.factors = factors_of(torch.full((3,), 64.0))
     peak = peak_of(lambda: product.loss(x, weight, targets, 2000, chunk_bytes=chunk_bytes).backward())
     assert loss_bytes(job, chunk_bytes) == pytest.approx(peak, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("preset", "tokens", "itemsize"),
-    [("gpt2-125m", 1024, 4), ("gpt2-125m", 65536, 2), ("175b", 1024, 2), ("175b", 65536, 4)],
-)
-def test_the_loss_takes_no_more_than_the_plain_one(preset: str, tokens: int, itemsize: int) -> None:
-    """The plain loss has the fp32 logits and the gradients of its softmax and of its input."""
-    model = ModelConfig(model_preset=preset, seq_length=1024, **NO_DROPOUT)
-    precision = PrecisionConfig(**BF16 if itemsize == 2 else FP32)
-    job = job_of(model, 50257, precision=precision, micro_batch_size=tokens // 1024)
-    logits = tokens * job.padded_vocab_size
-    products = itemsize * (logits + (job.padded_vocab_size + tokens) * model.hidden_size)
-    assert loss_bytes(job) <= max(12 * tokens * job.vocab_size, products)
