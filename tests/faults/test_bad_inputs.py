@@ -22,7 +22,7 @@ from tests.faults.command_lines import CHECKED, COMMAND_LINES
 from tests.faults.files import FILES
 from tests.faults.launchers import FOUR, LAUNCHERS
 from tests.faults.programs import PROGRAMS
-from tests.faults.server import Done, Programs
+from tests.faults.server import Done, run_program, run_ranks
 from tests.faults.site import COMMANDS, make_site
 from tests.faults.tools import TOOLS
 from tests.support import ROOT, free_port, run
@@ -34,15 +34,9 @@ PROCESSOR = 5  # seconds, which do not depend on what else the machine does
 
 
 @pytest.fixture(scope="module")
-def programs() -> Iterator[Programs]:
-    with Programs() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def good_site(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path:
+def good_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("good")
-    make_site(site, programs)
+    make_site(site)
     return site
 
 
@@ -85,9 +79,9 @@ def check(done: Done, case: Case) -> None:
 
 
 @pytest.mark.parametrize("program", ["preprocess", "corpus", "tokenizer", "sample"])
-def test_the_good_command_line_works(site: Path, programs: Programs, program: str) -> None:
+def test_the_good_command_line_works(site: Path, program: str) -> None:
     """Otherwise a refusal below could have another cause; `make_site` has run pretrain_gpt.py's."""
-    done = programs.run(*COMMANDS[program].split(), cwd=site, timeout=240)
+    done = run_program(*COMMANDS[program].split(), cwd=site, timeout=240)
     assert done.status == 0, done.stderr
 
 
@@ -101,11 +95,11 @@ def test_a_command_line_is_refused_as_it_is_read(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_a_bad_input_is_refused(site: Path, programs: Programs, case: Case) -> None:
+def test_a_bad_input_is_refused(site: Path, case: Case) -> None:
     if case.harm:
         case.harm(site)
     before = contents(site)
-    done = programs.run(*case.command, cwd=site, env=case.env)
+    done = run_program(*case.command, cwd=site, env=case.env)
     check(done, case)
     if case.program == "pretrain":
         assert done.stdout == ""
@@ -133,7 +127,7 @@ def processor_of_children() -> float:
 LAUNCH = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
 
 
-def two_ranks(site: Path, programs: Programs, *extra: tuple[str, ...]) -> list[Done]:
+def two_ranks(site: Path, *extra: tuple[str, ...]) -> list[Done]:
     """Both ranks of one node, each with additional flags."""
     command, port = COMMANDS["pretrain"].split(), str(free_port())
     env = FOUR | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
@@ -141,7 +135,7 @@ def two_ranks(site: Path, programs: Programs, *extra: tuple[str, ...]) -> list[D
         ((*command, *argv), env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank, argv in enumerate(extra)
     ]
-    return programs.run_ranks(ranks, site, timeout=240)
+    return run_ranks(ranks, site, timeout=240)
 
 
 def check_one(ended: list[Done], said: str) -> None:
@@ -154,40 +148,40 @@ def check_one(ended: list[Done], said: str) -> None:
 @pytest.mark.parametrize(
     "case", [COMMAND_LINES[0], *(case for case in CHECKED if case.argv == "--fused-backend apex")]
 )
-def test_each_node_reports_an_error_once(site: Path, programs: Programs, case: Case) -> None:
+def test_each_node_reports_an_error_once(site: Path, case: Case) -> None:
     """One rank, whichever is first, reports an error that both ranks have."""
-    ended = two_ranks(site, programs, *[tuple(case.argv.split())] * 2)
+    ended = two_ranks(site, *[tuple(case.argv.split())] * 2)
     (speaker,) = (done for done in ended if done.stderr)
     check(speaker, case)
     assert {done.status for done in ended} == {2}
 
 
-def test_ranks_with_different_flags_are_refused(site: Path, programs: Programs) -> None:
+def test_ranks_with_different_flags_are_refused(site: Path) -> None:
     """The error names the field that differs; no rank trains or hangs."""
     before = contents(site)
     said = "optimizer.clip_grad differs between ranks: rank 1 and rank 0 … (rank 1: 2.0, rank 0: 1.0)"
-    check_one(two_ranks(site, programs, ("--clip-grad", "1.0"), ("--clip-grad", "2.0")), said)
+    check_one(two_ranks(site, ("--clip-grad", "1.0"), ("--clip-grad", "2.0")), said)
     assert contents(site) == before
 
 
-def test_damage_that_one_rank_reads_ends_all_ranks(site: Path, programs: Programs) -> None:
-    (good, other) = two_ranks(site, programs, *[("--verify-data", "--train-iters", "1")] * 2)
+def test_damage_that_one_rank_reads_ends_all_ranks(site: Path) -> None:
+    (good, other) = two_ranks(site, *[("--verify-data", "--train-iters", "1")] * 2)
     assert (good.status, other.status) == (0, 0)
     assert " verified 10,000 bytes of tokens in " in good.stdout
     flip("text.bin", -1)(site)  # its only chunk is the second rank's to read
     before = contents(site)
-    ended = two_ranks(site, programs, *[("--verify-data",)] * 2)
+    ended = two_ranks(site, *[("--verify-data",)] * 2)
     check_one(ended, "text.bin: damaged between bytes 0 and 10000 … preprocess the data again")
     said = [line for done in ended for line in done.stdout.splitlines() if not line.startswith("[Gloo] ")]
     assert said == []  # except what gloo of torch 2.8 prints itself
     assert contents(site) == before
 
 
-def test_the_server_distinguishes_a_hang_from_an_exit(programs: Programs, tmp_path: Path) -> None:
+def test_a_hang_is_told_from_an_exit(tmp_path: Path) -> None:
     (tmp_path / "hang.py").write_text("import time; time.sleep(60)")
     (tmp_path / "fail.py").write_text("print('x'); 1 / 0")
-    assert programs.run(str(tmp_path / "hang.py"), cwd=tmp_path, timeout=0.3).status is None
-    failed = programs.run(str(tmp_path / "fail.py"), cwd=tmp_path)
+    assert run_program(str(tmp_path / "hang.py"), cwd=tmp_path, timeout=0.3).status is None
+    failed = run_program(str(tmp_path / "fail.py"), cwd=tmp_path)
     assert (failed.status, failed.stdout) == (1, "x\n")
     assert "ZeroDivisionError" in failed.stderr
     assert sys.executable
