@@ -13,7 +13,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.hop import SentBytes
-from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of, printed
 from tests.support import pretrain
 from tests.zero.closed_forms import bytes_sent_per_step
 from tests.zero.engines import engine_of
@@ -164,7 +164,7 @@ def test_the_plan_of_dry_run_is_the_engines() -> None:
 
 @pytest.mark.parametrize("in_bf16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (1, 8), (8, 1), (2, 2), (3, 2), (2, 8), (24, 16)])
+@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (8, 1), (3, 2), (24, 16)])
 def test_the_plan_without_zeropp_is_the_closed_form(
     nodes: int, local: int, stage: int, in_bf16: bool
 ) -> None:
@@ -205,10 +205,9 @@ def test_the_plan_is_what_a_run_writes_to_its_metrics(tmp_path: Path) -> None:
     done = pretrain(*flags, "--metrics-file", tmp_path / "metrics.jsonl", processes=2)
     assert done.returncode == 0, done.stderr
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    plan = pretrain(*flags, "--dry-run", "--plan-gpus-per-node", "2")
-    assert plan.returncode == 0, plan.stderr
+    plan = printed(*flags, "--dry-run", "--plan-gpus-per-node", "2")
     for name in ("intra_node_bytes", "inter_node_bytes"):
-        line = next(line for line in plan.stdout.splitlines() if name in line)
+        line = next(line for line in plan.splitlines() if name in line)
         assert int(line.split()[1].replace(",", "")) == last[name]
     assert last["intra_node_bytes"] > 0
 
@@ -225,9 +224,8 @@ def test_the_plan_counts_the_steps_after_those_of_four_bits(tmp_path: Path) -> N
     done = pretrain(*flags, "--metrics-file", tmp_path / "metrics.jsonl", processes=2, **nodes)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    plan = pretrain(*flags, "--dry-run", "--plan-nodes", "2", "--plan-gpus-per-node", "1")
-    assert plan.returncode == 0, plan.stderr
-    line = next(line for line in plan.stdout.splitlines() if "inter_node_bytes" in line)
+    plan = printed(*flags, "--dry-run", "--plan-nodes", "2", "--plan-gpus-per-node", "1")
+    line = next(line for line in plan.splitlines() if "inter_node_bytes" in line)
     planned = int(line.split()[1].replace(",", ""))
     sent = [record["inter_node_bytes"] for record in records]  # the first step sends key frames, too
     assert sent[2:] == [planned, planned]

@@ -231,6 +231,13 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         otherwise="set the environment variable WANDB_MODE instead",
     ),
     OldFlag(
+        name="--plan-compute-share",
+        takes=float,
+        why="a plan takes the share of the peak that was measured or fitted for its GPU",
+        otherwise="a plan takes the share of the peak that was measured or fitted for its GPU; omit it, and "
+        "multiply the planned compute by that share / yours",
+    ),
+    OldFlag(
         name="--max-nan-iterations",
         takes=int,
         allowed=(10,),
