@@ -32,7 +32,7 @@ ARCHITECTURES = (
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=[sm_90,compute_90]",  # PTX too, which later devices compile at load time
 )
-CHECKED = ("80", "90", "120")  # for which device code is compiled without a GPU: a build's and the newest
+CHECKED = ("80", "86", "89", "90", "100", "120")  # for which device code is compiled without a GPU
 LEAST_CAPABILITY = (8, 0)  # the compute capability of the oldest of them
 
 
