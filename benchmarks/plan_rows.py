@@ -256,7 +256,6 @@ def format_rows() -> list[Row]:
     formats = {
         "int8, int4": "zeropp",
         "delta4, rotated4": "zeropp_4_bits",
-        "delta2, rotated3": "zeropp_2_3_bits",
     }
     rows = []
     for nodes, local in ((2, 1), (2, 8), (16, 8)):

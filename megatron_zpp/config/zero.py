@@ -60,12 +60,12 @@ class ZeroConfig(Options):
     zero_quantized_weights: bool = option(
         False, "qwZ: gather weights as block-quantised codes. Needs --zero-stage 1, 2 or 3."
     )
-    zero_quantized_weights_format: Literal["int8", "delta4", "delta2"] = option(
+    zero_quantized_weights_format: Literal["int8", "delta4"] = option(
         "int8",
-        "qwZ: format of the codes. delta4, delta2: codes of 4 or 2 bits of what weights changed by, for "
-        "several nodes; delta2 has 4 bits in tables, and until twice the warm-up. The ranks of a node, at "
-        "stage 3 of each hpZ group, keep the fp32 weights that the other nodes know: 4 bytes per parameter "
-        "/ these ranks. Stage 3 needs --zero-hpz-partition-size auto, or a divisor of a node above 1.",
+        "qwZ: format of the codes. delta4: codes of 4 bits of what weights changed by, for several nodes. "
+        "The ranks of a node, at stage 3 of each hpZ group, keep the fp32 weights that the other nodes "
+        "know: 4 bytes per parameter / these ranks. Stage 3 needs --zero-hpz-partition-size auto, or a "
+        "divisor of a node above 1.",
     )
     zero_hpz_partition_size: str = option(
         "1",
@@ -85,10 +85,10 @@ class ZeroConfig(Options):
         "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between nodes. "
         "Needs --zero-stage 1, 2 or 3.",
     )
-    zero_quantized_gradients_format: Literal["int4", "int8", "rotated4", "rotated3"] = option(
+    zero_quantized_gradients_format: Literal["int4", "int8", "rotated4"] = option(
         "int4",
-        "qgZ: format of the codes. rotated4, rotated3: codes of 4 or 3 bits (in tables 4) of randomly "
-        "rotated gradients between nodes, and int8 inside them.",
+        "qgZ: format of the codes. rotated4: codes of 4 bits of randomly rotated gradients between nodes, "
+        "and int8 inside them.",
     )
     zero_check_interval: int | None = option(
         None,

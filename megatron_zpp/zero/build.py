@@ -26,8 +26,7 @@ class ModelOfUnits(Protocol):
     def units(self) -> list[tuple[str, nn.Module]]:
         """The names and modules whose parameters are gathered together, in forward order.
 
-        Modules with the same parameters read one unit. The matrices of torch's Embedding, and of a module
-        with a true attribute `holds_tables`, are tables: see `FlatLayout.table`.
+        Modules with the same parameters read one unit.
         """
 
     def recomputed_units(self) -> Sequence[range]:
@@ -305,13 +304,8 @@ def layouts_of(
         held = [f"{name}.{path}" in coded for path, _ in in_order(module)]
         assert held == sorted(held, reverse=True), f"{name}: parameters that are held as codes come first"
         alignment = max(SHARD_MULTIPLE if any(held) else ALIGNMENT, block)
-        table = decayed > 0 and _holds_tables(module)
-        layouts.append(FlatLayout(numels, decayed, ranks, multiple, alignment, sum(held), table, frozen))
+        layouts.append(FlatLayout(numels, decayed, ranks, multiple, alignment, sum(held), frozen))
     return layouts
-
-
-def _holds_tables(module: Parameters) -> bool:
-    return isinstance(module, nn.Embedding) or getattr(module, "holds_tables", False)
 
 
 def _decays(parameter: nn.Parameter) -> bool:

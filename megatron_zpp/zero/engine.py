@@ -76,8 +76,7 @@ class ZeroEngine:
     gets a line if copy engines were tried and cannot be used, and on rank 0 one that names the buffers which
     `initialize` filled. Parameters whose names are `decoupled` have a
     learning rate of their own. `scaling` has the scales of 8-bit products if they follow from earlier steps.
-    `codes` encodes the weights that are held as codes, by these scales. `early_iterations`: those from the
-    start of a run in which delta2 has 4 bits.
+    `codes` encodes the weights that are held as codes, by these scales.
 
     Raises ValueError for a model that cannot be trained as it is, for a `decoupled` name that it does not
     have, and for settings that these ranks cannot obey. Passes raise RuntimeError where a parameter is read
@@ -103,7 +102,6 @@ class ZeroEngine:
         decoupled: Collection[str] = (),
         scaling: ProductScaling | None = None,
         codes: WeightEncoder | None = None,
-        early_iterations: int = 0,
     ) -> None:
         check_unit(zero, model)
         named_modules = named_units(model)
@@ -151,7 +149,7 @@ class ZeroEngine:
             comm_stream.ready()
         formats = None
         if plan.difference_format is not None:
-            formats = DifferenceFormats(plan.difference_formats, early_iterations, device)
+            formats = DifferenceFormats(plan.difference_format, len(plan.layouts), device)
         self.weights = Weights(self.units, communication, topology, sections, formats=formats, codes=codes)
         self._optimizer = build_optimizer(
             optimizer, trained, communication, fused_backend, operations, self.weights.sources, decoupled
@@ -253,7 +251,7 @@ class ZeroEngine:
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
         stepped = self._optimizer.step(rates, divisor * shrink, found_inf)
-        self.weights.publish(stepped, self.iteration, found_inf)
+        self.weights.publish(stepped, found_inf)
         self._gradients.release()
         self.iteration += 1
         self.loss_scale.update(found_inf)

@@ -45,7 +45,6 @@ class FlatLayout:
     multiple: int = SHARD_MULTIPLE  # of a shard's elements
     alignment: int = ALIGNMENT  # of a parameter's first element
     coded: int = 0  # of the parameters
-    table: bool = False  # whether the matrices are tables: of embeddings, or the output weights
     frozen: bool = False  # whether the parameters are not trained
 
     @cached_property

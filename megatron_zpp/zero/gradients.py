@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
 from megatron_zpp.ops.checks import SQUARES_BLOCK
-from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.collectives.interface import GroupReduction
@@ -237,11 +236,10 @@ class Gradients:
 
     def _rotation_of(self, unit: Unit) -> Rotation | None:
         """The rotation of a unit's gradient between nodes in this step; None where there is none."""
-        format = self._plan.hops[-1].of(unit.layout).format
-        if not isinstance(format, LloydMaxFormat):
+        if not self._plan.rotates:
             return None
         signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
-        return Rotation(format, signs, self._gaps[unit.layout])
+        return Rotation(signs, self._gaps[unit.layout])
 
     def _new_squares(self, total: Tensor, *, last: bool) -> Tensor | None:
         """Memory for the sums of squares of a unit's last reduction of a step, if that finds them."""

@@ -17,7 +17,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan, Residency
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat, eight_bits, make_hop
+from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat, make_hop
 from megatron_zpp.zero.reads import Reads
 from megatron_zpp.zero.reduction_plan import (
     Accumulation,
@@ -118,18 +118,9 @@ def _plan_gathers(
     grid = streams.grid
     group = zero.hpz_ranks(grid.local_world_size)
 
-    def gather(
-        stream: int | tuple[int, ...],
-        format: WireFormat,
-        shards: int,
-        largest_format: CodeFormat | None = None,
-    ) -> GatherPlan:
+    def gather(stream: int | tuple[int, ...], format: WireFormat, shards: int) -> GatherPlan:
         return GatherPlan(
-            hop=streams.hop(stream, format),
-            shards=shards,
-            kept=grid.rank % group,
-            layouts=layouts,
-            largest_format=largest_format,
+            hop=streams.hop(stream, format), shards=shards, kept=grid.rank % group, layouts=layouts
         )
 
     format: WireFormat = compute_dtype
@@ -138,12 +129,12 @@ def _plan_gathers(
             zero.zero_quantized_weights_format, zero.zero_quantization_block or WEIGHT_BLOCK
         )
     if isinstance(format, LloydMaxFormat):
-        weights = gather(streams.in_turn(grid.cross_node_ranks), format, 1, eight_bits(format))
+        weights = gather(streams.in_turn(grid.cross_node_ranks), format, 1)
         groups = grid.local_world_size // group if zero.zero_stage >= 3 else 1
         among_groups = None
         if groups > 1:
             stream = streams.new(grid.neighbours(groups))
-            among_groups = gather(stream, format, grid.nodes, eight_bits(format))
+            among_groups = gather(stream, format, grid.nodes)
         slot_stream = streams.new(grid.group_peers(groups))
         secondary = gather(slot_stream, compute_dtype, groups * grid.nodes)
         return _Gathers(

@@ -17,7 +17,7 @@ from tests.train.test_fp8_scaling import FLAGS
             "--bf16 --fp8 --fp8-recipe delayed --zero-stage 3 --zero-quantized-weights",
             "--fp8-param-gather (given): gathers the 8-bit codes that are multiplied, and "
             "--zero-quantized-weights in int8 would gather other codes; use "
-            "--zero-quantized-weights-format delta4 or delta2, or omit --zero-quantized-weights to gather a "
+            "--zero-quantized-weights-format delta4, or omit --zero-quantized-weights to gather a "
             "byte per weight, or omit --fp8-param-gather",
         ),
         (

@@ -191,7 +191,7 @@ OPTIMIZER = [
         "--fp8 --bf16 --kv-channels 16 --fp8-recipe delayed --fp8-param-gather --zero-stage 1 "
         "--zero-quantized-weights",
         "--zero-quantized-weights in int8 would gather other codes; use --zero-quantized-weights-format "
-        "delta4 or delta2, or omit",
+        "delta4, or omit",
     ),
     bad("--fp8 --bf16 --fp8-products measured", "--fp8-products measured: only always is possible: "),
     bad("--gemm-algorithms measured", "--gemm-algorithms measured: only heuristic is possible: "),
@@ -246,7 +246,11 @@ ZERO = [
         "--zero-stage 3 --zero-quantized-weights --zero-check-interval 5",
         "--zero-check-interval 5: needs --zero-quantized-weights and --zero-quantized-weights-format delta4",
     ),
-    bad("--zero-delta4-iterations 100", "--zero-delta4-iterations 100: not here: delta2 has 4 bits until"),
+    bad("--zero-delta4-iterations 100", "--zero-delta4-iterations 100: not here: delta4 has 4 bits in all"),
+    bad(
+        "--zero-stage 1 --zero-quantized-weights --zero-quantized-weights-format delta2",
+        "--zero-quantized-weights-format delta2: is retired; use delta4",
+    ),
     bad(
         "--zero-stage 3 --zero-quantized-gradients-format rotated4",
         "--zero-quantized-gradients-format rotated4: needs --zero-quantized-gradients",

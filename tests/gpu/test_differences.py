@@ -12,15 +12,11 @@ from tests.zero.test_quantized import FOUR_BITS, losses
 from tests.zero.zeropp_engines import BF16
 
 GRIDS = largest_in_core((2, 1), (2, 2))
-TWO_AND_THREE_BITS = FOUR_BITS | {
-    "zero_quantized_weights_format": "delta2",
-    "zero_quantized_gradients_format": "rotated3",
-}
 
 
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
 def test_every_node_holds_the_reference_that_its_forward_reads(nodes: int, local: int) -> None:
-    settings = [FOUR_BITS, TWO_AND_THREE_BITS, FOUR_BITS | {"zero_stage": 2, "zero_hpz_partition_size": "1"}]
+    settings = [FOUR_BITS, FOUR_BITS | {"zero_stage": 2, "zero_hpz_partition_size": "1"}]
     cases.check_references(local, on_gpus(nodes, local, cases.references, settings))
 
 

@@ -20,7 +20,7 @@ TOO_LARGE = f"{PLAN} --micro-batch-size 64 --global-batch-size 2048"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform"
 STAGE_3 = "--zero-stage 3"
 EVERYTHING = f"{STAGE_3} --zero-quantized-weights --zero-hpz-partition-size auto --zero-quantized-gradients"
-DELTAS = f"{EVERYTHING} --zero-quantized-weights-format delta2 --zero-quantized-gradients-format rotated4"
+DELTAS = f"{EVERYTHING} --zero-quantized-weights-format delta4 --zero-quantized-gradients-format rotated4"
 CASES = {  # a command line, and a part of what is said of it
     f"{FITS} {STAGE_3}": "  take all of them: ",
     f"{FITS} {STAGE_3} --plan-link-gbit 400": " --zero-quantized-weights --zero-hpz-partition-size auto",

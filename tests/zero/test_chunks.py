@@ -10,7 +10,6 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
-from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero import reduction_plan
 from megatron_zpp.zero.collectives.rotation import Rotation
@@ -71,7 +70,7 @@ def reduced_in(topology: Topology, group: str, format: str, full: torch.Tensor) 
     comm_streams = streams_of(plan, topology, ledger)
     sent = [GradSegment(0, full[:1000].to(this_device())), GradSegment(1000, full[1000:].to(this_device()))]
     total = torch.full((SHARD,), 7.0, device=this_device())
-    rotation = Rotation(LloydMaxFormat(4), Signs(11, 0, 0), GAPS) if format == "rotated4" else None
+    rotation = Rotation(Signs(11, 0, 0), GAPS) if format == "rotated4" else None
     if group == "off":
         reduction = build_reduction(plan, comm_streams, operations())
         for index in range(MICRO_BATCHES):

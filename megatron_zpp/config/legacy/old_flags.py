@@ -233,8 +233,8 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
     OldFlag(
         name="--zero-delta4-iterations",
         takes=int,
-        why="delta2 has 4 bits until twice the warm-up",
-        otherwise="delta2 has 4 bits until twice the warm-up; omit it",
+        why="delta4 has 4 bits in all iterations",
+        otherwise="delta4 has 4 bits in all iterations; omit it",
     ),
     OldFlag(
         name="--max-nan-iterations",
@@ -255,8 +255,8 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 RETIRED_VALUES = {  # by field: the value that takes the place of each
-    "zero_quantized_weights_format": {"fp8": "int8", "int4": "int8", "delta3": "delta4"},
-    "zero_quantized_gradients_format": {"fp8": "int8"},
+    "zero_quantized_weights_format": {"fp8": "int8", "int4": "int8", "delta3": "delta4", "delta2": "delta4"},
+    "zero_quantized_gradients_format": {"fp8": "int8", "rotated3": "rotated4"},
 }
 
 OLD_FLAGS: tuple[OldFlag, ...] = (

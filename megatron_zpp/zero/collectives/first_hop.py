@@ -99,7 +99,7 @@ class QuantizedFirstHop:
 
         `slices` has a row for each owner; the rows of a message lie one after the other.
         """
-        ranks, nbytes = len(self._comm_stream.ranks), self.codec.message_bytes(numel, rotation)
+        ranks, nbytes = len(self._comm_stream.ranks), self.codec.format.message_bytes(numel)
         sent, received = (buffer[: ranks * nbytes] for buffer in (self._sent, self._received))
         self.codec.encode(slices, sent.view(ranks, nbytes), rotation, 0)
         self._comm_stream.all_to_all(received, sent)

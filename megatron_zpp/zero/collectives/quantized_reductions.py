@@ -151,7 +151,7 @@ class QuantizedTwoHopReduceScatter:
         def take(received: Tensor) -> None:
             self._second.sum_into(received.view(self._nodes, -1), shard, rotation, own, add=add)
 
-        nbytes = self._nodes * self._second.message_bytes(len(chunk), rotation)
+        nbytes = self._nodes * self._second.format.message_bytes(len(chunk))
         return self._hops.submit(nbytes, fill, take)
 
     def _cleared(self, pending: list[Pending], total: Tensor, rotation: Rotation | None) -> Pending:
