@@ -133,7 +133,6 @@ RUNGS: dict[str, Rung] = {
     "four bits everywhere": replace(FOUR, hop1="plain"),
     "four bits everywhere behind int8": FOUR,
     "four bits everywhere behind int4": replace(FOUR, hop1="int4"),
-    "two bits everywhere behind int8": _everywhere("delta2", "rotated2", "int8"),
     # (d) fewer bits of weights
     "delta2": DELTA2,
     # (e) fewer bits of gradients
