@@ -136,7 +136,7 @@ def start(met: meeting.Rendezvous, topology: Topology, activity: Activity) -> No
     """What ranks exchange from the rendezvous to the first step, see joining.py and restore.py."""
     exchange = Exchange(met.store, topology, timedelta(seconds=300), "preflight")
     check_agreement(SETTINGS, exchange)
-    choose_nccl_sockets("auto", "nccl", exchange, {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"})
+    choose_nccl_sockets("nccl", exchange, {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"})
     trial.preflight(met, torch.device("cpu"), exchange, activity, limit=300)
     for purpose, name in (("lease", "problem"), ("load", "candidates"), ("run", "name")):
         exchange = Exchange(met.store, topology, TIMEOUT, purpose)

@@ -1,6 +1,5 @@
 """How model states are sharded, and how weights and gradients travel between ranks (ZeRO, ZeRO++)."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -45,18 +44,6 @@ class ZeroConfig(Options):
         "Stage 3: units gathered ahead of the unit that computes; default 1. Each costs memory for one unit.",
         at_least=0,
     )
-    zero_copy_engines: Literal["auto", "on", "off"] = option(
-        "auto",
-        "Use the GPUs' copy engines for transfers inside a node, which leaves all multiprocessors to the "
-        "compute. auto: if a trial at the start succeeds on all ranks, else use NCCL's kernels and log the "
-        "reason; on: exit with an error if they cannot be used; off: use NCCL's kernels.",
-    )
-    zero_spare_multiprocessors: str = option(
-        "auto",
-        "How many multiprocessors matrix products leave free for NCCL's kernels. Products that start on all "
-        "are slower while NCCL holds some. auto: 4 on Hopper where NCCL connects several nodes over TCP, "
-        "else 0.",
-    )
     zero_quantized_weights: bool = option(
         False, "qwZ: gather weights as block-quantised codes. Needs --zero-stage 1, 2 or 3."
     )
@@ -90,28 +77,11 @@ class ZeroConfig(Options):
         "qgZ: format of the codes. rotated4: codes of 4 bits of randomly rotated gradients between nodes, "
         "and int8 inside them.",
     )
-    zero_check_interval: int | None = option(
-        None,
-        "Steps between checks that all nodes hold the same reference of weight differences; a run whose "
-        "references differ ends before it saves. Needs --zero-quantized-weights-format delta4 or delta2.",
-        at_least=1,
-    )
-    zero_quantization_block: int | None = option(
-        None,
-        "Elements that share one scale, a power of two from 32 to 2048. Small blocks are more accurate and "
-        "send more scales; large blocks add padding, because each parameter starts a new block. Default "
-        f"{WEIGHT_BLOCK} for weights, {GRADIENT_BLOCK} for gradients.",
-        at_least=32,
-        at_most=2048,
-    )
 
     def check(self) -> None:
         """Refuse flags without the flag that they refine, and without the stage that they need."""
         if self.zero_stage < 3 and self.zero_prefetch_units is not None:
             raise option_error("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")
-        spare = self.zero_spare_multiprocessors
-        if spare != "auto" and not re.fullmatch(r"0|[1-9]\d?", spare):
-            raise option_error("--zero-spare-multiprocessors", spare, "must be auto or a number, such as 4")
         self._check_hpz()
         size = self.zero_gradient_partition_size
         if size not in ("off", "auto") and not (size.isdecimal() and int(size) >= 1):
@@ -139,24 +109,6 @@ class ZeroConfig(Options):
                 self.zero_quantized_gradients_format,
                 "needs --zero-quantized-gradients",
             )
-        if self.zero_check_interval is not None and not self.sends_differences:
-            raise option_error(
-                "--zero-check-interval",
-                self.zero_check_interval,
-                "needs --zero-quantized-weights and --zero-quantized-weights-format delta4 or delta2",
-            )
-        block = self.zero_quantization_block
-        if block is not None:
-            if not (weights or gradients):
-                raise option_error(
-                    "--zero-quantization-block",
-                    block,
-                    "needs --zero-quantized-weights or --zero-quantized-gradients",
-                )
-            if block & (block - 1):
-                raise option_error(
-                    "--zero-quantization-block", block, "must be a power of two from 32 to 2048"
-                )
 
     @property
     def prefetched_units(self) -> int:
@@ -190,25 +142,15 @@ class ZeroConfig(Options):
             "zero_quantized_weights_format",
             "zero_quantized_gradients",
             "zero_quantized_gradients_format",
-            "zero_quantization_block",
         )
         return replace(self, **{name: getattr(defaults, name) for name in names})
 
     @property
     def largest_block(self) -> int:
         """Elements of the largest quantisation block in use; 1 without quantisation."""
-        blocks = [1]
-        if self.zero_quantized_weights:
-            blocks.append(self.zero_quantization_block or WEIGHT_BLOCK)
-        if self.zero_quantized_gradients:
-            default = ROTATED_BLOCK if self.rotates_gradients else GRADIENT_BLOCK
-            blocks.append(self.zero_quantization_block or default)
-        return max(blocks)
-
-    @property
-    def shard_multiple(self) -> int:
-        """The number of elements in a shard is a multiple of this, so that shards hold whole blocks."""
-        return max(WEIGHT_BLOCK, self.zero_quantization_block or 0)
+        weights = WEIGHT_BLOCK if self.zero_quantized_weights else 1
+        gradients = ROTATED_BLOCK if self.rotates_gradients else GRADIENT_BLOCK
+        return max(weights, gradients if self.zero_quantized_gradients else 1)
 
     @property
     def sends_differences(self) -> bool:

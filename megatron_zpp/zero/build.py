@@ -266,13 +266,8 @@ def plan_of(
     `block`: elements to which parameters are aligned beside the blocks of codes; `coded` as in `layouts_of`.
     """
     named_modules = named_units(model)
-    layouts = layouts_of(
-        distinct(named_modules),
-        data_ranks.world_size,
-        zero.shard_multiple,
-        max(zero.largest_block, block),
-        coded,
-    )
+    block = max(zero.largest_block, block)
+    layouts = layouts_of(distinct(named_modules), data_ranks.world_size, block, coded)
     return plan_communication(
         zero,
         data_ranks,
@@ -287,11 +282,10 @@ def plan_of(
 def layouts_of(
     modules: Sequence[tuple[str, Parameters]],
     ranks: int,
-    multiple: int,
     block: int = 1,
     coded: Collection[str] = (),
 ) -> list[FlatLayout]:
-    """The layout of each module's parameters in its unit's flat buffer; `multiple` as in FlatLayout.
+    """The layout of each module's parameters in its unit's flat buffer.
 
     `block`: elements of the largest quantisation block of the run; no two parameters share a block.
     `coded`: the parameters that are held as codes, first in their units.
@@ -304,7 +298,7 @@ def layouts_of(
         held = [f"{name}.{path}" in coded for path, _ in in_order(module)]
         assert held == sorted(held, reverse=True), f"{name}: parameters that are held as codes come first"
         alignment = max(SHARD_MULTIPLE if any(held) else ALIGNMENT, block)
-        layouts.append(FlatLayout(numels, decayed, ranks, multiple, alignment, sum(held), frozen))
+        layouts.append(FlatLayout(numels, decayed, ranks, alignment, sum(held), frozen))
     return layouts
 
 

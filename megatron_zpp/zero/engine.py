@@ -117,7 +117,7 @@ class ZeroEngine:
         self._ledger = TrafficLedger(self.grid.data)
         self._clip_grad, self._decouples = optimizer.clip_grad, bool(decoupled)
         dtype = getattr(torch, precision.compute_dtype(device.type))
-        self.copy_engines = self._choose_copy_engines(zero, timeout, say)
+        self.copy_engines = self._choose_copy_engines(timeout, say)
         plan = plan_of(
             model,
             zero,
@@ -173,9 +173,7 @@ class ZeroEngine:
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
-        self.spare = spare_multiprocessors(
-            zero.zero_spare_multiprocessors, self.grid.data, device, os.environ
-        )
+        self.spare = spare_multiprocessors(self.grid.data, device, os.environ)
 
     def accumulate(
         self, batch: Batch, *, index: int, micro_batches: int, weight: float | None = None
@@ -316,13 +314,11 @@ class ZeroEngine:
         """How the weights and gradients of this rank travel."""
         return self._communication.plan
 
-    def _choose_copy_engines(
-        self, zero: ZeroConfig, timeout: timedelta | None, say: Callable[[str], None]
-    ) -> bool:
+    def _choose_copy_engines(self, timeout: timedelta | None, say: Callable[[str], None]) -> bool:
         """Whether transfers between data ranks of a node use copy engines; all ranks of the job must ask."""
         several = self.grid.data.local_world_size > 1
         ranks = self.topology if several else self.grid.data  # the trial is that of all ranks of the node
-        return choose_copy_engines(zero.zero_copy_engines, ranks, self.device, timeout, say)
+        return choose_copy_engines(ranks, self.device, timeout, say)
 
     def _loss(self, batch: Batch) -> Tensor:
         self.spare.reserve()

@@ -125,9 +125,7 @@ def _plan_gathers(
 
     format: WireFormat = compute_dtype
     if zero.zero_quantized_weights:
-        format = _code_format(
-            zero.zero_quantized_weights_format, zero.zero_quantization_block or WEIGHT_BLOCK
-        )
+        format = _code_format(zero.zero_quantized_weights_format, WEIGHT_BLOCK)
     if isinstance(format, LloydMaxFormat):
         weights = gather(streams.in_turn(grid.cross_node_ranks), format, 1)
         groups = grid.local_world_size // group if zero.zero_stage >= 3 else 1
@@ -252,11 +250,11 @@ def _gradient_codes(zero: ZeroConfig) -> tuple[CodeFormat, CodeFormat]:
 
     Rotated codes are for slow links. Inside nodes 8 bits lose less, and cost less to encode.
     """
-    block, name = zero.zero_quantization_block, zero.zero_quantized_gradients_format
+    name = zero.zero_quantized_gradients_format
     if not zero.rotates_gradients:
-        format = _code_format(name, block or GRADIENT_BLOCK)
+        format = _code_format(name, GRADIENT_BLOCK)
         return format, format
-    return QuantFormat("int8", block or GRADIENT_BLOCK), _code_format(name, block or ROTATED_BLOCK)
+    return QuantFormat("int8", GRADIENT_BLOCK), _code_format(name, ROTATED_BLOCK)
 
 
 def _choose_accumulation(zero: ZeroConfig, grid: Topology) -> Accumulation:

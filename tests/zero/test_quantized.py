@@ -209,7 +209,7 @@ def test_every_combination_learns_what_the_plain_run_learns(counts: tuple[int, .
     settings += [(FOUR_BITS, BF16), (FOUR_BITS | {"zero_stage": 1, **NO_HPZ}, BF16)]
     settings += [({"zero_stage": stage} | QWZ | QGZ, BF16) for stage in (1, 2)]
     settings += [(ALL, PrecisionConfig()), (ALL, fp16)]
-    settings += [(ALL | {"zero_quantization_block": 64, "zero_quantized_gradients_format": "int8"}, BF16)]
+    settings += [(ALL | {"zero_quantized_gradients_format": "int8"}, BF16)]
     curves = on_ranks(4, losses, settings, ranks_per_node=2)
     assert all(curve == curves[0] for curve in curves[1:])  # every rank sees the same
     plain = curves[0][0]
@@ -257,18 +257,17 @@ def test_one_rank_that_sends_nothing_quantises_nothing() -> None:
             engine.step(1e-2)
         return found
 
-    rounded = {"zero_quantized_gradients_format": "rotated4", "zero_quantization_block": 512}
+    rounded = {"zero_quantized_gradients_format": "rotated4"}
     assert losses(QWZ | QGZ) == losses(QWZ | QGZ | rounded) == losses({"zero_stage": 3})
 
 
-@pytest.mark.parametrize("block", [256, 2048])
-def test_biases_do_not_vanish_beside_the_gains_of_norms(block: int) -> None:
+def test_biases_do_not_vanish_beside_the_gains_of_norms() -> None:
     """Each differs by at most half a step of its block's codes, and by the rounding to bf16."""
-    on_ranks(2, check_biases, block)
+    on_ranks(2, check_biases)
 
 
-def check_biases(topology: Topology, block: int) -> None:
-    engine = build(topology, QWZ | {"zero_quantization_block": block})
+def check_biases(topology: Topology) -> None:
+    engine = build(topology, QWZ)
     generator, drawn = torch.Generator().manual_seed(6), {}
     for index, unit in enumerate(engine.units):
         flat = torch.zeros(unit.layout.numel)

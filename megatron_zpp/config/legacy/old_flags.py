@@ -252,6 +252,23 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         "--preflight-timeout",
         takes=float,
     ),
+    OldFlag(
+        name="--zero-quantization-block",
+        takes=int,
+        allowed=(256,),
+        why="blocks have 256 elements, and those of unrotated gradients 128",
+        otherwise="blocks have 256 elements, and those of unrotated gradients 128; omit it",
+    ),
+    OldFlag(
+        name="--nccl-sockets",
+        takes=str,
+        allowed=("auto",),
+        why="2x2 where NCCL would use TCP with one socket",
+        otherwise="omit it, and set NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD, which are obeyed",
+    ),
+    *idle("copy engines are used if a trial at the start succeeds", "--zero-copy-engines", takes=str),
+    *idle("matmuls always spare what NCCL needs over TCP", "--zero-spare-multiprocessors", takes=str),
+    *idle("references are compared before each checkpoint is saved", "--zero-check-interval", takes=int),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 RETIRED_VALUES = {  # by field: the value that takes the place of each

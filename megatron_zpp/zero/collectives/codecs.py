@@ -13,7 +13,9 @@ from megatron_zpp.zero.hop import CodeFormat
 class Codec(Protocol):
     """Encodes gradients in one format. `first` is the number of the first element (see Rotation)."""
 
-    format: CodeFormat
+    @property
+    def format(self) -> CodeFormat:
+        """That of its messages."""
 
     def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
         """Encode `rows` (R, n) into `messages` (G, bytes), each of R / G rows."""
