@@ -1,5 +1,7 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -7,12 +9,13 @@ from megatron_zpp.distributed.comm_stream import Pending, all_of
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
-from megatron_zpp.zero.collectives.interface import GroupReduction
+from megatron_zpp.zero.collectives.interface import GroupReduction, Reduction, Target
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.sums import sum_squares
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment, segments_of
+from megatron_zpp.zero.reduction_plan import Accumulation
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
@@ -45,7 +48,7 @@ class Gradients:
         plan = communication.plan
         self._units = [unit for unit in units if not unit.frozen]
         self._operations = operations
-        self._reduction, self._group_reduction = communication.reduction, communication.group_reduction
+        self._reduction = communication.reduction
         self._plan, self._residency = plan.reduction, plan.residency
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
         self._slots = dict(zip(units, plan.reduction_slots, strict=True))
@@ -160,10 +163,11 @@ class Gradients:
             if produced[0].itemsize > dtype.itemsize:
                 produced = [gradient.to(dtype) for gradient in produced]
             sent = segments_of(unit.layout, produced, _SENT_FROM_THERE)
-            if only or self._group_reduction is None:
-                self._reduce(unit, sent, add=not first, last=last)
+            grouped = self._plan.accumulation is Accumulation.GROUP
+            if grouped and (self._plan.fold is not None or not only):
+                self._accumulate_in_group(unit, sent, first=first, last=last)
             else:
-                self._accumulate_in_group(unit, sent, self._group_reduction, first=first, last=last)
+                self._reduce(unit, sent, add=not first, last=last)
             return
         if first:
             whole = _new_sum(unit.layout, unit.full.device)
@@ -181,15 +185,10 @@ class Gradients:
             self._reduce(unit, sent, add=False, last=True, total=total)
 
     def _accumulate_in_group(
-        self,
-        unit: Unit,
-        sent: tuple[GradSegment, ...],
-        reduction: GroupReduction,
-        *,
-        first: bool,
-        last: bool,
+        self, unit: Unit, sent: tuple[GradSegment, ...], *, first: bool, last: bool
     ) -> None:
         """Start hop 1, and behind a step's last one the other hops: EMPTY or ACCUMULATING -> REDUCING."""
+        reduction = cast(GroupReduction, self._reduction)
         accumulated = unit.grad.accumulated
         if accumulated is None:
             numel = self._plan.accumulator_numel(unit.layout)
@@ -198,9 +197,8 @@ class Gradients:
         if last:
             total = torch.empty_like(unit.master, device=accumulated.device)
             squares = self._new_squares(total, last=True)
-            reduced = reduction.reduce_accumulated(
-                accumulated, total, squares=squares, rotation=self._rotation_of(unit)
-            )
+            target = Target(total, squares=squares, rotation=self._rotation_of(unit))
+            reduced = reduction.reduce_accumulated(accumulated, target)
             unit.grad.reduce(all_of([pending, reduced]), sent, total, squares, accumulated)
         else:
             unit.grad.reduce_in_group(pending, sent, accumulated)
@@ -228,9 +226,8 @@ class Gradients:
         elif total is None:
             total = torch.empty(unit.layout.numel, device=device)
         squares = self._new_squares(total, last=last)
-        pending = self._reduction.reduce(
-            sent, total, add=add, squares=squares, rotation=self._rotation_of(unit)
-        )
+        target = Target(total, add, squares, self._rotation_of(unit))
+        pending = cast(Reduction, self._reduction).reduce(sent, target)
         unit.grad.reduce(pending, sent, total, squares)
         self._reducing[self._slots[unit]] = unit
 

@@ -5,7 +5,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 
 CodeFormat: TypeAlias = QuantFormat | LloydMaxFormat
@@ -100,16 +99,3 @@ class Hop:
         """`nbytes` to every other rank."""
         far = len(self.ranks) - 1 - self.neighbours
         return SentBytes(self.neighbours * nbytes, far * nbytes)
-
-
-def make_hop(grid: Topology, streams: tuple[int, ...], ranks: tuple[int, ...], format: WireFormat) -> Hop:
-    """The hop of rank `grid.rank`, which is one of `ranks`."""
-    group_rank, node = ranks.index(grid.rank), grid.node_of(grid.rank)
-    return Hop(
-        streams=streams,
-        ranks=ranks,
-        group_rank=group_rank,
-        format=format,
-        neighbours=sum(grid.node_of(rank) == node for rank in ranks) - 1,
-        next_is_near=grid.node_of(ranks[(group_rank + 1) % len(ranks)]) == node,
-    )

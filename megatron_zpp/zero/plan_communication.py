@@ -17,7 +17,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan, Residency
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat, make_hop
+from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat
 from megatron_zpp.zero.reads import Reads
 from megatron_zpp.zero.reduction_plan import (
     Accumulation,
@@ -93,7 +93,16 @@ class _Streams:
     def hop(self, streams: int | tuple[int, ...], format: WireFormat) -> Hop:
         """A hop on one stream, or on several in turn."""
         indices = (streams,) if isinstance(streams, int) else streams
-        return make_hop(self.grid, indices, self.ranks[indices[0]], format)
+        grid, ranks = self.grid, self.ranks[indices[0]]
+        group_rank, node = ranks.index(grid.rank), grid.node_of(grid.rank)
+        return Hop(
+            streams=indices,
+            ranks=ranks,
+            group_rank=group_rank,
+            format=format,
+            neighbours=sum(grid.node_of(rank) == node for rank in ranks) - 1,
+            next_is_near=grid.node_of(ranks[(group_rank + 1) % len(ranks)]) == node,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

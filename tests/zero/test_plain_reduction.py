@@ -12,6 +12,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
+from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.sums import sum_squares
 from megatron_zpp.zero.communication import build_communication, build_reduction
 from megatron_zpp.zero.communication_plan import CommunicationPlan
@@ -123,7 +124,7 @@ def reduce_case(topology: Topology, case: Case) -> Result:
             flat.copy_(gradients(topology.rank, index, layout, case.sent, turn))
         parts = [in_parts(flat) for flat in sent]  # there until they are waited for
         reduced = [
-            communication.reduction.reduce(gradient, shard, add=turn > 0, squares=found)
+            communication.reduction.reduce(gradient, Target(shard, turn > 0, found))
             for gradient, shard, found in zip(parts, shards, squares, strict=True)
         ]
         for one in reduced:
@@ -305,7 +306,7 @@ def all_reduce(
             parts[0] = [GradSegment(0, totals[0])]
         pending = [
             reduction.reduce(
-                gradient, total, add=False, squares=its_squares if plan.returns_squared_norms else None
+                gradient, Target(total, squares=its_squares if plan.returns_squared_norms else None)
             )
             for gradient, total, its_squares in zip(parts, totals, squares, strict=True)
         ]

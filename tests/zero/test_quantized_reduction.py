@@ -13,6 +13,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero import reduction_plan
+from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.communication import build_reduction
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
@@ -101,7 +102,7 @@ def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.
     parts = [
         GradSegment(start, full[start : start + 512].to(this_device())) for start in range(0, len(full), 512)
     ]
-    reduction.reduce(parts, shard, add=True).wait()
+    reduction.reduce(parts, Target(shard, add=True)).wait()
     for comm_stream in comm_streams:
         comm_stream.settle()
     sent = plan.bytes_sent(layout, 1)

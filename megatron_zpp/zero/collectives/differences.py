@@ -16,6 +16,7 @@ too much, `DifferenceFormats` has the unit travel in 8 bits, as linear codes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives.in_turn import InTurn
 from megatron_zpp.zero.collectives.rotation import clear
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.hop import CodeFormat
@@ -57,7 +57,7 @@ class WeightDifferences:
         self._operations = operations
         self._nodes, self._node = len(hop.ranks), hop.group_rank
         received = plan.gather.received  # sent on among the groups, so in memory of that stream
-        self._lanes = InTurn([_Lane(stream, (among_groups or stream).zeros(*received)) for stream in between])
+        self._lanes = cycle([_Lane(stream, (among_groups or stream).zeros(*received)) for stream in between])
         self._among, self._groups = among_groups, plan.reference_groups
         self._group = 0 if among_groups is None else among_groups.group_rank
         self._messages = None  # of all owners, where a node has several groups
@@ -81,7 +81,7 @@ class WeightDifferences:
 
     def publish(self, reference: Tensor) -> Pending:
         """Send this rank's part of the reference itself, at the start of a run."""
-        between, among = self._lanes.next().stream, self._among
+        between, among = next(self._lanes).stream, self._among
         own, part = self.own_part(reference), self._nodes_part(reference)
         arrived = between.submit(lambda: between.all_gather(part, own))
         if among is None:
@@ -127,7 +127,7 @@ class WeightDifferences:
         )
         torch.sum(squares, dim=1, dtype=torch.float64, out=measured)
 
-        lane, among = self._lanes.next(), self._among
+        lane, among = next(self._lanes), self._among
         received, read = lane.buffer[: self._nodes * len(codes)], lane.reading
 
         def take(messages: Tensor) -> None:

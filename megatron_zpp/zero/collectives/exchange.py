@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.sums import sum_parts
 from megatron_zpp.zero.grad_segments import GradSegment, join, segments_inside
 from megatron_zpp.zero.reduction_plan import ReductionPlan
@@ -20,9 +21,7 @@ class Exchange(Protocol):
     the sum, whose bits are those of one process that accumulates the ranks' batches in turn.
     """
 
-    def sum(
-        self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None = None
-    ) -> None:
+    def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
         """Exchange and sum, on the communication stream; see Reduction.reduce."""
 
 
@@ -51,18 +50,16 @@ class _OneRank:
     def __init__(self, operations: Operations | None) -> None:
         self._operations = operations
 
-    def sum(
-        self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None = None
-    ) -> None:
+    def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
         """See Exchange."""
         for segment in sent:
             sum_parts(
                 self._operations,
                 segment.flat.view(1, -1),
-                segment.of(total),
-                add=add,
+                segment.of(target.total),
+                add=target.add,
                 own=segment.flat,
-                squares=_blocks_of(segment, squares),
+                squares=_blocks_of(segment, target.squares),
             )
 
 
@@ -81,12 +78,11 @@ class _Buffered:
         self._collective = comm_stream.all_gather if whole else comm_stream.all_to_all
         self._received = comm_stream.zeros(*plan.buffers.received)
 
-    def sum(
-        self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None = None
-    ) -> None:
+    def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
         """See Exchange."""
         ranks = len(self._comm_stream.ranks)
         full = join(sent, self._joined.view(sent[0].flat.dtype))
+        total, add, squares, _ = target
         received = self._received.view(full.dtype)[: ranks * len(total)]
         self._collective(received, full)
         sum_parts(self._operations, received.view(ranks, -1), total, add=add, squares=squares)
@@ -107,21 +103,20 @@ class _PeerWrites:
             plan.buffers.received.nbytes
         )  # of all ranks, in their order
 
-    def sum(
-        self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None = None
-    ) -> None:
+    def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
         """See Exchange."""
         group_rank = self._comm_stream.group_rank
-        received = self._write(sent, len(total))
-        for segment in segments_inside(sent, self._summed_by(group_rank, len(total))):
+        numel = len(target.total)
+        received = self._write(sent, numel)
+        for segment in segments_inside(sent, self._summed_by(group_rank, numel)):
             sum_parts(
                 self._operations,
                 received[:, segment.start : segment.start + len(segment.flat)],
-                segment.of(total),
-                add=add,
+                segment.of(target.total),
+                add=target.add,
                 own=segment.flat,
                 group_rank=group_rank,
-                squares=_blocks_of(segment, squares),
+                squares=_blocks_of(segment, target.squares),
             )
 
     def _write(self, sent: Sequence[GradSegment], numel: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.codecs import build_codec
+from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.sums import sum_parts
 from megatron_zpp.zero.grad_segments import GradSegment, join
@@ -114,8 +115,9 @@ class Fold:
         self._comm_stream, self._operations, self._groups = comm_stream, operations, plan.groups
         self._received = comm_stream.zeros(*plan.buffers.folded)
 
-    def sum_now(self, accumulated: Tensor, total: Tensor, *, squares: Tensor | None = None) -> None:
-        """Sum `accumulated` (groups · n,) of each group into `total` (n,), on the present stream."""
+    def sum_now(self, accumulated: Tensor, target: Target) -> None:
+        """Sum `accumulated` (groups · n,) of each group into the target (n,), on the present stream."""
+        total, _, squares, _ = target
         received = self._received[: len(accumulated)]
         self._comm_stream.all_to_all(received, accumulated)
         sum_parts(self._operations, received.view(self._groups, -1), total, add=False, squares=squares)
