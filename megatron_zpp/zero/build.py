@@ -94,7 +94,7 @@ class UnitBuilder:
         guard: ReadGuard,
     ) -> Unit:
         plan = self._plan
-        owned = layout.shard(plan.shard) if plan.residency.optimizer_sharded else range(layout.numel)
+        owned = layout.shard(plan.shard) if plan.optimizer_sharded else range(layout.numel)
         if plan.sends_from_slots:
             gather_source = full[owned.start : owned.stop]
         else:
@@ -114,7 +114,12 @@ class UnitBuilder:
                 by_place.append(self._replace_parameters(other, names, layout, full, guard))
             else:
                 _put_parameters(other, names, parameters, guard)
-        secondary = self._secondary(layout)
+        part, secondary = plan.secondary_part(layout), None
+        if part is not None:
+            secondary = self._communication.zeros(plan.secondary_gather.hop.stream, part)
+        message = None
+        if plan.difference_format is not None:
+            message = self._communication.zeros(plan.gather.hop.stream, plan.gather.room(layout))
         return Unit(
             names=names,
             parameters=parameters,
@@ -127,7 +132,7 @@ class UnitBuilder:
             master=master,
             gather_source=gather_source,
             secondary=secondary,
-            message=self._message(layout),
+            message=message,
             encoded=self._encoded(layout, Encoded(owned, master, gather_source), secondary, full),
             gaps=tuple(layout.gaps_in(plan.reference_elements(layout))),
             wide_dtype=plan.compute_dtype,
@@ -168,17 +173,6 @@ class UnitBuilder:
             for piece in owned:
                 part = initial[piece.start : piece.start + piece.length]
                 unit.master[piece.destination : piece.destination + piece.length].copy_(part)
-
-    def _secondary(self, layout: FlatLayout) -> Tensor | None:
-        part = self._plan.secondary_part(layout)
-        return (
-            None if part is None else self._communication.zeros(self._plan.secondary_gather.hop.stream, part)
-        )
-
-    def _message(self, layout: FlatLayout) -> Tensor | None:
-        if self._plan.difference_format is None:
-            return None
-        return self._communication.zeros(self._plan.gather.hop.stream, self._plan.gather.room(layout))
 
     def _encoded(
         self, layout: FlatLayout, shard: Encoded, reference: Tensor | None, full: Tensor

@@ -28,23 +28,6 @@ from megatron_zpp.zero.reads import Reads
 from megatron_zpp.zero.reduction_plan import ReductionPlan, may_write_peers
 
 
-@dataclass(frozen=True)
-class Residency:
-    """What a ZeRO stage leaves whole on every rank (ZeRO paper, section 5)."""
-
-    stage: int
-
-    @property
-    def optimizer_sharded(self) -> bool:
-        """Stage 1 and up: master weights and moments."""
-        return self.stage >= 1
-
-    @property
-    def parameters_sharded(self) -> bool:
-        """Stage 3: the compute-precision parameters."""
-        return self.stage >= 3
-
-
 @dataclass(frozen=True, kw_only=True)
 class GatherPlan:
     """How the parts of a unit that the ranks of a group hold become the whole unit: an all-gather.
@@ -110,7 +93,8 @@ class CommunicationPlan:
     """
 
     grid: Topology
-    residency: Residency
+    optimizer_sharded: bool  # stage 1 and up: master weights and moments (ZeRO paper, section 5)
+    parameters_sharded: bool  # stage 3: the parameters as they compute
     layouts: tuple[FlatLayout, ...]
     compute_dtype: torch.dtype
     streams: tuple[tuple[int, ...], ...]
@@ -133,7 +117,7 @@ class CommunicationPlan:
     @property
     def sends_from_slots(self) -> bool:
         """Whether a gather sends a part of the slot that it fills, so that no rank keeps its shard twice."""
-        return not self.residency.parameters_sharded and not self.gather.hop.quantized
+        return not self.parameters_sharded and not self.gather.hop.quantized
 
     def slot(self, layout: FlatLayout) -> Buffer:
         """The memory of a slot for units of this layout."""
@@ -148,7 +132,7 @@ class CommunicationPlan:
     @property
     def gathers_in_place(self) -> bool:
         """Whether the optimizer writes all of a unit into its slot, so that nothing has to be gathered."""
-        whole = not self.residency.optimizer_sharded or self.grid.world_size == 1
+        whole = not self.optimizer_sharded or self.grid.world_size == 1
         return whole and self.sends_from_slots
 
     def secondary_part(self, layout: FlatLayout) -> Buffer | None:

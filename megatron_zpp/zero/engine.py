@@ -23,7 +23,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.adamw import build_optimizer
 from megatron_zpp.zero.buffers import Buffers
 from megatron_zpp.zero.build import Initialize, UnitBuilder, named_units, plan_of
-from megatron_zpp.zero.collectives.sums import sum_over_ranks
+from megatron_zpp.zero.collectives.sums import largest_over_ranks, sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.difference_formats import DifferenceFormats
@@ -34,7 +34,7 @@ from megatron_zpp.zero.model_checks import check_decoupled, check_parameters, ch
 from megatron_zpp.zero.model_states import ModelStates
 from megatron_zpp.zero.plan_communication import check_topology
 from megatron_zpp.zero.prefetch import Phase
-from megatron_zpp.zero.product_scaling import ProductScaling, end_step
+from megatron_zpp.zero.product_scaling import ProductScaling
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
@@ -244,7 +244,8 @@ class ZeroEngine:
         rates = (learning_rate, learning_rate if decoupled_rate is None else decoupled_rate)
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         if self.scaling is not None:
-            end_step(self.scaling, self.topology, found_inf)
+            maxima = largest_over_ranks(self.scaling.maxima(), self.topology)
+            self.scaling.end_step(maxima, found_inf)
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)

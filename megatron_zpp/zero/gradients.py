@@ -49,7 +49,7 @@ class Gradients:
         self._units = [unit for unit in units if not unit.frozen]
         self._operations = operations
         self._reduction = communication.reduction
-        self._plan, self._residency = plan.reduction, plan.residency
+        self._plan, self._sharded = plan.reduction, plan.optimizer_sharded
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
         self._slots = dict(zip(units, plan.reduction_slots, strict=True))
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
@@ -179,7 +179,7 @@ class Gradients:
         unit.grad.accumulate(whole)
         if last:
             sent = (GradSegment(0, whole.to(self._plan.gradient_dtype)),)
-            total = None if self._residency.optimizer_sharded else whole
+            total = None if self._sharded else whole
             unit.grad.accumulated = None
             del whole  # if a 16-bit copy is sent instead, the reduction's sum can take its memory
             self._reduce(unit, sent, add=False, last=True, total=total)
@@ -221,7 +221,7 @@ class Gradients:
         device = sent[0].flat.device
         if add:
             total = unit.gradient
-        elif self._residency.optimizer_sharded:
+        elif self._sharded:
             total = torch.empty_like(unit.master, device=device)
         elif total is None:
             total = torch.empty(unit.layout.numel, device=device)

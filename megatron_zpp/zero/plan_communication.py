@@ -15,7 +15,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import GRADIENT_BLOCK, ROTATED_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
-from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan, Residency
+from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat
 from megatron_zpp.zero.reads import Reads
@@ -44,7 +44,7 @@ def plan_communication(
     send. `reads`: how the passes read the units; by default each once in the forward and in the backward.
     """
     zero = zero.among(grid.world_size)
-    residency, layouts, streams = Residency(zero.zero_stage), tuple(layouts), _Streams(grid)
+    layouts, streams = tuple(layouts), _Streams(grid)
     gathers = _plan_gathers(zero, streams, layouts, compute_dtype, copy_engines=copy_engines)
     trained = tuple(layout for layout in layouts if not layout.frozen)
     reduction = _plan_reduction(
@@ -54,7 +54,8 @@ def plan_communication(
     forward, _ = orders = reads.orders
     return CommunicationPlan(
         grid=grid,
-        residency=residency,
+        optimizer_sharded=zero.zero_stage >= 1,
+        parameters_sharded=zero.zero_stage >= 3,
         layouts=layouts,
         compute_dtype=compute_dtype,
         streams=tuple(streams.ranks),
@@ -64,7 +65,7 @@ def plan_communication(
         among_groups=gathers.among_groups,
         reduction=reduction,
         prefetch=zero.prefetched_units,
-        slots=tuple(_slots(layouts, orders, zero.prefetched_units if residency.parameters_sharded else None)),
+        slots=tuple(_slots(layouts, orders, zero.prefetched_units if zero.zero_stage >= 3 else None)),
         slot_stream=gathers.slot_stream,
         reduction_slots=tuple(_slots(layouts, (forward,), 1)),  # for two units in a row
         reads=reads,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.ranks import GPUS, largest_in_core, on_gpus
+from tests.zero import test_difference_formats as formats
 from tests.zero import test_differences as cases
 from tests.zero.ranks import on_ranks
 from tests.zero.test_quantized import FOUR_BITS, losses
@@ -39,7 +40,7 @@ def test_groups_of_a_node_hold_references_of_equal_bits(tmp_path: Path) -> None:
 
 
 def test_a_skipped_step_moves_no_reference() -> None:
-    assert on_gpus(2, 1, cases.after_a_skipped_step) == [(1.0, True)] * 2
+    assert on_gpus(2, 1, formats.after_a_skipped_step) == [(1.0, 1, True, [1, 1, 1, 0])] * 2
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

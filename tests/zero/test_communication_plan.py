@@ -49,16 +49,6 @@ def test_other_hpz_sizes_are_refused_with_the_valid_ones(
         check_topology(zero(zero_hpz_partition_size=size), Topology(0, nodes * local, 0, local))
 
 
-@pytest.mark.parametrize(
-    ("rank", "node", "cross_node_ranks"), [(0, [0, 1, 2], [0, 3]), (5, [3, 4, 5], [2, 5])]
-)
-def test_hops_of_a_rank(rank: int, node: list[int], cross_node_ranks: list[int]) -> None:
-    topology = Topology(rank, 6, rank % 3, 3)
-    assert list(topology.node_ranks) == node
-    assert list(topology.cross_node_ranks) == cross_node_ranks
-    assert list(topology.neighbours(2)) == [rank // 2 * 2, rank // 2 * 2 + 1]
-
-
 def test_the_head_of_a_log_says_what_is_on() -> None:
     everything = zero(
         zero_quantized_weights=True,

@@ -15,6 +15,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.hop import eight_bits
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from tests.checkpoint.saving import TOKENIZER, save
+from tests.support import nightly
 from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
 from tests.zero.test_differences import BOTH, batch, build, raw
@@ -61,7 +62,7 @@ def raised_and_lowered(topology: Topology) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), nightly(2, 1), nightly(3, 2)])
 def test_a_unit_that_falls_behind_sends_eight_bits_two_steps_later(nodes: int, local: int) -> None:
     check_raised(nodes, local, on_ranks(nodes * local, raised_and_lowered, ranks_per_node=local))
 
@@ -120,7 +121,7 @@ def raised_after_load(topology: Topology, directory: str) -> list[int | None]:
 
 def test_any_grid_raises_the_units_of_a_checkpoint(tmp_path: Path) -> None:
     on_ranks(4, saved_behind, str(tmp_path), ranks_per_node=2)
-    for ranks, local in ((4, 2), (2, 1), (6, 3)):
+    for ranks, local in ((2, 1), (6, 3)):
         raised = on_ranks(ranks, raised_after_load, str(tmp_path), ranks_per_node=local)
         assert raised == [[0, 1]] * ranks
 
@@ -133,7 +134,8 @@ def after_a_skipped_step(topology: Topology) -> tuple[float, int | None, bool, l
     for number in range(2):
         step(engine, 1 + number)
     before = [raw(unit.reference) for unit in engine.units]
-    poison = lambda gradient: gradient.index_fill(0, torch.tensor(1), torch.nan)  # noqa: E731
+    second = torch.tensor(1, device=engine.device)
+    poison = lambda gradient: gradient.index_fill(0, second, torch.nan)  # noqa: E731
     handle = engine.units[BEHIND].parameters[0].register_hook(poison)
     engine.accumulate(batch(topology, 9), index=0, micro_batches=1)
     handle.remove()
