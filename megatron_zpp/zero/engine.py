@@ -117,7 +117,9 @@ class ZeroEngine:
         self._ledger = TrafficLedger(self.grid.data)
         self._clip_grad, self._decouples = optimizer.clip_grad, bool(decoupled)
         dtype = getattr(torch, precision.compute_dtype(device.type))
-        self.copy_engines = self._choose_copy_engines(timeout, say)
+        several = self.grid.data.local_world_size > 1
+        tried = topology if several else self.grid.data  # the trial is that of all ranks of the node
+        self.copy_engines = choose_copy_engines(tried, device, timeout, say)
         plan = plan_of(
             model,
             zero,
@@ -314,12 +316,6 @@ class ZeroEngine:
     def plan(self) -> CommunicationPlan:
         """How the weights and gradients of this rank travel."""
         return self._communication.plan
-
-    def _choose_copy_engines(self, timeout: timedelta | None, say: Callable[[str], None]) -> bool:
-        """Whether transfers between data ranks of a node use copy engines; all ranks of the job must ask."""
-        several = self.grid.data.local_world_size > 1
-        ranks = self.topology if several else self.grid.data  # the trial is that of all ranks of the node
-        return choose_copy_engines(ranks, self.device, timeout, say)
 
     def _loss(self, batch: Batch) -> Tensor:
         self.spare.reserve()

@@ -185,7 +185,7 @@ def _plan_reduction(
     algorithm = choose_algorithm(zero.zero_stage, grid, quantized=quantized)
     gradient_dtype = _gradient_dtype(accumulation, compute_dtype, in_bf16)
     inside: WireFormat = gradient_dtype
-    between: WireFormat = _sum_dtype(in_bf16)
+    between: WireFormat = torch.bfloat16 if in_bf16 else torch.float32  # of sums, which 16 bits round
     if quantized:
         inside, between = _gradient_codes(zero)
     fold = None
@@ -293,11 +293,6 @@ def _gradient_dtype(accumulation: Accumulation, compute_dtype: torch.dtype, in_b
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _sum_dtype(in_bf16: bool) -> torch.dtype:
-    """The format in which a node's sums of gradients travel to other nodes: 16 bits would round them."""
-    return torch.bfloat16 if in_bf16 else torch.float32
 
 
 def _slots(

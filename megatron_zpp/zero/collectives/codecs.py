@@ -1,6 +1,6 @@
 """How gradients become messages and sums: block codes, or rotated Lloyd-Max codes."""
 
-from typing import Protocol
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -10,36 +10,23 @@ from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.hop import CodeFormat
 
 
-class Codec(Protocol):
-    """Encodes gradients in one format. `first` is the number of the first element (see Rotation)."""
-
-    @property
-    def format(self) -> CodeFormat:
-        """That of its messages."""
-
-    def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
-        """Encode `rows` (R, n) into `messages` (G, bytes), each of R / G rows."""
-
-    def sum_into(
-        self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
-    ) -> None:
-        """Write the sum of `messages` (P, bytes), in their order, to `target` (m,) fp32, or add it."""
-
-
 class BlockCodec:
-    """The codes of a QuantFormat."""
+    """Encodes gradients in a QuantFormat, which needs no rotation."""
 
     def __init__(self, format: QuantFormat, operations: Operations) -> None:
         self.format, self._operations = format, operations
 
     def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
-        """See Codec."""
+        """Encode `rows` (R, n) into `messages` (G, bytes), each of R / G rows.
+
+        `first` is the number of the first element (see Rotation).
+        """
         self._operations.quantize(rows, messages, self.format)
 
     def sum_into(
         self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
     ) -> None:
-        """See Codec."""
+        """Write the sum of `messages` (P, bytes), in their order, to `target` (m,) fp32, or add it."""
         self._operations.sum_into(messages, target, self.format, add=add)
 
 
@@ -50,7 +37,7 @@ class RotatedCodec:
         self.format, self._operations = format, operations
 
     def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
-        """See Codec. The rows must be contiguous."""
+        """See BlockCodec. The rows must be contiguous."""
         assert rotation is not None
         signs = rotation.signs_from(first)
         self._operations.quantize_rotated(rows.view(-1), messages, self.format, signs)
@@ -58,10 +45,13 @@ class RotatedCodec:
     def sum_into(
         self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
     ) -> None:
-        """See Codec."""
+        """See BlockCodec."""
         assert rotation is not None
         signs = rotation.signs_from(first)
         self._operations.sum_rotated(messages, target, self.format, signs, add=add)
+
+
+Codec: TypeAlias = BlockCodec | RotatedCodec
 
 
 def build_codec(format: CodeFormat, operations: Operations) -> Codec:

@@ -1,7 +1,6 @@
 """An exchange of gradients as they are, and the sum of what arrives."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -14,17 +13,6 @@ from megatron_zpp.zero.grad_segments import GradSegment, join, segments_inside
 from megatron_zpp.zero.reduction_plan import ReductionPlan
 
 
-class Exchange(Protocol):
-    """Brings together what all ranks have of some elements, and sums it in the order of the ranks.
-
-    The volume is that of a reduce-scatter, but 16-bit numbers stay 16 bits on the wire without a rounding in
-    the sum, whose bits are those of one process that accumulates the ranks' batches in turn.
-    """
-
-    def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
-        """Exchange and sum, on the communication stream; see Reduction.reduce."""
-
-
 def build_exchange(
     plan: ReductionPlan,
     comm_stream: CommStream,
@@ -32,10 +20,13 @@ def build_exchange(
     joined: Tensor,
     *,
     whole: bool = False,
-) -> Exchange:
+) -> "_OneRank | _PeerWrites | _Buffered":
     """The exchange of the plan's first hop. `joined` is the plan's buffer of that name.
 
-    `whole`: every rank sums all elements, not its shard.
+    It brings together what all ranks have of some elements, and sums it in the order of the ranks; with
+    `whole` every rank sums all elements, not its shard. The volume is that of a reduce-scatter, but 16-bit
+    numbers stay 16 bits on the wire without a rounding in the sum, whose bits are those of one process that
+    accumulates the ranks' batches in turn.
     """
     if len(comm_stream.ranks) == 1:
         return _OneRank(operations)
@@ -51,7 +42,7 @@ class _OneRank:
         self._operations = operations
 
     def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
-        """See Exchange."""
+        """Exchange and sum, on the communication stream; see Reduction.reduce."""
         for segment in sent:
             sum_parts(
                 self._operations,
@@ -79,7 +70,7 @@ class _Buffered:
         self._received = comm_stream.zeros(*plan.buffers.received)
 
     def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
-        """See Exchange."""
+        """Exchange and sum, on the communication stream; see Reduction.reduce."""
         ranks = len(self._comm_stream.ranks)
         full = join(sent, self._joined.view(sent[0].flat.dtype))
         total, add, squares, _ = target
@@ -104,7 +95,7 @@ class _PeerWrites:
         )  # of all ranks, in their order
 
     def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
-        """See Exchange."""
+        """Exchange and sum, on the communication stream; see Reduction.reduce."""
         group_rank = self._comm_stream.group_rank
         numel = len(target.total)
         received = self._write(sent, numel)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,28 +15,13 @@ from megatron_zpp.zero.grad_segments import GradSegment, join
 from megatron_zpp.zero.reduction_plan import ReductionPlan
 
 
-class FirstHop(Protocol):
-    """Sums what the group's ranks have for this rank, in their order, in fp32.
+class PlainFirstHop:
+    """Gradients as they are: an all-to-all, and a sum of what the ranks have for this one, in their order.
 
     Shards of a unit lie in the order (rank of the node, node), so what a rank of the node sums for its
     cross-node ranks is contiguous. Where a node has several groups, a rank sums its part of each `groups`th
     of the unit, and the results lie one after the other.
     """
-
-    def sum(self, sent: Sequence[GradSegment], target: Tensor, *, add: bool) -> Pending:
-        """Submit the sum of `sent` into the fp32 `target` (groups · nodes · shard_numel,), or add it."""
-
-
-def build_first_hop(plan: ReductionPlan, comm_stream: CommStream, operations: Operations | None) -> FirstHop:
-    """The first hop of a plan that has several, or a fold."""
-    if not plan.quantized:
-        return PlainFirstHop(plan, comm_stream, operations)
-    assert operations is not None
-    return QuantizedFirstHop(plan, comm_stream, operations)
-
-
-class PlainFirstHop:
-    """Gradients as they are: an all-to-all, and a sum."""
 
     def __init__(self, plan: ReductionPlan, comm_stream: CommStream, operations: Operations | None) -> None:
         self._comm_stream, self._operations, self._groups = comm_stream, operations, plan.groups
@@ -45,7 +29,7 @@ class PlainFirstHop:
         self._received = comm_stream.zeros(*plan.buffers.received)
 
     def sum(self, sent: Sequence[GradSegment], target: Tensor, *, add: bool) -> Pending:
-        """See FirstHop."""
+        """Submit the sum of `sent` into the fp32 `target` (groups · nodes · shard_numel,), or add it."""
         return self._comm_stream.submit(lambda: self.sum_now(sent, target, add=add))
 
     def sum_now(self, sent: Sequence[GradSegment], target: Tensor, *, add: bool) -> None:
@@ -70,7 +54,7 @@ class QuantizedFirstHop:
     def sum(
         self, sent: Sequence[GradSegment], target: Tensor, *, add: bool, rotation: Rotation | None = None
     ) -> Pending:
-        """See FirstHop. `target` is laid out by chunks; with a `rotation` there is one."""
+        """See PlainFirstHop. `target` is laid out by chunks; with a `rotation` there is one."""
         groups, nodes = self._plan.groups, self._plan.nodes
         shard_numel = len(target) // (groups * nodes)
         full, pending = self.joined(sent, len(target) * len(self._comm_stream.ranks))

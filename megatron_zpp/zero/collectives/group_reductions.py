@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives.first_hop import Fold, build_first_hop
+from megatron_zpp.zero.collectives.first_hop import Fold, PlainFirstHop, QuantizedFirstHop
 from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.reduction_plan import ReductionPlan
@@ -19,7 +19,8 @@ class FoldedReduceScatter:
         self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations | None
     ) -> None:
         (group,), (between_groups,) = comm_streams
-        self._group, self._first = group, build_first_hop(plan, group, operations)
+        kind = QuantizedFirstHop if plan.quantized else PlainFirstHop
+        self._group, self._first = group, kind(plan, group, operations)
         self._fold = Fold(plan, between_groups, operations)
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
