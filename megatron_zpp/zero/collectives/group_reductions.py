@@ -19,8 +19,13 @@ class FoldedReduceScatter:
         self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations | None
     ) -> None:
         (group,), (between_groups,) = comm_streams
-        kind = QuantizedFirstHop if plan.quantized else PlainFirstHop
-        self._group, self._first = group, kind(plan, group, operations)
+        self._group = group
+        self._first: PlainFirstHop | QuantizedFirstHop
+        if plan.quantized:
+            assert operations is not None
+            self._first = QuantizedFirstHop(plan, group, operations)
+        else:
+            self._first = PlainFirstHop(plan, group, operations)
         self._fold = Fold(plan, between_groups, operations)
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
