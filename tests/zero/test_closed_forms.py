@@ -1,5 +1,6 @@
 """Memory and traffic: what the engine really holds and sends, against the closed forms."""
 
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -78,7 +79,7 @@ def live_bytes(engine: ZeroEngine) -> int:
 def parts(thing: object) -> Iterator[object]:
     if isinstance(thing, dict):
         yield from thing.values()
-    elif isinstance(thing, (list, tuple, set)):
+    elif isinstance(thing, (list, tuple, set, deque)):
         yield from thing
     elif hasattr(thing, "__dict__"):
         yield from vars(thing).values()

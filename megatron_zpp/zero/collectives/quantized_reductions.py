@@ -1,7 +1,7 @@
 """qgZ: reductions of gradients that travel as block-quantised messages (ZeRO++, 2306.10209, section 3.3)."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import cycle
 
 from torch import Tensor
 
@@ -23,13 +23,14 @@ class QuantizedOneHopReduceScatter:
         self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations
     ) -> None:
         (in_turn,) = comm_streams
-        self._lanes = cycle([(stream, QuantizedFirstHop(plan, stream, operations)) for stream in in_turn])
+        self._lanes = deque((stream, QuantizedFirstHop(plan, stream, operations)) for stream in in_turn)
 
     def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
         """See Reduction."""
         assert target.squares is None
         total, rotation = target.total, target.rotation
-        comm_stream, hop = next(self._lanes)
+        comm_stream, hop = self._lanes[0]
+        self._lanes.rotate(-1)
         pending = hop.sum(sent, total, add=target.add, rotation=rotation)
         if rotation is None:
             return pending
