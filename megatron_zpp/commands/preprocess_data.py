@@ -52,7 +52,7 @@ class PreprocessConfig(Options):
             if "/" in key:
                 raise option_error("--json-keys", key, "becomes part of a file name and cannot contain a /")
         if len(set(self.json_keys)) < len(self.json_keys):
-            raise option_error("--json-keys", self.json_keys, "names a key twice")
+            raise self.error("json_keys", "names a key twice")
 
     def num_workers(self) -> int:
         """Return --workers, or the number of cores of this process."""
@@ -90,7 +90,7 @@ def main() -> None:
                 disk_bytes=block.disk_bytes, text_bytes=block.text_bytes, documents=encoded.lengths[0].size
             )
         if not progress.documents:
-            raise option_error("--input", config.input, f"has no documents (skipped: {report.summary()})")
+            raise config.error("input", f"has no documents (skipped: {report.summary()})")
     for writer in writers:
         print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
     print(

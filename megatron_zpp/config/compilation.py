@@ -25,8 +25,7 @@ class CompilationConfig(Options):
         Raises ValueError for settings that contradict each other.
         """
         if apex and self.compile:
-            fix = "torch.compile fuses norms itself; omit --fused-backend apex"
-            raise option_error("--compile", "(given)", fix)
+            raise self.error("compile", "torch.compile fuses norms itself; omit --fused-backend apex")
         return device == "cuda" and not apex if self.compile is None else self.compile
 
 

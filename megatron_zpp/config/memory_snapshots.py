@@ -24,12 +24,8 @@ class MemorySnapshotsConfig(Options):
         IN_MEMORY,
         "A file system in memory (tmpfs) of each node, for --buddy-snapshots; may differ between nodes.",
         metavar="DIR",
+        needs="--buddy-snapshots K",
     )
-
-    def check(self) -> None:
-        """Refuse --buddy-directory alone."""
-        if self.buddy_snapshots is None and self.buddy_directory != IN_MEMORY:
-            raise option_error("--buddy-directory", self.buddy_directory, "needs --buddy-snapshots K")
 
 
 def check_resumes(snapshots: MemorySnapshotsConfig, checkpoint: CheckpointConfig) -> None:
@@ -37,9 +33,8 @@ def check_resumes(snapshots: MemorySnapshotsConfig, checkpoint: CheckpointConfig
     if snapshots.buddy_snapshots is None:
         return
     if checkpoint.save is None or checkpoint.load != checkpoint.save:
-        raise option_error(
-            "--buddy-snapshots",
-            snapshots.buddy_snapshots,
+        raise snapshots.error(
+            "buddy_snapshots",
             "needs --save DIRECTORY and a --load equal to it, by which a restarted run is recognised",
         )
     for flag, value, given in (

@@ -149,13 +149,12 @@ class WandB:
 
         if logging.wandb_save_dir:
             Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)  # or W&B takes another
-        mode = logging.wandb_mode or os.environ.get("WANDB_MODE")
+        mode = os.environ.get("WANDB_MODE")
         self._run = wandb.init(
             project=logging.wandb_project,
             name=logging.wandb_exp_name,
             entity=logging.wandb_entity,
             dir=logging.wandb_save_dir,
-            mode=logging.wandb_mode,
             config=config,
             id=os.environ.get("WANDB_RUN_ID", start.run),
             resume=None if mode == "offline" else "allow",  # offline there is no server to ask

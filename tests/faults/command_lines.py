@@ -52,7 +52,7 @@ MODEL = [
     ),
     bad(
         "--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 5",
-        "--rope-low-freq-factor 5.0: must be below --rope-high-freq-factor 4.0",
+        "--rope-low-freq-factor 5.0: only 1.0 is possible: all models of Llama 3 have it; omit it",
     ),
     bad(
         "--position-embedding-type rope --kv-channels 5",
@@ -138,7 +138,7 @@ TRAINING = [
     bad("--rampup-batch-size 2 2 8", "--rampup-batch-size 2 2 8: needs --train-samples"),
     bad(
         "--train-samples 100 --rampup-batch-size 4 4 50",
-        "--rampup-batch-size 4 4 50: needs --global-batch-size",
+        "--rampup-batch-size 4 4 50: needs --train-samples N and --global-batch-size N",
         without="--train-iters",
     ),
     bad("--seed -1", "--seed -1: must be at least 0"),
@@ -300,7 +300,7 @@ PLACES = [
     ),
     bad("--finetune", "--finetune (given): needs --load"),
     bad("--ckpt-step 5", "--ckpt-step 5: needs --load"),
-    bad("--sample-tokens 5", "--sample-tokens 5: needs --sample-prompt TEXT"),
+    bad("--sample-tokens 5", "--sample-tokens 5: only 64 is possible: a sampled text always has 64 tokens"),
     bad("--sample-prompt 5 --eval-iters 0", "--sample-prompt 5: needs evaluations; --eval-iters is 0"),
     bad("--profile --profile-step-start 12", "--profile-step-end 12: must be above --profile-step-start 12"),
     bad("--timing-log-level 3", "argument --timing-log-level: invalid choice: '3'"),

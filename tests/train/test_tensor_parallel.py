@@ -98,7 +98,7 @@ def test_a_run_learns_what_one_rank_does(stage: str, tmp_path: Path) -> None:
 
     Norms of weights and weighted losses count replicated parameters once; so does a second learning rate.
     """
-    flags = "--sample-prompt 7 --sample-tokens 3 --position-embedding-type rope --swiglu".split()
+    flags = "--sample-prompt 7 --position-embedding-type rope --swiglu".split()
     flags += "--log-params-norm --decoupled-lr 2e-3".split()
     flags += ["--calculate-per-token-loss", "--eod-mask-loss"]  # losses have weights with both
     shared = ["--tensor-model-parallel-size", "2", "--zero-stage", stage]
@@ -127,7 +127,7 @@ def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) 
 
 def test_a_run_may_compute_beside_exchanges_and_resume_without(tmp_path: Path) -> None:
     """Two tensor ranks, with a text and an evaluation; one rank resumes the run."""
-    run, text = str(tmp_path / "run"), "--sample-prompt 7 --sample-tokens 3 --save-interval 3".split()
+    run, text = str(tmp_path / "run"), "--sample-prompt 7 --save-interval 3".split()
     overlap = ["--tensor-model-parallel-size", "2", "--tp-comm-overlap", "--zero-stage", "2"]
     first, _ = trained(2, tmp_path / "2", *text, "--save", run, *overlap)
     load = ["--load", run, "--ckpt-step", "3", "--save", str(tmp_path / "other")]

@@ -10,10 +10,11 @@ from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.zero.engine import ZeroEngine
 
 _SAMPLING, _SEED = Sampling(temperature=0.8, top_k=50), 1234
+_NEW_TOKENS = 64
 
 
 def text_writer(engine: ZeroEngine, config: Config, prompt: str) -> Callable[[], str]:
-    """What returns `prompt` and the model's continuation of --sample-tokens; every rank must call it.
+    """What returns `prompt` and the model's continuation of 64 tokens; every rank must call it.
 
     All ranks run the same number of forwards, because each forward gathers sharded parameters.
     """
@@ -24,7 +25,7 @@ def text_writer(engine: ZeroEngine, config: Config, prompt: str) -> Callable[[],
     def write() -> str:
         ids = tokenizer.encode(prompt)
         generator = generator_of(_SEED, ids, copy=0)
-        for _ in range(config.evaluation.sample_tokens):
+        for _ in range(_NEW_TOKENS):
             window = ids[-positions:]
             padding = [0] * (positions - len(window)) if shared else []  # no token attends to what follows it
             tokens = torch.tensor([window + padding])  # (1, T)
