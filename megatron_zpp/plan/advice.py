@@ -146,8 +146,6 @@ def _plain(zero: ZeroConfig) -> ZeroConfig:
         zero_stage=zero.zero_stage,
         zero_offload_optimizer=zero.zero_offload_optimizer,
         zero_prefetch_units=zero.zero_prefetch_units,
-        zero_copy_engines=zero.zero_copy_engines,
-        zero_spare_multiprocessors=zero.zero_spare_multiprocessors,
         zero_unit=zero.zero_unit,
         zero_table_rows=zero.zero_table_rows,
     )
@@ -181,9 +179,4 @@ def _options(
     if accumulate:
         size = given.zero_gradient_partition_size
         settings["zero_gradient_partition_size"] = size if accumulates(given) else "auto"
-    if weights or gradients:
-        settings["zero_quantization_block"] = given.zero_quantization_block
-    changed = dataclasses.replace(plain, **settings)
-    if changed.sends_differences:
-        changed = dataclasses.replace(changed, zero_check_interval=given.zero_check_interval)
-    return changed
+    return dataclasses.replace(plain, **settings)

@@ -136,10 +136,10 @@ BLOCKS = ["--zero-table-rows", "100"]  # of 384 rows
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param([*BLOCKS, *ZEROPP, "--zero-quantized-weights-format", "delta2"], id="row blocks"),
+        pytest.param([*BLOCKS, *ZEROPP, "--zero-quantized-weights-format", "delta4"], id="row blocks"),
         pytest.param([*BLOCKS, "--zero-stage", "2", "--zero-unit", "sublayer"], id="row blocks, stage 2"),
         pytest.param([*BLOCKS, "--zero-stage", "0"], id="row blocks, stage 0"),
-        pytest.param([*ZEROPP, "--zero-quantized-weights-format", "delta2", "--bf16"], id="ZeRO++"),
+        pytest.param([*ZEROPP, "--zero-quantized-weights-format", "delta4", "--bf16"], id="ZeRO++"),
         pytest.param(["--tensor-model-parallel-size", "2"], id="tensor ranks"),
         pytest.param(["--zero-stage", "0", "--fp16"], id="stage 0"),
     ],
