@@ -125,12 +125,6 @@ class PrecisionConfig(Options):
     fp8_amax_compute_algo: Literal["most_recent", "max"] | None = option(
         None, "delayed: scale by the last step's largest magnitude (default), or by the largest of all kept."
     )
-    fp8_margin: int | None = option(
-        None,
-        "delayed: powers of two left between the largest magnitude and the largest code; default 0.",
-        at_least=0,
-        at_most=16,
-    )
     fp8_param_gather: bool = option(
         False,
         "delayed: hold, gather and multiply the weights of layers' linear maps as 8-bit codes of the fp32 "
@@ -190,21 +184,19 @@ class PrecisionConfig(Options):
         return f" with 8-bit products{scaling}{held}{output}" if self.fp8 else ""
 
     def _given_of_delayed(self) -> list[str]:
-        names = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin")
-        return [name for name in names if getattr(self, name) is not None]
+        names = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_param_gather", "fp8_output_layer")
+        return [name for name in names if getattr(self, name)]
 
     def _check_recipe(self) -> None:
         """Refuse a recipe without 8-bit products, and flags of delayed scaling with another recipe."""
-        given = self._given_of_delayed()
-        if self.fp8_recipe == "tensorwise" and given:
-            flag = "--" + given[0].replace("_", "-")
-            raise option_error(flag, getattr(self, given[0]), "needs --fp8-recipe delayed")
-        for name in ("fp8_recipe", *given):
-            if not self.fp8 and getattr(self, name) is not None:
-                raise option_error("--" + name.replace("_", "-"), getattr(self, name), "needs --fp8")
-        for name in ("fp8_param_gather", "fp8_output_layer"):
-            if getattr(self, name) and not (self.fp8 and self.fp8_delayed):
-                raise option_error(flag_name(name), "(given)", "needs --fp8 and --fp8-recipe delayed")
+        for name in ("fp8_recipe", *self._given_of_delayed()):
+            value, problem = getattr(self, name), None
+            if value is not None and not self.fp8:
+                problem = "needs --fp8"
+            elif name != "fp8_recipe" and self.fp8_recipe == "tensorwise":
+                problem = "needs --fp8-recipe delayed"
+            if problem:
+                raise option_error(flag_name(name), "(given)" if value is True else value, problem)
 
     def check_device(self, device: str, capability: tuple[int, int] | None) -> None:
         """Raise ValueError if --fp8 cannot be used; `capability`: the GPU's compute capability, if known."""

@@ -31,7 +31,7 @@ from megatron_zpp.config.run import (
     LoggingConfig,
     TrainingConfig,
 )
-from megatron_zpp.config.shapes.tensor_parallel import check_overlap, check_tensor_ranks
+from megatron_zpp.config.shapes.tensor_parallel import check_tensor_ranks
 from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.sources.provided import OTHERS, Provided
 from megatron_zpp.config.sources.settings_file import (
@@ -103,18 +103,10 @@ class Config:
                 f"needs --tensor-model-parallel-size 1, not {tensor_ranks}: tensor ranks share the tables",
             )
         check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
-        if self.distributed.tp_comm_overlap:
-            check_overlap(tensor_ranks, fp8=self.precision.fp8)
         if self.tokenizer.tokenizer_type is None:
             raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
             raise option_error("--dry-run", "(given)", "plans for GPUs; omit --device cpu")
-
-    def overlaps_exchanges(self, device: str) -> bool:
-        """Return whether tensor ranks, if there are several, compute beside exchanges on "cpu" or "cuda"."""
-        if self.distributed.tp_comm_overlap is None:
-            return device == "cuda" and not self.precision.fp8
-        return self.distributed.tp_comm_overlap
 
     def needed_splits(self) -> tuple[str, ...]:
         """Return the splits that the run reads: train; if it evaluates, valid, and test if it has data."""

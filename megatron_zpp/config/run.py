@@ -261,11 +261,6 @@ class DistributedConfig(Options):
         at_least=1,
         at_most=1024,
     )
-    tp_comm_overlap: bool | None = option(
-        None,
-        "Exchange activations between tensor ranks beside products, by copies into each other's memory "
-        "(NVLink); default: on with GPUs and 16-bit products.",
-    )
     nccl_sockets: str = option(
         "auto",
         "Threads × sockets per thread of each of NCCL's TCP connections, such as 2x2. auto: 2x2 where NCCL "

@@ -35,8 +35,7 @@ class Job:
     Layouts, and all that ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled,
     as by default. `memory_snapshots`: the run takes some. `async_save`: it saves beside the
     training, with `save_optim` the optimizer's states too. `overlapped`: tensor ranks, if there are several,
-    compute beside their exchanges. `demands_overlap`: --tp-comm-overlap is given, which one rank alone is
-    refused. `may_offload`: no setting refuses the optimizer on the CPU.
+    compute beside their exchanges. `may_offload`: no setting refuses the optimizer on the CPU.
     """
 
     model: ModelConfig
@@ -55,7 +54,6 @@ class Job:
     save_optim: bool = True
     tensor: int = 1
     overlapped: bool = False
-    demands_overlap: bool = False
     may_offload: bool = True
 
     @property

@@ -11,8 +11,8 @@ from tests.train.test_fp8_scaling import FLAGS
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ("--bf16 --fp8", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"),
-        ("--bf16", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"),
+        ("--bf16 --fp8 --fp8-recipe tensorwise", "--fp8-param-gather (given): needs --fp8-recipe delayed"),
+        ("--bf16", "--fp8-param-gather (given): needs --fp8"),
         (
             "--bf16 --fp8 --fp8-recipe delayed --zero-stage 3 --zero-quantized-weights",
             "--fp8-param-gather (given): gathers the 8-bit codes that are multiplied, and "

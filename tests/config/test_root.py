@@ -102,7 +102,8 @@ def test_saved_settings_of_retired_flags_are_read() -> None:
     config = parse("--bf16", "--fp8", "--kv-channels", "16")
     saved = config.to_json()
     saved["compilation"]["gemm_algorithms"] = "measured"
-    saved["precision"]["fp8_products"] = "measured"
+    saved["precision"] |= {"fp8_products": "measured", "fp8_margin": 2}
+    saved["distributed"]["tp_comm_overlap"] = False
     assert Config.from_json(saved) == config
 
 

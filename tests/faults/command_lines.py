@@ -96,14 +96,6 @@ MODEL = [
         "--tensor-model-parallel-size 2: leaves 1 × --kv-channels 8 outputs of keys per rank; must be a "
         "multiple of 16 with --fp8; possible: 1, or --kv-channels in multiples of 16",
     ),
-    bad(
-        "--tp-comm-overlap",
-        "--tp-comm-overlap (given): needs --tensor-model-parallel-size 2 or more: one rank",
-    ),
-    bad(
-        f"{EIGHT} --tp-comm-overlap --tensor-model-parallel-size 2 --bf16 --fp8 --kv-channels 16",
-        "--tp-comm-overlap (given): needs 16-bit products: those of --fp8 take the tokens … omit one",
-    ),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
     bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
     bad("--normalization BatchNorm", "--normalization: invalid choice: 'BatchNorm' … 'RMSNorm'"),
@@ -182,11 +174,8 @@ OPTIMIZER = [
     bad("--fp8 --fp16", "--fp8 (given): needs --bf16, not --fp16"),
     Case("--fp8", "--fp8 (given): needs --bf16, which is not the default on the cpu"),
     bad("--fp8-recipe delayed", "--fp8-recipe delayed: needs --fp8"),
-    bad("--fp8-margin 1", "--fp8-margin 1: needs --fp8"),
-    bad("--fp8 --bf16 --fp8-recipe tensorwise --fp8-margin 0", "--fp8-margin 0: needs --fp8-recipe delayed"),
-    bad(
-        "--fp8 --bf16 --fp8-param-gather", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"
-    ),
+    bad("--fp8-margin 1", "--fp8-margin 1: only 0 is possible"),
+    bad("--bf16 --fp8-param-gather", "--fp8-param-gather (given): needs --fp8"),
     bad(
         "--fp8 --bf16 --kv-channels 16 --fp8-recipe delayed --fp8-param-gather --zero-stage 1 "
         "--zero-quantized-weights",
@@ -196,7 +185,8 @@ OPTIMIZER = [
     bad("--fp8 --bf16 --fp8-products measured", "--fp8-products measured: only always is possible: "),
     bad("--gemm-algorithms measured", "--gemm-algorithms measured: only heuristic is possible: "),
     bad(
-        "--fp8 --bf16 --fp8-output-layer", "--fp8-output-layer (given): needs --fp8 and --fp8-recipe delayed"
+        "--fp8 --bf16 --fp8-recipe tensorwise --fp8-output-layer",
+        "--fp8-output-layer (given): needs --fp8-recipe delayed",
     ),
     Case(
         "--fp8 --bf16 --fp8-recipe delayed --fp8-output-layer --make-vocab-size-divisible-by 1",

@@ -181,7 +181,6 @@ def scales_after(maxima: list[float], skipped: tuple[int, ...] = (), **settings:
 def test_the_rule_of_scales() -> None:
     assert scales_after([7.0, 14.0, 7.0, 3.5]) == [64, 32, 64, 128]
     assert scales_after([7.0, 14.0, 7.0, 3.5, 1.75], history=2, algorithm="max") == [64, 32, 32, 64, 128]
-    assert scales_after([7.0, 14.0, 7.0], history=2, margin=3) == [8, 4, 8]
     assert scales_after([0.0, 7.0, 0.0]) == [1, 64, 64]  # zeros change no scale
     assert scales_after([7.0, 56.0, 7.0], skipped=(1,), history=2, algorithm="max") == [64, 64, 64]
     assert scales_after([7.0, 14.0], skipped=(0,)) == [64, 32]  # there is no other

@@ -135,8 +135,8 @@ def test_a_run_may_compute_beside_exchanges_and_resume_without(tmp_path: Path) -
         "3",
     ]
     resumed = ["--load", str(tmp_path / "run"), "--ckpt-step", "3", "--save", str(tmp_path / "other")]
-    overlap = ["--tensor-model-parallel-size", "2", "--tp-comm-overlap", "--zero-stage", "2"]
-    for ranks, flags in ((2, overlap), (1, resumed)):
+    shared = ["--tensor-model-parallel-size", "2", "--zero-stage", "2"]
+    for ranks, flags in ((2, shared), (1, resumed)):
         done = pretrain(*run, *flags, "--metrics-file", str(tmp_path / f"{ranks}.jsonl"), processes=ranks)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "1.jsonl") == pytest.approx(losses(tmp_path / "2.jsonl")[3:], rel=1e-6)

@@ -193,7 +193,9 @@ _BLOCKS: dict[str, Rule] = {
         f"tensor_parallel.{key}": Idle(_TENSOR)
         for key in ("preset_model", "vocab_parallel_lm_head", "partition_config")
     },
-    "tensor_parallel.tp_overlap_comm": Idle("--tp-comm-overlap sets how tensor ranks exchange activations"),
+    "tensor_parallel.tp_overlap_comm": Idle(
+        "tensor ranks always exchange activations beside matmuls where their GPUs can"
+    ),
     "sequence_parallel_size": Only((1,), "every rank computes whole samples; omit it"),
     "checkpoint.load_universal": Only((False,), "every checkpoint loads at any number of ranks"),
     "checkpoint.use_node_local_storage": Only(

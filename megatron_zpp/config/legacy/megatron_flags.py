@@ -6,7 +6,7 @@ features that are not here.
 
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed
 
-_EXCHANGES = "--tp-comm-overlap alone sets how tensor ranks exchange activations"
+_EXCHANGES = "tensor ranks always exchange activations beside matmuls where their GPUs can"
 _NO_PP = "there is no pipeline parallelism"
 _NO_CP = "there is no context parallelism"
 _GRAPHS = "layers are compiled by torch.compile, without CUDA graphs of their own"

@@ -17,6 +17,7 @@ _NO_PP = "there is no pipeline parallelism"
 _FUSED = "--attention-backend selects the attention kernel, and other fusions affect speed only"
 _BUFFERS = "buffers hold one unit, such as a layer"
 _FLAT = "gradients accumulate in flat buffers"
+_EXCHANGES = "tensor ranks always exchange activations beside matmuls where their GPUs can"
 _OVERLAP = "gathers and reductions always overlap with computation"
 _FEEDBACK = (
     "error feedback did not lower the loss (docs/internals/numerics.md); omit it, or use "
@@ -223,6 +224,14 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         otherwise="no layer is timed any more; omit it, and below --hidden-size 2048, where no step was "
         "measured to be faster with --fp8, omit --fp8 too",
     ),
+    OldFlag(
+        name="--fp8-margin",
+        takes=int,
+        allowed=(0,),
+        why="the largest magnitude of --fp8-recipe delayed always has the largest code",
+        otherwise="the largest magnitude always has the largest code; omit it",
+    ),
+    *idle(_EXCHANGES, "--tp-comm-overlap --no-tp-comm-overlap"),
     OldFlag(
         name="--zero-hpz-secondary",
         takes=str,
