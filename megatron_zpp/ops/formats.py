@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 CodeType = Literal["int8", "int4"]
 BITS = {"int8": 8, "int4": 4}
 SMALLEST_BLOCK, LARGEST_BLOCK = 32, 2048
 SCALE_BYTES = 2  # bf16
+SQUARES_BLOCK = 256  # elements per sum of squares
 ALIGNMENT = 16  # bytes that a kernel loads at once; every message begins at a multiple of it
 
 
@@ -44,6 +47,10 @@ class QuantFormat:
         if numel < 0 or numel % self.block:
             raise ValueError(f"a message holds whole blocks of {self.block} elements, got {numel} elements")
         return -(-numel // self.block * self.block_bytes // ALIGNMENT) * ALIGNMENT
+
+    def numel_of(self, messages: Tensor) -> int:
+        """Return m of messages (P, message_bytes(m)): unique, as a block has more bytes than the padding."""
+        return messages.shape[1] // self.block_bytes * self.block
 
 
 @dataclass(frozen=True)

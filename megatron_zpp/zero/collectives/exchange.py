@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream
-from megatron_zpp.ops.checks import SQUARES_BLOCK
+from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.sums import sum_parts
 from megatron_zpp.zero.grad_segments import GradSegment, join, segments_inside
