@@ -85,7 +85,7 @@ def test_signs_are_bits_of_philox() -> None:
     assert all(not torch.equal(many[:256], other) for other in others)
 
 
-@pytest.mark.parametrize(("bits", "error"), [(2, 0.40), (3, 0.20), (4, 0.105)])
+@pytest.mark.parametrize(("bits", "error"), [(2, 0.40), (4, 0.105)])
 @pytest.mark.parametrize("outlier", [0.0, 100.0])
 def test_error_of_a_block_is_that_of_the_normal_distribution(bits: int, error: float, outlier: float) -> None:
     """Whatever the block looks like. ‖y‖² / ⟨y, c⟩ costs a little more than the levels' own error."""
@@ -133,13 +133,13 @@ def test_a_sum_rotates_back_once_and_in_the_senders_order() -> None:
 
 
 def test_messages_hold_the_elements_one_after_the_other() -> None:
-    x, format = normal(1, 4 * 256)[0], LloydMaxFormat(3, 256)
+    x, format = normal(1, 4 * 256)[0], LloydMaxFormat(4, 256)
     together = torch.zeros(2, format.message_bytes(512), dtype=torch.uint8)
     apart = torch.zeros_like(together)
-    quantize_rotated(x, together, 3, 256, SEED, 3, 5, first=256)
+    quantize_rotated(x, together, 4, 256, SEED, 3, 5, first=256)
     for index in range(2):
         part = x[512 * index : 512 * (index + 1)]
-        quantize_rotated(part, apart[index : index + 1], 3, 256, SEED, 3, 5, first=256 + 512 * index)
+        quantize_rotated(part, apart[index : index + 1], 4, 256, SEED, 3, 5, first=256 + 512 * index)
     assert torch.equal(together, apart)
 
 
@@ -148,7 +148,7 @@ def levels_4() -> list[float]:
     return [-level for level in reversed(positive)] + positive
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("block", [32, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_awkward_blocks(bits: int, block: int, dtype: torch.dtype) -> None:
@@ -172,9 +172,9 @@ def test_awkward_blocks(bits: int, block: int, dtype: torch.dtype) -> None:
 def test_parts_of_a_unit_have_the_signs_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """So codes do not depend on the number of ranks, nor on tiles."""
     rows = normal(2, 1024)
-    whole = there_and_back(rows, 3, 256)
-    halves = [there_and_back(rows[:, at : at + 512], 3, 256, first=at) for at in (0, 512)]
+    whole = there_and_back(rows, 4, 256)
+    halves = [there_and_back(rows[:, at : at + 512], 4, 256, first=at) for at in (0, 512)]
     assert torch.equal(torch.cat(halves), whole)
     monkeypatch.setattr("megatron_zpp.ops.reference.TILE", 256)
-    assert torch.equal(there_and_back(rows, 3, 256), whole)
-    quantize_rotated(torch.zeros(0), torch.zeros(1, 0, dtype=torch.uint8), 3, 256, 0, 0, 0)
+    assert torch.equal(there_and_back(rows, 4, 256), whole)
+    quantize_rotated(torch.zeros(0), torch.zeros(1, 0, dtype=torch.uint8), 4, 256, 0, 0, 0)
