@@ -10,7 +10,7 @@ CSRC = Path(__file__).parent / "csrc"
 
 
 class BuildWithSources(build_py):
-    """Copies csrc/ into the package, where megatron_zpp/native/library.py finds it."""
+    """Copies csrc/ into the package, where megatron_zpp/native/sources.py finds it."""
 
     def run(self) -> None:
         super().run()

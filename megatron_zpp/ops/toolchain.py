@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron_zpp.native.cache import BuildError
-from megatron_zpp.native.library import csrc, find_compiler, output_of
+from megatron_zpp.native.sources import csrc
 
 SOURCES = csrc()
 
@@ -59,11 +60,13 @@ class Command:
 def find_toolchain(environ: Mapping[str, str]) -> Toolchain:
     """The compilers named by CXX, CUDA_HOME and PATH. Raises BuildError if CXX or ninja is missing."""
     path = environ.get("PATH", os.defpath)
-    cxx = find_compiler(environ)
+    cxx = shutil.which(environ.get("CXX") or "g++", path=path)
+    if cxx is None:
+        raise BuildError(f"the C++ compiler {environ.get('CXX') or 'g++'} is not installed")
     ninja = shutil.which("ninja", path=f"{path}{os.pathsep}{Path(sys.executable).parent}")
     if ninja is None:
         raise BuildError("ninja is not installed (pip install ninja)")
-    found = Toolchain(cxx, output_of(cxx, "--version").splitlines()[0], ninja)
+    found = Toolchain(cxx, _run(cxx, "--version").splitlines()[0], ninja)
     if cuda_problem(environ) is not None:
         return found
     nvcc = find_nvcc(environ)
@@ -101,7 +104,7 @@ def find_nvcc(environ: Mapping[str, str]) -> str | None:
 
 def nvcc_version(nvcc: str) -> str:
     """The version of CUDA, such as 13.0. Raises BuildError."""
-    output = output_of(nvcc, "--version")
+    output = _run(nvcc, "--version")
     release = re.search(r"release (\d+\.\d+)", output)
     if release is None:
         raise BuildError(f"{nvcc} --version prints no release: {output.strip()[-200:]}")
@@ -137,10 +140,10 @@ def check_commands(nvcc: str, cxx: str, sources: Path) -> tuple[list[Command], t
 
     Returns them and the architectures. Raises BuildError.
     """
-    known = output_of(nvcc, "--list-gpu-code").split()
+    known = _run(nvcc, "--list-gpu-code").split()
     found = tuple(each for each in CHECKED if f"sm_{each}" in known)
     codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in found]
-    flags = ("-Ofc=max",) if "-Ofc" in output_of(nvcc, "--help") else ()
+    flags = ("-Ofc=max",) if "-Ofc" in _run(nvcc, "--help") else ()
     return device_commands(nvcc, cxx, sources, codes, flags), found
 
 
@@ -204,9 +207,7 @@ def _link_flags(tools: Toolchain) -> tuple[str, ...]:
 
 def _cuda_home(nvcc: str) -> Path:
     """The directory of CUDA's headers and libraries as nvcc reports it; nvcc may be a wrapper elsewhere."""
-    top = re.search(
-        r"^#\$ TOP=(.*)$", output_of(nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"), re.MULTILINE
-    )
+    top = re.search(r"^#\$ TOP=(.*)$", _run(nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"), re.MULTILINE)
     return Path(top.group(1) if top else Path(nvcc).parent.parent).resolve()
 
 
@@ -222,3 +223,12 @@ def _processor() -> list[str]:
 
 def _quoted(word: str) -> str:
     return word if re.fullmatch(r"[\w@%+=:,./-]+", word) else "'" + word.replace("'", "'\\''") + "'"
+
+
+def _run(*argv: str) -> str:
+    """The output of a command on both streams. Raises BuildError if it fails."""
+    try:
+        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{' '.join(argv)} failed: {getattr(error, 'output', error)}") from error
+    return done.stdout

@@ -99,7 +99,8 @@ def with_engine(
         engine = engine_of(
             MODEL,
             VOCAB,
-            zero=ZeroConfig(**zero),
+            # Products on fewer multiprocessors of a GPU may add up in another order.
+            zero=ZeroConfig(**zero, zero_spare_multiprocessors="0"),
             optimizer=OptimizerConfig(weight_decay=0.1, adam_beta2=0.95, clip_grad=clip),
             precision=PrecisionConfig(bf16=bf16, fp32=not bf16),  # without either a GPU computes in bf16
             topology=topology,

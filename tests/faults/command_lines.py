@@ -237,14 +237,26 @@ ZERO = [
         "--zero-stage 3 --zero-gradient-error-feedback",
         "--zero-gradient-error-feedback (given): not here: error feedback did not lower the loss",
     ),
+    bad(
+        "--zero-stage 3 --zero-quantized-weights --zero-check-interval 5",
+        "--zero-check-interval 5: needs --zero-quantized-weights and --zero-quantized-weights-format delta4",
+    ),
     bad("--zero-delta4-iterations 100", "--zero-delta4-iterations 100: not here: delta2 has 4 bits until"),
     bad(
         "--zero-stage 3 --zero-quantized-gradients-format rotated4",
         "--zero-quantized-gradients-format rotated4: needs --zero-quantized-gradients",
     ),
     bad(
-        "--zero-stage 3 --zero-quantized-weights --zero-quantization-block 64",
-        "--zero-quantization-block 64: only 256 is possible: blocks have 256 elements, and those of",
+        "--zero-stage 3 --zero-quantization-block 64",
+        "--zero-quantization-block 64: needs --zero-quantized-weights or",
+    ),
+    bad(
+        "--zero-stage 3 --zero-quantized-weights --zero-quantization-block 96",
+        "--zero-quantization-block 96: must be a power of two from 32 to 2048",
+    ),
+    bad(
+        "--zero-stage 3 --zero-quantized-weights --zero-quantization-block 4096",
+        "--zero-quantization-block 4096: must be at most 2048",
     ),
     bad(
         "--zero-stage 3 --zero-quantized-gradients --grad-reduce-in-bf16",
@@ -297,7 +309,9 @@ PLACES = [
     bad("--profile --profile-step-start 12", "--profile-step-end 12: must be above --profile-step-start 12"),
     bad("--timing-log-level 3", "argument --timing-log-level: invalid choice: '3'"),
     bad("--preflight-timeout 0", "--preflight-timeout 0.0: must be above 0"),
-    bad("--nccl-sockets 4x2", "--nccl-sockets 4x2: only auto is possible: omit it, and set NCCL_SOCKET_NT"),
+    bad("--nccl-sockets 4", "--nccl-sockets 4: must be auto, off or THREADSxSOCKETS, such as 2x2"),
+    bad("--nccl-sockets 8x9", "--nccl-sockets 8x9: makes 72 sockets … at most 64; give 8x8 or less"),
+    Case("--nccl-sockets 2x2", "--nccl-sockets 2x2: needs --distributed-backend nccl, … gloo; omit it"),
     bad("--load hf:", "--load hf:: names no directory"),
     bad("--load hf:hf --ckpt-step 5", "--ckpt-step 5: --load hf:hf has no iterations; omit it"),
     bad("--save hf:new", "--save hf:new: name a directory without hf: … huggingface export"),

@@ -36,7 +36,6 @@ def job_of(
     micro_batch_size: int = 1,
     micro_batches: int = 1,
     tensor: int = 1,
-    copy_engines: bool = True,
 ) -> Job:
     """A job of bf16 and one rank by default; `tensor` ranks of `local` share each layer."""
     settings = ZeroConfig(**(zero or {}))
@@ -58,5 +57,4 @@ def job_of(
             table_rows=settings.zero_table_rows,
         ),
         tensor=tensor,
-        copy_engines=copy_engines,
     )

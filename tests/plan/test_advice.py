@@ -60,7 +60,11 @@ def test_an_option_that_leaves_the_wait_does_not_pay() -> None:
 
 
 def test_a_run_keeps_its_formats_in_every_alternative() -> None:
-    zero = {"zero_stage": 3, "zero_quantized_gradients_format": "int8"} | QWZ | QGZ
+    zero = (
+        {"zero_stage": 3, "zero_quantized_gradients_format": "int8", "zero_quantization_block": 64}
+        | QWZ
+        | QGZ
+    )
     job = job_of(SMALL, 50304, zero=zero, nodes=2, local=4)
     same = [plan for plan in zeropp_plans(job, rates(100)) if plan.job.zero == job.zero]
     assert [plan.name for plan in same] == ["--zero-quantized-weights --zero-quantized-gradients"]

@@ -27,10 +27,10 @@ CASES = {  # a command line, and a part of what is said of it
     f"{FITS} {STAGE_3} --grad-reduce-in-bf16": "--zero-quantized-gradients without --grad-reduce-in-bf16\n",
     f"{FITS} {STAGE_3} --zero-prefetch-units 1": "  --zero-stage 1 without --zero-prefetch-units fits as",
     f"{FITS} {STAGE_3} --zero-hpz-partition-size auto": "--zero-stage 1 --zero-hpz-partition-size 1 fits as",
-    f"{FITS} {EVERYTHING} --plan-nodes 1": "none of them (--zero-hpz-partition-size 1 without "
-    "--zero-quantized-weights --zero-quantized-gradients):\n",
-    f"{FITS} {DELTAS}": "  take all of them: ",
-    f"{FITS} {DELTAS} --plan-link-gbit 9000": ":\n    no ",
+    f"{FITS} {EVERYTHING} --zero-quantization-block 64 --plan-nodes 1": "none of them (--zero-hpz-partition-"
+    "size 1 without --zero-quantized-weights --zero-quantized-gradients --zero-quantization-block):\n",
+    f"{FITS} {DELTAS} --zero-check-interval 5": "  take all of them: ",
+    f"{FITS} {DELTAS} --zero-check-interval 5 --plan-link-gbit 9000": " --zero-check-interval):\n    no ",
     f"{FITS} {STAGE_3} --fp8 --fp8-recipe delayed --fp8-param-gather --fp8-output-layer": "take ",
     f"{TOO_LARGE} {STAGE_3} --zero-table-rows 4096": " without --zero-table-rows",
     f"{FITS} --zero-stage 1 --zero-gradient-partition-size auto": "take ",

@@ -91,13 +91,14 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
     """If GPUs write each other's memory, gradients are sent without a copy."""
     model = ModelConfig(**SHAPE)
     found = {}
-    for used in (True, False):
-        found[used] = job_of(model, 500, zero={"zero_stage": 1}, nodes=1, local=2, copy_engines=used)
-    copied = found[False].communication.reduction.buffers.joined.nbytes
-    assert copied == 4 * max(layout.numel for layout in found[False].layouts)
-    assert memory_of(found[False]).buffers - memory_of(found[True]).buffers == copied
-    assert compute_seconds(found[False], MACHINE, True) > compute_seconds(found[True], MACHINE, True)
-    assert not at_stage(found[False], 3).communication.reduction.peer_writes
+    for setting in ("auto", "off"):
+        zero = {"zero_stage": 1, "zero_copy_engines": setting}
+        found[setting] = job_of(model, 500, zero=zero, nodes=1, local=2)
+    copied = found["off"].communication.reduction.buffers.joined.nbytes
+    assert copied == 4 * max(layout.numel for layout in found["off"].layouts)
+    assert memory_of(found["off"]).buffers - memory_of(found["auto"]).buffers == copied
+    assert compute_seconds(found["off"], MACHINE, True) > compute_seconds(found["auto"], MACHINE, True)
+    assert not at_stage(found["off"], 3).communication.reduction.peer_writes
     for nodes in (1, 2):
         assert job_of(model, 500, nodes=nodes, local=2).communication.reduction.peer_writes == (nodes == 1)
 
@@ -264,6 +265,7 @@ STATES: list[dict[str, Any]] = [
     FOUR_BITS,
     FOUR_BITS | {"zero_stage": 1, "zero_hpz_partition_size": "1"},
     FOUR_BITS | {"zero_gradient_partition_size": "auto"},
+    ALL | {"zero_quantization_block": 512},
     *(zero | {"zero_unit": "sublayer"} for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
     *(zero | BLOCKS for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
 ]

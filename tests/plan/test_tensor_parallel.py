@@ -265,8 +265,8 @@ def _sent_and_held(topology: Topology, zero: dict[str, Any]) -> tuple[tuple[int,
 
 
 def planned(zero: dict[str, Any], nodes: int) -> Job:
-    grid: dict[str, Any] = {"nodes": nodes, "local": 4 // nodes, "micro_batches": 2, "tensor": 2}
-    return job_of(SMALL, VOCAB, zero=zero, copy_engines=False, **grid)  # CPUs have none
+    zero = zero | {"zero_copy_engines": "off"}  # CPUs have none
+    return job_of(SMALL, VOCAB, zero=zero, nodes=nodes, local=4 // nodes, micro_batches=2, tensor=2)
 
 
 def test_data_ranks_send_and_hold_what_the_plan_says() -> None:

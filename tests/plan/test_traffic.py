@@ -48,6 +48,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (FOUR_BITS, FULL, 2),
     (FEWER_BITS | {"zero_gradient_partition_size": "auto"}, {}, 3),
     *((FOUR_BITS | {"zero_stage": stage, "zero_hpz_partition_size": "1"}, {}, 2) for stage in (1, 2)),
+    (ALL | {"zero_quantization_block": 512}, {}, 1),
     *((ALL | {"zero_gradient_partition_size": size}, FULL, n) for size in ("auto", "1") for n in (1, 4)),
     ({"zero_stage": 1, "zero_gradient_partition_size": "auto"}, {}, 3),
     (STAGE_3 | HPZ | {"zero_gradient_partition_size": "auto"}, {}, 3),
@@ -147,16 +148,17 @@ def test_the_plan_of_dry_run_is_the_engines() -> None:
         differences = zero.get("zero_quantized_weights_format", "").startswith("delta")
         if differences or zero.get("zero_hpz_partition_size") == "4":
             continue  # needs more ranks
+        settings = ZeroConfig(**zero, zero_copy_engines="off")
         precision = PrecisionConfig(bf16=True)
         engine = engine_of(
             MODEL,
             VOCAB,
-            zero=ZeroConfig(**zero),
+            zero=settings,
             precision=precision,
             operations=operations(),
             recompute=RecomputeConfig(**recompute),
         )
-        job = job_of(MODEL, VOCAB, zero=zero, recompute=recompute, copy_engines=False)
+        job = job_of(MODEL, VOCAB, zero=zero | {"zero_copy_engines": "off"}, recompute=recompute)
         assert engine.plan == job.communication
 
 

@@ -76,8 +76,7 @@ class _CodedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_total: Tensor, of_normed: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        *found, _, _ = gradients(ctx, of_total, of_normed)
-        return *found, None, None, None, None
+        return *gradients(ctx, of_total, of_normed)[:5], None, None, None, None
 
 
 @triton_op("megatron_zpp_model::coded_norm", mutates_args={"maxima"})
