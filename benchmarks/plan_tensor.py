@@ -83,7 +83,7 @@ def tensor_rows() -> list[Row]:
     runs = (
         one_gpu(PAIR),
         tensor_ranks(),
-        Measured("T = 2, `--no-tp-comm-overlap`", ("throughput_tensor_pieces",), "6.7b:4", "tensor", waiting),
+        Measured("T = 2, exchanges by NCCL", ("throughput_tensor_pieces",), "6.7b:4", "tensor", waiting),
         Measured("T = 2, 1.3B, 65,536 tokens", ("long_sample",), "two GPUs, T = 2", None, long),
         one_gpu(OTHER),
         zero_3(),

@@ -5,7 +5,7 @@ python benchmarks/throughput.py --shapes 2.7b:8 --runs "stage 0, fp8 codes" torc
 python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2 fsdp2-our-gpt
 python benchmarks/throughput.py --shapes 345m:16 --runs "stage 3" --against ../old --rounds 6
 python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 \\
-    --runs tensor "tensor, waiting" dtensor dtensor-async "stage 3"
+    --runs tensor dtensor dtensor-async "stage 3"
 
 Every run is a separate process (several with --gpus above 1), so that it inherits no memory, graphs or warm
 cache. Runs take turns, --rounds times; the best interval of ten steps counts, which includes data loading,
@@ -53,7 +53,6 @@ OURS = {  # flags of pretrain_gpt.py
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
     "selective": ["--recompute-activations"],
     "tensor": ["--zero-stage", "0", "--tensor-model-parallel-size", "2"],
-    "tensor, waiting": ["--zero-stage", "0", "--tensor-model-parallel-size", "2", "--no-tp-comm-overlap"],
     "zeropp": [
         *("--zero-stage", "3", "--zero-quantized-weights", "--zero-quantized-gradients"),
         *("--zero-hpz-partition-size", "auto"),
@@ -62,7 +61,6 @@ OURS = {  # flags of pretrain_gpt.py
 AGAINST = ", against"  # behind the name of a run of ours in another checkout
 SHARED = {
     "tensor": 2,
-    "tensor, waiting": 2,
     "dtensor": None,
     "dtensor-async": None,
 }  # GPUs that share a micro-batch; None: all

@@ -182,7 +182,7 @@ void same_device(const char* op, std::initializer_list<Named> tensors) {
 }
 
 LloydMaxFormat lloyd_max(const char* op, int64_t bits, int64_t block) {
-  TORCH_CHECK_VALUE(bits >= 2 && bits <= 4, op, ": bits must be 2, 3 or 4, got ", text(bits));
+  TORCH_CHECK_VALUE(bits == 2 || bits == 4, op, ": bits must be 2 or 4, got ", text(bits));
   checked_block(op, block);
   return {int(bits), int(block)};
 }

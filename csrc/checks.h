@@ -1,4 +1,4 @@
-// The checks of the operators' arguments. megatron_zpp/ops/checks.py raises the same messages.
+// The checks of the operators' arguments.
 //
 // Every check raises ValueError that names the operator, the argument, what is valid and what was passed.
 #pragma once

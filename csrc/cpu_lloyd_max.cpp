@@ -19,7 +19,6 @@ template <typename Run>
 void with_bits(int bits, Run&& run) {
   switch (bits) {
     case 2: return run(std::integral_constant<int, 2>());
-    case 3: return run(std::integral_constant<int, 3>());
     case 4: return run(std::integral_constant<int, 4>());
   }
   throw std::invalid_argument("megatron_zpp: no codes of " + std::to_string(bits) + " bits");
@@ -104,36 +103,28 @@ struct Levels {
   }
 };
 
-// Packs the low WIDTH bits of codes >> shift, the first element in the lowest bits of a byte.
-template <int WIDTH>
-void pack(const uint8_t* codes, int n, int shift, uint8_t* bytes) {
-  constexpr int kPerByte = 8 / WIDTH;
+// Packs codes of BITS bits, the first element in the lowest bits of a byte.
+template <int BITS>
+void pack(const uint8_t* codes, int n, uint8_t* bytes) {
+  constexpr int kPerByte = 8 / BITS;
   for (int k = 0; k < n / kPerByte; ++k) {
     uint32_t byte = 0;
-    for (int i = 0; i < kPerByte; ++i)
-      byte |= (uint32_t(codes[k * kPerByte + i]) >> shift & ((1u << WIDTH) - 1)) << WIDTH * i;
+    for (int i = 0; i < kPerByte; ++i) byte |= uint32_t(codes[k * kPerByte + i]) << BITS * i;
     bytes[k] = uint8_t(byte);
   }
 }
 
-// Sets codes, or adds bits above those that are set where `shift` is not 0.
-template <int WIDTH>
-void unpack(const uint8_t* bytes, int n, int shift, uint8_t* codes) {
-  constexpr int kPerByte = 8 / WIDTH;
-  for (int k = 0; k < n / kPerByte; ++k) {
-    for (int i = 0; i < kPerByte; ++i) {
-      uint8_t& code = codes[k * kPerByte + i];
-      const uint32_t bits = (uint32_t(bytes[k]) >> WIDTH * i & ((1u << WIDTH) - 1)) << shift;
-      code = uint8_t(shift == 0 ? bits : code | bits);
-    }
-  }
+template <int BITS>
+void unpack(const uint8_t* bytes, int n, uint8_t* codes) {
+  constexpr int kPerByte = 8 / BITS;
+  for (int k = 0; k < n / kPerByte; ++k)
+    for (int i = 0; i < kPerByte; ++i) codes[k * kPerByte + i] = bytes[k] >> BITS * i & ((1u << BITS) - 1);
 }
 
 // ---- messages ----
 
 struct LloydMaxMessage {
   uint8_t* bytes;
-  int64_t elements;
   int block;
   MessageLayout layout;
 
@@ -141,13 +132,7 @@ struct LloydMaxMessage {
   template <int BITS>
   void write(int64_t index, uint8_t* codes, uint32_t stored) const {
     if (!(float_of(stored << 16) > 0.f)) std::memset(codes, 0, size_t(block));
-    const int64_t first = index * block;
-    if constexpr (BITS == 3) {
-      pack<2>(codes, block, 0, bytes + first / 4);
-      pack<1>(codes, block, 2, bytes + elements / 4 + first / 8);
-    } else {
-      pack<BITS>(codes, block, 0, bytes + first * BITS / 8);
-    }
+    pack<BITS>(codes, block, bytes + index * block * BITS / 8);
     const uint16_t bits = uint16_t(stored);
     std::memcpy(bytes + layout.code_bytes + 2 * index, &bits, sizeof bits);
     if (index == layout.blocks - 1) std::memset(bytes + layout.used_bytes, 0, layout.bytes - layout.used_bytes);
@@ -156,13 +141,7 @@ struct LloydMaxMessage {
   // Reads a block's codes and returns its scale.
   template <int BITS>
   float read(int64_t index, uint8_t* codes) const {
-    const int64_t first = index * block;
-    if constexpr (BITS == 3) {
-      unpack<2>(bytes + first / 4, block, 0, codes);
-      unpack<1>(bytes + elements / 4 + first / 8, block, 2, codes);
-    } else {
-      unpack<BITS>(bytes + first * BITS / 8, block, 0, codes);
-    }
+    unpack<BITS>(bytes + index * block * BITS / 8, block, codes);
     return load_scale(bytes + layout.code_bytes, index);
   }
 };
@@ -170,18 +149,17 @@ struct LloydMaxMessage {
 // Messages of equal sizes, one after the other.
 struct LloydMaxMessages {
   uint8_t* first;
-  int64_t elements;  // of one message
   LloydMaxFormat format;
   MessageLayout layout;
 
+  // `elements` of one message.
   LloydMaxMessages(const uint8_t* first, const LloydMaxFormat& format, int64_t elements)
       : first(const_cast<uint8_t*>(first)),
-        elements(elements),
         format(format),
         layout(message_layout(format, elements)) {}
 
   LloydMaxMessage operator[](int64_t index) const {
-    return {first + index * layout.bytes, elements, format.block, layout};
+    return {first + index * layout.bytes, format.block, layout};
   }
 };
 

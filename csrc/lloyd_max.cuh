@@ -54,7 +54,6 @@ void with_shape(const LloydMaxFormat& format, Run&& run) {
   };
   switch (format.bits) {
     case 2: return with_bits(std::integral_constant<int, 2>());
-    case 3: return with_bits(std::integral_constant<int, 3>());
     case 4: return with_bits(std::integral_constant<int, 4>());
   }
   throw std::invalid_argument("megatron_zpp: no kernel for codes of " + std::to_string(format.bits) + " bits");

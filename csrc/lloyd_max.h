@@ -6,28 +6,26 @@
 namespace megatron_zpp {
 
 struct LloydMaxFormat {
-  int bits;   // 2, 3 or 4
+  int bits;   // 2 or 4
   int block;  // elements that share a scale: a power of two from 32 to 2048
 };
 
 // The positive levels, from the lowest one up; the negative ones mirror them.
 ZPP_HOST_DEVICE constexpr float lloyd_max_level(int bits, int i) {
   constexpr float two[] = {0.45278004f, 1.5104176f};
-  constexpr float three[] = {0.24509418f, 0.7560053f, 1.3439093f, 2.1519456f};
   constexpr float four[] = {0.12839504f, 0.3880483f, 0.65675914f, 0.94234043f,
                             1.2562312f,  1.6180464f, 2.0690172f,  2.7325895f};
-  return bits == 2 ? two[i] : bits == 3 ? three[i] : four[i];
+  return bits == 2 ? two[i] : four[i];
 }
 
 // The boundaries between them.
 ZPP_HOST_DEVICE constexpr float lloyd_max_boundary(int bits, int i) {
   constexpr float two[] = {0.9815988f};
-  constexpr float three[] = {0.50054973f, 1.0499573f, 1.7479275f};
   constexpr float four[] = {0.25822166f, 0.5224037f, 0.79954976f, 1.0992858f, 1.4371388f, 1.8435318f, 2.4008033f};
-  return bits == 2 ? two[i] : bits == 3 ? three[i] : four[i];
+  return bits == 2 ? two[i] : four[i];
 }
 
-// Codes of 3 bits are a plane of their 2 low bits and then a plane of their high bit. Scales are bf16.
+// Scales are bf16.
 inline MessageLayout message_layout(const LloydMaxFormat& format, int64_t elements) {
   const int64_t blocks = elements / format.block;
   const int64_t code_bytes = elements * format.bits / 8;

@@ -12,9 +12,8 @@ using Nibbles = uint32_t;
 
 // The code of a magnitude in units: floor(slope * magnitude), at most the highest, is the code or one less, so that one
 // comparison with the boundary above that guess decides. A guess is right if slope * boundary b is in [b, b + 1) for
-// all b; the slopes are in the middle of what that allows.
-template <int BITS>
-constexpr float kSlope = BITS == 3 ? 1.43f : 2.85f;
+// all b; the slope is in the middle of what that allows.
+constexpr float kSlope = 2.85f;  // of 4 bits; with 2 there is one boundary to compare with
 
 // A table of eight numbers in the lanes of a warp: lane c has entry c % 8.
 template <int BITS>
@@ -54,7 +53,7 @@ class Encoder {
   __device__ __forceinline__ Encoder(const LaneTables<BITS>& tables, float unit, float inverse)
       : unit_(unit),
         boundary_(kProducts ? unit * tables.boundary : BITS == 2 ? unit * lloyd_max_boundary(2, 0) : tables.boundary),
-        guess_factor_(kSlope<BITS> / kTop * inverse) {}
+        guess_factor_(kSlope / kTop * inverse) {}
 
   // A word whose five low bits are the number of boundaries at most `size`, which is not negative.
   __device__ __forceinline__ uint32_t magnitude(float size) const {
@@ -84,19 +83,12 @@ __device__ __forceinline__ Nibbles codes_of(const float (&x)[8], const uint32_t 
   return word ^ (0x11111111u << (BITS - 1)) ^ all_bits;
 }
 
-// The bits under `kept` of each nibble, at the bottom: the two low bits of eight nibbles are 16 bits, one is eight.
+// The two low bits of eight nibbles, at the bottom: 16 bits.
 __device__ __forceinline__ uint32_t squeezed_pairs(uint32_t x) {
   x &= 0x33333333u;
   x = (x | x >> 2) & 0x0F0F0F0Fu;
   x = (x | x >> 4) & 0x00FF00FFu;
   return (x | x >> 8) & 0xFFFFu;
-}
-
-__device__ __forceinline__ uint32_t squeezed_bits(uint32_t x) {
-  x &= 0x11111111u;
-  x = (x | x >> 3) & 0x03030303u;
-  x = (x | x >> 6) & 0x000F000Fu;
-  return (x | x >> 12) & 0xFFu;
 }
 
 // The levels of a warp: lane c has that of code c.
@@ -119,11 +111,11 @@ __device__ __forceinline__ float level_of(float level_of_lane, uint32_t word) {
 
 // ---- messages ----
 
-// One message. Codes of a run of eight elements are BITS bytes: all of them, or the low bits and the high ones apart.
+// One message. Codes of a run of eight elements are BITS bytes.
 template <int BITS>
 struct Message {
   uint8_t* bytes;
-  int64_t elements, code_bytes;
+  int64_t code_bytes;
 
   // Runs are counted from the beginning of the message.
   __device__ __forceinline__ void store_run(uint64_t run, Nibbles codes) const {
@@ -131,23 +123,17 @@ struct Message {
       reinterpret_cast<uint32_t*>(bytes)[run] = codes;
     } else {
       reinterpret_cast<uint16_t*>(bytes)[run] = uint16_t(squeezed_pairs(codes));
-      if constexpr (BITS == 3) bytes[elements / 4 + run] = uint8_t(squeezed_bits(codes >> 2));
     }
   }
 
   // What load_run read, as 32 bits.
   __device__ __forceinline__ uint32_t load_run(uint64_t run) const {
     if constexpr (BITS == 4) return reinterpret_cast<const uint32_t*>(bytes)[run];
-    const uint32_t low = reinterpret_cast<const uint16_t*>(bytes)[run];
-    if constexpr (BITS == 2) return low;
-    return low | uint32_t(bytes[elements / 4 + run]) << 16;
+    return reinterpret_cast<const uint16_t*>(bytes)[run];
   }
 
   // A word that has code i of a run in its low bits, with others above.
-  __device__ static __forceinline__ uint32_t code(uint32_t run, int i) {
-    if constexpr (BITS == 3) return (run >> 2 * i & 3) | (run >> (16 + i) & 1) << 2;
-    return run >> BITS * i;
-  }
+  __device__ static __forceinline__ uint32_t code(uint32_t run, int i) { return run >> BITS * i; }
 
   __device__ __forceinline__ uint16_t* scale(uint32_t block) const {
     return reinterpret_cast<uint16_t*>(bytes + code_bytes) + block;
@@ -159,17 +145,16 @@ template <int BITS>
 struct Messages {
   uint8_t* first;
   MessageLayout layout;
-  int64_t elements;  // of one message
   Divisor by_blocks;
 
+  // `elements` of one message.
   Messages(const uint8_t* first, const LloydMaxFormat& format, int64_t elements)
       : first(const_cast<uint8_t*>(first)),
         layout(message_layout(format, elements)),
-        elements(elements),
         by_blocks(layout.blocks) {}
 
   __device__ __forceinline__ Message<BITS> operator[](uint32_t index) const {
-    return {first + index * layout.bytes, elements, layout.code_bytes};
+    return {first + index * layout.bytes, layout.code_bytes};
   }
 
   // One lane per block stores its scale, and after the last one the padding.

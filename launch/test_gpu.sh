@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 (($#)) || set -- -m gpu_core --durations 20
-exec "${PYTHON:-python3}" -m pytest tests/gpu "$@"
+exec "${PYTHON:-python3}" -m pytest tests/gpu tests/ops "$@"

@@ -20,8 +20,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.ops.adamw import AdamWScalars
-from megatron_zpp.ops.checks import SQUARES_BLOCK
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import SQUARES_BLOCK, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.train.schedule.learning_rate import LearningRate
 

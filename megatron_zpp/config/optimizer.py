@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, flag_name, option, option_error
+from megatron_zpp.config.options import Options, option, option_error
 
 # The smallest hidden size of a measured step with --fp8, and how many times as fast as bf16's that step was:
 # tensorwise in benchmarks/results/throughput_fp8.json, with 8-bit weights in throughput_fp8_1.3b.json.
@@ -129,22 +129,17 @@ class PrecisionConfig(Options):
         "delayed: scale by the last step's largest magnitude (default), or by the largest of all kept.",
         needs="--fp8",
     )
-    fp8_margin: int | None = option(
-        None,
-        "delayed: powers of two left between the largest magnitude and the largest code; default 0.",
-        needs="--fp8",
-        at_least=0,
-        at_most=16,
-    )
     fp8_param_gather: bool = option(
         False,
         "delayed: hold, gather and multiply the weights of layers' linear maps as 8-bit codes of the fp32 "
         "master weights, which the optimizer writes once per step.",
+        needs="--fp8",
     )
     fp8_output_layer: bool = option(
         False,
         "delayed: compute the three products of the output layer with its loss on 8-bit floats too. Logits "
         "without a loss, as of samples, are 16-bit products.",
+        needs="--fp8",
     )
     loss_scale: float | None = option(
         None,
@@ -173,10 +168,7 @@ class PrecisionConfig(Options):
             raise self.error("fp8", f"needs --bf16, not --{formats[0]}")
         given = self._given_of_delayed()
         if self.fp8_recipe == "tensorwise" and given:
-            raise option_error(flag_name(given[0]), getattr(self, given[0]), "needs --fp8-recipe delayed")
-        for name in ("fp8_param_gather", "fp8_output_layer"):
-            if getattr(self, name) and not (self.fp8 and self.fp8_delayed):
-                raise option_error(flag_name(name), "(given)", "needs --fp8 and --fp8-recipe delayed")
+            raise self.error(given[0], "needs --fp8-recipe delayed")
         if self.loss_scale_window % 1:
             raise self.error("loss_scale_window", "must be a whole number of steps")
         object.__setattr__(self, "loss_scale_window", int(self.loss_scale_window))  # 500.0, as in Megatron-LM
@@ -199,8 +191,8 @@ class PrecisionConfig(Options):
         return f" with 8-bit products{scaling}{held}{output}" if self.fp8 else ""
 
     def _given_of_delayed(self) -> list[str]:
-        names = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin")
-        return [name for name in names if getattr(self, name) is not None]
+        names = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_param_gather", "fp8_output_layer")
+        return [name for name in names if getattr(self, name)]
 
     def check_device(self, device: str, capability: tuple[int, int] | None) -> None:
         """Raise ValueError if --fp8 cannot be used; `capability`: the GPU's compute capability, if known."""

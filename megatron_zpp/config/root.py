@@ -32,7 +32,7 @@ from megatron_zpp.config.run import (
     TrainingConfig,
 )
 from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
-from megatron_zpp.config.shapes.tensor_parallel import check_overlap, check_tensor_ranks
+from megatron_zpp.config.shapes.tensor_parallel import check_tensor_ranks
 from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.sources.provided import OTHERS, Provided
 from megatron_zpp.config.sources.settings_file import (
@@ -103,18 +103,10 @@ class Config:
             fix = f"needs {TENSOR_RANKS} 1, not {tensor_ranks}: tensor ranks share the tables"
             raise zero.error("zero_table_rows", fix)
         check_tensor_ranks(model, tensor_ranks, fp8=precision.fp8)
-        if self.distributed.tp_comm_overlap:
-            check_overlap(tensor_ranks, fp8=precision.fp8)
         if self.tokenizer.tokenizer_type is None:
             raise self.tokenizer.error("tokenizer_type", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
             raise self.plan.error("dry_run", "plans for GPUs; omit --device cpu")
-
-    def overlaps_exchanges(self, device: str) -> bool:
-        """Return whether tensor ranks, if there are several, compute beside exchanges on "cpu" or "cuda"."""
-        if self.distributed.tp_comm_overlap is None:
-            return device == "cuda" and not self.precision.fp8
-        return self.distributed.tp_comm_overlap
 
     def needed_splits(self) -> tuple[str, ...]:
         """Return the splits that the run reads: train; if it evaluates, valid, and test if it has data."""

@@ -215,11 +215,6 @@ class DistributedConfig(Options):
         at_least=1,
         at_most=1024,
     )
-    tp_comm_overlap: bool | None = option(
-        None,
-        "Exchange activations between tensor ranks beside products, by copies into each other's memory "
-        "(NVLink); default: on with GPUs and 16-bit products.",
-    )
     distributed_timeout_minutes: float = option(
         10,
         "Minutes for ranks to start, and after which an unfinished collective is an error; missing ranks are "

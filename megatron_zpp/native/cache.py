@@ -1,27 +1,26 @@
-"""The directory of built libraries: private to this user, with one builder at a time.
+"""The directory of built libraries: private to this user, with one builder of each library at a time.
 
 Its files run as code, so no other user may be able to change the directory, nor a directory above it, which
-would allow replacing it. Directories are created with mode 0700 and files with 0600, whatever the umask.
+would allow replacing it.
 """
 
-import contextlib
 import fcntl
 import math
 import os
+import shutil
 import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_zpp.native.progress import EVERY_SECONDS
+from megatron_zpp.storage.files import fsync
 from megatron_zpp.storage.waits import attempt_wait, growing_waits
 
 POLL_SECONDS = 0.1  # until the second look of a process that waits
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-PRIVATE_UMASK = 0o077  # for compilers
+EVERY_SECONDS = 10.0  # between two lines of progress
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class BuildError(OSError):
@@ -41,7 +40,9 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
         home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home()) / ".cache"
         directory = (Path(home) / "megatron_zpp").absolute()
     try:
-        _make_private(directory)
+        for path in reversed([path for path in directory.parents if not path.exists()]):
+            path.mkdir(mode=0o700, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
         whole = directory.resolve()
         above = [(parent, parent.lstat()) for parent in reversed(whole.parents)]
@@ -49,96 +50,76 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
         raise BuildError(f"{directory} cannot be created ({error.strerror}); {_ELSEWHERE}") from error
     if stat.S_ISLNK(found.st_mode):
         raise BuildError(f"{directory} is a symbolic link, and code is not loaded through one; {_ELSEWHERE}")
-    if not stat.S_ISDIR(found.st_mode):
-        raise BuildError(f"{directory} cannot be created (it is a file); {_ELSEWHERE}")
     for parent, status in above:
         if status.st_uid not in (0, os.geteuid()):
             raise BuildError(f"{parent}, above {directory}, belongs to user {status.st_uid}; {_ELSEWHERE}")
-        if status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
+        if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
             raise BuildError(
                 f"others can write to {parent} and so replace {directory}: "
                 f"chmod go-w {parent}, or {_ELSEWHERE}"
             )
     if found.st_uid != os.geteuid():
         raise BuildError(f"{directory} belongs to user {found.st_uid}, not to you; {_ELSEWHERE}")
-    if found.st_mode & OTHERS_WRITE:
+    if found.st_mode & _OTHERS_WRITE:
         raise BuildError(f"others can write to {directory}: chmod 700 it, unless they already have written")
     return whole
 
 
-def open_private(path: Path, flags: int) -> int:
-    """Open a file in the cache, created with mode 0600 if it is missing. Raises BuildError."""
-    try:
-        descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        os.fchmod(descriptor, 0o600)  # the umask may have removed the owner's permissions
-    except OSError as error:
-        raise BuildError(f"{path} cannot be written ({error.strerror}); {_ELSEWHERE}") from error
-    return descriptor
-
-
-@contextmanager
-def building_directory(cache: Path, name: str) -> Iterator[Path]:
-    """A temporary directory in the cache to build `name` in; it remains if the builder is killed."""
-    with tempfile.TemporaryDirectory(prefix=f"{name}.building-", dir=cache) as directory:
-        os.chmod(directory, 0o700)
-        yield Path(directory)
-
-
-def _make_private(directory: Path) -> None:
-    """Create the directory and the missing ones above it."""
-    missing = []
-    for path in (directory, *directory.parents):
-        if path.exists():
-            break
-        missing.append(path)
-    for path in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process created it
-            path.mkdir(mode=0o700)
-            path.chmod(0o700)
-
-
-@contextmanager
-def locked(
-    path: Path,
+def build_once(
+    library: Path,
+    make: Callable[[Path], object],
     say: Callable[[str], None],
+    *,
     wait_seconds: float,
     every_seconds: float = EVERY_SECONDS,
-    is_built: Callable[[], bool] | None = None,
-) -> Iterator[bool]:
-    """Hold the lock on file `path`, and write to the file which process holds it.
+) -> Path:
+    """Return `library`, a file of the cache; if it is missing, `make` writes it to a temporary directory.
 
-    The kernel releases the lock when its holder dies. If another process holds it, `say` gets a line every
-    `every_seconds`, and BuildError is raised after `wait_seconds`. Yields whether the lock is held: not if
-    `is_built` says during the wait that the other process has done the work. So the processes that wait do
-    not need the lock one after another, and seldom ask for it.
+    One process makes it. The others wait until it is there, or until the kernel has released the lock of a
+    process that died: `say` gets a line every `every_seconds`, and BuildError is raised after `wait_seconds`.
+    They seldom ask for the lock, which they do not need one after another.
     """
-    descriptor = open_private(path, os.O_RDWR)
+    if library.exists():
+        return library
+    lock = library.with_suffix(".lock")
     try:
-        held = _acquire(descriptor, path, say, wait_seconds, every_seconds, is_built)
-        if held:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise BuildError(f"{lock} cannot be written ({error.strerror}); {_ELSEWHERE}") from error
+    try:
+        if _acquire(descriptor, lock, library, say, wait_seconds, every_seconds) and not library.exists():
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield held
+            for abandoned in library.parent.glob(f"{library.stem}.building-*"):
+                shutil.rmtree(abandoned, ignore_errors=True)  # its builder is dead, because we hold the lock
+            prefix = f"{library.stem}.building-"
+            with tempfile.TemporaryDirectory(prefix=prefix, dir=library.parent) as directory:
+                made = Path(directory) / library.name
+                make(made)
+                fsync(made)  # loading a library whose end is missing would kill the process with SIGBUS
+                os.replace(made, library)
+                fsync(library.parent)
     finally:
         os.close(descriptor)
+    return library
 
 
 def _acquire(
     descriptor: int,
     path: Path,
+    library: Path,
     say: Callable[[str], None],
     wait_seconds: float,
     every_seconds: float,
-    is_built: Callable[[], bool] | None,
 ) -> bool:
+    """Return whether the lock was acquired; not if another process has made `library` meanwhile."""
     started, said, waits, attempt_at = time.monotonic(), 0, growing_waits(POLL_SECONDS), -math.inf
     while True:
         if time.monotonic() >= attempt_at:
             if _lock(descriptor, path):
                 return True
-            if is_built is not None:
-                attempt_at = time.monotonic() + attempt_wait()
-        if is_built is not None and is_built():
+            attempt_at = time.monotonic() + attempt_wait()
+        if library.exists():
             return False
         holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
         waited = time.monotonic() - started

@@ -3,27 +3,25 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 CodeType = Literal["int8", "int4"]
 BITS = {"int8": 8, "int4": 4}
 SMALLEST_BLOCK, LARGEST_BLOCK = 32, 2048
 SCALE_BYTES = 2  # bf16
+SQUARES_BLOCK = 256  # elements per sum of squares
 ALIGNMENT = 16  # bytes that a kernel loads at once; every message begins at a multiple of it
 
 
-@dataclass(frozen=True)
-class QuantFormat:
+class BlockFormat:
     """How a run of numbers becomes a message: all codes, then one bf16 scale per block, then zero padding.
 
-    `code_type`: two's complement `int8` or `int4` (two per byte, the first in the low half). `block`:
-    elements that share a scale, a power of two from 32 to 2048. Raises ValueError for any other value.
+    `block`: elements that share a scale, a power of two from 32 to 2048; ValueError for any other value.
     """
 
-    code_type: CodeType = "int8"
-    block: int = 256
+    block: int
 
     def __post_init__(self) -> None:
-        if self.code_type not in BITS:
-            raise ValueError(f"code_type must be int8 or int4, got {self.code_type}")
         if not is_block(self.block):
             raise ValueError(
                 f"block must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}, got {self.block}"
@@ -32,42 +30,7 @@ class QuantFormat:
     @property
     def bits(self) -> int:
         """Bits per code."""
-        return BITS[self.code_type]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the codes and the scale of one block."""
-        return self.block * self.bits // 8 + SCALE_BYTES
-
-    def message_bytes(self, numel: int) -> int:
-        """Bytes of the message of `numel` elements. Raises ValueError unless they are whole blocks."""
-        if numel < 0 or numel % self.block:
-            raise ValueError(f"a message holds whole blocks of {self.block} elements, got {numel} elements")
-        return -(-numel // self.block * self.block_bytes // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True)
-class LloydMaxFormat:
-    """How n numbers become a message: the codes by planes, one bf16 scale per block, then zero padding.
-
-    Codes of 2 and 4 bits are one plane; codes of 3 bits are a plane of their 2 low bits and then a plane of
-    their high bit. Within a byte the first element has the lowest bits. Raises ValueError for other bits, and
-    for a block that is not a power of two from 32 to 2048.
-    """
-
-    bits: int = 4
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        if self.bits not in (2, 3, 4):
-            raise ValueError(f"bits must be 2, 3 or 4, got {self.bits}")
-        if not is_block(self.block):
-            raise ValueError(f"block must be a power of two from 32 to 2048, got {self.block}")
-
-    @property
-    def planes(self) -> tuple[int, ...]:
-        """Bits of each plane, the low bits first."""
-        return (2, 1) if self.bits == 3 else (self.bits,)
+        raise NotImplementedError
 
     @property
     def block_bytes(self) -> int:
@@ -84,6 +47,41 @@ class LloydMaxFormat:
         if numel < 0 or numel % self.block:
             raise ValueError(f"a message holds whole blocks of {self.block} elements, got {numel} elements")
         return -(-numel // self.block * self.block_bytes // ALIGNMENT) * ALIGNMENT
+
+    def numel_of(self, messages: Tensor) -> int:
+        """Return m of messages (P, message_bytes(m)): unique, as a block has more bytes than the padding."""
+        return messages.shape[1] // self.block_bytes * self.block
+
+
+@dataclass(frozen=True)
+class QuantFormat(BlockFormat):
+    """Integer codes, two's complement `int8` or `int4` (two per byte, the first in the low half)."""
+
+    code_type: CodeType = "int8"
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.code_type not in BITS:
+            raise ValueError(f"code_type must be int8 or int4, got {self.code_type}")
+        super().__post_init__()
+
+    @property
+    def bits(self) -> int:
+        """See BlockFormat."""
+        return BITS[self.code_type]
+
+
+@dataclass(frozen=True)
+class LloydMaxFormat(BlockFormat):
+    """Lloyd-Max codes of 2 or 4 bits. Within a byte the first element has the lowest bits."""
+
+    bits: int = 4
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4):
+            raise ValueError(f"bits must be 2 or 4, got {self.bits}")
+        super().__post_init__()
 
 
 def is_block(block: int) -> bool:

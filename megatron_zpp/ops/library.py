@@ -1,29 +1,17 @@
 """Load the kernels, or the reference if they cannot be built."""
 
-import inspect
 import os
 from collections.abc import Callable
 
 import torch
 
 from megatron_zpp.native.cache import BuildError
-from megatron_zpp.ops import checks, reference
+from megatron_zpp.ops import reference
 from megatron_zpp.ops.build import build
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.toolchain import capability_problem, cuda_problem
 
 COMMAND = "python -m megatron_zpp.ops.build"
-
-_CHECKED = (
-    (reference.quantize, checks.quantize),
-    (reference.dequantize, checks.dequantize),
-    (reference.sum_quantize, checks.sum_quantize),
-    (reference.sum_into, checks.sum_into),
-    (reference.sum_parts, checks.sum_parts),
-    (reference.sum_squares, checks.sum_squares),
-    (reference.adamw, checks.adamw),
-    (reference.adamw_quantize, checks.adamw_quantize),
-)
 
 
 def load_operations(device_type: str, *, require_kernels: bool, say: Callable[[str], None]) -> Operations:
@@ -44,7 +32,7 @@ def load_operations(device_type: str, *, require_kernels: bool, say: Callable[[s
 
 
 def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
-    """Load the library of csrc/ as torch.ops.megatron_zpp, also for torch.compile. Raises BuildError.
+    """Load the library of csrc/ as torch.ops.megatron_zpp. Raises BuildError.
 
     Loads it once per process, because torch keeps one set of operators of a name. Does not build it where
     the present GPU is too old for its device code.
@@ -58,11 +46,7 @@ def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
         try:
             torch.ops.load_library(str(library))
         except OSError as error:
-            raise BuildError(
-                f"{library} cannot be loaded ({error}); build it again: {COMMAND} --force"
-            ) from error
-        for operation, check in _CHECKED:
-            torch.library.register_fake(f"megatron_zpp::{operation.__name__}", _fake(operation, check))
+            raise BuildError(f"{library} cannot be loaded ({error}); remove it") from error
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
     if key is None:
         raise BuildError(f"there are no kernels for devices of type {device_type}")
@@ -73,19 +57,3 @@ def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
 def loaded() -> bool:
     """Return whether this process has loaded the operators."""
     return hasattr(torch.ops.megatron_zpp, "quantize")
-
-
-def _fake(operation: Callable[..., None], check: Callable[..., None]) -> Callable[..., None]:
-    """The operator for tensors without storage, by which torch.compile and FakeTensorMode trace it.
-
-    It only checks its arguments, because an operator that writes to its arguments has no outputs to create.
-    """
-    signature = inspect.signature(operation)
-    checked = tuple(inspect.signature(check).parameters)
-
-    def fake(*args: object, **kwargs: object) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        check(*(bound.arguments[name] for name in checked))
-
-    return fake

@@ -1,4 +1,4 @@
-"""Lloyd-Max codes of 2, 3 and 4 bits: levels, boundaries, block statistics, packing and the message format.
+"""Lloyd-Max codes of 2 and 4 bits: levels, boundaries, block statistics, packing and the message format.
 
 The levels minimise the mean squared error for the unit normal distribution (Max, Quantizing for Minimum
 Distortion, 1960, table I; Lloyd, Least Squares Quantization in PCM, 1982). They are the fp32 numbers nearest
@@ -21,12 +21,10 @@ _EXPONENT = 0x7F800000
 # By bits: the positive levels, and the boundaries between them; the negative ones mirror them around 0.
 LEVELS = {
     2: (0.45278004, 1.5104176),
-    3: (0.24509418, 0.7560053, 1.3439093, 2.1519456),
     4: (0.12839504, 0.3880483, 0.65675914, 0.94234043, 1.2562312, 1.6180464, 2.0690172, 2.7325895),
 }
 BOUNDARIES = {
     2: (0.9815988,),
-    3: (0.50054973, 1.0499573, 1.7479275),
     4: (0.25822166, 0.5224037, 0.79954976, 1.0992858, 1.4371388, 1.8435318, 2.4008033),
 }
 
@@ -108,29 +106,23 @@ def decoded(codes: Tensor, stored: Tensor, bits: int) -> Tensor:
 
 def write_message(message: Tensor, codes: Tensor, stored: Tensor, format: LloydMaxFormat) -> None:
     """Fill `message` (message_bytes(n),) uint8 from codes (K, B) and scales (K,)."""
-    place, shift = 0, 0
-    for bits in format.planes:
-        plane = pack(codes >> shift & ((1 << bits) - 1), bits)
-        message[place : place + len(plane)] = plane
-        place, shift = place + len(plane), shift + bits
-    end = place + SCALE_BYTES * len(stored)
-    message[place:end] = stored.view(torch.uint8)
+    packed = pack(codes, format.bits)
+    message[: len(packed)] = packed
+    end = len(packed) + SCALE_BYTES * len(stored)
+    message[len(packed) : end] = stored.view(torch.uint8)
     message[end:] = 0
 
 
 def read_message(message: Tensor, numel: int, format: LloydMaxFormat) -> tuple[Tensor, Tensor]:
     """The inverse of `write_message`: codes (K, B) uint8 and scales (K,) bf16."""
-    codes, place, shift = torch.zeros(numel, dtype=torch.uint8, device=message.device), 0, 0
-    for bits in format.planes:
-        size = numel * bits // 8
-        codes |= unpack(message[place : place + size], bits) << shift
-        place, shift = place + size, shift + bits
-    stored = message[place : place + SCALE_BYTES * (numel // format.block)]
+    size = numel * format.bits // 8
+    codes = unpack(message[:size], format.bits)
+    stored = message[size : size + SCALE_BYTES * (numel // format.block)]
     return codes.view(-1, format.block), stored.clone().view(torch.bfloat16)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (any shape) of 1, 2 or 4 bits as bytes; the first element has the lowest bits of a byte."""
+    """Codes (any shape) of 2 or 4 bits as bytes; the first element has the lowest bits of a byte."""
     per_byte = 8 // bits
     columns = codes.reshape(-1, per_byte)
     packed = columns[:, 0].clone()

@@ -15,7 +15,8 @@ class Operations:
 
     Results are written to the caller's buffers; nothing is returned and no call waits for the device. Shapes:
     R rows, n columns, G and P messages, m elements; `message_bytes` is the format's. Rows and parts are whole
-    blocks. Every method raises ValueError that names the argument and what was passed.
+    blocks. The kernels raise ValueError that names the argument and what was passed; the reference trusts its
+    caller.
     """
 
     def __init__(self, kernels: Any, *, compiled: bool) -> None:

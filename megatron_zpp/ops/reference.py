@@ -11,22 +11,24 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops import checks
 from megatron_zpp.ops.adamw import AdamWScalars, AdamWStep
 from megatron_zpp.ops.block_codes import decode_blocks, encode_blocks, to_dtype
-from megatron_zpp.ops.checks import SQUARES_BLOCK, numel_of_messages
-from megatron_zpp.ops.formats import SCALE_BYTES, CodeType, QuantFormat
+from megatron_zpp.ops.formats import SCALE_BYTES, SQUARES_BLOCK, CodeType, QuantFormat
 
 # R rows, n columns, G output messages, P input messages, m elements, K blocks, B elements per block
 TILE = 1 << 20
 
 
+def tiles(numel: int) -> list[slice]:
+    """The elements of a run, TILE at a time."""
+    return [slice(start, min(start + TILE, numel)) for start in range(0, numel, TILE)]
+
+
 def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -> None:
     """Encode `input` (R, n) into `messages` (G, message_bytes(R/G · n)).
 
-    Message g holds the R/G rows from g · R/G on. Raises ValueError (`checks.quantize`).
+    Message g holds the R/G rows from g · R/G on.
     """
-    checks.quantize(input, messages, code_type, block)
     format = QuantFormat(code_type, block)
     count, n = len(input) // len(messages), input.shape[1]  # of the rows of a message
     for group, message in enumerate(messages):
@@ -45,11 +47,7 @@ def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -
 
 
 def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
-    """Decode `messages` (G, message_bytes(R/G · n)) into `output` (R, n): the inverse of `quantize`.
-
-    Raises ValueError (`checks.dequantize`).
-    """
-    checks.dequantize(messages, output, code_type, block)
+    """Decode `messages` (G, message_bytes(R/G · n)) into `output` (R, n): the inverse of `quantize`."""
     format = QuantFormat(code_type, block)
     count = len(output) // len(messages)  # of the rows of a message
     for group, message in enumerate(messages):
@@ -67,43 +65,31 @@ def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int
 def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
     """Sum `messages` (P, message_bytes(m)) in order and encode part g of the sum as message g of `output`.
 
-    `output` is (G, message_bytes(m / G)). Raises ValueError (`checks.sum_quantize`).
+    `output` is (G, message_bytes(m / G)).
     """
-    checks.sum_quantize(messages, output, code_type, block)
     format = QuantFormat(code_type, block)
-    m = numel_of_messages(messages, format)
+    m = format.numel_of(messages)
     part = m // max(len(output), 1)
     for group, message in enumerate(output):
         code_blocks, scale_blocks = _message_parts(message, format, part)
         _zero_padding(message, format, part)
-        for start in range(0, part, TILE):
-            stop = min(start + TILE, part)
-            here = slice(group * part + start, group * part + stop)
+        for tile in tiles(part):
+            here = slice(group * part + tile.start, group * part + tile.stop)
             value = _sum_of(messages, format, m, here)
             encoded, stored = encode_blocks(value.view(-1, block), format)
-            blocks = slice(start // block, stop // block)
+            blocks = slice(tile.start // block, tile.stop // block)
             code_blocks[blocks] = encoded
             scale_blocks[blocks] = stored.view(torch.uint8).view(-1, SCALE_BYTES)
 
 
-def sum_into(
-    messages: Tensor,
-    shard: Tensor,
-    code_type: CodeType,
-    block: int,
-    add: bool,
-) -> None:
+def sum_into(messages: Tensor, shard: Tensor, code_type: CodeType, block: int, add: bool) -> None:
     """Write the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32.
 
-    Messages are added in order. With `add`, the result is added to the shard. Raises ValueError
-    (`checks.sum_into`).
+    Messages are added in order. With `add`, the result is added to the shard.
     """
-    checks.sum_into(messages, shard, code_type, block)
     format = QuantFormat(code_type, block)
-    for start in range(0, len(shard), TILE):
-        here = slice(start, min(start + TILE, len(shard)))
-        total = _sum_of(messages, format, len(shard), here)
-        _put(shard[here], total, add)
+    for here in tiles(len(shard)):
+        _put(shard[here], _sum_of(messages, format, len(shard), here), add)
 
 
 def sum_parts(
@@ -118,15 +104,12 @@ def sum_parts(
 
     Rows are added in order. With `add`, the result is added to the shard. `own` (m,) in the same dtype
     replaces row `group_rank`, which is then not read. `shard` may be a row of `parts`, and rows may be any
-    stride apart. `squares` (m / 256,) is set to what `sum_squares` computes of the new shard. Raises
-    ValueError (`checks.sum_parts`).
+    stride apart. `squares` (m / 256,) is set to what `sum_squares` computes of the new shard.
     """
-    checks.sum_parts(parts, shard, own, group_rank, squares)
     rows = list(parts)
     if own is not None:
         rows[group_rank] = own
-    for start in range(0, len(shard), TILE):
-        here = slice(start, min(start + TILE, len(shard)))
+    for here in tiles(len(shard)):
         total = rows[0][here].float()
         for other in rows[1:]:
             total = total + other[here].float()
@@ -139,18 +122,16 @@ def sum_squares(input: Tensor, sums: Tensor) -> None:
     """Write the sum of the squares of each 256 elements of `input` (m,) to `sums` (m / 256,) fp32.
 
     The order is fixed: each 8 neighbours in turn, then sum i and sum i + 16, then i and i + 8, and so on.
-    Raises ValueError (`checks.sum_squares`).
     """
-    checks.sum_squares(input, sums)
-    for start in range(0, len(input), TILE):
-        x = input[start : start + TILE].float().view(-1, SQUARES_BLOCK // 8, 8)
+    for here in tiles(len(input)):
+        x = input[here].float().view(-1, SQUARES_BLOCK // 8, 8)
         total = x[:, :, 0] * x[:, :, 0]
         for i in range(1, 8):
             total = total + x[:, :, i] * x[:, :, i]
         while total.shape[1] > 1:
             low, high = total.chunk(2, dim=1)
             total = low + high
-        sums[start // SQUARES_BLOCK :][: len(total)] = total[:, 0]
+        sums[here.start // SQUARES_BLOCK :][: len(total)] = total[:, 0]
 
 
 def adamw(
@@ -166,16 +147,13 @@ def adamw(
     """Take one step of AdamW (1711.05101, algorithm 2) on fp32 tensors (m,); see `AdamWScalars.packed`.
 
     `gradient` may have 16 bits. The first `decayed` elements have weight decay. `gather_source` (m,) is set
-    to the new weights in its own dtype. Nothing is written if `found_inf` is not 0. Raises ValueError
-    (`checks.adamw`).
+    to the new weights in its own dtype. Nothing is written if `found_inf` is not 0.
     """
     states = master, gradient, exp_avg, exp_avg_sq
-    checks.adamw(*states, gather_source, device_scalars, host_scalars, decayed)
     scalars = AdamWScalars.unpacked(device_scalars, host_scalars)
     skip = scalars.found_inf != 0
     step = AdamWStep(scalars)
-    for start in range(0, len(master), TILE):
-        tile = slice(start, min(start + TILE, len(master)))
+    for tile in tiles(len(master)):
         new = step(*states, tile, decayed)
         for old, changed in zip((master, exp_avg, exp_avg_sq), new, strict=True):
             old[tile] = torch.where(skip, old[tile], changed)
@@ -195,12 +173,8 @@ def adamw_quantize(
     code_type: CodeType,
     block: int,
 ) -> None:
-    """`adamw` that encodes the new weights as `message` (message_bytes(m),).
-
-    Raises ValueError (`checks.adamw_quantize`).
-    """
+    """`adamw` that encodes the new weights as `message` (message_bytes(m),)."""
     states, scalars = (master, gradient, exp_avg, exp_avg_sq), (device_scalars, host_scalars)
-    checks.adamw_quantize(*states, message, *scalars, decayed, code_type, block)
     adamw(*states, None, *scalars, decayed)
     encoded = torch.empty_like(message)
     quantize(master[None], encoded[None], code_type, block)

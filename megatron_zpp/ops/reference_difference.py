@@ -27,8 +27,7 @@ from megatron_zpp.ops.lloyd_max import (
     stored_scales,
     write_message,
 )
-
-TILE = 1 << 20  # elements at a time, so that scratch memory does not grow with the tensors
+from megatron_zpp.ops.reference import tiles
 
 
 def quantize_difference(
@@ -44,27 +43,20 @@ def quantize_difference(
 
     `reference` is fp32, `message` (message_bytes(n),) uint8. Where `skip` () is not 0 all scales and
     codes are 0, so nothing changes. `squares` (2, n / block) fp32 get, per block, the sums of the squares of
-    the difference and of what its codes lose, both 0 where `skip` is not. Raises ValueError unless n is whole
-    blocks and all sizes agree.
+    the difference and of what its codes lose, both 0 where `skip` is not.
     """
-    format = _checked("quantize_difference", reference, message, bits, block)
-    if weights.shape != reference.shape or weights.dtype != torch.float32:
-        raise ValueError(
-            f"quantize_difference: weights must be float32 of shape {tuple(reference.shape)}, "
-            f"got {weights.dtype} {tuple(weights.shape)}"
-        )
     encoded = [
         encode_difference(weights[here].view(-1, block), reference[here].view(-1, block), bits)
-        for here in _tiles(len(reference))
+        for here in tiles(len(reference))
     ]
     codes = torch.cat([part for part, _ in encoded]) if encoded else reference.new_empty(0, block).byte()
     stored = torch.cat([part for _, part in encoded]) if encoded else codes.new_empty(0).bfloat16()
     if skip is not None:
         stored = torch.where(skip != 0, torch.zeros_like(stored), stored)
         codes = torch.where(skip != 0, torch.zeros_like(codes), codes)
-    write_message(message, codes, stored, format)
+    write_message(message, codes, stored, LloydMaxFormat(bits, block))
     if squares is not None:
-        for here in _tiles(len(reference)):
+        for here in tiles(len(reference)):
             blocks = slice(here.start // block, here.stop // block)
             difference = weights[here].view(-1, block) - reference[here].view(-1, block)
             lost = difference - decoded(codes[blocks], stored[blocks], bits)
@@ -77,13 +69,11 @@ def quantize_difference(
 def add_difference(messages: Tensor, reference: Tensor, bits: int, block: int) -> None:
     """Apply `messages` (P, message_bytes(m)) once to the parts of `reference` (P · m,), in their order.
 
-    No level is zero, so elements between parameters that share a block with elements of one get noise. Raises
-    ValueError as `quantize_difference`.
+    No level is zero, so elements between parameters that share a block with elements of one get noise.
     """
     for message, part in zip(messages, reference.view(len(messages), -1), strict=True):
-        format = _checked("add_difference", part, message, bits, block)
-        codes, stored = read_message(message, len(part), format)
-        for here in _tiles(len(part)):
+        codes, stored = read_message(message, len(part), LloydMaxFormat(bits, block))
+        for here in tiles(len(part)):
             blocks = slice(here.start // block, here.stop // block)
             old = part[here].view(-1, block)
             part[here] = moved_reference(old, codes[blocks], stored[blocks], bits).view(-1)
@@ -106,22 +96,3 @@ def root_mean_square(z: Tensor) -> Tensor:
     """Return the root mean square (K,) of fp32 blocks (K, B), with the squares added by `ordered_sum`."""
     mean = ordered_sum(z * z) * (1.0 / z.shape[1])  # exact: B is a power of two
     return mean.double().sqrt().float()
-
-
-def _checked(op: str, reference: Tensor, message: Tensor, bits: int, block: int) -> LloydMaxFormat:
-    format = LloydMaxFormat(bits, block)
-    if reference.dim() != 1 or len(reference) % block or reference.dtype != torch.float32:
-        raise ValueError(
-            f"{op}: reference must be float32 of shape (n,), n a multiple of {block}, "
-            f"got {reference.dtype} {tuple(reference.shape)}"
-        )
-    size = format.message_bytes(len(reference))
-    if message.dtype != torch.uint8 or message.shape != (size,):
-        raise ValueError(
-            f"{op}: message must be uint8 of shape {(size,)}, got {message.dtype} {tuple(message.shape)}"
-        )
-    return format
-
-
-def _tiles(numel: int) -> list[slice]:
-    return [slice(start, min(start + TILE, numel)) for start in range(0, numel, TILE)]

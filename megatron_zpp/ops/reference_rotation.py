@@ -40,10 +40,10 @@ from megatron_zpp.ops.lloyd_max import (
     stored_scales,
     write_message,
 )
+from megatron_zpp.ops.reference import tiles
 from megatron_zpp.ops.reference_difference import root_mean_square
 from megatron_zpp.ops.signs import philox
 
-TILE = 1 << 20  # elements at a time, so that scratch memory does not grow with the tensors
 SIGNS_PER_COUNTER = 128
 WIDEST_ROTATION = 256
 _LOW_32 = 0xFFFFFFFF
@@ -63,8 +63,7 @@ def quantize_rotated(
 ) -> None:
     """Rotate `input` (n,) fp32, bf16 or fp16 and encode it into `messages` (G, message_bytes(n / G)) uint8.
 
-    `first`, a multiple of 128, is the element of the unit that `input` begins with. Raises ValueError unless
-    each message is of whole blocks and the sizes agree.
+    `first`, a multiple of 128, is the element of the unit that `input` begins with.
     """
     numel = len(input) // max(len(messages), 1)
     for group, message in enumerate(messages):
@@ -76,16 +75,15 @@ def quantize_rotated(
 def _quantize_message(
     input: Tensor, message: Tensor, bits: int, block: int, draw: tuple[int, int, int], first: int
 ) -> None:
-    format = _checked("quantize_rotated", input, message, bits, block, first)
     codes, stored = [], []
-    for here in _tiles(len(input)):
+    for here in tiles(len(input)):
         x = input[here].float().view(-1, block)
         signs = _signs_like(x, first + here.start, *draw)
         part, scale = encode_rotated(rotate(x, signs), bits)
         codes.append(part)
         stored.append(scale)
     if codes:
-        write_message(message, torch.cat(codes), torch.cat(stored), format)
+        write_message(message, torch.cat(codes), torch.cat(stored), LloydMaxFormat(bits, block))
 
 
 def sum_rotated(
@@ -102,13 +100,11 @@ def sum_rotated(
     """Sum `messages` (P, message_bytes(n)) in order, rotate back once, and put the sum into `shard` (n,).
 
     `shard` is fp32 and gets the sum; with `add` that is added to it. Elements that belong to
-    no parameter get noise, since a rotation mixes the elements of a block. Raises ValueError as
-    `quantize_rotated`.
+    no parameter get noise, since a rotation mixes the elements of a block.
     """
-    format = _checked("sum_rotated", shard, messages[0], bits, block, first)
-    read = [read_message(message, len(shard), format) for message in messages]
+    read = [read_message(message, len(shard), LloydMaxFormat(bits, block)) for message in messages]
     result = torch.empty_like(shard)
-    for here in _tiles(len(shard)):
+    for here in tiles(len(shard)):
         blocks = slice(here.start // block, here.stop // block)
         total = reduce(torch.add, (decoded(codes[blocks], stored[blocks], bits) for codes, stored in read))
         signs = _signs_like(total, first + here.start, seed, unit, iteration)
@@ -178,24 +174,3 @@ def _signs_like(x: Tensor, first: int, seed: int, unit: int, iteration: int) -> 
     """The signs of blocks x (K, B) that begin with element `first` of the unit."""
     signs = random_signs(counters(first, x.numel(), unit), seed, iteration)
     return signs[: x.numel()].to(x.device).view(x.shape)
-
-
-def _checked(op: str, flat: Tensor, message: Tensor, bits: int, block: int, first: int) -> LloydMaxFormat:
-    format = LloydMaxFormat(bits, block)
-    if flat.dim() != 1 or len(flat) % block or not flat.dtype.is_floating_point:
-        raise ValueError(
-            f"{op}: numbers must be floats of shape (n,), n a multiple of {block}, "
-            f"got {flat.dtype} {tuple(flat.shape)}"
-        )
-    if first % SIGNS_PER_COUNTER:
-        raise ValueError(f"{op}: first must be a multiple of {SIGNS_PER_COUNTER}, got {first}")
-    size = format.message_bytes(len(flat))
-    if message.dtype != torch.uint8 or message.shape != (size,):
-        raise ValueError(
-            f"{op}: a message must be uint8 of shape {(size,)}, got {message.dtype} {tuple(message.shape)}"
-        )
-    return format
-
-
-def _tiles(numel: int) -> list[slice]:
-    return [slice(start, min(start + TILE, numel)) for start in range(0, numel, TILE)]

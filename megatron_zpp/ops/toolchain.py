@@ -66,7 +66,7 @@ def find_toolchain(environ: Mapping[str, str]) -> Toolchain:
     ninja = shutil.which("ninja", path=f"{path}{os.pathsep}{Path(sys.executable).parent}")
     if ninja is None:
         raise BuildError("ninja is not installed (pip install ninja)")
-    found = Toolchain(cxx, _first_line(cxx, "--version"), ninja)
+    found = Toolchain(cxx, _run(cxx, "--version").splitlines()[0], ninja)
     if cuda_problem(environ) is not None:
         return found
     nvcc = find_nvcc(environ)
@@ -223,10 +223,6 @@ def _processor() -> list[str]:
 
 def _quoted(word: str) -> str:
     return word if re.fullmatch(r"[\w@%+=:,./-]+", word) else "'" + word.replace("'", "'\\''") + "'"
-
-
-def _first_line(*argv: str) -> str:
-    return _run(*argv).splitlines()[0]
 
 
 def _run(*argv: str) -> str:

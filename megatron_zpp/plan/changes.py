@@ -29,8 +29,6 @@ def changes(run: Job, other: Job, first: tuple[str, ...] = ()) -> str:
             omitted.append(flag_name(name))
         elif name not in first and before != after:
             given.append(_flag(name, after))
-    if run.demands_overlap and other.tensor == 1:
-        omitted.append(flag_name("tp_comm_overlap"))
     return " ".join([*given, *(["without", *omitted] if omitted else [])])
 
 

@@ -14,7 +14,7 @@ makes each rank send (T - 1) / T of their bytes over NVLink:
 
 A rank waits for all of these, except in the backward of a map whose input is gathered: the input arrives
 beside the product for the input's gradient, which is scattered beside the product for the weight's. With
-`--tp-comm-overlap` the other exchanges of maps are beside products too, of all tokens but 1 / T.
+copies between GPUs the other exchanges of maps are beside products too, of all tokens but 1 / T.
 """
 
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ def _products(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of the products beside which one forward or backward exchanges.
 
     These are two in the backward of a map whose input is gathered, and of other exchanges none, or with
-    --tp-comm-overlap those of all ranks' tokens but one's.
+    copies between GPUs those of all ranks' tokens but one's.
     """
     model, layers = job.model, job.model.num_layers
     heads = model.num_attention_heads * model.kv_channels

@@ -35,9 +35,8 @@ class Job:
     Layouts, and all that ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled,
     as by default. `memory_snapshots`: the run takes some. `async_save`: it saves beside the
     training, with `save_optim` the optimizer's states too. `overlapped`: tensor ranks, if there are several,
-    compute beside their exchanges. `demands_overlap`: --tp-comm-overlap is given, which one rank alone is
-    refused. `may_offload`: no setting refuses the optimizer on the CPU. `copy_engines`: GPUs of a node use
-    theirs, as is assumed before a run has tried.
+    compute beside their exchanges. `may_offload`: no setting refuses the optimizer on the CPU.
+    `copy_engines`: GPUs of a node use theirs, as is assumed before a run has tried.
     """
 
     model: ModelConfig
@@ -56,7 +55,6 @@ class Job:
     save_optim: bool = True
     tensor: int = 1
     overlapped: bool = False
-    demands_overlap: bool = False
     may_offload: bool = True
     copy_engines: bool = True
 

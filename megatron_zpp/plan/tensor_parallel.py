@@ -158,6 +158,6 @@ def assumption_lines(job: Job) -> Iterator[str]:
     share = f"1/{job.tensor} of the compute takes {TENSOR_SLOWDOWN:g} × as long as 1/{job.tensor} of its time"
     yield f"  {share}, as on two H100s that share 6.7B"
     if job.overlapped:
-        yield "  activations of linear maps travel beside products: --tp-comm-overlap"
+        yield "  activations of linear maps travel beside products, by copies between GPUs"
     else:
         yield "  tensor ranks wait for activations, except for those sent beside products of the backward"

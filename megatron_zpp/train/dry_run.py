@@ -50,8 +50,7 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -
         memory_snapshots=config.memory_snapshots.buddy_snapshots is not None,
         async_save=config.checkpoint.async_save,
         save_optim=config.checkpoint.save_optim,
-        overlapped=config.overlaps_exchanges("cuda"),
-        demands_overlap=bool(config.distributed.tp_comm_overlap),
+        overlapped=not config.precision.fp8,
         may_offload=config.learning_rate.decoupled_lr is None and config.optimizer.fused_backend != "apex",
     )
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
-from megatron_zpp.ops.checks import SQUARES_BLOCK
+from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.collectives.interface import GroupReduction, Reduction, Target

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.traffic import TrafficLedger
-from megatron_zpp.ops.checks import SQUARES_BLOCK
+from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 

@@ -89,7 +89,11 @@ def test_lengths_in_tokens_are_divided_by_the_length_of_a_sample() -> None:
 VALUES = {int: "3", float: "5e8", str: "word", None: ""}
 
 
-@pytest.mark.parametrize("flag", IDLE, ids=lambda flag: flag.name)
+@pytest.mark.parametrize(
+    "flag",
+    [*IDLE, *(flag for flag in RETIRED if not flag.allowed and not flag.refused)],
+    ids=lambda flag: flag.name,
+)
 def test_a_flag_without_effect_gets_one_note(flag) -> None:
     parsed = parse(f"{flag.name} {VALUES[flag.takes]}")
     assert parsed.config == BASELINE
@@ -108,8 +112,7 @@ def test_a_flag_with_one_possible_value_takes_only_that_value(flag) -> None:
 
 @pytest.mark.parametrize("flag", [flag for flag in RETIRED if not flag.refused], ids=lambda flag: flag.name)
 def test_a_retired_flag_takes_only_a_value_that_describes_what_happens(flag) -> None:
-    other = VALUES[flag.takes]
-    (value,) = flag.allowed or (other,)
+    (value,) = flag.allowed or (VALUES[flag.takes],)
     parsed = parse(f"{flag.name} {value}")
     assert parsed.config == BASELINE
     assert parsed.notes == (f"{flag.name}: no effect here: {flag.why}",)

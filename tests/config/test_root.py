@@ -65,7 +65,8 @@ def test_saved_settings_of_retired_flags_are_read() -> None:
     config = parse("--bf16", "--fp8", "--kv-channels", "16")
     saved = config.to_json()
     saved["compilation"]["gemm_algorithms"] = "measured"
-    saved["precision"]["fp8_products"] = "measured"
+    saved["precision"] |= {"fp8_products": "measured", "fp8_margin": 2}
+    saved["distributed"]["tp_comm_overlap"] = False
     saved["model"] |= {"rope_low_freq_factor": None, "rope_original_max_position_embeddings": 8192}
     assert Config.from_json(saved) == config
     saved["model"]["rope_high_freq_factor"] = 2.0
@@ -115,20 +116,6 @@ def test_codes_of_weights_are_written_on_the_device() -> None:
         ValueError, match=r"^--fp8-param-gather \(given\): encodes weights on the device; omit"
     ):
         parse(*flags.split())
-
-
-@pytest.mark.parametrize(
-    ("more", "on_gpus", "on_cpus"),
-    [
-        ("", True, False),
-        ("--bf16 --fp8 --kv-channels 32", False, False),
-        ("--tp-comm-overlap", True, True),
-        ("--no-tp-comm-overlap", False, False),
-    ],
-)
-def test_exchanges_overlap_where_it_pays(more: str, on_gpus: bool, on_cpus: bool) -> None:
-    config = parse("--tensor-model-parallel-size", "2", *more.split())
-    assert (config.overlaps_exchanges("cuda"), config.overlaps_exchanges("cpu")) == (on_gpus, on_cpus)
 
 
 @pytest.mark.parametrize(

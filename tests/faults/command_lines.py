@@ -60,14 +60,6 @@ MODEL = [
         "--tensor-model-parallel-size 2: leaves 1 × --kv-channels 8 outputs of keys per rank; must be a "
         "multiple of 16 with --fp8; possible: 1, or --kv-channels in multiples of 16",
     ),
-    bad(
-        "--tp-comm-overlap",
-        "--tp-comm-overlap (given): needs --tensor-model-parallel-size 2 or more: one rank",
-    ),
-    bad(
-        f"{EIGHT} --tp-comm-overlap --tensor-model-parallel-size 2 --bf16 --fp8 --kv-channels 16",
-        "--tp-comm-overlap (given): needs 16-bit products: those of --fp8 take the tokens … omit one",
-    ),
     bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
     bad("--recompute-method block", "--recompute-method block: needs --recompute-granularity full"),
@@ -110,10 +102,8 @@ OPTIMIZER = [
     bad("--min-loss-scale 1e20", "--min-loss-scale 1e+20: must be at most --initial-loss-scale"),
     bad("--fp8 --fp16", "--fp8 (given): needs --bf16, not --fp16"),
     bad("--fp8-recipe delayed", "--fp8-recipe delayed: needs --fp8"),
-    bad("--fp8 --bf16 --fp8-recipe tensorwise --fp8-margin 0", "--fp8-margin 0: needs --fp8-recipe delayed"),
-    bad(
-        "--fp8 --bf16 --fp8-param-gather", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"
-    ),
+    bad("--fp8-margin 1", "--fp8-margin 1: only 0 is possible"),
+    bad("--bf16 --fp8-param-gather", "--fp8-param-gather (given): needs --fp8"),
     bad(
         "--fp8 --bf16 --kv-channels 16 --fp8-recipe delayed --fp8-param-gather --zero-stage 1 "
         "--zero-quantized-weights",
@@ -121,7 +111,8 @@ OPTIMIZER = [
         "delta4, or omit",
     ),
     bad(
-        "--fp8 --bf16 --fp8-output-layer", "--fp8-output-layer (given): needs --fp8 and --fp8-recipe delayed"
+        "--fp8 --bf16 --fp8-recipe tensorwise --fp8-output-layer",
+        "--fp8-output-layer (given): needs --fp8-recipe delayed",
     ),
     bad("--fp8 --bf16 --hidden-size 24", "--hidden-size 24: is 24; must be a multiple of 16"),
     bad(

@@ -11,7 +11,6 @@ from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, factors_of, plain_cast
 from megatron_zpp.model.fp8.delayed import DelayedLinear
-from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.zero.engine import ZeroEngine
@@ -19,7 +18,8 @@ from tests.gpu.steady import assert_steady
 from tests.model.test_fp8 import check_products
 from tests.model.variants import MODELS, flags_of
 
-HELD = "--fp8 --fp8-recipe delayed --fp8-param-gather"
+DELAYED = "--fp8 --fp8-recipe delayed"
+HELD = f"{DELAYED} --fp8-param-gather"
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 SHAPES = [(64, 32, 48), (256, 1024, 512), (4096, 2048, 2048)]
 needs_fp8 = pytest.mark.skipif(not CAPABLE, reason="needs a GPU of compute capability 8.9")
@@ -212,29 +212,6 @@ def losses_of(engine: ZeroEngine) -> list[float]:
     return losses
 
 
-@needs_fp8
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.gpu_long)])
-def test_recipes_learn_alike_and_a_step_does_not_wait(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Compiled; and with delayed scaling the layers are compiled once, after the first step."""
-    more = flags_of(MODELS[model])
-    plain = losses_of(engine_of("", *more))
-    tensorwise = losses_of(engine_of("--fp8", *more))
-    capsys.readouterr()
-    engine = engine_of("--fp8 --fp8-recipe delayed", *more)
-    delayed = losses_of(engine)
-    assert "compiles a layer again" not in capsys.readouterr().err
-    allowed = (plain[0] - plain[-1]) / 10
-    assert tensorwise == pytest.approx(plain, abs=allowed)
-    assert delayed == pytest.approx(plain, abs=allowed)
-    assert delayed != plain
-    assert isinstance(engine.scaling, DelayedScaling)
-    state = engine.scaling.state()
-    assert state is not None
-    assert all(scale != 1.0 for entry in state.values() for scale in entry["scales"])
-    check_steady(engine)
-    engine.close()
-
-
 def check_steady(engine: ZeroEngine) -> None:
     tokens = torch.randint(1000, (8, 129), device="cuda")
 
@@ -246,19 +223,31 @@ def check_steady(engine: ZeroEngine) -> None:
 
 
 @needs_fp8
-@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.gpu_long), "llama"])
-def test_held_weights_learn_alike_and_a_step_does_not_wait(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Compiled once, after the first step; the codes are those of the master weights."""
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.gpu_long)])
+def test_recipes_learn_alike_and_a_step_does_not_wait(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compiled; and with delayed scaling the layers are compiled once, after the first step."""
     more = flags_of(MODELS[model])
-    plain = losses_of(engine_of("--fp8 --fp8-recipe delayed", *more))
-    capsys.readouterr()
-    engine = engine_of(HELD, *more)
-    held = losses_of(engine)
-    assert "compiles a layer again" not in capsys.readouterr().err
-    assert held == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
-    assert held != plain
+    curves = [plain := losses_of(engine_of("", *more))]
+    for recipe in ("--fp8", DELAYED, HELD):
+        capsys.readouterr()
+        engine = engine_of(recipe, *more)
+        curves.append(losses_of(engine))
+        assert "compiles a layer again" not in capsys.readouterr().err
+        near = curves[-2] if recipe == HELD else plain
+        assert curves[-1] == pytest.approx(near, abs=(near[0] - near[-1]) / 10)
+        assert curves[-1] not in curves[:-1]
+        if engine.scaling is not None:
+            state = engine.scaling.state()
+            assert state is not None
+            assert all(scale != 1.0 for entry in state.values() for scale in entry["scales"])
+            check_steady(engine)
+        if recipe == HELD:
+            check_held_codes(engine)
+        engine.close()
+
+
+def check_held_codes(engine: ZeroEngine) -> None:
+    """They are those of the master weights."""
     factors = {
         name: module.product.factors
         for name, module in engine.model.named_modules()
@@ -268,17 +257,9 @@ def test_held_weights_learn_alike_and_a_step_does_not_wait(
         for name, master in zip(unit.names, unit.views(unit.master), strict=True):
             linear = name.removesuffix(".weight")
             if linear in factors:
-                codes, _ = plain_cast(
-                    master,
-                    factors[linear],
-                    torch.zeros(3, device="cuda"),
-                    WEIGHT,
-                    rows=True,
-                    columns=False,
-                )
+                found, maxima = factors[linear], torch.zeros(3, device="cuda")
+                codes, _ = plain_cast(master, found, maxima, WEIGHT, rows=True, columns=False)
                 same_codes(engine.model.get_submodule(linear).product.codes, codes)
-    check_steady(engine)
-    engine.close()
 
 
 @needs_fp8
@@ -297,6 +278,6 @@ def test_held_weights_are_gathered_at_every_stage() -> None:
 @pytest.mark.gpu_long
 def test_recomputed_layers_have_the_same_codes() -> None:
     recompute = "--recompute-granularity full --recompute-method uniform".split()
-    for recipe in ("--fp8 --fp8-recipe delayed", HELD):
+    for recipe in (DELAYED, HELD):
         stored, recomputed = (losses_of(engine_of(recipe, *more)) for more in ((), recompute))
         assert recomputed == stored

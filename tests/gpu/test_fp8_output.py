@@ -16,11 +16,11 @@ from megatron_zpp.model.loss import CODE_UNIT, IGNORED, PLAIN, linear_cross_entr
 from megatron_zpp.model.loss import logits_to_gradient as plain_gradient
 from megatron_zpp.plan.activations import loss_bytes
 from tests.gpu.steady import waits_are_errors
-from tests.gpu.test_fp8 import HELD, check_steady, engine_of, losses_of, needs_fp8, next_codes
+from tests.gpu.test_fp8 import DELAYED, HELD, check_steady, engine_of, losses_of, needs_fp8, next_codes
 from tests.model.variants import MODELS, flags_of
 from tests.plan.jobs import job_of
 
-OUTPUT, DELAYED = "--fp8-output-layer", "--fp8 --fp8-recipe delayed"
+OUTPUT = "--fp8-output-layer"
 
 
 @needs_fp8

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from benchmarks.memory_table import model_state_bytes
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -26,7 +25,6 @@ from tests.gpu.ranks import GPUS, on_gpus
 from tests.gpu.steady import assert_steady
 from tests.model.variants import MODELS
 from tests.support import pretrain
-from tests.zero.closed_forms import arena_bytes
 from tests.zero.engines import engine_of
 
 VOCAB = 1000
@@ -132,53 +130,6 @@ def test_offloaded_activations_change_nothing_but_memory(method: str, model: str
     assert curves[0] == curves[1]
     checkpoint = 64 * 128 * 256 * 2  # bytes of one (B, T, D) in bf16
     assert stored[0] - stored[1] >= 4 * checkpoint
-
-
-def activation_peak(config: ModelConfig, recompute: RecomputeConfig, tokens: torch.Tensor) -> int:
-    """Bytes that forward and backward of a plain bf16 module take beside its parameters and gradients."""
-    model = GPT(config, VOCAB, recompute).initialize(3).to("cuda", torch.bfloat16)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    model(tokens[:, :-1], tokens[:, 1:]).backward()  # cuBLAS takes its workspace
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    return torch.cuda.max_memory_allocated() - before
-
-
-@pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL], ids=["stored", "full"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_peak_memory_is_states_arena_and_activations(stage: int, recompute: RecomputeConfig) -> None:
-    """One rank: at most 1.05 × the closed form of the states with the activations as measured."""
-    config = ModelConfig(
-        num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=512, hidden_dropout=0.0
-    )
-    tokens = torch.randint(VOCAB, (8, 513), device="cuda")
-    activations = activation_peak(config, recompute, tokens)
-    gc.collect()  # what that left in a cycle must not be freed below
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    engine = engine_of(
-        config,
-        VOCAB,
-        zero=ZeroConfig(zero_stage=stage),
-        precision=PrecisionConfig(bf16=True),
-        recompute=recompute,
-        device="cuda",
-    )
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):
-        for index in range(2):
-            engine.accumulate(tokens, index=index, micro_batches=2)
-        engine.step(1e-3)
-    peak = torch.cuda.max_memory_allocated() - before
-    layouts = [unit.layout for unit in engine.units]
-    parameters = sum(parameter.numel() for parameter in engine.model.parameters())
-    states = model_state_bytes(parameters, 1, stage)
-    arena = arena_bytes(layouts, stage, prefetch=1, reduce_bytes=2 if stage >= 2 else 4)
-    engine.close()
-    assert peak <= 1.05 * (states + arena + activations)
 
 
 def blocked(*arguments: object) -> None:

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.fp8.delayed import DelayedLinear
+from megatron_zpp.model.fp8.output import OutputProduct
+from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.fp8.tensorwise import Float8Linear
 from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS
@@ -118,12 +121,17 @@ def test_frozen_parts_get_no_gradient() -> None:
     assert layer.bias.grad is not None
 
 
-@pytest.mark.parametrize("recompute", [None, "full", "selective"])
-@pytest.mark.parametrize("model", MODELS)
-def test_a_model_of_them_learns_what_a_plain_one_does(recompute: str | None, model: str) -> None:
-    """In bf16, on one batch again and again: both lose most of the loss, at about the same rate."""
+PARTS = {
+    "tensorwise": ModelComponents(linear=Float8Linear),
+    "delayed": ModelComponents(linear=DelayedLinear),
+    "output": ModelComponents(linear=DelayedLinear, output_product=OutputProduct),
+}
+
+
+def losses_of(model: str, recompute: str | None, parts: ModelComponents, steps: int = 12) -> list[float]:
+    """In bf16, on one batch again and again."""
     config = ModelConfig(
-        num_layers=1,
+        num_layers=2,
         hidden_size=32,
         num_attention_heads=2,
         seq_length=16,
@@ -133,25 +141,41 @@ def test_a_model_of_them_learns_what_a_plain_one_does(recompute: str | None, mod
     )
     method = {"recompute_method": "uniform"} if recompute == "full" else {}
     recomputed = RecomputeConfig(recompute_granularity=recompute, **method)
+    gpt = GPT(config, 64, recomputed, parts).initialize(1).bfloat16()
+    scaling = None
+    if parts.linear is DelayedLinear:
+        scaling = DelayedScaling(gpt, torch.device("cpu"), history=4, algorithm="max")
     tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(4))
-    torch.set_num_threads(1)
-    curves = []
-    for parts in (ModelComponents(), ModelComponents(linear=Float8Linear)):
-        gpt = GPT(config, 64, recomputed, parts).initialize(1).bfloat16()
-        masters = [parameter.detach().float().requires_grad_() for parameter in gpt.parameters()]
-        adamw, losses = torch.optim.AdamW(masters, lr=2e-2), []
-        for _ in range(16):
-            loss = gpt(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-            losses.append(loss.item())
+    masters = [parameter.detach().float().requires_grad_() for parameter in gpt.parameters()]
+    adamw, losses = torch.optim.AdamW(masters, lr=1e-2), []
+    for _ in range(steps):
+        if scaling is not None:
+            scaling.begin_step()
+        loss = gpt(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        for master, parameter in zip(masters, gpt.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        adamw.step()
+        if scaling is not None:
+            scaling.end_step(scaling.maxima(), torch.tensor(0.0))
+        with torch.no_grad():
             for master, parameter in zip(masters, gpt.parameters(), strict=True):
-                master.grad, parameter.grad = parameter.grad.float(), None
-            adamw.step()
-            with torch.no_grad():
-                for master, parameter in zip(masters, gpt.parameters(), strict=True):
-                    parameter.copy_(master)
-        curves.append(losses)
-    plain, ours = curves
-    assert plain[-1] < 0.25 * plain[0]
-    assert ours != plain
-    assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
+                parameter.copy_(master)
+    return losses
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_learn_what_a_plain_one_does_and_recomputation_has_the_same_codes(model: str) -> None:
+    """All lose most of the loss, at about the same rate."""
+    torch.set_num_threads(1)
+    curves = [plain := losses_of(model, None, ModelComponents())]
+    assert plain[-1] < 0.5 * plain[0]
+    for parts in PARTS.values():
+        ours = losses_of(model, None, parts)
+        assert ours not in curves
+        assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
+        for granularity in ("full", "selective"):
+            assert losses_of(model, granularity, parts, 4) == ours[:4]
+        curves.append(ours)

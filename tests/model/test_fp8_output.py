@@ -10,15 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, WEIGHT
 from megatron_zpp.model.fp8.delayed import DelayedLinear
 from megatron_zpp.model.fp8.output import OutputProduct, coded_chunk_rows, part_rows
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.loss import IGNORED, linear_cross_entropy, logits_to_codes
-from tests.model.test_fp8_delayed import CPU, SKIPPED, STEPPED, losses_of, nearest
-from tests.model.test_fused import assembly, version
-from tests.model.variants import MODELS
+from tests.model.test_fp8_delayed import CPU, SKIPPED, STEPPED, nearest
 
 PADDED, VOCAB = 1008, 1001
 CHUNK = 4 * 48 * PADDED  # bytes: 48 tokens
@@ -239,46 +236,3 @@ def test_a_resumed_run_may_begin_or_cease_to_have_8_bit_products_there() -> None
     assert begun.state()["head"]["scales"] == expected
     with pytest.raises(ValueError, match=re.escape("those of another model: layers.1")):
         begun.load_state({name: entry for name, entry in states[True].items() if name != "layers.1"})
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_model_learns_what_a_plain_one_does(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    plain, layers = losses_of(model, None, nn.Linear), losses_of(model, None, DelayedLinear)
-    monkeypatch.setattr(
-        "tests.model.test_fp8_delayed.ModelComponents",
-        lambda linear: ModelComponents(linear=linear, output_product=OutputProduct),
-    )
-    ours = losses_of(model, None, DelayedLinear)
-    assert plain[-1] < 0.5 * plain[0]
-    assert ours not in (plain, layers)
-    assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
-    assert losses_of(model, "full", DelayedLinear, 4) == ours[:4]
-
-
-@pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
-def test_the_kernel_of_codes_moves_16_bytes_at_a_time() -> None:
-    """But for 8 of codes by rows, and each row's target and statistics."""
-    from megatron_zpp.model.fp8.kernels import coded_loss
-
-    tensors = {
-        "logits_ptr": "*bf16",
-        "targets_ptr": "*i64",
-        "by_rows_ptr": "*fp8e5",
-        "by_columns_ptr": "*fp8e5",
-    }
-    tensors |= dict.fromkeys(("largest_ptr", "log2_totals_ptr"), "*fp32")
-    settings = {"GROUPS": coded_loss._GROUPS, "COLUMNS": coded_loss._COLUMNS, "num_warps": coded_loss._WARPS}
-    ptx = assembly(
-        coded_loss._codes_kernel,
-        tensors,
-        ("height", "width", "stride"),
-        ("vocab_size",),
-        UNIT=2**15,
-        LOG2_UNIT=15,
-        IGNORED=IGNORED,
-        **settings,
-    )
-    of_rows = ["ld.global.b32"] * 8 + ["ld.global.b64"] * 4
-    moved = ["ld.global.v4.b32"] * 4 + ["st.global.v2.b32"] * 4 + ["st.global.v4.b32"] * 2
-    assert sorted(re.findall(r"(?:ld|st)\.global\S*", ptx)) == of_rows + moved

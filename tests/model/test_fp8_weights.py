@@ -32,7 +32,7 @@ def write(weights: WeightCodes, master: Tensor, codes: Tensor, cuts: tuple[int, 
         weights.encode("0.weight", part, room)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_products_and_gradients_are_those_of_a_cast(seed: int) -> None:
     """Of a weight that bf16 has exactly, before scales are known and with them."""
     torch.manual_seed(seed)

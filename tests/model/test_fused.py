@@ -1,13 +1,16 @@
 """The Triton kernels of compiled layers where there is no GPU; tests/gpu/ has them on one."""
 
+import importlib
 import importlib.metadata
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+FP32 = "factors maxima mean rstd sums cos sin largest log2_totals numbers".split()
+CODES = "by_rows by_columns codes".split()
+E4M3, E5M2 = "*fp8e4nv", "*fp8e5"
 
 
 def version() -> tuple[int, ...]:
@@ -18,47 +21,104 @@ def version() -> tuple[int, ...]:
         return (0,)
 
 
-HOPPER = {"backend": "cuda", "arch": 90, "warp_size": 32}
+def assembly(kernel: Any, codes: str = E4M3, *, odd: str = "", num_warps: int, **settings: Any) -> str:
+    """PTX of a kernel for Hopper, which a compiler makes without one, of bf16 and `codes`.
 
-
-def assembly(
-    kernel: Any, tensors: dict[str, str], numbers: tuple[str, ...], odd: tuple[str, ...] = (), **settings: int
-) -> str:
-    """PTX of a kernel for Hopper, which a compiler makes without one; `numbers` are multiples of 16."""
+    Numbers are multiples of 16, but for `odd`.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    warps = settings.pop("num_warps")
+    kinds = dict.fromkeys(settings, "constexpr") | {"eps": "fp32", "targets_ptr": "*i64"}
+    kinds |= dict.fromkeys([f"{name}_ptr" for name in FP32], "*fp32")
+    kinds |= dict.fromkeys([f"{name}_ptr" for name in CODES], codes)
     names = kernel.arg_names
-    kinds = tensors | dict.fromkeys((*numbers, *odd), "i32") | dict.fromkeys(settings, "constexpr")
+    others = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
+    signature = {name: (others | kinds)[name] for name in names}
+    even = [name for name in names if signature[name] not in ("constexpr", "fp32") and name != odd]
     source = ASTSource(
         kernel,
-        {name: kinds[name] for name in names},
+        signature,
         {(names.index(name),): value for name, value in settings.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in (*tensors, *numbers)},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in even},
     )
-    return triton.compile(source, target=GPUTarget(**HOPPER), options={"num_warps": warps}).asm["ptx"]
+    target = GPUTarget(backend="cuda", arch=90, warp_size=32)
+    return triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"]
+
+
+def rotations(joins: bool) -> str:
+    """For the heads of Llama 3.2 1B and 3B, and half-rotated ones."""
+    from megatron_zpp.model.fused import rotary
+
+    shapes = (rotary._shape(*sizes) for sizes in ((48, 64, 32), (40, 128, 64), (48, 64, 16)))
+    return "".join(assembly(rotary._rotate_kernel, JOINS=joins, **shape) for shape in shapes)
+
+
+def gates(name: str) -> str:
+    from megatron_zpp.model.fused import swiglu
+
+    return assembly(getattr(swiglu, name), BLOCK=2048, num_warps=8)
+
+
+def norm() -> str:
+    from megatron_zpp.model.fp8.kernels import coded_norm
+    from megatron_zpp.model.fused.norm import _shape
+
+    return assembly(coded_norm._coded_norm_kernel, KIND=0, ADDS=True, CENTRED=False, **_shape(2048))
+
+
+def encoded() -> str:
+    from megatron_zpp.model.fp8.kernels import weight_codes
+
+    settings = {"NUMBERS": weight_codes._NUMBERS, "num_warps": weight_codes._WARPS}
+    return assembly(weight_codes._encode_kernel, KIND=1, **settings)
+
+
+def tiles(file: str, kernel: str, codes: str = E4M3, **settings: Any) -> str:
+    module = importlib.import_module(f"megatron_zpp.model.fp8.kernels.{file}")
+    shape = {"GROUPS": module._GROUPS, "COLUMNS": module._COLUMNS, "num_warps": module._WARPS}
+    return assembly(getattr(module, kernel), codes, **shape, **settings)
+
+
+ONE, TWO = "global.b32", "global.v2.b32"
+SCALED = [f"ld.{ONE}"] * 2  # the factor and the maximum
+BY_ROWS = [f"st.{TWO}"] * 4  # 8 codes
+ACTIVATION: dict[str, Any] = {"GATED": True, "BIASED": False, "SLOPE": 1.5, "CUBIC": 0.07}
+LOSS: dict[str, Any] = {"odd": "vocab_size", "UNIT": 2**15, "LOG2_UNIT": 15, "IGNORED": -100}
+STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
 
 
 @pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
-@pytest.mark.parametrize("joins", [False, True])
-def test_kernels_of_llamas_move_16_bytes_at_a_time(joins: bool) -> None:
-    """In bf16, for the heads of Llama 3.2 1B and 3B and half-rotated ones, and with gates."""
-    from megatron_zpp.model.fused import rotary, swiglu
-
-    found = []
-    tensors = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
-    tensors |= dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
-    numbers = ("angles", "heads", "groups")
-    for sizes in ((48, 64, 32), (40, 128, 64), (48, 64, 16)):
-        shape = rotary._shape(*sizes)
-        found.append(assembly(rotary._rotate_kernel, tensors, numbers, JOINS=joins, **shape))
-    kernel = swiglu._backward_kernel if joins else swiglu._forward_kernel
-    names = [name for name in kernel.arg_names if name.endswith("_ptr")]
-    tensors = dict.fromkeys(names, "*bf16")
-    found.append(assembly(kernel, tensors, ("width",), BLOCK=2048, num_warps=8))
-    for ptx in found:
-        accesses = re.findall(r"(?:ld|st)\.global\S*", ptx)
-        assert accesses
-        assert all(".v4" in access for access in accesses), accesses
+@pytest.mark.parametrize(
+    ("compiled", "less"),
+    [
+        (lambda: rotations(False), []),
+        (lambda: rotations(True), []),
+        (lambda: gates("_forward_kernel"), []),
+        (lambda: gates("_backward_kernel"), []),
+        (norm, [*SCALED, f"st.{ONE}"]),
+        (encoded, SCALED),
+        (lambda: tiles("cast", "_turn_kernel", "*u8"), [f"ld.{TWO}"] * 4),
+        (lambda: tiles("cast", "_cast_kernel", KIND=0, BY_ROWS=True, BY_COLUMNS=True), [*SCALED, *BY_ROWS]),
+        (
+            lambda: tiles("gradient_cast", "_cast_parts_kernel", E5M2, KIND=2, JOINS=True, SUMS=True),
+            [*SCALED, *BY_ROWS, f"st.{ONE}"],
+        ),
+        (
+            lambda: tiles("coded_activation", "_forward_kernel", KIND=0, BY_COLUMNS=True, **ACTIVATION),
+            [*SCALED, *BY_ROWS],
+        ),
+        (
+            lambda: tiles("coded_activation", "_backward_kernel", E5M2, KIND=2, **ACTIVATION),
+            [*SCALED, *BY_ROWS * 2],
+        ),
+        (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **LOSS), [*STATISTICS, *BY_ROWS]),
+    ],
+    ids="rotate rotate-back swiglu swiglu-back norm weights turn cast parts act act-back loss".split(),
+)
+def test_kernels_move_16_bytes_at_a_time(compiled: Callable[[], str], less: list[str]) -> None:
+    """All but codes by rows, and what a row or a tensor has one of."""
+    accesses = re.findall(r"(?:ld|st)\.global\S*", compiled())
+    assert sorted(access for access in accesses if ".v4" not in access) == sorted(less)
+    assert len(accesses) > len(less) + 1

@@ -3,14 +3,17 @@
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_zpp.distributed.split import RowBlock
 from megatron_zpp.model import loss as loss_module
 from megatron_zpp.model.loss import IGNORED, chunk_rows, keeps_gradient, linear_cross_entropy
+from megatron_zpp.model.row_blocks import PLAIN, BlockPasses, OutputBlocks
 
 CHUNK = 7  # tokens
 WIDE, NARROW = 48, 2  # hidden sizes, such that 15 tokens keep the gradient of the logits, or fp32 sums
@@ -26,6 +29,33 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor:
 def chunked(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor:
     """Ours, in chunks of about CHUNK tokens."""
     return linear_cross_entropy(x, weight, targets, vocab, chunk_bytes=4 * CHUNK * len(weight))
+
+
+IN_CHUNKS = BlockPasses(chunk_bytes=4 * 7 * 10)  # of 7 tokens with blocks of 10 rows
+
+
+def in_blocks(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, rows: int = 10, passes: BlockPasses = PLAIN
+) -> Tensor:
+    """The loss of blocks of the `weight`, which gets their gradients."""
+    parts = weight.split(rows)
+    blocks = OutputBlocks(
+        [
+            (nn.Parameter(part.detach()), RowBlock(index * rows, len(weight)))
+            for index, part in enumerate(parts)
+        ]
+    )
+    for block, part in zip(blocks.each(), parts, strict=True):
+        del block.weight
+        block.weight = part  # not a leaf
+    return blocks.loss(x, targets, vocab, passes)
+
+
+LOSSES: dict[str, Loss] = {
+    "chunks": chunked,
+    "blocks": in_blocks,
+    "blocks in chunks": partial(in_blocks, passes=IN_CHUNKS),
+}
 
 
 def inputs(
@@ -61,45 +91,46 @@ def error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-SIZES = [
-    (tokens, width, vocab, padded)
-    for (tokens, (vocab, padded)), width in itertools.product(
-        itertools.product((1, 6, 7, 8, 14, 15, 40), ((50, 50), (50, 64))), (WIDE, NARROW)
-    )
-]
-
-
 @pytest.mark.parametrize(
-    ("tokens", "width", "vocab", "padded"), [*SIZES, (20, WIDE, 1, 8), (20, NARROW, 1, 1)]
+    ("tokens", "vocab", "padded"),
+    [*itertools.product((1, 6, 7, 8, 14, 15), (50,), (50, 64)), (40, 41, 64), (20, 1, 8), (20, 1, 1)],
 )
-@pytest.mark.parametrize("ignored", [0, 3])
-def test_float64_is_torchs_loss(tokens: int, width: int, vocab: int, padded: int, ignored: int) -> None:
-    """Any number of chunks, whole or not, of a vocabulary with and without padding, ids that do not count."""
-    x, weight, targets, _ = inputs(tokens, width, vocab, padded, torch.float64)
-    targets[1 : 1 + ignored] = IGNORED
-    for found, expected in zip(
-        results(chunked, x, weight, targets, vocab, 3.0),
-        results(plain, x, weight, targets, vocab, 3.0),
-        strict=True,
-    ):
-        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_float64_is_torchs_loss(loss: str, tokens: int, width: int, vocab: int, padded: int) -> None:
+    """Any number of chunks, whole or not, of a vocabulary with and without padding, ids that do not count.
+
+    Blocks pad the vocabulary, all or in part, and one is larger than the table.
+    """
+    for ignored in (0, 3):
+        x, weight, targets, _ = inputs(tokens, width, vocab, padded, torch.float64)
+        targets[1 : 1 + ignored] = IGNORED
+        for found, expected in zip(
+            results(LOSSES[loss], x, weight, targets, vocab, 3.0),
+            results(plain, x, weight, targets, vocab, 3.0),
+            strict=True,
+        ):
+            assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("loss", "width"), [("chunks", NARROW), *((loss, WIDE) for loss in LOSSES)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_each_format_is_as_exact_as_the_plain_loss(dtype: torch.dtype, width: int) -> None:
+def test_each_format_is_as_exact_as_the_plain_loss(dtype: torch.dtype, width: int, loss: str) -> None:
     """fp32 and 16 bits round differently here and there, never more: twice the plain errors at most.
 
     The plain loss rounds the gradient of the logits once, ours once more, or what it is multiplied with,
     because of the factor; both round the product. Errors of independent roundings add up as squares: √3 / √2
-    of the plain error, below 2.
+    of the plain error, below 2. The logits of blocks are rounded after other sums.
     """
     for tokens in (15, 200):
         given = inputs(tokens, width, 50, 64, dtype)
         exact = exactly(*given, factor=0.7)
-        found, expected = results(chunked, *given, factor=0.7), results(plain, *given, factor=0.7)
+        found, expected = results(LOSSES[loss], *given, factor=0.7), results(plain, *given, factor=0.7)
         assert found[0].dtype == torch.float32
-        assert found[0].item() == pytest.approx(expected[0].item(), rel=4 * torch.finfo(torch.float32).eps)
+        rounding = 4 * torch.finfo(torch.float32).eps * expected[0]
+        if loss != "chunks":
+            rounding = torch.finfo(dtype).eps * (given[0].double() @ given[1].double().T).abs().max()
+        assert found[0].item() == pytest.approx(expected[0].item(), abs=rounding.item())
         for ours, plains, exacts in zip(found[1:], expected[1:], exact[1:], strict=True):
             assert ours.dtype == dtype
             assert error(ours, exacts) <= 2 * error(plains, exacts) + 2 * torch.finfo(torch.float32).eps
@@ -178,11 +209,13 @@ def test_ids_that_all_do_not_count_give_zero(width: int) -> None:
     assert torch.count_nonzero(of_x) == torch.count_nonzero(of_weight) == 0
 
 
-@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize(("loss_of", "width"), [(chunked, WIDE), (chunked, NARROW), (in_blocks, WIDE)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["x", "weight", "factor"])
-def test_what_is_not_finite_stays_so(place: str, poison: float, dtype: torch.dtype, width: int) -> None:
+def test_what_is_not_finite_stays_so(
+    place: str, poison: float, dtype: torch.dtype, loss_of: Loss, width: int
+) -> None:
     """As plain torch has it, so that the step is skipped."""
     x, weight, targets, vocab = inputs(15, width, 50, 64, dtype)
     factor = poison if place == "factor" else 1.0
@@ -190,11 +223,11 @@ def test_what_is_not_finite_stays_so(place: str, poison: float, dtype: torch.dty
         x[9, 1] = poison
     if place == "weight":
         weight[3, 0] = poison
-    loss, *gradients = results(chunked, x, weight, targets, vocab, factor)
+    loss, *gradients = results(loss_of, x, weight, targets, vocab, factor)
     assert torch.isfinite(loss).item() == (place == "factor")
     for gradient in gradients:
         assert not torch.isfinite(gradient).all()
-    if place == "x":
+    if place == "x" and loss_of is chunked:
         assert not torch.isfinite(gradients[0][9]).any()
 
 

@@ -46,15 +46,6 @@ def test_as_transformers_rotates(width: int, base: float, scaled: bool) -> None:
     torch.testing.assert_close(ours.rotation(positions)(x)[near], expected[near], rtol=1e-5, atol=1e-5)
 
 
-def test_scores_depend_on_distances_alone() -> None:
-    q, k = heads(40), heads(40).flip(1)
-    found = []
-    for shift in (0, 13):
-        rotation = RotaryEmbedding(40, 10_000.0).rotation(torch.arange(7)[None] + shift)
-        found.append(torch.einsum("btnh,bsnh->bnts", rotation(q), rotation(k)))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-
-
 def test_channels_beyond_the_rotated_ones_are_unchanged() -> None:
     x = heads(40).bfloat16()
     out = RotaryEmbedding(20, 10_000.0).rotation(torch.arange(7)[None])(x)

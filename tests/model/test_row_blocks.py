@@ -1,4 +1,4 @@
-"""Tables in blocks of rows against whole ones: the lookup bit for bit, loss and gradients within rounding."""
+"""Tables in blocks of rows against whole ones: the lookup bit for bit; test_loss.py has the loss."""
 
 import math
 from functools import partial
@@ -6,41 +6,20 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.distributed.split import RowBlock
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.loss import IGNORED
 from megatron_zpp.model.row_blocks import (
     PLAIN,
     BlockPasses,
-    OutputBlocks,
     RowBlockComponents,
     RowBlockTable,
 )
-from tests.model.test_loss import error, exactly, inputs, plain, results
+from tests.model.test_loss import IN_CHUNKS, exactly, in_blocks, inputs, results
 
-IN_CHUNKS = BlockPasses(chunk_bytes=4 * 7 * 10)  # of 7 tokens with blocks of 10 rows
 SHAPE = {"num_layers": 2, "hidden_size": 36, "num_attention_heads": 4, "seq_length": 10}
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-
-
-def in_blocks(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, rows: int = 10, passes: BlockPasses = PLAIN
-) -> Tensor:
-    """The loss of blocks of the `weight`, which gets their gradients."""
-    parts = weight.split(rows)
-    blocks = OutputBlocks(
-        [
-            (nn.Parameter(part.detach()), RowBlock(index * rows, len(weight)))
-            for index, part in enumerate(parts)
-        ]
-    )
-    for block, part in zip(blocks.each(), parts, strict=True):
-        del block.weight
-        block.weight = part  # not a leaf
-    return blocks.loss(x, targets, vocab, passes)
 
 
 @pytest.mark.parametrize("rows", [1, 10, 32, 64, 100])
@@ -66,44 +45,6 @@ def test_the_lookup_and_its_gradient_have_the_bits_of_a_whole_tables(dtype: torc
     assert torch.equal(torch.cat([block.weight.grad for block in table.each()]), whole.grad)
 
 
-@pytest.mark.parametrize("passes", [PLAIN, IN_CHUNKS], ids=["whole", "chunks"])
-@pytest.mark.parametrize(("tokens", "vocab", "padded"), [(1, 50, 50), (15, 50, 64), (40, 41, 64), (20, 1, 8)])
-@pytest.mark.parametrize("ignored", [0, 3])
-def test_float64_is_torchs_loss(
-    tokens: int, vocab: int, padded: int, ignored: int, passes: BlockPasses
-) -> None:
-    """Blocks that pad the vocabulary, all or in part, one larger than the table, ids that do not count."""
-    x, weight, targets, _ = inputs(tokens, 48, vocab, padded, torch.float64)
-    targets[1 : 1 + ignored] = IGNORED
-    loss = partial(in_blocks, passes=passes)
-    for found, expected in zip(
-        results(loss, x, weight, targets, vocab, 3.0),
-        results(plain, x, weight, targets, vocab, 3.0),
-        strict=True,
-    ):
-        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("passes", [PLAIN, IN_CHUNKS], ids=["whole", "chunks"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_each_format_is_as_exact_as_the_plain_loss(dtype: torch.dtype, passes: BlockPasses) -> None:
-    """The gradient of the logits is rounded once, as there, and so are products: twice its errors at most.
-
-    The gradient of x is a sum over blocks in fp32, rounded once. The logits are rounded after other sums.
-    """
-    for tokens in (15, 200):
-        given = inputs(tokens, 48, 50, 64, dtype)
-        exact = exactly(*given, factor=0.7)
-        found = results(partial(in_blocks, passes=passes), *given, factor=0.7)
-        expected = results(plain, *given, factor=0.7)
-        assert found[0].dtype == torch.float32
-        rounding = torch.finfo(dtype).eps * (given[0].double() @ given[1].double().T).abs().max()
-        assert found[0].item() == pytest.approx(expected[0].item(), abs=rounding.item())
-        for ours, plains, exacts in zip(found[1:], expected[1:], exact[1:], strict=True):
-            assert ours.dtype == dtype
-            assert error(ours, exacts) <= 2 * error(plains, exacts) + 2 * torch.finfo(torch.float32).eps
-
-
 def test_gradients_of_tokens_that_are_all_but_certain_stay_accurate() -> None:
     """The softmax's denominator is 1 + 1e-4, rounded in fp32; large logits add no error to that."""
     x, weight, targets, vocab = torch.ones(1, 1), torch.full((30, 1), 100.0), torch.tensor([12]), 30
@@ -113,21 +54,6 @@ def test_gradients_of_tokens_that_are_all_but_certain_stay_accurate() -> None:
         rest = expected.flatten() if expected.dim() == 0 else expected[12]
         ours = found.double().flatten() if expected.dim() == 0 else found.double()[12]
         assert torch.allclose(ours, rest, rtol=2 * torch.finfo(torch.float32).eps / 1e-4, atol=0.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("place", ["x", "weight", "factor"])
-def test_what_is_not_finite_stays_so(place: str, poison: float, dtype: torch.dtype) -> None:
-    """As plain torch has it, so that the step is skipped."""
-    x, weight, targets, vocab = inputs(15, 48, 50, 64, dtype)
-    if place == "x":
-        x[9, 1] = poison
-    if place == "weight":
-        weight[3, 0] = poison
-    loss, *gradients = results(in_blocks, x, weight, targets, vocab, poison if place == "factor" else 1.0)
-    assert torch.isfinite(loss).item() == (place == "factor")
-    assert not any(torch.isfinite(gradient).all() for gradient in gradients)
 
 
 def test_graphs_change_no_bit() -> None:

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 
 from megatron_zpp.ops.library import load_kernels
 
@@ -13,3 +14,13 @@ def kernels() -> None:
     if shutil.which("g++") is None:
         pytest.skip("no g++, so no kernels")
     load_kernels("cpu", print)
+
+
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu_core)] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """The devices whose kernels are compared with the reference; launch/test_gpu.sh runs those of a GPU."""
+    load_kernels(request.param, print)
+    return request.param

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.ops.checks import numel_of_messages
 from megatron_zpp.ops.formats import QuantFormat
 from tests.ops.cases import BLOCKS, CODE_TYPES
 
@@ -32,7 +31,7 @@ def test_a_size_says_how_many_elements(format: QuantFormat, blocks: int) -> None
     size = format.message_bytes(numel)
     assert size % 16 == 0
     assert 0 <= size - blocks * format.block_bytes < 16
-    assert numel_of_messages(torch.empty(2, size, device="meta"), format) == numel
+    assert format.numel_of(torch.empty(2, size, device="meta")) == numel
 
 
 @pytest.mark.parametrize(

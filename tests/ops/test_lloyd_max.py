@@ -17,12 +17,11 @@ from megatron_zpp.ops.lloyd_max import (
     pack,
     read_message,
     stored_scales,
-    unpack,
     write_message,
 )
 
-# Max's table I: the mean squared error with 4, 8 and 16 levels.
-ERRORS = {2: 0.1175, 3: 0.03454, 4: 0.009497}
+# Max's table I: the mean squared error with 4 and 16 levels.
+ERRORS = {2: 0.1175, 4: 0.009497}
 
 
 def density(x: float) -> float:
@@ -44,7 +43,7 @@ def solved(bits: int) -> tuple[list[float], list[float]]:
     return levels, boundaries
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 4])
 def test_the_tables_are_the_nearest_fp32_numbers(bits: int) -> None:
     levels, boundaries = solved(bits)
     assert [np.float32(level) for level in LEVELS[bits]] == [np.float32(level) for level in levels]
@@ -56,7 +55,7 @@ def test_the_tables_are_the_nearest_fp32_numbers(bits: int) -> None:
     assert 1 - 2 * explained == pytest.approx(ERRORS[bits], rel=1e-3)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 4])
 def test_boundaries_go_outwards_and_zeros_up(bits: int) -> None:
     edges = torch.tensor(BOUNDARIES[bits])
     below = edges.nextafter(torch.zeros(()))
@@ -73,14 +72,14 @@ def test_bytes_of_each_format() -> None:
     assert pack(two, 2).tolist() == [0b11100100, 0b11]
     four = torch.tensor([1, 15, 0, 8], dtype=torch.uint8)
     assert pack(four, 4).tolist() == [0xF1, 0x80]
-    codes = torch.arange(32, dtype=torch.uint8)[None] % 8  # 3 bits: a plane of 2 and a plane of 1
-    format, stored = LloydMaxFormat(3, 32), torch.ones(1, dtype=torch.bfloat16)
+    codes = torch.arange(32, dtype=torch.uint8)[None] % 4
+    format, stored = LloydMaxFormat(2, 32), torch.ones(1, dtype=torch.bfloat16)
     message = torch.full((format.message_bytes(32),), 165, dtype=torch.uint8)
     write_message(message, codes, stored, format)
-    assert message.tolist() == [0b11100100] * 8 + [0b11110000] * 4 + [0x80, 0x3F] + [0] * 2
+    assert message.tolist() == [0b11100100] * 8 + [0x80, 0x3F] + [0] * 6
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("block", [32, 256, 2048])
 def test_messages_there_and_back(bits: int, block: int) -> None:
     format = LloydMaxFormat(bits, block)
@@ -92,19 +91,18 @@ def test_messages_there_and_back(bits: int, block: int) -> None:
     again, scales = read_message(message, 3 * block, format)
     assert torch.equal(again, codes)
     assert torch.equal(scales.view(torch.int16), stored.view(torch.int16))
-    assert torch.equal(unpack(pack(codes & 1, 1), 1), (codes & 1).flatten())
 
 
 def test_an_empty_message_and_odd_sizes() -> None:
     format = LloydMaxFormat(4, 256)
     assert format.message_bytes(0) == 0
-    assert (format.message_bytes(256), LloydMaxFormat(3, 256).message_bytes(256)) == (144, 112)
+    assert (format.message_bytes(256), LloydMaxFormat(2, 256).message_bytes(256)) == (144, 80)
     assert LloydMaxFormat(2, 256).bytes_per_element == 0.2578125
     for numel in (-256, 1, 255, 300):
         with pytest.raises(ValueError, match=f"whole blocks of 256 elements, got {numel}"):
             format.message_bytes(numel)
-    with pytest.raises(ValueError, match="bits must be 2, 3 or 4, got 5"):
-        LloydMaxFormat(5)
+    with pytest.raises(ValueError, match="bits must be 2 or 4, got 3"):
+        LloydMaxFormat(3)
     with pytest.raises(ValueError, match="power of two from 32 to 2048, got 48"):
         LloydMaxFormat(4, 48)
 

@@ -1,26 +1,129 @@
-"""The compiled CPU operations of Lloyd-Max codes equal the reference bit for bit."""
+"""The compiled operations of Lloyd-Max codes equal the reference on a CPU bit for bit, on every device."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
+from megatron_zpp.ops import reference_difference, reference_rotation
+from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
-from tests.ops import lloyd_max_cases as cases
+from megatron_zpp.ops.signs import Signs
+from tests.ops.awkward import KINDS, awkward
+from tests.ops.cases import BLOCKS, FLOATS
+
+BITS = (2, 4)
+SIGNS = Signs(seed=2**40 + 7, unit=3, iteration=11, first=256)
 
 
-@pytest.fixture(scope="module")
-def ops(kernels: None) -> Operations:
-    return load_operations("cpu", require_kernels=True, say=print)
+@pytest.fixture
+def ops(kernels: None, device: str) -> Operations:
+    return load_operations(device, require_kernels=True, say=print)
 
 
-@pytest.mark.parametrize("block", cases.BLOCKS)
-@pytest.mark.parametrize("bits", cases.BITS)
-def test_differences(ops: Operations, bits: int, block: int) -> None:
-    cases.differences(ops, bits, block, "cpu")
+def copies_on(device: str) -> Callable[[Tensor], Tensor]:
+    """Return a function that copies a tensor to `device`, also where it is there already."""
+    return lambda tensor: tensor.to(device, copy=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", cases.BLOCKS)
-@pytest.mark.parametrize("bits", cases.BITS)
-def test_rotations(ops: Operations, bits: int, block: int, dtype: torch.dtype) -> None:
-    cases.rotations(ops, bits, block, dtype, "cpu")
+def same(ours: Tensor, reference: Tensor) -> bool:
+    """Equal bits, but for which NaN a NaN is."""
+    ours = ours.cpu()
+    if ours.dtype == torch.uint8:
+        return torch.equal(ours, reference)
+    nan = reference.isnan()
+    return torch.equal(ours.isnan(), nan) and torch.equal(
+        ours[~nan].view(torch.int32), reference[~nan].view(torch.int32)
+    )
+
+
+def messages_of(format: LloydMaxFormat, count: int, numel: int) -> Tensor:
+    return torch.full((count, format.message_bytes(numel)), 165, dtype=torch.uint8)
+
+
+def numbers(blocks: int, block: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Blocks of every awkward kind, and then normal ones; 31 of them end in the middle of a tile."""
+    kinds = awkward(1, block * 2 * KINDS, block, dtype, seed=seed)[0]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat((kinds, torch.randn(blocks * block, generator=generator).to(dtype)))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("bits", BITS)
+def test_differences(ops: Operations, bits: int, block: int, device: str) -> None:
+    """Encoded with and without `skip`, and applied as one message or three."""
+    format, copy = LloydMaxFormat(bits, block), copies_on(device)
+    weights = numbers(31, block, 1)
+    reference = weights + 1e-3 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(2))
+    reference[~reference.isfinite()] = 0.5
+    n = len(weights)
+    for skip in (None, torch.zeros(()), torch.ones(())):
+        message, squares = messages_of(format, 1, n)[0], torch.zeros(2, n // block)
+        ours, our_squares = copy(message), copy(squares)
+        reference_difference.quantize_difference(weights, reference, message, bits, block, skip, squares)
+        on_device = None if skip is None else copy(skip)
+        ops.quantize_difference(
+            copy(weights), copy(reference), ours, format, skip=on_device, squares=our_squares
+        )
+        assert same(ours, message)
+        assert same(our_squares, squares)
+    for count in (1, 3):
+        messages = messages_of(format, count, 5 * block)
+        whole = torch.randn(count * 5 * block)
+        for sent, part in zip(messages, whole.view(count, -1), strict=True):
+            near = part + 1e-2 * torch.randn(part.shape)
+            reference_difference.quantize_difference(near, part, sent, bits, block)
+        ours = copy(whole)
+        ops.add_difference(copy(messages), ours, format)
+        reference_difference.add_difference(messages, whole, bits, block)
+        assert same(ours, whole)
+    reference_difference.quantize_difference(weights, reference, message, bits, block)
+    ours = copy(reference)
+    ops.add_difference(copy(message[None]), ours, format)
+    reference_difference.add_difference(message[None], reference, bits, block)
+    assert same(ours, reference)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("bits", BITS)
+def test_rotations(ops: Operations, bits: int, block: int, dtype: torch.dtype, device: str) -> None:
+    """Encoded as three messages, and their sum written and added."""
+    format, groups, copy = LloydMaxFormat(bits, block), 3, copies_on(device)
+    x = numbers(31, block, 5, dtype)
+    whole = groups * max(block, 128)  # signs are drawn for 128 elements at a time
+    x = x[: len(x) // whole * whole]
+    messages = messages_of(format, groups, len(x) // groups)
+    ours = copy(messages)
+    reference_rotation.quantize_rotated(x, messages, bits, block, *SIGNS.packed())
+    ops.quantize_rotated(copy(x), ours, format, SIGNS)
+    assert same(ours, messages)
+    shard = torch.randn(len(x) // groups)
+    for add in (False, True):
+        total = copy(shard)
+        ops.sum_rotated(ours, total, format, SIGNS, add=add)
+        reference_rotation.sum_rotated(messages, shard, bits, block, *SIGNS.packed(), add)
+        assert same(total, shard)
+
+
+@pytest.mark.parametrize("case", ["signs", "messages", "blocks", "address"])
+def test_wrong_tensors_are_refused(ops: Operations, case: str, device: str) -> None:
+    format = LloydMaxFormat(4, 256)
+    flat, message = torch.zeros(512, device=device), torch.zeros(1, 272, dtype=torch.uint8, device=device)
+    half = message[:, :144].contiguous()
+    call, said = {
+        "signs": (
+            lambda: ops.quantize_rotated(flat, message, format, Signs(0, 0, 0, 64)),
+            "first must be a multiple of 128, got 64",
+        ),
+        "messages": (lambda: ops.quantize_rotated(flat, half, format, SIGNS), "messages must be"),
+        "blocks": (lambda: ops.add_difference(message, flat[:300], format), "m a multiple of 256"),
+        "address": (
+            lambda: ops.add_difference(half, torch.zeros(300, device=device)[1:257], format),
+            "address of reference must be a multiple of 16",
+        ),
+    }[case]
+    with pytest.raises(ValueError, match=said):
+        call()

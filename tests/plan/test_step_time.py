@@ -121,7 +121,7 @@ def test_measured_runs_of_two_h100s_are_predicted() -> None:
         else:
             assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.04), row
     assert [row["run"] for row in rows if not row["fitted"]] == [
-        "T = 2, `--no-tp-comm-overlap`",
+        "T = 2, exchanges by NCCL",
         "T = 2, 1.3B, 65,536 tokens",
         "ZeRO-3",
     ]

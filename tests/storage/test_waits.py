@@ -94,9 +94,9 @@ def test_who_waits_for_a_library_leaves_without_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise all ranks would need it in turn, only to see that the library is there."""
-    clock = Clock(monkeypatch, native, "flock")
-    with native.locked(tmp_path / "lock", lambda line: None, 900, is_built=lambda: clock.now > LONG) as held:
-        assert not held
+    clock, library = Clock(monkeypatch, native, "flock"), tmp_path / "library.so"
+    monkeypatch.setattr(Path, "exists", lambda path: clock.now > LONG)
+    assert native.build_once(library, pytest.fail, print, wait_seconds=900) == library
     assert LONG <= clock.now <= LONG + 1
     assert clock.requests <= LONG
 
@@ -106,7 +106,6 @@ def test_who_waits_for_a_library_builds_it_if_the_builder_dies(
 ) -> None:
     clock = Clock(monkeypatch, native, "flock")
     clock.free_at = LONG
-    with native.locked(tmp_path / "lock", lambda line: None, 900, is_built=lambda: False) as held:
-        assert held
-        assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+    native.build_once(tmp_path / "library.so", lambda made: made.touch(), print, wait_seconds=900)
+    assert f"process {os.getpid()} on" in (tmp_path / "library.lock").read_text()
     assert clock.now <= LONG + 5

@@ -125,11 +125,11 @@ def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) 
         assert of(resumed, "lm_loss") == pytest.approx(of(whole, "lm_loss")[3:], rel=1e-6)
 
 
-def test_a_run_may_compute_beside_exchanges_and_resume_without(tmp_path: Path) -> None:
+def test_a_run_of_tensor_ranks_is_resumed_by_one_rank(tmp_path: Path) -> None:
     """Two tensor ranks, with a text and an evaluation; one rank resumes the run."""
     run, text = str(tmp_path / "run"), "--sample-prompt 7 --save-interval 3".split()
-    overlap = ["--tensor-model-parallel-size", "2", "--tp-comm-overlap", "--zero-stage", "2"]
-    first, _ = trained(2, tmp_path / "2", *text, "--save", run, *overlap)
+    shared = ["--tensor-model-parallel-size", "2", "--zero-stage", "2"]
+    first, _ = trained(2, tmp_path / "2", *text, "--save", run, *shared)
     load = ["--load", run, "--ckpt-step", "3", "--save", str(tmp_path / "other")]
     resumed, _ = trained(1, tmp_path / "1", *text, *load)
     assert of(resumed, "lm_loss") == pytest.approx(of(first, "lm_loss")[3:], rel=1e-6)

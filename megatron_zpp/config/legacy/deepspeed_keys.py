@@ -286,7 +286,8 @@ _IDLE = {
     "--tensor-model-parallel-size sets tensor parallelism, with one implementation": """
         tensor_parallel.preset_model tensor_parallel.vocab_parallel_lm_head
         tensor_parallel.partition_config""",
-    "--tp-comm-overlap sets how tensor ranks exchange activations": "tensor_parallel.tp_overlap_comm",
+    "tensor ranks always exchange activations beside matmuls where their GPUs can": """
+        tensor_parallel.tp_overlap_comm""",
     "all ranks take part in every checkpoint": "checkpoint.tag_validation",
     "every rank writes its own shards": "checkpoint.parallel_write",
 }

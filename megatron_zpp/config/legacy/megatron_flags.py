@@ -104,8 +104,9 @@ _IDLE = {
     "scales are made for each tensor or once per step, by --fp8-recipe": """--fp8-interval:int
         --reuse-grad-buf-for-mxfp8-param-ag""",
     "weights are transposed where they are used": "--keep-fp8-transpose-cache",
-    "--tp-comm-overlap alone sets how tensor ranks exchange activations": """--tp-comm-overlap-rs-dgrad
-        --inference-fuse-tp-communication --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad
+    "tensor ranks always exchange activations beside matmuls where their GPUs can": """
+        --tp-comm-overlap-rs-dgrad --inference-fuse-tp-communication
+        --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad
         --no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad --no-tp-comm-overlap-ag
         --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs
         --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs

@@ -190,6 +190,19 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         "measured to be faster with --fp8, omit --fp8 too",
     ),
     OldFlag(
+        name="--fp8-margin",
+        takes=int,
+        allowed=(0,),
+        why="the largest magnitude of --fp8-recipe delayed always has the largest code",
+        otherwise="the largest magnitude always has the largest code; omit it",
+    ),
+    *idle(
+        {
+            "tensor ranks always exchange activations beside matmuls where their GPUs can": """
+                --tp-comm-overlap --no-tp-comm-overlap"""
+        }
+    ),
+    OldFlag(
         name="--zero-hpz-secondary",
         takes=str,
         allowed=("bf16",),

@@ -10,16 +10,6 @@ FLAG = "--tensor-model-parallel-size"
 _DIVIDED = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "seq_length")
 
 
-def check_overlap(ranks: int, *, fp8: bool) -> None:
-    """Raise ValueError, with what would do, unless products of `ranks` can run beside their exchanges."""
-    flag = "--tp-comm-overlap"
-    if ranks == 1:
-        raise option_error(flag, "(given)", f"needs {FLAG} 2 or more: one rank exchanges no activations")
-    if fp8:
-        fix = "needs 16-bit products: those of --fp8 take the tokens of all ranks at once; omit one of them"
-        raise option_error(flag, "(given)", fix)
-
-
 def check_tensor_ranks(model: ModelConfig, ranks: int, *, fp8: bool, node_ranks: int | None = None) -> None:
     """Raise ValueError, with the numbers of ranks that would do, unless `ranks` can share every layer.
 

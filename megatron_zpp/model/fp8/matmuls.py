@@ -47,7 +47,6 @@ class DelayedMatmuls(Matmuls):
             self._device,
             history=self._precision.fp8_amax_history_len or 1,
             algorithm=self._precision.fp8_amax_compute_algo or "most_recent",
-            margin=self._precision.fp8_margin or 0,
         )
 
     def weight_codes(self, scaling: DelayedScaling) -> WeightCodes | None:

@@ -1,8 +1,8 @@
 """The scales of delayed scaling for all linear maps of a run, as a state that is updated once per step.
 
-As Transformer Engine's DelayedScaling, whose settings Megatron-LM's flags are:
+As Transformer Engine's DelayedScaling without a margin:
 
-    scale = largest code / largest magnitude / 2^margin
+    scale = largest code / largest magnitude
 
 The largest magnitude is that of the newest step or of all steps in the history. Without one that is larger
 than 0 a scale stays as it is. A step is one optimizer step here, with all of its micro-batches, over all
@@ -45,7 +45,6 @@ class DelayedScaling:
         *,
         history: int = 1,
         algorithm: Literal["most_recent", "max"] = "most_recent",
-        margin: int = 0,
     ) -> None:
         self._products = {
             name.removesuffix(".product"): module
@@ -56,7 +55,7 @@ class DelayedScaling:
         self._algorithm, self._device = algorithm, device
         for product in self._products.values():
             product.maxima = torch.zeros(3, device=device)
-        self._codes = torch.tensor(LARGEST, device=device) * 2.0**-margin
+        self._codes = torch.tensor(LARGEST, device=device)
         self._history = torch.zeros(history, count, 3, device=device)  # the newest step first
         self._scales = torch.ones(count, 3, device=device)
         self._known = False

@@ -35,7 +35,7 @@ def norm(x: Tensor, module: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
 
     The token has the shape of x and no contents.
     """
-    normed, token, _, _ = _norm(x, module.weight, _bias(module), module.eps)
+    token, normed, _, _ = _norm(x, None, None, module.weight, bias_of(module), [], module.eps)
     return normed, token
 
 
@@ -51,37 +51,45 @@ def add_norm(
     `biases`, each (D), have their gradients here: one that `added` has in it, and one that has been added to
     what the sum becomes, which is used nowhere else. Only a LayerNorm takes them.
     """
-    weight, bias, eps = module.weight, _bias(module), module.eps
-    total, normed, _, _ = _add_norm(x.detach(), added, token, weight, bias, list(biases), eps)
+    weight, bias, eps = module.weight, bias_of(module), module.eps
+    total, normed, _, _ = _norm(x.detach(), added, token, weight, bias, list(biases), eps)
     return total, normed
 
 
-def _bias(module: nn.LayerNorm | nn.RMSNorm) -> Tensor | None:
+def bias_of(module: nn.LayerNorm | nn.RMSNorm) -> Tensor | None:
+    """An RMSNorm has none."""
     return module.bias if isinstance(module, nn.LayerNorm) else None
 
 
 @triton_op("megatron_zpp_model::norm", mutates_args={})
 def _norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    normed, mean, rstd = torch.empty_like(x), *_statistics(x, bias is not None)
-    _forward(x, None, weight, bias, None, normed, mean, rstd, eps)
-    return normed, x.new_empty(1).expand(x.shape), mean, rstd
-
-
-@triton_op("megatron_zpp_model::add_norm", mutates_args={})
-def _add_norm(
     x: Tensor,
-    added: Tensor,
-    token: Tensor,
+    added: Tensor | None,
+    token: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     biases: list[Tensor],
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total, normed, mean, rstd = torch.empty_like(x), torch.empty_like(x), *_statistics(x, bias is not None)
-    _forward(x, added, weight, bias, total, normed, mean, rstd, eps)
+    """The sum with `added`, or without it a token; the norm, the mean and 1 / deviation."""
+    adds, width = added is not None, x.shape[-1]
+    total = torch.empty_like(x) if adds else without_contents(x)
+    normed, rstd = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    mean = rstd.new_empty(0) if bias is None else torch.empty_like(rstd)
+    # Where there is no sum or no bias another tensor is passed, and not touched.
+    wrap_triton(_forward_kernel)[(rstd.numel(),)](
+        *(x, x if added is None else added, weight, weight if bias is None else bias, total if adds else x),
+        *(normed, mean, rstd, width, eps),
+        ADDS=adds,
+        CENTRED=bias is not None,
+        **_shape(width),
+    )
     return total, normed, mean, rstd
+
+
+def without_contents(x: Tensor) -> Tensor:
+    """A tensor of the shape of x that only carries a gradient."""
+    return x.new_empty(1).expand(x.shape)
 
 
 @triton_op("megatron_zpp_model::norm_backward", mutates_args={})
@@ -107,84 +115,43 @@ def _norm_backward(
     return gradient, parts.sum(0)
 
 
-def _statistics(x: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    return torch.empty_like(rstd) if centred else rstd.new_empty(0), rstd
-
-
-def _forward(
-    x: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    total: Tensor | None,
-    normed: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-) -> None:
-    width, adds = x.shape[-1], added is not None
-    # Where there is no sum or no bias another tensor is passed, and not touched.
-    wrap_triton(_forward_kernel)[(rstd.numel(),)](
-        *(x, added if adds else x, weight, weight if bias is None else bias, total if adds else x),
-        *(normed, mean, rstd, width, eps),
-        ADDS=adds,
-        CENTRED=bias is not None,
-        **_shape(width),
-    )
-
-
 def _shape(width: int, fewest: int = 1) -> dict[str, int]:
     """Of a program: 16 elements a thread, as many as two loads of 16 bytes are, or `fewest` warps."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(max(block // 512, fewest), 16)}
 
 
-def _save_norm(ctx: Any, inputs: tuple, output: tuple) -> None:
-    (x, weight, bias, _), (_, _, mean, rstd) = inputs, output
-    ctx.save_for_backward(x, weight, mean, rstd)
-    ctx.sums = 1 if bias is None else 2
-
-
-def _of_norm(ctx: Any, of_normed: Tensor, of_token: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, mean, rstd = ctx.saved_tensors
-    of_x, sums = _norm_backward(
-        of_normed.contiguous(), of_token.contiguous(), x, weight, mean, rstd, ctx.sums
-    )
-    of_weight, *of_bias = sums.to(weight.dtype).unbind()
-    return of_x, of_weight, of_bias[0] if of_bias else None, None
-
-
-def _save_add_norm(ctx: Any, inputs: tuple, output: tuple) -> None:
-    (_, _, _, weight, bias, biases, _), (total, _, mean, rstd) = inputs, output
-    ctx.save_for_backward(total, weight, mean, rstd)
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    (x, added, _, weight, bias, biases, _), (total, _, mean, rstd) = inputs, output
+    ctx.adds = added is not None
+    ctx.save_for_backward(total if ctx.adds else x, weight, mean, rstd)
     ctx.sums = 1 if bias is None else 2 + len(biases)
 
 
-def _of_add_norm(
+def gradients(
     ctx: Any, of_total: Tensor, of_normed: Tensor, *_: Tensor
 ) -> tuple[Tensor | list[Tensor] | None, ...]:
-    total, weight, mean, rstd = ctx.saved_tensors
+    """Those of `_norm`'s arguments, from the gradients of the sum or token and of the norm."""
+    x, weight, mean, rstd = ctx.saved_tensors
     of_x, sums = _norm_backward(
-        of_normed.contiguous(), of_total.contiguous(), total, weight, mean, rstd, ctx.sums
+        of_normed.contiguous(), of_total.contiguous(), x, weight, mean, rstd, ctx.sums
     )
     of_weight, *others = sums.to(weight.dtype).unbind()
     of_bias, of_biases = (others[0], others[1:]) if others else (None, [])
-    return None, of_x, of_x, of_weight, of_bias, of_biases, None
+    summands = (None, of_x, of_x) if ctx.adds else (of_x, None, None)
+    return *summands, of_weight, of_bias, of_biases, None
 
 
-_norm.register_autograd(_of_norm, setup_context=_save_norm)
-_add_norm.register_autograd(_of_add_norm, setup_context=_save_add_norm)
+_norm.register_autograd(gradients, setup_context=_save)
 
 
 @triton.jit
-def _forward_kernel(
-    x_ptr,  # (R, D), as are added, total and normed
+def normalise(
+    x_ptr,  # (R, D), as are added and total
     added_ptr,
     weight_ptr,  # (D), as is bias
     bias_ptr,
     total_ptr,
-    normed_ptr,
     mean_ptr,  # (R) fp32, as is rstd
     rstd_ptr,
     width,
@@ -193,6 +160,7 @@ def _forward_kernel(
     CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The norm of the program's row in fp32, and where it belongs. The sum and statistics are stored."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -213,8 +181,33 @@ def _forward_kernel(
     normed = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + at, normed, mask=inside)
     tl.store(rstd_ptr + row, rstd)
+    return normed, at, inside
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    added_ptr,
+    weight_ptr,
+    bias_ptr,
+    total_ptr,
+    normed_ptr,  # (R, D)
+    mean_ptr,
+    rstd_ptr,
+    width,
+    eps,
+    ADDS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # fmt: off
+    normed, at, inside = normalise(
+        x_ptr, added_ptr, weight_ptr, bias_ptr, total_ptr, mean_ptr, rstd_ptr, width, eps,
+        ADDS, CENTRED, BLOCK,
+    )
+    # fmt: on
+    tl.store(normed_ptr + at, normed, mask=inside)
 
 
 @triton.jit

@@ -72,20 +72,20 @@ def decoupled_of(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
-    """Whether tensor ranks compute beside exchanges; on GPUs what they copy to is allocated.
+    """Whether tensor ranks compute beside exchanges, and what their GPUs copy to has been allocated.
 
-    Raises ValueError if they should and cannot.
+    Not with --fp8, whose products take the tokens of all ranks at once. Raises ValueError if copies fail.
     """
     place = device.device
-    if place.type != "cuda" or not config.overlaps_exchanges("cuda"):
-        return config.overlaps_exchanges(place.type)
+    if place.type != "cuda" or config.precision.fp8:
+        return False
     from megatron_zpp.distributed.peer_rows import allocate, can_copy
 
-    flag, needs = "--tp-comm-overlap", "GPUs that can write to each other's memory, as with NVLink"
     if not can_copy(group, place):
-        if config.distributed.tp_comm_overlap:
-            raise option_error(flag, "(given)", f"needs {needs}; omit it")
-        device.say(f" tensor ranks exchange activations by NCCL and wait for them: {flag} needs {needs}")
+        device.say(
+            " tensor ranks exchange activations by NCCL and wait for them: copies beside matmuls need GPUs "
+            "that can write to each other's memory, as with NVLink"
+        )
         return False
     rows = config.training.micro_batch_size * config.model.seq_length // group.size
     dtype = getattr(torch, config.precision.compute_dtype("cuda"))
@@ -94,8 +94,8 @@ def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, OSError) as error:
-        fix = f"copies between GPUs fail here; use --no-tp-comm-overlap ({' '.join(str(error).split())})"
-        raise option_error(flag, "(on)", fix) from None
+        fix = f"copies between GPUs fail here; use 1 ({' '.join(str(error).split())})"
+        raise option_error("--tensor-model-parallel-size", group.size, fix) from None
     return True
 
 

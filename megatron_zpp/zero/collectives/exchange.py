@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream
-from megatron_zpp.ops.checks import SQUARES_BLOCK
+from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.sums import sum_parts

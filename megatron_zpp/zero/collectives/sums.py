@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.ops.checks import SQUARES_BLOCK
+from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 
 

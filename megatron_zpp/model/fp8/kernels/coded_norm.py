@@ -18,7 +18,7 @@ from torch.library import triton_op, wrap_triton
 from megatron_zpp.model.fp8.cast import INPUT
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fp8.kernels.cast import encode, keep_maximum, outputs, rounded, turn
-from megatron_zpp.model.fused.norm import _norm_backward, _shape
+from megatron_zpp.model.fused.norm import _shape, bias_of, gradients, normalise, without_contents
 
 
 def coded_norm(
@@ -28,59 +28,37 @@ def coded_norm(
 
     As fused/norm.norm; the scales of `linear` are known.
     """
-    product, columns = linear.product, torch.is_grad_enabled()
-    bias = module.bias if isinstance(module, nn.LayerNorm) else None
-    carrier, token, codes, turned = _Norm.apply(
-        x, module.weight, bias, module.eps, product.factors, product.maxima, columns
-    )
-    return CodedInput(carrier, codes, turned), token
+    token, coded = _apply(x, None, None, module, linear)
+    return coded, token
 
 
 def coded_add_norm(
     x: Tensor, added: Tensor, token: Tensor, module: nn.LayerNorm | nn.RMSNorm, linear: DelayedLinear
 ) -> tuple[Tensor, CodedInput]:
     """x + added (B, T, D) and its norm as the input of `linear`; `token` as in fused/norm.add_norm."""
+    return _apply(x.detach(), added, token, module, linear)
+
+
+def _apply(
+    x: Tensor, added: Tensor | None, token: Tensor | None, module: Any, linear: DelayedLinear
+) -> tuple[Tensor, CodedInput]:
     product, columns = linear.product, torch.is_grad_enabled()
-    bias = module.bias if isinstance(module, nn.LayerNorm) else None
-    total, carrier, codes, turned = _AddNorm.apply(
-        *(x.detach(), added, token, module.weight, bias, module.eps),
+    total, carrier, codes, turned = _CodedNorm.apply(
+        *(x, added, token, module.weight, bias_of(module), module.eps),
         *(product.factors, product.maxima, columns),
     )
     return total, CodedInput(carrier, codes, turned)
 
 
-class _Norm(torch.autograd.Function):
+class _CodedNorm(torch.autograd.Function):
+    """As fused/norm's operator: the sum or a token, what carries the gradient of the norm, and its codes."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        factors: Tensor,
-        maxima: Tensor,
-        columns: bool,
-    ) -> tuple[Tensor, ...]:
-        _, mean, rstd, codes, turned = _coded_norm(x, None, weight, bias, eps, factors, maxima, columns)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.sums = 1 if bias is None else 2
-        ctx.mark_non_differentiable(codes, turned)
-        return _without_contents(x), _without_contents(x), codes, turned
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_normed: Tensor, of_token: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        of_x, of_weight, of_bias = _gradients(ctx, of_normed, of_token)
-        return of_x, of_weight, of_bias, None, None, None, None
-
-
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        added: Tensor,
-        token: Tensor,
+        added: Tensor | None,
+        token: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
@@ -89,28 +67,16 @@ class _AddNorm(torch.autograd.Function):
         columns: bool,
     ) -> tuple[Tensor, ...]:
         total, mean, rstd, codes, turned = _coded_norm(x, added, weight, bias, eps, factors, maxima, columns)
-        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.adds = added is not None
+        ctx.save_for_backward(total if ctx.adds else x, weight, mean, rstd)
         ctx.sums = 1 if bias is None else 2
         ctx.mark_non_differentiable(codes, turned)
-        return total, _without_contents(x), codes, turned
+        return total if ctx.adds else without_contents(x), without_contents(x), codes, turned
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_total: Tensor, of_normed: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        of_x, of_weight, of_bias = _gradients(ctx, of_normed, of_total)
-        return None, of_x, of_x, of_weight, of_bias, None, None, None, None
-
-
-def _without_contents(x: Tensor) -> Tensor:
-    """A tensor of the shape of x that only carries a gradient."""
-    return x.new_empty(1).expand(x.shape)
-
-
-def _gradients(ctx: Any, of_normed: Tensor, of_x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, weight, mean, rstd = ctx.saved_tensors
-    of_x, sums = _norm_backward(of_normed.contiguous(), of_x.contiguous(), x, weight, mean, rstd, ctx.sums)
-    of_weight, *of_bias = sums.to(weight.dtype).unbind()
-    return of_x, of_weight, of_bias[0] if of_bias else None
+    def backward(ctx: Any, of_total: Tensor, of_normed: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        return *gradients(ctx, of_total, of_normed)[:5], None, None, None, None
 
 
 @triton_op("megatron_zpp_model::coded_norm", mutates_args={"maxima"})
@@ -167,27 +133,12 @@ def _coded_norm_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    at = row * width + columns
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
-        x += tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        kept = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + at, kept, mask=inside)
-        x = kept.to(tl.float32)
-    centred = x
-    if CENTRED:
-        mean = tl.sum(x, axis=0) / width
-        centred = tl.where(inside, x - mean, 0.0)
-        tl.store(mean_ptr + row, mean)
-    eps = tl.cast(eps, tl.float32)  # torch.compile passes fp64
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    tl.store(rstd_ptr + row, rstd)
-    normed = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if CENTRED:
-        normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    # fmt: off
+    normed, at, inside = normalise(
+        x_ptr, added_ptr, weight_ptr, bias_ptr, total_ptr, mean_ptr, rstd_ptr, width, eps,
+        ADDS, CENTRED, BLOCK,
+    )
+    # fmt: on
     scaled, sizes = encode(normed, tl.load(factors_ptr + 4 * KIND))
     keep_maximum(maxima_ptr, sizes, KIND)
     tl.store(by_rows_ptr + at, rounded(scaled, by_rows_ptr.dtype.element_ty), mask=inside)
