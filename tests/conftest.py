@@ -30,7 +30,6 @@ LONGEST = (
     "zero/test_closed_forms.py",
     "zero/test_tensor_parallel.py",
     "train/test_object_store.py",
-    "train/test_memory_snapshots.py",
     "zero/test_own_modules.py",
     "faults/test_campaigns.py",
     "train/test_batch_changes.py",

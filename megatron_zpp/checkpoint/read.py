@@ -82,14 +82,13 @@ class _Place(NamedTuple):
 class CheckpointReader:
     """A committed checkpoint. Use it in a `with` block.
 
-    `on_progress` is called after every chunk, by any thread. `partial`: the directory may have the files of
-    some ranks only, and no other is read.
+    `on_progress` is called after every chunk, by any thread.
 
     Raises DamagedFile, with file and position, if anything differs from what was written; ValueError for an
     unknown version of the format, and if the directory's name and content have different iterations.
     """
 
-    def __init__(self, path: Location, on_progress: OnProgress = no_report, *, partial: bool = False) -> None:
+    def __init__(self, path: Location, on_progress: OnProgress = no_report) -> None:
         self.path, self._on_progress = path, on_progress
         self._entries = read_manifest(path)
         if STATE not in self._entries:
@@ -108,7 +107,7 @@ class CheckpointReader:
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
         self.units: list[dict[str, Any]] = self.state["units"]
         self.ranks: int = self.state["ranks"]
-        if self.ranks > len(self._entries) and not partial:
+        if self.ranks > len(self._entries):
             raise DamagedFile(f"{path}: its manifest does not name the files of {self.ranks} ranks")
         self.tensor: int = self.state.get("tensor", 1)
         local = self.ranks // self.state.get("nodes", 1)

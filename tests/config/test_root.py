@@ -103,6 +103,7 @@ def test_saved_settings_of_retired_flags_are_read() -> None:
     saved = config.to_json()
     saved["compilation"]["gemm_algorithms"] = "measured"
     saved["precision"]["fp8_products"] = "measured"
+    saved["memory_snapshots"] = {"buddy_snapshots": 5, "buddy_directory": "/dev/shm"}
     assert Config.from_json(saved) == config
 
 

@@ -295,22 +295,6 @@ PLACES = [
     bad("--keep-last 2", "--keep-last 2: needs --save"),
     bad("--save new --keep-last 0", "--keep-last 0: must be at least 1"),
     bad("--save new --keep-every 3", "--keep-every 3: needs --keep-last"),
-    bad("--buddy-snapshots 5", "--buddy-snapshots 5: needs --save DIRECTORY and a --load equal to it"),
-    bad("--buddy-snapshots 5 --save new --load other", "--buddy-snapshots 5: needs --save"),
-    bad("--buddy-snapshots 0", "--buddy-snapshots 0: must be at least 1"),
-    bad("--buddy-directory /run", "--buddy-directory /run: needs --buddy-snapshots K"),
-    *(
-        bad(f"--save new --load new --buddy-snapshots 5 {flag}", f"{flag} … omit it or --buddy-snapshots")
-        for flag in ("--finetune", "--no-load-optim", "--no-save-optim", "--ckpt-step 5")
-    ),
-    Case(
-        "--save new --load new --buddy-snapshots 5 --buddy-directory /proc",
-        "--buddy-directory /proc: is on proc; must be in memory, on tmpfs",
-    ),
-    Case(
-        "--save new --load new --buddy-snapshots 5 --buddy-directory /none",
-        "--buddy-directory /none: No such file or directory; name a directory in memory",
-    ),
     bad("--finetune", "--finetune (given): needs --load"),
     bad("--ckpt-step 5", "--ckpt-step 5: needs --load"),
     bad("--sample-tokens 5", "--sample-tokens 5: needs --sample-prompt TEXT"),

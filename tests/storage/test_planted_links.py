@@ -20,7 +20,6 @@ from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.data.npy_files import NpyWriter
 from megatron_zpp.data.text.open import _entry
-from megatron_zpp.memory_snapshots.copies import MemoryCopies, SnapshotName, file_names
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.sinks import MetricsFile, check_sinks
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
@@ -215,17 +214,6 @@ def test_pages_and_plots_replace_a_link(
     program.main()
     assert (tmp_path / "victim").read_text() == "mine"
     assert stat.S_ISREG((tmp_path / name).lstat().st_mode)
-
-
-def test_a_copy_in_memory_follows_no_link(tmp_path: Path) -> None:
-    (tmp_path / "victim").write_text("mine")
-    copies, snapshot = MemoryCopies(tmp_path / "memory", 0), SnapshotName(1, "0" * 8)
-    _, description = (copies.path / name for name in file_names(snapshot, 0))
-    description.parent.mkdir(parents=True)
-    description.with_suffix(".partial").symlink_to(tmp_path / "victim")
-    copies.write(snapshot, 0, {}, {"ranks": 1, "nodes": 1, "tensor": 1, "units": []})
-    assert (tmp_path / "victim").read_text() == "mine"
-    assert stat.S_ISREG(description.lstat().st_mode)
 
 
 def test_a_trace_replaces_a_link(tmp_path: Path) -> None:

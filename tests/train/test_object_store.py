@@ -3,7 +3,6 @@
 import errno
 import json
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,26 +95,6 @@ def test_a_second_run_in_the_same_place_is_refused(server: ObjectServer, corpus:
         first.send(0, signal.SIGKILL)
         first.statuses()
     assert pretrain(*flags, "--train-iters", "3").returncode == 0
-
-
-@pytest.mark.nightly
-def test_a_killed_run_goes_on_from_memory(server: ObjectServer, corpus: str, tmp_path: Path) -> None:
-    """Which copies in memory are its own is in the object store, until a start without them."""
-    url = f"s3://{BUCKET}/memory"
-    flags = [*RUN, "--data-path", corpus, "--save", url, "--load", url, "--train-iters", "1000000"]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, Run(tmp_path, 1) as run:
-        snapshots = ["--buddy-snapshots", "5", "--buddy-directory", memory]
-        run.start(0, *flags, *snapshots)
-        run.wait_for("iteration       11/")
-        run.send(0, signal.SIGKILL)
-        run.statuses()
-        assert "latest_checkpointed_iteration.txt" not in server.keys("memory/")
-        resumed = pretrain(*flags, *snapshots, "--exit-interval", "5")
-        assert resumed.returncode == 0, resumed.stderr
-        assert " in memory; resuming at iteration " in resumed.stdout
-    assert "memory_snapshots.txt" in server.keys("memory/")
-    assert pretrain(*flags, "--exit-interval", "5").returncode == 0
-    assert "memory_snapshots.txt" not in server.keys("memory/")
 
 
 @pytest.mark.nightly

@@ -63,7 +63,7 @@ FEATURES: dict[str, str] = {
     ),
     **dict.fromkeys(["--swin-", "--mask-", "--iter-per-epoch", "--dino-", "--decoder-num-layers"], _OTHER),
     **dict.fromkeys(["--decoder-seq-length", "--sample-rate", "--short-seq-prob"], _OTHER),
-    **dict.fromkeys(["--non-persistent-"], "use --buddy-snapshots, or --keep-last and --async-save"),
+    **dict.fromkeys(["--non-persistent-"], "use --keep-last and --async-save"),
     **dict.fromkeys(["--ckpt-convert-"], "checkpoints have one format; omit it"),
     **dict.fromkeys(["--inprocess-"], "restart with launch/local.sh --max-restarts, which resumes; omit it"),
     **dict.fromkeys(["--fault-injector-"], _FAULTS),

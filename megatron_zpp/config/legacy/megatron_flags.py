@@ -269,7 +269,7 @@ REFUSED_TODAY = (
     *refused("only whole checkpoints are saved; use --save-interval", "--save-dgrads-interval"),
     *refused("the model is dense; omit it", "--save-tokens-per-expert-interval"),
     *refused("weights are always the fp32 master weights; omit it", "--load-main-params-from-ckpt"),
-    *refused("use --buddy-snapshots", "--replication --replication-jump --replication-factor"),
+    *refused("use --async-save", "--replication --replication-jump --replication-factor"),
     *refused("initial weights are the same on all ranks; omit it", "--data-parallel-random-init"),
     *refused("parameters are always initialised; omit it", "--no-initialization"),
     *refused("use --init-method-std for all weights", "--embedding-init-method-std"),

@@ -28,6 +28,7 @@ _GROUPED = {"model.group_query_attention": True, "model.num_query_groups": VALUE
 _TEACHER = "nothing is distilled; omit it"
 _RETRO = "the model retrieves nothing; omit it"
 _SAMPLES = "samples are neither chosen nor shortened; omit it"
+_NO_SNAPSHOTS = "states are copied to --save alone"
 
 RENAMED = (
     renamed("--batch-size", "--micro-batch-size", "training.micro_batch_size", int),
@@ -235,6 +236,15 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         takes=int,
         why="delta2 has 4 bits until twice the warm-up",
         otherwise="delta2 has 4 bits until twice the warm-up; omit it",
+    ),
+    *(
+        OldFlag(
+            name=name,
+            takes=takes,
+            why=_NO_SNAPSHOTS,
+            otherwise=f"{_NO_SNAPSHOTS}; omit it, and save more often with --async-save",
+        )
+        for name, takes in (("--buddy-snapshots", int), ("--buddy-directory", str))
     ),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}

@@ -164,6 +164,9 @@ class _File:
                     )
                 for inner, setting in value.value:
                     yield from self._setting(self._name(inner), inner, setting, section=name)
+            elif isinstance(value, yaml.MappingNode) and self._all_retired(value):  # a part that is no more
+                for inner, setting in value.value:
+                    yield from self._setting(self._name(inner), inner, setting, section=name)
             else:
                 yield from self._setting(name, key, value, section=None)
 
@@ -188,6 +191,9 @@ class _File:
             raise self._error(f"{_line(key)}: {name}: {problem}") from None
         if value is not None:
             yield Setting(part, name, with_home(value), place)
+
+    def _all_retired(self, section: Any) -> bool:
+        return bool(section.value) and all(self._name(key) in retired_fields() for key, _ in section.value)
 
     def _unknown(self, name: str, section: str | None) -> str:
         if name in self._owners:
