@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of
 from megatron_zpp.checkpoint.manifest import read_manifest
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.slices import UNSHARED, Part, Sharing, blocks, fill, same_part
-from megatron_zpp.checkpoint.state_checks import check_state
 from megatron_zpp.checkpoint.states import buffer_name, tensor_name
 from megatron_zpp.checkpoint.unit_entries import (
     local_shape,
@@ -98,15 +98,15 @@ class CheckpointReader:
         verify_file(path / STATE, self._checksums(STATE), on_progress=on_progress)
         try:
             self.state: dict[str, Any] = json.loads(read_limited(path / STATE, STATE_LIMIT))
-            check_state(self.state)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            held = Progress.from_json(self.state["progress"]).iteration
+            self.units: list[dict[str, Any]] = self.state["units"]
+            self.ranks: int = self.state["ranks"]
+        except (ValueError, KeyError, TypeError) as error:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
-        named, held = iteration_of(path), self.state["progress"]["iteration"]
+        named = iteration_of(path)
         if named is not None and named != held:
             fix = f"rename it to {checkpoint_name(held)}, or move it away"
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
-        self.units: list[dict[str, Any]] = self.state["units"]
-        self.ranks: int = self.state["ranks"]
         if self.ranks > len(self._entries):
             raise DamagedFile(f"{path}: its manifest does not name the files of {self.ranks} ranks")
         self.tensor: int = self.state.get("tensor", 1)

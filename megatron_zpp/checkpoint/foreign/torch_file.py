@@ -5,11 +5,11 @@ The archive has a CRC-32 of each storage, which is checked before the first of i
 zero where torch.serialization.set_crc32_options(False) was in force.
 """
 
+import io
 import math
 import os
 import zipfile
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,16 +17,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.foreign.pickled import Global, NotData, Record, read_pickle
+from megatron_zpp.checkpoint.foreign.pickled import NotData, Sealed, read_pickle
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.regular import open_stream
 
 _PIECE = 1 << 20  # bytes read at a time
 _PICKLE_LIMIT = 1 << 30  # bytes of the pickle alone; tensors are beside it
-_DIRECTORY_LIMIT = 16 << 20  # bytes of the archive's list of files: 100,000 tensors and more
-MOST_DIMENSIONS = 64  # torch's limit
-LARGEST_SIZE = 1 << 60  # elements
-_OPEN = object()  # a container whose parts are being looked at
 _STORAGES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -54,7 +50,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass
-class _Storage:
+class _Storage(Sealed):
     """Elements of one type in a file, from byte `start` on; `crc` is 0 if the file does not say it."""
 
     path: Path
@@ -81,7 +77,7 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Sealed):
     """A tensor in a file; `offset` and `stride` count elements of its storage."""
 
     storage: _Storage
@@ -117,15 +113,11 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     """
     try:
         with open_stream(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            window = _Window(file, start, size - start if length is None else length)
-            with zipfile.ZipFile(window) as archive:
-                window.limit = window.length
+            file.seek(start)
+            with zipfile.ZipFile(file if length is None else io.BytesIO(file.read(length))) as archive:
                 return _read(path, start, file, archive)
     except NotData as error:
         raise NotData(f"{path}: {error}") from None
-    except RecursionError:
-        raise NotData(f"{path}: has values nested deeper than those of any model") from None
     except (*_DAMAGES, zipfile.BadZipFile) as error:
         reason = str(error) or type(error).__name__
         raise DamagedFile(
@@ -150,42 +142,12 @@ def _no_persistent(value: Any) -> Any:
     raise NotData("refers to tensors beside it, and there are none")
 
 
-class _Window:
-    """A part of a file as a file, for zipfile."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._place = file, start, 0
-        self.length = max(length, 0)
-        self.limit = _DIRECTORY_LIMIT  # bytes read at once
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self.length}[whence]
-        if base + offset < 0:
-            raise zipfile.BadZipFile("it is too short")
-        self._place = base + offset
-        return self._place
-
-    def read(self, count: int = -1) -> bytes:
-        left = max(self.length - self._place, 0)
-        wanted = left if count < 0 else min(count, left)
-        if wanted > self.limit:
-            raise zipfile.BadZipFile(f"its list of files is longer than {self.limit:,} bytes")
-        self._file.seek(self._start + self._place)
-        found = self._file.read(wanted)
-        self._place += len(found)
-        return found
-
-
 def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
     entries = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
     if "data.pkl" not in entries:
         raise zipfile.BadZipFile("it has no data.pkl")
+    if any(info.header_offset < 0 for info in entries.values()):
+        raise zipfile.BadZipFile("it is too short")
     if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in entries.values()):
         raise zipfile.BadZipFile("its entries are compressed")
     order = entries.get("byteorder")
@@ -197,7 +159,7 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
 
     def storage(value: Any) -> _Storage:
         _, kind, key, _, count = value  # "storage", its class, the name of its file, device, elements
-        dtype = _STORAGES[kind.name]
+        dtype = _STORAGES[kind.of.rpartition(".")[2]]
         if (key, dtype) not in storages:
             storages[key, dtype] = found(key, dtype, count)
         return storages[key, dtype]
@@ -211,7 +173,7 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
             raise zipfile.BadZipFile("it ends too early")
         return _Storage(path, begin, info.file_size, dtype, info.CRC)
 
-    return tensors_of(read_pickle(archive.read(entries["data.pkl"]), storage))
+    return read_pickle(archive.read(entries["data.pkl"]), storage, _MAKERS)
 
 
 def _data_start(file: Any, header: int) -> int:
@@ -223,49 +185,23 @@ def _data_start(file: Any, header: int) -> int:
     return header + 30 + int.from_bytes(found[26:28], "little") + int.from_bytes(found[28:30], "little")
 
 
-def tensors_of(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Return the value with StoredTensors in place of the records of tensors, at any depth.
-
-    `seen` has the results of containers by identity: a pickle may have the same one in many places. Raises
-    NotData for a container inside itself.
-    """
-    seen = {} if seen is None else seen
-    if not isinstance(value, dict | list | tuple | Record):
-        return value
-    if id(value) not in seen:
-        seen[id(value)] = _OPEN
-        if isinstance(value, dict):
-            found: Any = {key: tensors_of(inner, seen) for key, inner in value.items()}
-        elif isinstance(value, Record):
-            found = _made(value, seen)
-        else:
-            found = type(value)([tensors_of(inner, seen) for inner in value])
-        seen[id(value)] = found
-    if seen[id(value)] is _OPEN:
-        raise NotData("has a value inside itself, which no model needs")
-    return seen[id(value)]
-
-
-def _made(value: Record, seen: dict[int, Any]) -> Any:
-    """Return the tensor that a record describes; other records as they are."""
-    if not isinstance(value.of, Global):
-        return value
-    if value.of.module == "torch._utils" and value.of.name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
-        return _tensor(*value.arguments[:4])
-    if value.of.module == "torch._utils" and value.of.name.startswith("_rebuild_parameter"):
-        return tensors_of(value.arguments[0], seen)
-    return value
-
-
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> StoredTensor:
-    if not all(isinstance(one, list | tuple) and len(one) <= MOST_DIMENSIONS for one in (shape, stride)):
-        raise NotData(f"has a tensor of more than {MOST_DIMENSIONS} dimensions")
-    numbers: Sequence[Any] = [offset, *shape, *stride]
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
     if not isinstance(storage, _Storage):
         raise NotData("has a tensor without a storage")
-    if not all(type(one) is int and 0 <= one < LARGEST_SIZE for one in numbers):
+    if not all(type(one) is int and one >= 0 for one in (offset, *shape, *stride)):
         raise NotData("has a tensor with a size that none has")
     reach = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     if math.prod(shape) and max(offset + reach, math.prod(shape)) * storage.dtype.itemsize > storage.nbytes:
         raise NotData("has a tensor that is longer than its storage")
     return StoredTensor(storage, tuple(shape), tuple(stride), offset)
+
+
+_MAKERS = {
+    f"torch._utils.{name}": make
+    for name, make in {
+        "_rebuild_tensor": _tensor,
+        "_rebuild_tensor_v2": _tensor,
+        "_rebuild_parameter": lambda tensor, *_: tensor,
+        "_rebuild_parameter_with_state": lambda tensor, *_: tensor,
+    }.items()
+}
