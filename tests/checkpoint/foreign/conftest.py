@@ -1,4 +1,4 @@
-"""Checkpoints that megatron-core wrote, with the logits of its model."""
+"""Fixtures: the command-line tool, and checkpoints that megatron-core wrote, with the logits of its model."""
 
 import fcntl
 import os
@@ -10,10 +10,25 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.commands import import_checkpoint
 from tests.support import ROOT, environment
 
 Saved = Callable[[str, int], Path]
+Tool = Callable[..., str]
+TOKENIZER = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "89")  # 90 entries with the end of document
 _PROGRAM = Path(__file__).with_name("megatron_program.py")
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
+    """Run import_checkpoint with arguments, after those of a tokenizer, and return what it prints."""
+
+    def run(*argv: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["import_checkpoint", *TOKENIZER, *map(str, argv)])
+        import_checkpoint.main()
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture(scope="session")

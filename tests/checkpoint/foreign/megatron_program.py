@@ -107,7 +107,6 @@ def main() -> None:
     """See the file."""
     torch.cuda.current_device = lambda: "cpu"  # megatron-core asks for it wherever it runs
     torch.cuda.synchronize = lambda *_: None
-    import megatron.core.models.gpt
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 

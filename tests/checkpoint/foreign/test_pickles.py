@@ -18,7 +18,7 @@ from megatron_zpp.checkpoint.foreign.deepspeed import read_zero
 from megatron_zpp.checkpoint.foreign.pickled import NotData, read_pickle
 from megatron_zpp.checkpoint.foreign.torch_file import read_pickle_file, read_torch_file
 from megatron_zpp.storage.checksums import DamagedFile
-from tests.checkpoint.foreign.imports import TOKENIZER, run_import
+from tests.checkpoint.foreign.conftest import Tool
 
 
 class Calls:
@@ -239,19 +239,14 @@ WEIGHTS = {
     ],
 )  # fmt: skip
 def test_a_model_that_is_none_is_refused_by_name(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    args: dict[str, Any],
-    state: dict[str, Any],
-    said: str,
+    tmp_path: Path, tool: Tool, args: dict[str, Any], state: dict[str, Any], said: str
 ) -> None:
     folder = tmp_path / "old/iter_0000007/mp_rank_00"
     folder.mkdir(parents=True)
     whole = {"model": WEIGHTS, "checkpoint_version": 3.0, "args": Namespace(**ARGS | args)} | state
     torch.save(whole, folder / "model_optim_rng.pt")
     with pytest.raises(ValueError, match=r"its|has|checkpoint_version|names") as error:
-        run_import(monkeypatch, capsys, tmp_path / "old", "--output", tmp_path / "new", *TOKENIZER)
+        tool(tmp_path / "old", "--output", tmp_path / "new")
     assert said in str(error.value)
     assert len(str(error.value)) < 600
     assert not (tmp_path / "new").exists()
