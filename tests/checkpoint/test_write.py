@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -21,7 +20,7 @@ from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.storage.files import check_writable, write_text
+from megatron_zpp.storage.files import check_writable
 from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
 from tests.forkserver import CONTEXT
 from tests.zero.engines import weights_of
@@ -117,25 +116,12 @@ def test_a_full_disk_keeps_what_is_there(small_disk: Path) -> None:
     save(small_disk, engine, SECOND)
 
 
-def test_files_follow_the_umask(tmp_path: Path) -> None:
-    path = save(tmp_path, small())
-    modes = {file.stat().st_mode & 0o777 for file in path.iterdir()}
-    assert len(modes) == 1
-
-
 def test_an_unwritable_directory_is_refused_by_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^--save .*/file/below: "):
         check_writable("--save", str(tmp_path / "file" / "below"))
     check_writable("--save", str(tmp_path / "new" / "deep"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_text_is_replaced_whole(tmp_path: Path) -> None:
-    write_text(tmp_path / "a", "one")
-    write_text(tmp_path / "a", "two")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    assert (tmp_path / "a").read_text() == "two"
 
 
 def test_what_a_save_makes_durable_and_in_which_order(
@@ -188,16 +174,6 @@ def test_ranks_take_back_what_they_told_rank_0(tmp_path: Path) -> None:
     assert not second
 
 
-def save_beside(directory: Path, may_write: Callable[[], None]) -> None:
-    engine = small()
-    exchange = Exchange(dist.HashStore(), engine.topology, timedelta(seconds=60), "save")
-    state = describe_state(engine, FIRST, with_optimizer=True, config={}, tokenizer=TOKENIZER)
-    options = SaveOptions(may_write=may_write)
-    write_checkpoint(
-        directory / "iter_0000005", shards_of(engine, with_optimizer=True), state, exchange, options
-    )
-
-
 @pytest.mark.parametrize("harm", ["cut", "lost lease"])
 def test_a_save_asks_again_before_it_commits(tmp_path: Path, harm: str) -> None:
     """Whether the directory is still this run's, and whether all files have the size that was written."""
@@ -214,6 +190,6 @@ def test_a_save_asks_again_before_it_commits(tmp_path: Path, harm: str) -> None:
 
     said = "another run has --save now" if harm == "lost lease" else "it is not there as seen from here"
     with pytest.raises(SaveFailed, match=said):
-        save_beside(tmp_path, may_write)
+        save(tmp_path, small(), may_write=may_write)
     assert len(asked) >= 2
     assert not committed(tmp_path)
