@@ -17,6 +17,7 @@ from tests.object_server import BUCKET, ObjectServer, object_server
 from tests.support import nightly
 
 CONTENT = bytes(range(256)) * 64
+GONE = 'Could not connect to the endpoint URL: "http://here"'
 REFUSED = {"SlowDown": 503, "InternalError": 500, "AccessDenied": 403}  # codes of answers, and their status
 
 
@@ -106,6 +107,7 @@ def test_one_lost_attempt_is_no_error(server: ObjectServer, faults: Faults, what
         ("SlowDown", 5, "the store refuses put_object: SlowDown as told; tried 5 times"),
         ("InternalError", 5, "the store refuses put_object: InternalError as told; tried 5 times"),
         ("AccessDenied", 1, "the store denies put_object; give credentials that may do that"),
+        ("unsent", 5, f"the server does not answer ({GONE}); tried 5 times"),
     ],
 )
 def test_a_store_that_goes_on_refusing_is_named(faults: Faults, what: str, attempts: int, line: str) -> None:

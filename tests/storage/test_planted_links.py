@@ -1,9 +1,7 @@
 """Links that another user has planted in a shared directory are not followed by what is written there."""
 
-import errno
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +24,10 @@ from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.files import (
     check_writable,
     locked,
-    open_named,
     open_shared,
     write_durably,
     write_text,
 )
-from tests.support import ROOT, environment
 
 
 def write_checksummed(shared: Path) -> None:
@@ -115,91 +111,17 @@ def test_a_probe_follows_no_link(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-APPENDING = os.O_WRONLY | os.O_APPEND
-STRANGER = 12345
-
-
-def planted(link: Path, target: Path) -> None:
-    """A link of another user; root alone can make one."""
-    if os.geteuid():
-        pytest.skip("only root can make a link of another user")
-    link.symlink_to(target)
-    os.lchown(link, STRANGER, STRANGER)
-
-
-def append(path: Path) -> None:
-    with os.fdopen(open_named(path, APPENDING), "w") as file:
-        file.write("new")
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
-@pytest.mark.parametrize("target", ["victim", "nowhere"])
-def test_a_strangers_link_in_a_shared_directory_is_not_appended_to(
-    tmp_path: Path, mode: int, target: str
-) -> None:
-    (tmp_path / "victim").write_text("mine")
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(mode)
-    planted(shared / "metrics.jsonl", tmp_path / target)
-    said = f"is a link of user {STRANGER} in a directory that others can write to"
-    for write in (
-        lambda: append(shared / "metrics.jsonl"),
-        lambda: MetricsFile(str(shared / "metrics.jsonl")),
-    ):
-        with pytest.raises(PermissionError, match=said):
-            write()
-    with pytest.raises(ValueError, match=f"--metrics-file .*{said}; name another file"):
-        check_sinks(LoggingConfig(metrics_file=str(shared / "metrics.jsonl")))
-    (shared / "mine").symlink_to("metrics.jsonl")  # a link of the user's that leads there
-    with pytest.raises(PermissionError, match=said):
-        append(shared / "mine")
-    assert (tmp_path / "victim").read_text() == "mine"
-    assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_strangers_link_where_only_the_user_writes_is_followed(tmp_path: Path) -> None:
-    planted(tmp_path / "metrics.jsonl", tmp_path / "elsewhere")
-    append(tmp_path / "metrics.jsonl")
-    assert (tmp_path / "elsewhere").read_text() == "new"
-
-
-@pytest.mark.parametrize("mode", [0o755, 0o1777])
-@pytest.mark.parametrize("relative", [True, False])
-def test_the_users_own_links_are_followed(tmp_path: Path, mode: int, relative: bool) -> None:
-    (tmp_path / "scratch").mkdir()
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(mode)
-    (shared / "second").symlink_to("../scratch/metrics" if relative else tmp_path / "scratch/metrics")
-    (shared / "first").symlink_to("second" if relative else shared / "second")
-    check_sinks(LoggingConfig(metrics_file=str(shared / "first")))
+def test_metrics_follow_the_links_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "second").symlink_to("metrics")
+    (tmp_path / "first").symlink_to(tmp_path / "second")
+    check_sinks(LoggingConfig(metrics_file=str(tmp_path / "first")))
     for _ in range(2):
-        append(shared / "first")
-    assert (tmp_path / "scratch/metrics").read_text() == "newnew"
-    assert (shared / "first").is_symlink()
-
-
-def test_links_in_a_circle_end(tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    with pytest.raises(OSError, match="symbolic links") as error:
-        append(tmp_path / "a")
-    assert error.value.errno == errno.ELOOP
-
-
-def test_stdout_can_be_named_whatever_it_is(tmp_path: Path) -> None:
-    """A pipe, to which no path leads, and a file."""
-    code = (
-        "import os\nfrom pathlib import Path\nfrom megatron_zpp.storage.files import open_named\n"
-        "os.write(open_named(Path('/dev/stdout'), os.O_WRONLY | os.O_APPEND), b'new\\n')"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
-    assert (done.stdout, done.stderr) == ("new\n", "")
-    with (tmp_path / "out").open("w") as file:
-        subprocess.run(command, stdout=file, check=True, cwd=ROOT, env=environment())
-    assert (tmp_path / "out").read_text() == "new\n"
+        MetricsFile(str(tmp_path / "first")).write({"iteration": 1}, 0)
+    assert (tmp_path / "metrics").read_text() == '{"iteration": 1}\n' * 2
+    (tmp_path / "metrics").unlink()
+    (tmp_path / "metrics").symlink_to("first")
+    with pytest.raises(ValueError, match=r"--metrics-file .*symbolic links.*; name another file"):
+        check_sinks(LoggingConfig(metrics_file=str(tmp_path / "first")))
 
 
 def test_the_description_of_cached_tokens_follows_no_link(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_import_then_export_returns_every_bit(
     ("family", "stage", "world"),
     [
         ("qwen3", 0, 1),
-        ("llama-tied-scaled", 3, 2),
+        nightly("llama-tied-scaled", 3, 2),
         nightly("mistral", 1, 2),
         nightly("llama-biased", 2, 3),
         nightly("qwen2", 3, 2),
