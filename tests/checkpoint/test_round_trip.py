@@ -1,6 +1,5 @@
 """What is saved comes back, bit for bit, at any stage and on any number of ranks."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from megatron_zpp.checkpoint.same_model import check_units
 from megatron_zpp.checkpoint.unit_entries import formats_of_units
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.model_states import WEIGHTS
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.zero.engines import states_of, weights_of
 from tests.zero.ranks import on_ranks
@@ -96,21 +94,6 @@ def test_runs_with_other_quantisation_blocks_load_each_others_states(tmp_path: P
             assert states_as_lists(engine) == states
             for unit in engine.units:
                 assert not any(unit.master[gap.start : gap.stop].any() for gap in unit.layout.gaps())
-
-
-def test_every_rank_reads_its_slices_of_parameters_that_lie_elsewhere(tmp_path: Path) -> None:
-    engine = small()
-    path = save(tmp_path, engine)
-    with CheckpointReader(path) as reader:
-        for unit in engine.units:
-            layout = dataclasses.replace(unit.layout, ranks=3, alignment=512)
-            whole = torch.full((layout.numel,), torch.nan)
-            for rank, shard in enumerate(whole.view(3, -1)):
-                reader.read_shard(WEIGHTS, unit.names, layout, layout.shard(rank), shard)
-            moved = dataclasses.replace(unit, layout=layout)
-            for found, wanted in zip(moved.views(whole), unit.views(unit.master), strict=True):
-                assert torch.equal(found, wanted)
-            assert not any(whole[gap.start : gap.stop].any() for gap in layout.gaps())
 
 
 def test_safetensors_reads_the_files(tmp_path: Path) -> None:
