@@ -1,13 +1,11 @@
 """Requests whose answers do not come, or say to try again: what is repeated, how long, and what it leaves."""
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from botocore.client import BaseClient
 from botocore.exceptions import ClientError, EndpointConnectionError
-from botocore.response import StreamingBody
 
 from megatron_zpp.storage.location import ObjectError
 from megatron_zpp.storage.objects import path as object_path
@@ -32,9 +30,8 @@ def server() -> Iterator[ObjectServer]:
 class Faults:
     """Counts requests from 1 on; the one of number `at`, and all later ones if `lasts`, end in `what`.
 
-    "unsent", "unanswered" and "half" are lost connections, the last one in the middle of a body; others are
-    codes of answers. Where moto forgives more than S3's protocol demands, it is as with MinIO: an upload that
-    has ended does not exist.
+    "unsent" and "unanswered" are lost connections, others codes of answers. Where moto forgives more than
+    S3's protocol demands, it is as with MinIO: an upload that has ended does not exist.
     """
 
     def __init__(self) -> None:
@@ -59,8 +56,6 @@ class Faults:
             self._ended.add(upload)
         if what == "unanswered":
             raise EndpointConnectionError(endpoint_url="http://here")
-        if what == "half" and "Body" in answer:
-            answer["Body"] = StreamingBody(io.BytesIO(answer["Body"].read()[1:]), answer["ContentLength"])
         return answer
 
 
@@ -88,7 +83,7 @@ def upload(path: ObjectPath) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["unanswered", "half", *(nightly(what) for what in ("SlowDown", "InternalError", "unsent"))]
+    "what", ["unanswered", *(nightly(what) for what in ("SlowDown", "InternalError", "unsent"))]
 )
 def test_one_lost_attempt_is_no_error(server: ObjectServer, faults: Faults, what: str) -> None:
     path, at = ObjectPath(BUCKET, f"one/{what}/x"), 0
@@ -121,13 +116,6 @@ def test_a_store_that_goes_on_refusing_is_named(faults: Faults, what: str, attem
         ObjectPath(BUCKET, "refused").write(CONTENT)
     assert faults.count == attempts
     assert str(raised.value) == f"s3://{BUCKET}/refused: {line}"
-
-
-def test_a_body_that_is_always_cut_is_named(faults: Faults) -> None:
-    ObjectPath(BUCKET, "cut").write(CONTENT)
-    faults.set("half", 1, lasts=True)
-    with pytest.raises(ObjectError, match=r"^s3://runs/cut: the server does not answer .*; tried 5 times"):
-        ObjectPath(BUCKET, "cut").read_whole()
 
 
 def test_attempts_last_about_15_seconds(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:

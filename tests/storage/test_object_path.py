@@ -2,7 +2,9 @@
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -187,3 +189,43 @@ def test_without_the_package_the_line_says_what_to_install(monkeypatch: pytest.M
                 ValueError, match=r"^--save s3://runs/x: needs the package boto3; install it: pip"
             ):
                 check_writable("--save", f"s3://{BUCKET}/x")
+
+
+@pytest.mark.parametrize("lost", [2, 99])
+def test_a_connection_that_is_lost_in_a_body_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    requests: list[str] = []
+
+    class Lossy(BaseHTTPRequestHandler):
+        """Sends a part of each of the first `lost` bodies, then whole ones."""
+
+        def do_GET(self) -> None:
+            requests.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"x" * (10 if len(requests) <= lost else 100))
+
+        def log_message(self, *_: object) -> None:
+            """Write nothing."""
+
+    monkeypatch.setattr(object_store, "_PAUSE", 0.001)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Lossy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, value in (
+            ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}"),
+            ("AWS_ACCESS_KEY_ID", "x"),
+            ("AWS_SECRET_ACCESS_KEY", "x"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+        ):
+            monkeypatch.setenv(name, value)
+        object_store._client.cache_clear()
+        if lost < object_store.ATTEMPTS:
+            assert object_store.get("s3://a/b", Bucket="a", Key="b")[0] == b"x" * 100
+            assert len(requests) == lost + 1
+        else:
+            with pytest.raises(ObjectError, match=r"does not answer .*; tried 5 times"):
+                object_store.get("s3://a/b", Bucket="a", Key="b")
+            assert len(requests) == object_store.ATTEMPTS
+        server.shutdown()

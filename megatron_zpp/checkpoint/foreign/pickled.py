@@ -95,7 +95,7 @@ def read_pickle(content: bytes, persistent: Callable[[Any], Any], makers: Makers
     Raises NotData.
     """
     try:
-        return _Reader(content, persistent, _PLAIN | (makers or {})).load()
+        return _Reader(content, persistent, {**_PLAIN, **(makers or {})}).load()
     except NotData:
         raise
     except MemoryError:
