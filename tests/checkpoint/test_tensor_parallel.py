@@ -133,12 +133,16 @@ def resume_runs(topology: Topology, cases: Iterable[Case]) -> list[Continued]:
     return found
 
 
-def check(found: list[Continued], expected: Iterable[Continued], *, exact: bool = False) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
+def check(runs: list[Continued], saved: Iterable[Continued], *, exact: bool = False) -> None:
+    for ours, theirs in zip(runs, saved, strict=True):
         assert ours.states == theirs.states
         assert (ours.optimizer_steps, ours.loss_scale) == (theirs.optimizer_steps, theirs.loss_scale)
-        assert ours.losses == (theirs.losses if exact else pytest.approx(theirs.losses, rel=1e-6))
-        assert ours.norms == (theirs.norms if exact else pytest.approx(theirs.norms, rel=1e-5))
+        of_fp16 = theirs.loss_scale["scale"] != 1  # whose sums over ranks are rounded
+        for found, expected, close in (
+            (ours.losses, theirs.losses, 1e-3 if of_fp16 else 1e-6),
+            (ours.norms, theirs.norms, 1e-2 if of_fp16 else 1e-5),
+        ):
+            assert found == (expected if exact else pytest.approx(expected, rel=close))
 
 
 def check_parameters(case: Case, saved: Continued) -> None:
