@@ -38,7 +38,8 @@ class SidecarDigest:
     def from_json(cls, value: Any, path: Location) -> "SidecarDigest":
         """Return the inverse of `to_json`. Raises DamagedFile naming `path`, the source of the value."""
         try:
-            found = cls(operator.index(value["bytes"]), value["chunk_bytes"], value["sha256"])
+            size, chunk_bytes = map(operator.index, (value["bytes"], value["chunk_bytes"]))
+            found = cls(size, chunk_bytes, value["sha256"])
             check_chunk_bytes(found.chunk_bytes, path)
         except (KeyError, TypeError) as error:
             raise DamagedFile(f"{path}: not the digest of a file ({error!r})") from None
