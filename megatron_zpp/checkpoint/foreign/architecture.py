@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.foreign.pickled import Record
+from megatron_zpp.checkpoint.foreign.pickled import Global, Record
 from megatron_zpp.config.model import ModelConfig
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
@@ -95,8 +95,8 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kind, Record):  # an enum of Megatron-DeepSpeed's
         member = kind.arguments[-1] if kind.arguments else 0
         kind = {1: "rope", 2: "learned_absolute", 3: "alibi"}.get(member, member)
-    if isinstance(kind, type) and issubclass(kind, Record):
-        kind = kind.of.rpartition(".")[2]
+    if isinstance(kind, Global):
+        kind = kind.name
     kind = {"rotary": "rope", "absolute": "learned_absolute"}.get(kind, kind)
     if args.get("use_rotary_position_embeddings"):
         kind = "rope"

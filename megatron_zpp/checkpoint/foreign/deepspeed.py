@@ -23,6 +23,8 @@ from torch import Tensor
 from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, join_ranks, stored
 from megatron_zpp.checkpoint.foreign.rank_files import iteration_in, read_state, settings_of
 from megatron_zpp.checkpoint.foreign.torch_file import (
+    LARGEST_SIZE,
+    MOST_DIMENSIONS,
     StoredTensor,
     read_torch_file,
 )
@@ -31,6 +33,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ITERATION = ("iteration", "global_steps")
+_MOST_NAMES = 200_000  # of weights
 _MOMENTS = "the optimizer's moments: they start at zero, and the schedule at iteration 0"
 
 
@@ -107,7 +110,7 @@ def _optimizer_files(path: Path, rank: int) -> list[Path]:
 def _module(path: Path, rank: int, state: Mapping[str, Any]) -> dict[str, ForeignTensor]:
     """Return the weights of the module itself, in the format of the run."""
     if isinstance(state.get("module"), dict):
-        return {name: stored(tensor) for name, tensor in flatten(state["module"]).items()}
+        return {name: stored(tensor) for name, tensor in flatten(path, state["module"]).items()}
     return _layers(path, rank)
 
 
@@ -121,7 +124,7 @@ def _layers(path: Path, rank: int) -> dict[str, ForeignTensor]:
     found: dict[str, ForeignTensor] = {}
     for file in sorted(path.iterdir()):
         if (match := _LAYER.fullmatch(file.name)) and int(match[2]) == rank:
-            layer = flatten(read_state(file))
+            layer = flatten(file, read_state(file))
             found |= {f"{int(match[1])}.{name}": stored(tensor) for name, tensor in layer.items()}
     if not found:
         raise ValueError(f"{path}: has no weights of tensor rank {rank} in model_states or layer files")
@@ -144,9 +147,13 @@ def _from_shares(
     groups = [groups] if isinstance(groups, dict) else groups
     if not groups or not all(isinstance(group, dict) for group in groups):
         raise ValueError(f"{path}: has no param_shapes; save it with DeepSpeed 0.5 or later")
+    if sum(map(len, groups)) > _MOST_NAMES:
+        raise ValueError(f"{path}: its param_shapes have more than {_MOST_NAMES:,} names")
     for shape in (shape for group in groups for shape in group.values()):
-        if not isinstance(shape, list | tuple) or not all(type(size) is int and size >= 0 for size in shape):
+        if not isinstance(shape, list | tuple) or len(shape) > MOST_DIMENSIONS:
             raise ValueError(f"{path}: its param_shapes have a shape that is none; copy it again")
+        if not all(type(size) is int and 0 <= size < LARGEST_SIZE for size in shape):
+            raise ValueError(f"{path}: its param_shapes have a size that is none; copy it again")
     if not shares:
         raise ValueError(f"{path}: has optim_states of some model-parallel ranks only; copy all of them")
     world = shares[0].get("partition_count", len(shares))

@@ -12,12 +12,14 @@ from megatron_zpp.checkpoint.foreign.architecture import read_settings
 from megatron_zpp.checkpoint.foreign.model import ForeignModel, as_float
 from megatron_zpp.checkpoint.foreign.names import OUTPUT, TIED_COPY, TOKENS
 from megatron_zpp.checkpoint.imported import WholeWeights, write_imported
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.build import build_tokenizer
 
+_SMALLEST = 2  # bytes of a weight, in bf16 or fp16
 _NUMBER = re.compile(r"(^|\.)\d+(\.)")
 
 
@@ -67,15 +69,26 @@ def whole_weights(foreign: ForeignModel, model: ModelConfig, tokenizer: Tokenize
         raise ValueError(
             f"{path}: its args say {model.num_layers} layers, and it does not have the last of them"
         )
-    with torch.device("meta"):
-        parameters = GPT(model, tokenizer.vocab_size).named_parameters()
-    shapes = {name: tuple(value.shape) for name, value in parameters}
+    if model.num_layers > len(tensors):
+        raise ValueError(f"{path}: its args say {model.num_layers} layers, and it has {len(tensors)} tensors")
+    try:
+        with torch.device("meta"):
+            parameters = GPT(model, tokenizer.vocab_size).named_parameters()
+        shapes = {name: tuple(value.shape) for name, value in parameters}
+    except RuntimeError as error:  # sizes beyond torch's numbers
+        raise ValueError(f"{path}: its args describe no model of ours: {one_line(error)}") from None
     if not model.untie_embeddings_and_output_weights and OUTPUT in tensors:
         tensors[TIED_COPY] = tensors.pop(OUTPUT)
     for name in sorted(shapes.keys() - tensors.keys()):
         raise ValueError(f"{path}: has no {name}; its args ask for one of shape {shapes[name]}")
     for name in sorted(tensors.keys() - shapes.keys() - {TIED_COPY}):
         raise ValueError(f"{path}: has {name}, which is no part of the model that its args describe")
+    elements = sum(map(math.prod, shapes.values()))
+    stored = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if elements * _SMALLEST > stored:
+        raise ValueError(
+            f"{path}: its args describe {elements:,} weights, more than its files of {stored:,} bytes hold"
+        )
     found = {}
     for name, shape in shapes.items():
         table = name in (TOKENS, OUTPUT)

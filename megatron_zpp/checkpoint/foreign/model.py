@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.foreign.names import our_names, split_of
+from megatron_zpp.checkpoint.foreign.pickled import NotData
 from megatron_zpp.checkpoint.foreign.torch_file import FLOATS, StoredTensor
 
 _LARGEST_COPY = 1 << 24  # elements of a tensor that all ranks have, up to which the copies are compared
+
+_MOST_VALUES = 200_000  # dictionaries and tensors in each other; a model of 10,000 tensors has some 20,000
+_LONGEST_NAME = 1_000  # characters
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,31 @@ def stored(tensor: StoredTensor) -> ForeignTensor:
     return ForeignTensor(tensor.shape, tensor.read)
 
 
-def flatten(value: Mapping[Any, Any], prefix: str = "") -> dict[str, StoredTensor]:
-    """Return the tensors of nested dictionaries by their keys, joined by points; other values are dropped."""
+def flatten(file: Path, value: Mapping[Any, Any]) -> dict[str, StoredTensor]:
+    """Return the tensors of nested dictionaries by their keys, joined by points; other values are dropped.
+
+    Raises NotData, which names `file`, for more values or longer names than a model has, as of dictionaries
+    that share others.
+    """
     found: dict[str, StoredTensor] = {}
-    for key, part in value.items():
-        if isinstance(part, StoredTensor):
-            found[f"{prefix}{key}"] = part
-        elif isinstance(part, Mapping):
-            found |= flatten(part, f"{prefix}{key}.")
-    return found
+    waiting: list[tuple[str, Any]] = [("", value)]
+    for _ in range(_MOST_VALUES):
+        if not waiting:
+            return found
+        name, inner = waiting.pop()
+        if isinstance(inner, Mapping):
+            below = []
+            for key, part in inner.items():
+                if isinstance(part, Mapping | StoredTensor):
+                    below.append((f"{name}.{key}" if name else f"{key}", part))
+                    if len(below[-1][0]) > _LONGEST_NAME:
+                        raise NotData(f"{file}: has a name of more than {_LONGEST_NAME:,} characters")
+            waiting += reversed(below)
+            if len(waiting) > _MOST_VALUES:
+                break
+        elif isinstance(inner, StoredTensor):
+            found[name] = inner
+    raise NotData(f"{file}: has dictionaries in each other to more than {_MOST_VALUES:,} values")
 
 
 def join_ranks(

@@ -1,17 +1,29 @@
 """Reads a pickle as data: what the file names is never looked up, imported or called.
 
-Python's reader asks `find_class` for what a pickle names, and calls what it gets ("Restricting Globals" in
-the manual of `pickle`). Here it always gets an inert class that this file makes, whose objects keep what they
-were to be made of, or are plain data. A pickle that names anything outside of the libraries that write
-checkpoints is refused. How much memory a pickle takes is not bounded.
+Of Python's reader, the one that is written in Python, all that would import, call or change objects is
+replaced here. A name of a class or function becomes a `Global`, an object of it a `Record` of the name, its
+arguments and its state, unless it is plain data or one of `makers` makes it. A pickle that names anything
+outside of the libraries that write checkpoints is refused.
+
+A few hundred bytes can copy a value again and again, or make keys that collide. So the length of the pickle
+bounds time and memory: it limits opcodes and copied elements. Keys are what models have.
 """
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any
 
+# Steps are opcodes and copied elements; those that take most memory count more than once. The .metadata of a
+# torch_dist checkpoint has 83 steps per block of a tensor, 0.68 per byte.
+_FEW_STEPS = 3_000_000  # always allowed; they take some seconds
+_MOST_STEPS = 64_000_000  # half a minute, or the .metadata of 500,000 blocks
 _LONGEST_NAME = 200  # characters of a class or function with its module
+_LONGEST_KEY = 10_000  # characters: equal keys are compared
+_MOST_TUPLE_KEYS = 5_000  # hashes of tuples can be made to collide, and then each is compared with all
+_LARGEST_KEY = (1 << 61) - 2  # larger whole numbers can be made to collide
 _LIBRARIES = (  # whose names may appear, though they are never looked up
     *("torch", "numpy", "collections", "argparse", "enum", "types", "pathlib", "_codecs", "datetime"),
     *("megatron", "deepspeed", "transformer_engine", "apex", "signal"),
@@ -23,7 +35,7 @@ _BUILTINS = frozenset(
     )
 )
 _ERRORS = (
-    *(pickle.UnpicklingError, EOFError, OverflowError, RecursionError),
+    *(pickle.UnpicklingError, EOFError, OverflowError, struct.error),
     *(ValueError, TypeError, KeyError, IndexError, AttributeError),
 )
 
@@ -32,28 +44,24 @@ class NotData(ValueError):
     """The pickle names code, or is not a whole pickle; the message says which, in one line."""
 
 
-class Sealed:
-    """An object that a pickle cannot fill with other values."""
+@dataclass(frozen=True)
+class Global:
+    """The name of a class or function."""
 
-    def __setstate__(self, state: Any) -> None:
-        raise NotData("changes a value that it has read, which no model needs")
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
 
 
 class Record:
-    """An object that was not made. Its class is that of one name; the class itself stands for the name."""
+    """An object that was not made: the class or function, its arguments, and what was to fill it."""
 
-    of = ""  # the class or function with its module
-    arguments: tuple[Any, ...]
-    state: Any
+    __slots__ = ("arguments", "of", "state")
 
-    def __new__(cls, *arguments: Any, **_: Any) -> Any:
-        """Keep the arguments; `__setstate__` sets the state."""
-        record = super().__new__(cls)
-        record.arguments, record.state = arguments, None
-        return record
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+    def __init__(self, of: Global, arguments: tuple[Any, ...] = ()) -> None:
+        self.of, self.arguments, self.state = of, arguments, None
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Drop an entry: no setting of a model is in one."""
@@ -72,21 +80,7 @@ class Record:
         return self.state if isinstance(self.state, dict) else {}
 
 
-class _OrderedDict(dict):
-    """A dictionary, whose attributes (`_metadata` of a module's state) are dropped."""
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
 Makers = Mapping[str, Callable[..., Any]]
-_PLAIN: Makers = {
-    "collections.OrderedDict": _OrderedDict,
-    "builtins.set": set,
-    "__builtin__.set": set,
-    "torch.Size": lambda sizes=(): tuple(sizes),
-    "_codecs.encode": lambda text, *_: text.encode("latin1"),  # how older protocols write bytes
-}
 
 
 def read_pickle(content: bytes, persistent: Callable[[Any], Any], makers: Makers | None = None) -> Any:
@@ -95,7 +89,7 @@ def read_pickle(content: bytes, persistent: Callable[[Any], Any], makers: Makers
     Raises NotData.
     """
     try:
-        return _Reader(content, persistent, {**_PLAIN, **(makers or {})}).load()
+        return _Reader(content, persistent, makers or {}).load()
     except NotData:
         raise
     except MemoryError:
@@ -105,27 +99,141 @@ def read_pickle(content: bytes, persistent: Callable[[Any], Any], makers: Makers
         raise NotData(f"not a whole pickle ({reason or type(error).__name__})") from None
 
 
-class _Reader(pickle.Unpickler):
-    def __init__(self, content: bytes, persistent: Callable[[Any], Any], makers: Makers) -> None:
-        super().__init__(io.BytesIO(content), encoding="latin1")
-        self._persistent, self._makers = persistent, makers
-
-    def persistent_load(self, value: Any) -> Any:
-        return self._persistent(value)
-
-    def find_class(self, module: str, name: str) -> type[Record]:
-        of = _checked(module, name)
-        found: dict[str, Any] = {"of": of}
-        if make := self._makers.get(of):
-            found["__new__"] = lambda cls, *arguments: make(*arguments)
-        return type(of, (Record,), found)
-
-
-def _checked(module: str, name: str) -> str:
+def _check_name(module: str, name: str) -> Global:
     if len(module) + len(name) > _LONGEST_NAME:
         raise NotData(f"names {module[:40]!r}…, which is longer than {_LONGEST_NAME} characters")
+    top = module.split(".")[0]
+    if top in _LIBRARIES or (module in ("builtins", "__builtin__") and name in _BUILTINS):
+        return Global(module, name)
     shown = f"{module}.{name}"
-    if module.split(".")[0] in _LIBRARIES or (module in ("builtins", "__builtin__") and name in _BUILTINS):
-        return shown
     shown = shown if shown.isprintable() and len(shown) <= 100 else repr(shown)[:100]
     raise NotData(f"names {shown}, which is code and not a model's data; nothing of it was run")
+
+
+_STEPS = {  # of other opcodes 1
+    **dict.fromkeys(pickle.EMPTY_LIST + pickle.EMPTY_DICT, 3),
+    **dict.fromkeys(
+        pickle.MARK
+        + pickle.LIST
+        + pickle.DICT
+        + pickle.TUPLE
+        + pickle.TUPLE1
+        + pickle.TUPLE2
+        + pickle.TUPLE3
+        + pickle.SETITEM,
+        2,
+    ),
+    **dict.fromkeys(pickle.REDUCE + pickle.NEWOBJ + pickle.NEWOBJ_EX, 2),
+    **dict.fromkeys(pickle.PUT + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE, 2),
+    **dict.fromkeys(pickle.EMPTY_SET + pickle.FROZENSET, 8),
+}
+_REFUSED = (  # they call, take objects of this process, or take long for their length
+    *(pickle.INST + pickle.OBJ + pickle.EXT1 + pickle.EXT2 + pickle.EXT4),
+    *(pickle.NEXT_BUFFER + pickle.READONLY_BUFFER + pickle.BYTEARRAY8),
+    *(pickle.INT + pickle.LONG + pickle.FLOAT + pickle.LONG4),
+)
+_KEYS = {  # where the stack has the keys that an opcode hashes
+    **dict.fromkeys(pickle.DICT + pickle.SETITEMS, slice(None, None, 2)),
+    **dict.fromkeys(pickle.FROZENSET + pickle.ADDITEMS, slice(None)),
+    **dict.fromkeys(pickle.SETITEM, slice(-2, -1)),
+}
+
+
+def _bounded(code: int, name: str) -> Callable[[Any], None]:
+    """Return what does an opcode of the reader's method `name`, if it is within the bounds."""
+    steps, keys = _STEPS.get(code, 1), _KEYS.get(code)
+
+    def load(reader: "_Reader") -> None:
+        reader.count(steps)
+        if keys:
+            reader.check_keys(reader.stack[keys])
+        getattr(reader, name)()
+
+    return load
+
+
+def _refuse(reader: Any) -> None:
+    raise NotData("has an opcode that no model needs")
+
+
+class _Reader(pickle._Unpickler):
+    stack: list[Any]  # what is above the last mark
+    dispatch = {  # noqa: RUF012 - as in the class above
+        **{code: _bounded(code, load.__name__) for code, load in pickle._Unpickler.dispatch.items()},
+        **dict.fromkeys(_REFUSED, _refuse),
+    }
+
+    def __init__(self, content: bytes, persistent: Callable[[Any], Any], makers: Makers) -> None:
+        super().__init__(io.BytesIO(content), encoding="latin1")
+        self._persistent = persistent
+        self._makers: Makers = {
+            "collections.OrderedDict": self._dictionary,
+            "builtins.set": self._set,
+            "__builtin__.set": self._set,
+            "torch.Size": lambda sizes=(): tuple(sizes),
+            "_codecs.encode": lambda text, *_: text.encode("latin1"),  # how older protocols write bytes
+            **makers,
+        }
+        self._most_steps = self._left = min(max(len(content), _FEW_STEPS), _MOST_STEPS)
+        self._tuple_keys = 0
+
+    def count(self, steps: int) -> None:
+        """Count opcodes or copied elements. Raises NotData for more than are allowed."""
+        self._left -= steps
+        if self._left < 0:
+            raise NotData(f"has more than {self._most_steps:,} opcodes and copies of values")
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Raise NotData for keys that may take for ever to hash or compare: see the constants.
+
+        The hash of nested tuples visits their parts by path, and they may share parts.
+        """
+        for key in keys:
+            if isinstance(key, str | bytes) and len(key) > _LONGEST_KEY:
+                raise NotData(f"has a key of more than {_LONGEST_KEY:,} characters, which no model needs")
+            if isinstance(key, int) and abs(key) > _LARGEST_KEY:
+                raise NotData("has a key of more than 60 bits, which no model needs")
+            if isinstance(key, tuple | frozenset):
+                self._tuple_keys += 1
+                self.count(len(key))
+                if self._tuple_keys > _MOST_TUPLE_KEYS:
+                    raise NotData(f"has more than {_MOST_TUPLE_KEYS:,} tuples as keys, which no model needs")
+                if any(isinstance(part, tuple | frozenset) for part in key):
+                    raise NotData("has a nested tuple as a key, which no model needs")
+                self.check_keys(key)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._persistent(pid)
+
+    def find_class(self, module: str, name: str) -> Global:
+        return _check_name(module, name)
+
+    def load_reduce(self) -> None:
+        arguments, of = self.stack.pop(), self.stack.pop()
+        if not isinstance(of, Global) or not isinstance(arguments, tuple):
+            raise NotData("calls what is not the name of a class or function")
+        make = self._makers.get(str(of))
+        if make is None:
+            self.stack.append(Record(of, arguments))
+        else:
+            self.count(len(arguments) + sum(len(each) for each in arguments if isinstance(each, Sized)))
+            self.stack.append(make(*arguments))
+
+    load_newobj = load_reduce
+
+    def load_newobj_ex(self) -> None:
+        self.stack.pop()  # keywords
+        self.load_reduce()
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], Record):
+            self.stack[-1].state = state
+
+    def _dictionary(self, pairs: Iterable[Any] = ()) -> dict[Any, Any]:
+        self.check_keys(key for key, _ in pairs)
+        return dict(pairs)
+
+    def _set(self, items: Iterable[Any] = ()) -> set[Any]:
+        self.check_keys(items)
+        return set(items)

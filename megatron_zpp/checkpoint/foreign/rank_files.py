@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, join_ranks, stored
-from megatron_zpp.checkpoint.foreign.pickled import Record
+from megatron_zpp.checkpoint.foreign.pickled import Global, Record
 from megatron_zpp.checkpoint.foreign.torch_file import read_torch_file
 
 KIND = "Megatron-LM (mp_rank files)"
@@ -17,7 +17,7 @@ LEFT_OUT_OPTIMIZER = (
     "the optimizer's state, with its fp32 weights: moments start at zero, weights are the model's own, and "
     "the schedule starts at iteration 0"
 )
-_SCALARS = (bool, int, float, str, type)  # the last: names of classes
+_SCALARS = (bool, int, float, str, Global)
 _LONGEST_SETTING = 10_000  # entries
 _OLDEST = 2.0  # older ones have the rows of queries, keys and values in another order
 
@@ -39,7 +39,7 @@ def read_rank_files(path: Path) -> ForeignModel:
             file = grid[rank, stage]
             state = _read(file)
             first = first or state
-            _add_stage(path, whole, flatten(state["model"]))
+            _add_stage(path, whole, flatten(file, state["model"]))
         ranks.append(whole)
     assert first is not None
     args = settings_of(first.get("args"))

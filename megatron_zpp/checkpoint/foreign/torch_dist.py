@@ -1,7 +1,6 @@
 """Megatron-LM's torch_dist layout: common.pt, and .metadata, which finds tensors in .distcp files."""
 
 import math
-import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from megatron_zpp.checkpoint.foreign.rank_files import (
     settings_of,
 )
 from megatron_zpp.checkpoint.foreign.torch_file import (
+    LARGEST_SIZE,
+    MOST_DIMENSIONS,
     StoredTensor,
     read_pickle_file,
     read_torch_file,
@@ -28,7 +29,7 @@ from megatron_zpp.storage.checksums import DamagedFile
 
 KIND = "Megatron-LM (torch_dist)"
 _STACKED = re.compile(r"(.*\.layers\.)(?!\d)(.+)")  # all layers in one tensor, along a first axis
-_MOST_LAYERS = 10_000  # of --num-layers
+_MOST_BLOCKS = 500_000  # of tensors and their layers; a model of 10,000 tensors on 8 ranks has some 80,000
 _NOT_WEIGHTS = re.compile(r"(optimizer|rng_state|chained_\d+|rerun_state).*")
 
 
@@ -69,7 +70,7 @@ def read_torch_dist(path: Path) -> ForeignModel:
         elif match := _STACKED.fullmatch(name):
             if "_extra_state" in name:
                 continue
-            if not shape or shape[0] > _MOST_LAYERS:
+            if not shape or shape[0] * max(len(chunks[name]), 1) > _MOST_BLOCKS:
                 raise ValueError(f"{path / '.metadata'}: {name} has more layers than any model")
             for layer in range(shape[0]):
                 weights[f"{match[1]}{layer}.{match[2]}"] = _tensor(path, name, shape, chunks[name], layer)
@@ -95,8 +96,12 @@ def _tensors(
         if (offset := index.fields.get("offset")) is not None:
             places.setdefault(index.fields["fqn"], {})[_size(offset)] = info.fields
     chunks: dict[str, list[_Chunk]] = {}
+    count = 0
     for name, shape in shapes.items():
         found = []
+        count += len(metadata["state_dict_metadata"][name].fields["chunks"])
+        if count > _MOST_BLOCKS:
+            raise ValueError(f"{path / '.metadata'}: has more than {_MOST_BLOCKS:,} blocks of tensors")
         for record in metadata["state_dict_metadata"][name].fields["chunks"]:
             offsets, sizes = _size(record.fields["offsets"]), _size(record.fields["sizes"])
             info = places[name][offsets]
@@ -117,7 +122,11 @@ def _tensors(
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    return tuple(map(operator.index, value))
+    if not isinstance(value, list | tuple) or len(value) > MOST_DIMENSIONS:
+        raise TypeError(f"a size is no tuple of up to {MOST_DIMENSIONS} numbers")
+    if not all(type(number) is int and 0 <= number < LARGEST_SIZE for number in value):
+        raise TypeError("a size has what is no size of a tensor")
+    return tuple(value)
 
 
 def _tensor(

@@ -5,7 +5,6 @@ The archive has a CRC-32 of each storage, which is checked before the first of i
 zero where torch.serialization.set_crc32_options(False) was in force.
 """
 
-import io
 import math
 import os
 import zipfile
@@ -17,12 +16,15 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.foreign.pickled import NotData, Sealed, read_pickle
+from megatron_zpp.checkpoint.foreign.pickled import NotData, read_pickle
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.regular import open_stream
 
 _PIECE = 1 << 20  # bytes read at a time
 _PICKLE_LIMIT = 1 << 30  # bytes of the pickle alone; tensors are beside it
+_DIRECTORY_LIMIT = 16 << 20  # bytes of the archive's list of files: 100,000 tensors and more
+MOST_DIMENSIONS = 64  # torch's limit
+LARGEST_SIZE = 1 << 60  # elements
 _STORAGES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -50,7 +52,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass
-class _Storage(Sealed):
+class _Storage:
     """Elements of one type in a file, from byte `start` on; `crc` is 0 if the file does not say it."""
 
     path: Path
@@ -77,7 +79,7 @@ class _Storage(Sealed):
 
 
 @dataclass(frozen=True)
-class StoredTensor(Sealed):
+class StoredTensor:
     """A tensor in a file; `offset` and `stride` count elements of its storage."""
 
     storage: _Storage
@@ -113,8 +115,10 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     """
     try:
         with open_stream(path) as file:
-            file.seek(start)
-            with zipfile.ZipFile(file if length is None else io.BytesIO(file.read(length))) as archive:
+            size = os.fstat(file.fileno()).st_size
+            window = _Window(file, start, size - start if length is None else length)
+            with zipfile.ZipFile(window) as archive:
+                window.limit = window.length
                 return _read(path, start, file, archive)
     except NotData as error:
         raise NotData(f"{path}: {error}") from None
@@ -142,12 +146,42 @@ def _no_persistent(value: Any) -> Any:
     raise NotData("refers to tensors beside it, and there are none")
 
 
+class _Window:
+    """A part of a file as a file, for zipfile."""
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self._file, self._start, self._place = file, start, 0
+        self.length = max(length, 0)
+        self.limit = _DIRECTORY_LIMIT  # bytes read at once
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self.length}[whence]
+        if base + offset < 0:
+            raise zipfile.BadZipFile("it is too short")
+        self._place = base + offset
+        return self._place
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(self.length - self._place, 0)
+        wanted = left if count < 0 else min(count, left)
+        if wanted > self.limit:
+            raise zipfile.BadZipFile(f"its list of files is longer than {self.limit:,} bytes")
+        self._file.seek(self._start + self._place)
+        found = self._file.read(wanted)
+        self._place += len(found)
+        return found
+
+
 def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
     entries = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
     if "data.pkl" not in entries:
         raise zipfile.BadZipFile("it has no data.pkl")
-    if any(info.header_offset < 0 for info in entries.values()):
-        raise zipfile.BadZipFile("it is too short")
     if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in entries.values()):
         raise zipfile.BadZipFile("its entries are compressed")
     order = entries.get("byteorder")
@@ -159,7 +193,9 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
 
     def storage(value: Any) -> _Storage:
         _, kind, key, _, count = value  # "storage", its class, the name of its file, device, elements
-        dtype = _STORAGES[kind.of.rpartition(".")[2]]
+        if not isinstance(key, str) or f"data/{key}" not in entries:
+            raise NotData("has a tensor whose bytes are not there")
+        dtype = _STORAGES[kind.name]
         if (key, dtype) not in storages:
             storages[key, dtype] = found(key, dtype, count)
         return storages[key, dtype]
@@ -186,9 +222,11 @@ def _data_start(file: Any, header: int) -> int:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+    if not all(isinstance(one, list | tuple) and len(one) <= MOST_DIMENSIONS for one in (shape, stride)):
+        raise NotData(f"has a tensor of more than {MOST_DIMENSIONS} dimensions")
     if not isinstance(storage, _Storage):
         raise NotData("has a tensor without a storage")
-    if not all(type(one) is int and one >= 0 for one in (offset, *shape, *stride)):
+    if not all(type(one) is int and 0 <= one < LARGEST_SIZE for one in (offset, *shape, *stride)):
         raise NotData("has a tensor with a size that none has")
     reach = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     if math.prod(shape) and max(offset + reach, math.prod(shape)) * storage.dtype.itemsize > storage.nbytes:
@@ -197,11 +235,8 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Stor
 
 
 _MAKERS = {
-    f"torch._utils.{name}": make
-    for name, make in {
-        "_rebuild_tensor": _tensor,
-        "_rebuild_tensor_v2": _tensor,
-        "_rebuild_parameter": lambda tensor, *_: tensor,
-        "_rebuild_parameter_with_state": lambda tensor, *_: tensor,
-    }.items()
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
 }
