@@ -9,20 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.reporting.report.step_trace import kind_of
-
-KINDS = {  # kind of reporting/report/step_trace.py -> part
-    "matrix product": "matrix products",
-    "attention": "attention",
-    "AdamW": "AdamW",
-    "other compute": "other compute",
-    "encode": "codes",
-    "decode": "codes",
-    "sum and encode again": "codes",
-    "decode and sum": "codes",
-    "sum": "codes",
-    "copy inside the GPU": "copies",
-}
+KERNELS = (  # (part of a kernel's name, part of the step), the first that fits
+    *((name, "exposed communication") for name in ("AllGather", "ReduceScatter", "SendRecv", "Memcpy PtoP")),
+    ("Memcpy", "copies"),
+    *((name, "codes") for name in ("dequantize", "sum_quantize", "sum_into", "sum_parts", "sum_and_square")),
+    ("adamw", "AdamW"),
+    ("quantize", "codes"),
+    *((name, "matrix products") for name in ("nvjet", "gemm")),
+    *((name, "attention") for name in ("cudnn", "flash")),
+)
 PARTS = (
     *("matrix products", "attention", "AdamW", "other compute", "codes", "copies"),
     *("exposed communication", "idle"),
@@ -54,9 +49,8 @@ def grad_segments(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
         return dict.fromkeys(PARTS, 0.0)
     spans: dict[str, list[Span]] = {part: [] for part in PARTS}
     for event in events:
-        spans[KINDS.get(kind_of(event), "exposed communication")].append(
-            (event["ts"], event["ts"] + event["dur"])
-        )
+        part = next((part for name, part in KERNELS if name in event["name"]), "other compute")
+        spans[part].append((event["ts"], event["ts"] + event["dur"]))
     start = min(event["ts"] for event in events)
     stop = max(event["ts"] + event["dur"] for event in events)
     busy: list[Span] = []

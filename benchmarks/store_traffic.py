@@ -120,7 +120,7 @@ def run_rank(rank: int, options: argparse.Namespace, ranks: int, port: int, time
     wait()
     phase("start")
     time.sleep(generator.random() * options.spread)
-    met = meeting.rendezvous(topology, environment, limit=300, timeout=TIMEOUT, say=print, ended=print)
+    met = meeting.rendezvous(topology, environment, TIMEOUT, say=print, ended=print)
     with heartbeat(met.store, topology, 600, "store_traffic", lifelines=met.lifelines) as activity:
         start(met, topology, activity)
         phase("heartbeats")

@@ -101,7 +101,7 @@ def measure(
         metrics = Path(scratch) / "metrics.jsonl"
         argv = command(run, shape, options, metrics)
         if traces is not None:
-            argv += ["--profile", "--profile-dir", str(traces)]
+            argv += ["--profile", "--tensorboard-dir", str(traces)]
             argv += ["--profile-step-start", str(options.steps - 3), "--profile-step-end", str(options.steps)]
         environ = {
             **os.environ,
@@ -217,7 +217,7 @@ def main() -> None:
                     if options.parts and number == 0 and run not in KINDS:
                         traces = cache / "traces"
                         measure(run, shape, options, cache, traces)
-                        found = parts_of_trace(next(traces.glob("rank0.*")), steps=3)
+                        found = parts_of_trace(next(traces.glob("profile/rank0.*")), steps=3)
                         busy = sum(found.values()) - found["idle"]
                         found["idle"] = round(max(0.0, rounds[run][0]["milliseconds"] - busy), 3)
                         parts[f"{text} {run}"] = found

@@ -241,7 +241,7 @@ def _order(directory: Path) -> Operation:
             files.save(name, array)
 
     def get(here: Path) -> Any:
-        cache = OrderCache("--data-cache-path", str(here), here / "cache", lambda line: None)
+        cache = OrderCache("--data-cache-path", str(here / "cache"), lambda line: None)
         found = cache.get({"of": 1}, tuple(values), build, "an order")
         return [found[name][:].tobytes() for name in values]
 

@@ -18,7 +18,7 @@ from megatron_zpp.checkpoint.directory import committed
 STARTS = 5
 PATIENCE = 300  # seconds, on a busy machine
 UNWATCHED = ["--heartbeat-timeout", "0"]  # nobody is lost there, however busy the machine is
-WATCHED = "--heartbeat-timeout 20 --preflight-timeout 60".split()
+WATCHED = "--heartbeat-timeout 20 --distributed-timeout-minutes 1".split()
 
 
 @dataclass(frozen=True)

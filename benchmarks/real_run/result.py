@@ -144,15 +144,15 @@ def write_logs(name: str, metrics: Path, folder: Path) -> None:
     from megatron_zpp.config.run import LoggingConfig
     from megatron_zpp.reporting.sinks import TensorBoard, WandB
 
+    os.environ["WANDB_MODE"] = "offline"
     logging = LoggingConfig(
         wandb_project="real_run",
         wandb_exp_name=name,
         wandb_save_dir=str(folder / "wandb"),
-        wandb_mode="offline",
     )
     sinks = (
         TensorBoard(str(folder / "tensorboard" / name), Progress()),
-        WandB(logging, {}, Progress(run=name), print),
+        WandB(logging, {}, Progress(run=name)),
     )
     samples = 0
     for record in map(json.loads, metrics.read_text().splitlines()):

@@ -65,4 +65,5 @@ def _typed(flag: OldFlag) -> str:
 
 
 def _bound(flag: OldFlag) -> Row:
-    return flag.name, (" or ".join(f"`{value}`" for value in flag.allowed) or "nothing", flag.otherwise)
+    possible = " or ".join(f"`{value}`" for value in flag.allowed) or ("nothing" if flag.refused else "any")
+    return flag.name, (possible, flag.otherwise or flag.why)

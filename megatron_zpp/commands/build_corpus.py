@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
-from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
+from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.hub import read_hub
@@ -33,31 +33,21 @@ class CorpusConfig(Options):
     input: tuple[str, ...] = option(
         (), "Files, globs or directories of .txt (one document per file) and .jsonl, also .gz and .zst."
     )
-    json_key: str = option("text", "The key of a .jsonl line that holds its document.")
+    json_key: str = option("text", "The key of a .jsonl line that holds its document.", needs="--input")
     hf_dataset: str | None = option(None, "A data set of the Hugging Face hub, or json, parquet or text.")
-    hf_config: str | None = option(None, "The configuration of --hf-dataset.")
-    hf_split: str = option("train", "The split of --hf-dataset.")
-    hf_text_key: str = option("text", "The column of --hf-dataset that holds the text.")
-    hf_data_files: tuple[str, ...] = option((), "Local files, if --hf-dataset is json, parquet or text.")
+    hf_config: str | None = option(None, "The configuration of --hf-dataset.", needs="--hf-dataset")
+    hf_split: str = option("train", "The split of --hf-dataset.", needs="--hf-dataset")
+    hf_text_key: str = option("text", "The column of --hf-dataset that holds the text.", needs="--hf-dataset")
+    hf_data_files: tuple[str, ...] = option(
+        (), "Local files, if --hf-dataset is json, parquet or text.", needs="--hf-dataset"
+    )
 
     def check(self) -> None:
-        """Require one source at most, only flags of that source, and an output with a known suffix."""
+        """Require one source at most, and an output with a known suffix."""
         if not self.output.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
-            raise option_error("--output", self.output, "must end in .jsonl, .jsonl.gz or .jsonl.zst")
+            raise self.error("output", "must end in .jsonl, .jsonl.gz or .jsonl.zst")
         if self.input and self.hf_dataset:
-            raise option_error(
-                "--hf-dataset", self.hf_dataset, "cannot be combined with --input; give one of them"
-            )
-        for flag, value in (
-            ("--hf-config", self.hf_config),
-            ("--hf-data-files", self.hf_data_files),
-            ("--hf-split", self.hf_split if self.hf_split != "train" else None),
-            ("--hf-text-key", self.hf_text_key if self.hf_text_key != "text" else None),
-        ):
-            if value and not self.hf_dataset:
-                raise option_error(flag, value, "needs --hf-dataset")
-        if self.json_key != "text" and not self.input:
-            raise option_error("--json-key", self.json_key, "needs --input")
+            raise self.error("hf_dataset", "cannot be combined with --input; give one of them")
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ import torch
 
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
 from megatron_zpp.config.run import DistributedConfig
+from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_together
 from megatron_zpp.generate.scoring import score_passages
-from megatron_zpp.generate.tasks import Outcome, Task, find_texts, lambada_task, outcome_of, perplexity_task
+from megatron_zpp.generate.tasks import Outcome, Task, lambada_task, outcome_of, perplexity_task
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.supervision.activity import Activity
@@ -57,7 +58,7 @@ class EvaluateConfig(Options):
     def check(self) -> None:
         """Refuse a stride without windows."""
         if self.stride is not None and self.task != "perplexity":
-            raise option_error("--stride", self.stride, f"has no meaning with --task {self.task}")
+            raise self.error("stride", f"has no meaning with --task {self.task}")
 
     def width(self, model: GPT) -> int:
         """Context length. Raises ValueError if the model is shorter or a stride would skip tokens."""
@@ -68,9 +69,7 @@ class EvaluateConfig(Options):
                 "--seq-length", width, f"must be at most the model's {config.max_position_embeddings}"
             )
         if self.stride is not None and self.stride > width:
-            raise option_error(
-                "--stride", self.stride, f"must be at most --seq-length {width}; else tokens are skipped"
-            )
+            raise self.error("stride", f"must be at most --seq-length {width}; else tokens are skipped")
         return width
 
 
@@ -89,13 +88,13 @@ def main() -> None:
         config: EvaluateConfig = options["evaluation"]
         if config.output:
             check_replaceable("--output", config.output)
-        files = find_texts(config.valid_data)
+        files = find_files("--valid-data", config.valid_data)
         distributed = DistributedConfig()
         device = select_device(options["device"].device, topology)
     met = process.connect(distributed)
     store, timeout = met.store, distributed.heartbeat_timeout
     with (
-        process.shared_errors(store),
+        process.shared_errors(),
         heartbeat(store, topology, timeout, PROG, lifelines=met.lifelines) as activity,
     ):
         activity.now("loading", patient=True)

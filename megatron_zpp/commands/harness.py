@@ -30,21 +30,11 @@ _NEW_TOKENS = 256  # default of tasks that set no number, as in the harness's ow
 # Names of the number of new tokens; the first one that is given counts, as in lm_eval's normalize_gen_kwargs.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # Settings of transformers that are not available here, and their values without effect on the text.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "num_beams": (1, None),
-    "num_beam_groups": (1, None),
-    "num_return_sequences": (1, None),
-    "repetition_penalty": (1, None),
-    "encoder_repetition_penalty": (1, None),
-    "no_repeat_ngram_size": (0, None),
-    "diversity_penalty": (0, None),
-    "penalty_alpha": (0, None),
-    "typical_p": (1, None),
-    "min_p": (0, None),
-    "epsilon_cutoff": (0, None),
-    "eta_cutoff": (0, None),
-    "min_new_tokens": (0, None),
-    "use_cache": (True, False, None),
+_NEUTRAL: dict[str, int] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "typical_p"), 1),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "diversity_penalty", "penalty_alpha", "min_new_tokens"), 0),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), 0),
 }
 
 
@@ -59,7 +49,7 @@ class Generation:
 
 def generation_of(settings: Mapping[str, Any]) -> Generation:
     """What a task's generation settings mean. Raises ValueError, in one line, for an unsupported one."""
-    left = dict(settings)
+    left = {name: value for name, value in settings.items() if name != "use_cache"}
     until: str | Sequence[str] = left.pop("until", None) or ()
     temperature = left.pop("temperature", 1.0 if left.get("do_sample") else 0.0)
     if not left.pop("do_sample", True):
@@ -71,9 +61,9 @@ def generation_of(settings: Mapping[str, Any]) -> Generation:
         if name not in _NEUTRAL:
             known = ", ".join(("until", "do_sample", "temperature", "top_k", "top_p", *_LENGTHS))
             raise option_error(name, value, f"unsupported generation setting; supported are {known}")
-        if value not in _NEUTRAL[name]:
-            neutral = _NEUTRAL[name][0]
-            raise option_error(name, value, f"not available; run without it by --gen_kwargs {name}={neutral}")
+        if value not in (_NEUTRAL[name], None):
+            fix = f"not available; run without it by --gen_kwargs {name}={_NEUTRAL[name]}"
+            raise option_error(name, value, fix)
     return Generation(new_tokens, sampling, (until,) if isinstance(until, str) else tuple(until))
 
 

@@ -64,9 +64,7 @@ def main() -> None:
     found = _find(config)
     check_empty("--output", local_path("--output", config.output))
     if tokenizer.tokenizer_type is None:
-        raise option_error(
-            "--tokenizer-type", "(not given)", "give the tokenizer that the model was trained with"
-        )
+        raise tokenizer.error("tokenizer_type", "give the tokenizer that the model was trained with")
     try:
         model = _READERS[found.layout](found.path)
         lines = import_foreign(
@@ -86,15 +84,9 @@ def _find(config: ImportOptions) -> Foreign:
         paths = [root / f"{name}{end}" for name in names for end in ("", "_universal")]
         found = next(filter(None, map(recognise, paths)), None)
         if found is None:
-            raise option_error(
-                "--ckpt-step", config.ckpt_step, f"not in {config.directory}; name one that is there"
-            )
+            raise config.error("ckpt_step", f"not in {config.directory}; name one that is there")
     if found is None:
-        raise option_error(
-            "DIRECTORY",
-            config.directory,
-            "holds no checkpoint of Megatron-LM or DeepSpeed; name one that does",
-        )
+        raise config.error("directory", "holds no checkpoint of Megatron-LM or DeepSpeed; name one that does")
     if found.layout not in _READERS:
         raise option_error("DIRECTORY", config.directory, f"{found.words}; {found.remedy}")
     if config.program not in ("auto", found.program):

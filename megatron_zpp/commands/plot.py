@@ -42,7 +42,6 @@ _LABELS = {
     "inter_node_bytes": "bytes between nodes per step",
     "intra_node_bytes": "bytes inside nodes per step",
     "memory_peak_bytes": "peak memory (bytes)",
-    "power_watts": "power (W)",
 }
 Runs = dict[str, list[list[dict[str, Any]]]]  # label -> the records of each of its runs
 
@@ -71,9 +70,9 @@ class PlotConfig(Options):
     def check(self) -> None:
         """The suffix decides the format; labels are for all runs or for none."""
         if not self.output.endswith(_FORMATS):
-            raise option_error("--output", self.output, f"must end in {', '.join(_FORMATS)}")
+            raise self.error("output", f"must end in {', '.join(_FORMATS)}")
         if self.labels and len(self.labels) != len(self.runs):
-            raise option_error("--labels", self.labels, f"must be {len(self.runs)}, one for each run")
+            raise self.error("labels", f"must be {len(self.runs)}, one for each run")
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.text import plain_suffix
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.corpus.encode import Encoder
-from megatron_zpp.data.corpus.inputs import TEXT, find_files, partition
-from megatron_zpp.data.corpus.parallel_encode import EncodedBlock, encode_partitions
+from megatron_zpp.data.corpus.inputs import TEXT, find_files
+from megatron_zpp.data.corpus.parallel_encode import encode_files
 from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.indexed import index_path, token_dtype, tokens_path
@@ -39,10 +39,7 @@ class PreprocessConfig(Options):
         None, "Processes that tokenise; by default one per core.", at_least=1, at_most=4096
     )
     partitions: int = option(
-        1,
-        "Parts of the input that are encoded in parallel and then joined, for more workers than one reader "
-        "can supply. Needs twice the disk space meanwhile; the result is the same.",
-        at_least=1,
+        1, "Accepted as in Megatron-LM, and without effect: all --workers share one input.", at_least=1
     )
     log_interval: int = option(
         1000, "Documents between two lines of progress if stderr is not a terminal.", at_least=1
@@ -50,16 +47,12 @@ class PreprocessConfig(Options):
     strict: bool = option(False, "Stop at the first line without a document, and write nothing.")
 
     def check(self) -> None:
-        """Require different keys that can be part of a file name, and workers divisible by partitions."""
+        """Require different keys that can be part of a file name."""
         for key in self.json_keys:
             if "/" in key:
                 raise option_error("--json-keys", key, "becomes part of a file name and cannot contain a /")
         if len(set(self.json_keys)) < len(self.json_keys):
-            raise option_error("--json-keys", self.json_keys, "names a key twice")
-        if self.num_workers() % self.partitions:
-            raise option_error(
-                "--partitions", self.partitions, f"must divide the number of workers, {self.num_workers()}"
-            )
+            raise self.error("json_keys", "names a key twice")
 
     def num_workers(self) -> int:
         """Return --workers, or the number of cores of this process."""
@@ -86,19 +79,18 @@ def main() -> None:
         total = sum(os.path.getsize(path) for path in files)
         progress = stack.enter_context(Progress("tokenising", total, config.log_interval))
         report = Report(progress.say, strict=config.strict)
-
-        def observe(piece: EncodedBlock) -> None:
-            report.add(piece.encoded.problems, piece.where)
+        if config.partitions > 1:
+            progress.say("--partitions has no effect: all --workers share one input")
+        for block in encode_files(files, build, config.num_workers()):
+            encoded = block.encoded
+            for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths, strict=True):
+                writer.add_documents(tokens, lengths)
+            report.add(encoded.problems, block.where)
             progress.advance(
-                disk_bytes=piece.disk_bytes,
-                text_bytes=piece.text_bytes,
-                documents=piece.encoded.lengths[0].size,
+                disk_bytes=block.disk_bytes, text_bytes=block.text_bytes, documents=encoded.lengths[0].size
             )
-
-        partitions = partition(files, config.partitions)
-        encode_partitions(partitions, build, config.num_workers() // config.partitions, writers, observe)
         if not progress.documents:
-            raise option_error("--input", config.input, f"has no documents (skipped: {report.summary()})")
+            raise config.error("input", f"has no documents (skipped: {report.summary()})")
     for writer in writers:
         print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
     print(

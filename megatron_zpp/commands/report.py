@@ -24,7 +24,6 @@ from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.report.curves import Axis, by_iteration, read_metrics
 from megatron_zpp.reporting.report.page import Comparison, Records, Report, Setting, page
-from megatron_zpp.reporting.report.step_trace import read_trace
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.storage.location import Location
 from megatron_zpp.train.dry_run import job_of
@@ -40,25 +39,12 @@ class ReportConfig(Options):
     metrics: str = option(REQUIRED, "The run's --metrics-file.", positional=True)
     output: str = option("report.html", "Page to write.")
     checkpoint: str | None = option(None, "The run's --save directory, for its settings and its plan.")
-    ckpt_step: int | None = option(None, "Iteration of the checkpoint; default the newest.", at_least=0)
-    trace: str | None = option(None, "A trace of --profile, such as profile/rank0.trace.json.gz.")
+    ckpt_step: int | None = option(
+        None, "Iteration of the checkpoint; default the newest.", needs="--checkpoint DIRECTORY", at_least=0
+    )
     x: Axis = option("iteration", "The axis below the curves.")
     smoothing: float = option(0.6, "Weight of the past in the smoothed loss; 0: off.", at_least=0, below=1)
     title: str | None = option(None, "Title of the page; default the name of the metrics file.")
-
-    def check(self) -> None:
-        """The iteration is one of the checkpoint's."""
-        if self.ckpt_step is not None and self.checkpoint is None:
-            raise option_error("--ckpt-step", self.ckpt_step, "needs --checkpoint DIRECTORY")
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """What a checkpoint says of its run."""
-
-    config: Config
-    job: Job
-    iterations: int
 
 
 def main() -> None:
@@ -74,9 +60,11 @@ def main() -> None:
 def make_report(config: ReportConfig) -> Report:
     """What the page shows, read from the files of `config`. Raises ValueError for files of another kind."""
     records = read_metrics(config.metrics, lambda note: warn(PROG, 0, [note]))
-    saved = None
+    saved: tuple[Config | None, Job | None, int | None] = (None, None, None)
     if config.checkpoint is not None:
-        saved = read_run(config.checkpoint, config.ckpt_step, on_cpus=not by_iteration(records, "mfu"))
+        on_cpus = not by_iteration(records, "mfu")
+        saved = read_run(config.checkpoint, config.ckpt_step, on_cpus=on_cpus)
+    run, job, iterations = saved
     source = config.metrics + (f" and {config.checkpoint}" if config.checkpoint else "")
     return Report(
         title=config.title or Path(config.metrics).stem,
@@ -84,16 +72,18 @@ def make_report(config: ReportConfig) -> Report:
         records=records,
         axis=config.x,
         smoothing=config.smoothing,
-        iterations=saved.iterations if saved else None,
-        settings=settings_of(saved.config) if saved else (),
-        memory=memory_rows(saved.job, records) if saved else (),
-        traffic=traffic_rows(saved.job if saved else None, records),
-        lanes=read_trace(config.trace) if config.trace else (),
+        iterations=iterations,
+        settings=settings_of(run) if run else (),
+        memory=memory_rows(job, records) if job else (),
+        traffic=traffic_rows(job, records),
     )
 
 
-def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> SavedRun:
-    """The run that wrote a checkpoint. `on_cpus`: it computes in fp32 unless its flags say otherwise."""
+def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> tuple[Config, Job, int]:
+    """The settings, the plan and the length of the run that wrote a checkpoint.
+
+    `on_cpus`: it computes in fp32 unless its flags say otherwise.
+    """
 
     def read(path: Location) -> tuple[Config, Grid, int]:
         with CheckpointReader(path) as reader:
@@ -109,7 +99,7 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> SavedRu
     precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
         planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))
-    return SavedRun(config, job_of(planned, vocab_size, schedule, grid), schedule.iterations)
+    return config, job_of(planned, vocab_size, schedule, grid), schedule.iterations
 
 
 def settings_of(config: Config) -> list[Setting]:

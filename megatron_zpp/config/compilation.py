@@ -1,4 +1,4 @@
-"""Whether layers are compiled with torch.compile, and where its cache is."""
+"""Whether layers are compiled with torch.compile."""
 
 import importlib.util
 import os
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_zpp.config.options import Options, option, option_error
-from megatron_zpp.config.values.urls import check_local_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +18,6 @@ class CompilationConfig(Options):
         "Fuse the operations between the matrix products of a layer with torch.compile; default: on with "
         "GPUs. Costs compile time at the start.",
     )
-    compile_cache_dir: str | None = option(
-        None,
-        "Cache of compiled kernels for later runs; default TORCHINDUCTOR_CACHE_DIR, else torch_compile "
-        "beside this program's own kernels.",
-        metavar="DIR",
-    )
-
-    def check(self) -> None:
-        """Refuse a cache where nothing is compiled."""
-        if self.compile is False and self.compile_cache_dir is not None:
-            fix = "--no-compile compiles nothing; omit one of them"
-            raise option_error("--compile-cache-dir", self.compile_cache_dir, fix)
 
     def wanted(self, device: str, *, apex: bool) -> bool:
         """Return whether to compile layers on `device`; `apex`: --fused-backend apex was given.
@@ -38,14 +25,8 @@ class CompilationConfig(Options):
         Raises ValueError for settings that contradict each other.
         """
         if apex and self.compile:
-            fix = "torch.compile fuses norms itself; omit --fused-backend apex"
-            raise option_error("--compile", "(given)", fix)
+            raise self.error("compile", "torch.compile fuses norms itself; omit --fused-backend apex")
         return device == "cuda" and not apex if self.compile is None else self.compile
-
-    def check_cache(self) -> None:
-        """Raise ValueError, before the first step, for a --compile-cache-dir that cannot be written."""
-        if self.compile_cache_dir is not None:
-            check_local_directory("--compile-cache-dir", self.compile_cache_dir)
 
 
 @dataclass(frozen=True)
@@ -64,9 +45,6 @@ def resolve_compilation(
     Raises ValueError if compilation was requested and is impossible.
     """
     if not config.wanted(device, apex=apex):
-        if config.compile_cache_dir is not None:
-            fix = f"nothing is compiled on a {device} without --compile; add --compile or omit this flag"
-            raise option_error("--compile-cache-dir", config.compile_cache_dir, fix)
         return Compilation(False, None)
     missing = _missing(device, environ)
     if missing and config.compile:

@@ -91,24 +91,22 @@ class DataConfig(Options):
         own = [f"--{split}-data-path" for split in SPLITS if getattr(self, f"{split}_data_path")]
         if self.mock_data and (self.data_path or own):
             flag = "--data-path" if self.data_path else own[0]
-            raise option_error("--mock-data", "(given)", f"reads no files; omit {flag} or --mock-data")
+            raise self.error("mock_data", f"reads no files; omit {flag} or --mock-data")
         if self.mock_data and self.verify_data:
-            raise option_error("--verify-data", "(given)", "--mock-data reads no files; omit one of them")
+            raise self.error("verify_data", "--mock-data reads no files; omit one of them")
         if self.mock_data and self.dataset_order != "windows":
-            fix = "--mock-data has no documents to order; omit one of them"
-            raise option_error("--dataset-order", self.dataset_order, fix)
+            raise self.error("dataset_order", "--mock-data has no documents to order; omit one of them")
         if self.data_path and own:
             raise option_error(
                 own[0], "(given)", "--data-path is divided into all three splits; give one or the other"
             )
         if not (self.data_path or own or self.mock_data):
-            raise option_error(
-                "--data-path",
-                "(not given)",
+            raise self.error(
+                "data_path",
                 "a run needs data: --data-path PREFIX, or --train-data-path PREFIX, or --mock-data",
             )
         if self.split is not None and own:
-            raise option_error("--split", self.split, f"divides --data-path only; omit it with {own[0]}")
+            raise self.error("split", f"divides --data-path only; omit it with {own[0]}")
         split_shares(self.split or DEFAULT_SPLIT)
         for flag in ("data_path", *(f"{split}_data_path" for split in SPLITS)):
             _check_mixture("--" + flag.replace("_", "-"), getattr(self, flag))
@@ -121,10 +119,10 @@ class DataConfig(Options):
         texts = [path for path in paths if is_text(path)]
         if texts and self.dataset_order != "windows":
             fix = f"{texts[0]} is text, whose tokens are not counted; run data/preprocess_data.py first"
-            raise option_error("--dataset-order", self.dataset_order, fix)
+            raise self.error("dataset_order", fix)
         if texts and self.verify_data and len(texts) == len(paths):
             fix = "text has no .bin, and its cached tokens are checked at every read; omit this flag"
-            raise option_error("--verify-data", "(given)", fix)
+            raise self.error("verify_data", fix)
         for flag, value in (
             ("--json-key", self.json_key if self.json_key != "text" else None),
             ("--append-eod", "(given)" if self.append_eod else None),

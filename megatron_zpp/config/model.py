@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, flag_name, option, option_error
+from megatron_zpp.config.options import Options, option, option_error
 from megatron_zpp.config.shapes.presets import PRESETS
 from megatron_zpp.config.values.attention_window import (
     FREQUENCY,
@@ -43,13 +43,8 @@ _DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
 }
-_ROTARY: dict[str, Any] = {"rotary_base": 10_000.0, "rotary_percent": 1.0}
-_SCALING: dict[str, Any] = {
-    "rope_scaling_factor": 8.0,
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0,
-    "rope_original_max_position_embeddings": 8192,
-}
+_ROPE, _FULL = "--position-embedding-type rope", "--recompute-granularity full"
+_OF_ROPE = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,25 +111,18 @@ class ModelConfig(Options):
         "all; default learned_absolute.",
     )
     rotary_base: float | None = option(
-        None, "Base of rope's wavelengths; default 10000.", above=1, at_most=1e12
+        None, "Base of rope's wavelengths; default 10000.", needs=_ROPE, above=1, at_most=1e12
     )
     rotary_percent: float | None = option(
-        None, "Share of each head that rope rotates; default 1.", above=0, at_most=1
+        None, "Share of each head that rope rotates; default 1.", needs=_ROPE, above=0, at_most=1
     )
-    use_rope_scaling: bool = option(False, "Stretch rope's long wavelengths as Llama 3.1 does.")
+    use_rope_scaling: bool = option(False, "Stretch rope's long wavelengths as Llama 3.1 does.", needs=_ROPE)
     rope_scaling_factor: float | None = option(
-        None, "Factor of the longest wavelengths; default 8.", at_least=1, at_most=1e6
-    )
-    rope_low_freq_factor: float | None = option(
         None,
-        "Wavelengths above original length / this are stretched by the whole factor; default 1.",
-        above=0,
-    )
-    rope_high_freq_factor: float | None = option(
-        None, "Wavelengths below original length / this are not stretched; default 4.", above=0
-    )
-    rope_original_max_position_embeddings: int | None = option(
-        None, "The original length in tokens; default 8192.", at_least=1, at_most=2**31 - 1
+        "Factor of the longest wavelengths; default 8.",
+        needs="--use-rope-scaling",
+        at_least=1,
+        at_most=1e6,
     )
     normalization: Normalization = option(
         None,
@@ -181,21 +169,16 @@ class ModelConfig(Options):
         self._obey_preset()
         for name in _REQUIRED:
             if getattr(self, name) is None:
-                raise option_error(
-                    flag_name(name),
-                    "(not given)",
-                    f"give it, or --model-preset with one of {', '.join(PRESETS)}",
-                )
+                raise self.error(name, f"give it, or --model-preset with one of {', '.join(PRESETS)}")
         for name, value in _DEFAULTS.items():
             self._fill(name, value)
         self._fill("max_position_embeddings", self.seq_length)
         self._fill("ffn_hidden_size", self._inner_width())
         if self.swiglu and self.squared_relu:
-            raise option_error("--squared-relu", "(given)", "contradicts --swiglu; give one")
+            raise self.error("squared_relu", "contradicts --swiglu; give one")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            raise option_error(
-                "--num-attention-heads",
-                self.num_attention_heads,
+            raise self.error(
+                "num_attention_heads",
                 f"must divide --hidden-size {self.hidden_size}, or give --kv-channels",
             )
         self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
@@ -233,9 +216,8 @@ class ModelConfig(Options):
         Raises ValueError that names --padded-vocab-size if it is too small.
         """
         if self.padded_vocab_size is not None and self.padded_vocab_size < entries:
-            raise option_error(
-                "--padded-vocab-size",
-                self.padded_vocab_size,
+            raise self.error(
+                "padded_vocab_size",
                 f"must be at least {entries}, the tokenizer's entries",
             )
         return self.padded_vocab_size or entries
@@ -252,8 +234,7 @@ class ModelConfig(Options):
         if self.model_preset not in PRESETS:
             object.__setattr__(self, "model_preset", None)  # a checkpoint must not depend on the file
         if self.position_embedding_type not in (None, values.get("position_embedding_type")):
-            values = {name: value for name, value in values.items() if name not in _ROTARY | _SCALING}
-            values.pop("use_rope_scaling", None)
+            values = {name: value for name, value in values.items() if name not in _OF_ROPE}
         for name, value in values.items():
             self._fill(name, value)
 
@@ -265,11 +246,9 @@ class ModelConfig(Options):
         heads = self.num_attention_heads
         self._fill("num_query_groups", 1 if self.group_query_attention else heads)
         if heads % self.num_query_groups:
-            raise option_error(
-                "--num-query-groups", self.num_query_groups, f"must divide --num-attention-heads {heads}"
-            )
+            raise self.error("num_query_groups", f"must divide --num-attention-heads {heads}")
         if self.num_query_groups != heads and not self.group_query_attention:
-            raise option_error("--num-query-groups", self.num_query_groups, "needs --group-query-attention")
+            raise self.error("num_query_groups", "needs --group-query-attention")
 
     def _check_window(self) -> None:
         """Give both settings their shortest form, so that equal ones are equal."""
@@ -283,31 +262,20 @@ class ModelConfig(Options):
         object.__setattr__(self, "window_attn_skip_freq", describe_pattern(windowed) if size else None)
 
     def _check_positions(self) -> None:
-        rope, scaled = self.position_embedding_type == "rope", self.use_rope_scaling
-        if scaled and not rope:
-            raise option_error("--use-rope-scaling", "(given)", "needs --position-embedding-type rope")
-        for defaults, allowed, needed in (
-            (_ROTARY, rope, "--position-embedding-type rope"),
-            (_SCALING, scaled, "--use-rope-scaling"),
-        ):
-            for name, value in defaults.items():
-                if allowed:
-                    self._fill(name, value)
-                elif getattr(self, name) is not None:
-                    raise option_error(flag_name(name), getattr(self, name), f"needs {needed}")
+        rope = self.position_embedding_type == "rope"
+        if rope:
+            self._fill("rotary_base", 10_000.0)
+            self._fill("rotary_percent", 1.0)
+        if self.use_rope_scaling:
+            self._fill("rope_scaling_factor", 8.0)
         if rope and (self.rotated_channels == 0 or self.rotated_channels % 2):
-            raise option_error(
-                "--rotary-percent",
-                self.rotary_percent,
+            raise self.error(
+                "rotary_percent",
                 f"rotates {self.rotated_channels} of --kv-channels {self.kv_channels}; must be even",
             )
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if low is not None and high is not None and low >= high:
-            raise option_error("--rope-low-freq-factor", low, f"must be below --rope-high-freq-factor {high}")
         if self.seq_length > self.max_position_embeddings:
-            raise option_error(
-                "--seq-length",
-                self.seq_length,
+            raise self.error(
+                "seq_length",
                 f"must be at most --max-position-embeddings {self.max_position_embeddings}",
             )
 
@@ -362,43 +330,35 @@ class RecomputeConfig(Options):
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         None,
-        "full only. uniform: all layers, in chunks of --recompute-num-layers, of which only the input is "
+        "uniform: all layers, in chunks of --recompute-num-layers, of which only the input is "
         "stored; block: only the first --recompute-num-layers layers, each by itself.",
+        needs=_FULL,
     )
     recompute_num_layers: int | None = option(
         None,
-        "full only. uniform: layers per chunk; block: layers that are recomputed. Default 1.",
+        "uniform: layers per chunk; block: layers that are recomputed. Default 1.",
+        needs=_FULL,
         at_least=1,
     )
     recompute_offload: bool = option(
         False,
-        "full only. Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.",
+        "Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.",
+        needs=_FULL,
     )
 
     def check(self) -> None:
-        """Resolve --recompute-activations to selective; refuse the flags of full without full."""
+        """Resolve --recompute-activations to selective, and require a method of full."""
         if self.recompute_activations:
             if self.recompute_granularity == "full":
-                raise option_error(
-                    "--recompute-granularity", "full", "contradicts --recompute-activations; give one"
-                )
+                raise self.error("recompute_granularity", "contradicts --recompute-activations; give one")
             object.__setattr__(self, "recompute_granularity", "selective")
         if self.recompute_granularity == "full":
             if self.recompute_method is None:
-                raise option_error(
-                    "--recompute-granularity", "full", "needs --recompute-method uniform or block"
-                )
+                raise self.error("recompute_granularity", "needs --recompute-method uniform or block")
             if self.recompute_num_layers is None:
                 object.__setattr__(self, "recompute_num_layers", 1)
-            return
-        for name in ("recompute_method", "recompute_num_layers"):
-            if getattr(self, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise option_error(flag, getattr(self, name), "needs --recompute-granularity full")
-        if self.recompute_offload:
-            raise option_error("--recompute-offload", "(given)", "needs --recompute-granularity full")
 
     def check_device(self, device: str) -> None:
         """Raise ValueError for --recompute-offload on a device without memory of its own."""
         if self.recompute_offload and device != "cuda":
-            raise option_error("--recompute-offload", "(given)", f"needs GPUs; this run is on the {device}")
+            raise self.error("recompute_offload", f"needs GPUs; this run is on the {device}")

@@ -7,6 +7,7 @@ from megatron_zpp.config.options import Options, flag_name, option, option_error
 
 # The smallest hidden size of a measured step with --fp8, and how many times as fast as bf16's that step was:
 # tensorwise in benchmarks/results/throughput_fp8.json, with 8-bit weights in throughput_fp8_1.3b.json.
+_WSD = "--lr-decay-style WSD"
 _FP8_PAYS, _FP8_SPEEDS = 2048, "1.09 to 1.34"
 
 
@@ -41,7 +42,8 @@ class LearningRateConfig(Options):
     )
     decoupled_min_lr: float | None = option(
         None,
-        "Their learning rate at the end of the decay; default --min-lr. Needs --decoupled-lr.",
+        "Their learning rate at the end of the decay; default --min-lr.",
+        needs="--decoupled-lr",
         at_least=0,
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
@@ -62,39 +64,34 @@ class LearningRateConfig(Options):
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "exponential", "WSD: shape of the final decay."
     )
-    lr_wsd_decay_iters: int | None = option(None, "WSD: length of the final decay in iterations.", at_least=1)
-    lr_wsd_decay_samples: int | None = option(None, "WSD: length of the final decay in samples.", at_least=1)
+    lr_wsd_decay_iters: int | None = option(
+        None, "WSD: length of the final decay in iterations.", needs=_WSD, at_least=1
+    )
+    lr_wsd_decay_samples: int | None = option(
+        None, "WSD: length of the final decay in samples.", needs=_WSD, at_least=1
+    )
 
     def check(self) -> None:
         """Refuse floors above the peak, and a length that is given twice."""
         if self.lr is None:
-            raise option_error("--lr", "(not given)", "give the peak learning rate, e.g. --lr 3e-4")
+            raise self.error("lr", "give the peak learning rate, e.g. --lr 3e-4")
         if self.min_lr > self.lr:
-            raise option_error("--min-lr", self.min_lr, f"must be at most --lr {self.lr}")
+            raise self.error("min_lr", f"must be at most --lr {self.lr}")
         self._check_decoupled()
         if self.lr_warmup_init > self.lr:
-            raise option_error("--lr-warmup-init", self.lr_warmup_init, f"must be at most --lr {self.lr}")
+            raise self.error("lr_warmup_init", f"must be at most --lr {self.lr}")
         warmups = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
         given = [name for name in warmups if getattr(self, name)]
         if len(given) > 1:
             first, second = ("--" + name.replace("_", "-") for name in given[:2])
             raise option_error(second, getattr(self, given[1]), f"contradicts {first}; give one")
-        if self.lr_decay_style != "WSD":
-            for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples"):
-                if getattr(self, name) is not None:
-                    raise option_error(
-                        "--" + name.replace("_", "-"), getattr(self, name), "needs --lr-decay-style WSD"
-                    )
-        elif (self.lr_wsd_decay_iters is None) == (self.lr_wsd_decay_samples is None):
-            raise option_error(
-                "--lr-decay-style", "WSD", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples"
-            )
+        wsd_lengths = (self.lr_wsd_decay_iters, self.lr_wsd_decay_samples)
+        if self.lr_decay_style == "WSD" and wsd_lengths.count(None) != 1:
+            raise self.error("lr_decay_style", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples")
 
     def _check_decoupled(self) -> None:
-        """Refuse a floor without a peak, and floors or starts above the peak."""
+        """Refuse floors and starts above the peak."""
         if self.decoupled_lr is None:
-            if self.decoupled_min_lr is not None:
-                raise option_error("--decoupled-min-lr", self.decoupled_min_lr, "needs --decoupled-lr")
             return
         floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         for flag, value in (("--decoupled-min-lr", floor), ("--lr-warmup-init", self.lr_warmup_init)):
@@ -118,16 +115,24 @@ class PrecisionConfig(Options):
         None,
         "Source of the scales of --fp8. tensorwise: the tensor itself, which is read twice; delayed: the "
         "largest magnitudes of earlier steps. Default tensorwise; delayed with a flag that only delayed has.",
+        needs="--fp8",
     )
     fp8_amax_history_len: int | None = option(
-        None, "delayed: steps whose largest magnitudes are kept; default 1.", at_least=1, at_most=4096
+        None,
+        "delayed: steps whose largest magnitudes are kept; default 1.",
+        needs="--fp8",
+        at_least=1,
+        at_most=4096,
     )
     fp8_amax_compute_algo: Literal["most_recent", "max"] | None = option(
-        None, "delayed: scale by the last step's largest magnitude (default), or by the largest of all kept."
+        None,
+        "delayed: scale by the last step's largest magnitude (default), or by the largest of all kept.",
+        needs="--fp8",
     )
     fp8_margin: int | None = option(
         None,
         "delayed: powers of two left between the largest magnitude and the largest code; default 0.",
+        needs="--fp8",
         at_least=0,
         at_most=16,
     )
@@ -142,7 +147,10 @@ class PrecisionConfig(Options):
         "without a loss, as of samples, are 16-bit products.",
     )
     loss_scale: float | None = option(
-        None, "fp16: constant loss scale, independent of the number of ranks; default dynamic.", above=0
+        None,
+        "fp16: constant loss scale, independent of the number of ranks; default dynamic.",
+        needs="--fp16",
+        above=0,
     )
     initial_loss_scale: float = option(2.0**32, "fp16: initial dynamic loss scale.", above=0)
     min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale.", above=0)
@@ -157,23 +165,24 @@ class PrecisionConfig(Options):
     hysteresis: int = option(2, "fp16: overflows before the loss scale halves.", at_least=1)
 
     def check(self) -> None:
-        """Refuse more than one format, and a constant loss scale without fp16."""
+        """Refuse more than one format, and flags of another recipe."""
         formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
         if len(formats) > 1:
             raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
         if self.fp8 and (self.fp16 or self.fp32):
-            raise option_error("--fp8", "(given)", f"needs --bf16, not --{formats[0]}")
-        self._check_recipe()
-        if self.loss_scale is not None and not self.fp16:
-            raise option_error("--loss-scale", self.loss_scale, "needs --fp16")
+            raise self.error("fp8", f"needs --bf16, not --{formats[0]}")
+        given = self._given_of_delayed()
+        if self.fp8_recipe == "tensorwise" and given:
+            raise option_error(flag_name(given[0]), getattr(self, given[0]), "needs --fp8-recipe delayed")
+        for name in ("fp8_param_gather", "fp8_output_layer"):
+            if getattr(self, name) and not (self.fp8 and self.fp8_delayed):
+                raise option_error(flag_name(name), "(given)", "needs --fp8 and --fp8-recipe delayed")
         if self.loss_scale_window % 1:
-            fix = "must be a whole number of steps"
-            raise option_error("--loss-scale-window", self.loss_scale_window, fix)
+            raise self.error("loss_scale_window", "must be a whole number of steps")
         object.__setattr__(self, "loss_scale_window", int(self.loss_scale_window))  # 500.0, as in Megatron-LM
         if self.min_loss_scale > self.initial_loss_scale:
-            raise option_error(
-                "--min-loss-scale",
-                self.min_loss_scale,
+            raise self.error(
+                "min_loss_scale",
                 f"must be at most --initial-loss-scale {self.initial_loss_scale}",
             )
 
@@ -193,35 +202,19 @@ class PrecisionConfig(Options):
         names = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin")
         return [name for name in names if getattr(self, name) is not None]
 
-    def _check_recipe(self) -> None:
-        """Refuse a recipe without 8-bit products, and flags of delayed scaling with another recipe."""
-        given = self._given_of_delayed()
-        if self.fp8_recipe == "tensorwise" and given:
-            flag = "--" + given[0].replace("_", "-")
-            raise option_error(flag, getattr(self, given[0]), "needs --fp8-recipe delayed")
-        for name in ("fp8_recipe", *given):
-            if not self.fp8 and getattr(self, name) is not None:
-                raise option_error("--" + name.replace("_", "-"), getattr(self, name), "needs --fp8")
-        for name in ("fp8_param_gather", "fp8_output_layer"):
-            if getattr(self, name) and not (self.fp8 and self.fp8_delayed):
-                raise option_error(flag_name(name), "(given)", "needs --fp8 and --fp8-recipe delayed")
-
     def check_device(self, device: str, capability: tuple[int, int] | None) -> None:
         """Raise ValueError if --fp8 cannot be used; `capability`: the GPU's compute capability, if known."""
         if self.fp8 and self.compute_dtype(device) != "bfloat16":
-            raise option_error("--fp8", "(given)", f"needs --bf16, which is not the default on the {device}")
+            raise self.error("fp8", f"needs --bf16, which is not the default on the {device}")
         if self.fp8 and capability is not None and capability < (8, 9):
             has = ".".join(map(str, capability))
-            raise option_error(
-                "--fp8", "(given)", f"needs a GPU of compute capability 8.9; this one has {has}"
-            )
+            raise self.error("fp8", f"needs a GPU of compute capability 8.9; this one has {has}")
 
     def check_vocabulary(self, padded: int) -> None:
         """Raise ValueError if 8-bit products cannot have so many outputs as the vocabulary has entries."""
         if self.fp8_output_layer and padded % 16:
-            raise option_error(
-                "--fp8-output-layer",
-                "(given)",
+            raise self.error(
+                "fp8_output_layer",
                 f"needs a multiple of 16 entries in the padded vocabulary, not {padded}; choose another "
                 "--make-vocab-size-divisible-by",
             )

@@ -19,6 +19,7 @@ from megatron_zpp.version import __version__
 REQUIRED: Any = MISSING
 # Of Unicode's categories Cc and Cf: controls, and marks of direction (bidi) and invisible separators.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+_PLACEHOLDERS = ("", "DIRECTORY", "NAME", "N", "K")  # of any value, in what an option needs
 _HOME = re.compile(r"(?:~|\$HOME|\$\{HOME\})(?=/|$)")
 
 
@@ -29,6 +30,7 @@ def option(
     flag: str | None = None,
     metavar: str | None = None,
     positional: bool = False,
+    needs: str = "",
     at_least: float | None = None,
     at_most: float | None = None,
     above: float | None = None,
@@ -40,12 +42,15 @@ def option(
     becomes `--no-…`; `bool | None` gets both forms. Type and choices come from the annotation. `metavar` is
     the placeholder of the value in the help. `REQUIRED` as the default makes the flag mandatory. A
     `positional` field has no flag and is always mandatory. `Options` checks the bounds, for every number of a
-    tuple, and refuses an empty string unless the default is or contains one.
+    tuple, and refuses an empty string unless the default is or contains one. It refuses a value other than
+    the default without what it `needs`, as in "--load DIRECTORY" or "--zero-stage 1, 2 or 3": other flags of
+    the group, with " and " or " or " between them, each with its possible values or one of _PLACEHOLDERS.
     """
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
-    metadata = {"help": help, "flag": flag, "metavar": metavar, "positional": positional, "bounds": bounds}
-    return dataclasses.field(default=default, metadata=metadata)
+    help = f"{help} Needs {needs}." if needs else help
+    metadata = {"help": help, "flag": flag, "metavar": metavar, "positional": positional}
+    return dataclasses.field(default=default, metadata=metadata | {"bounds": bounds, "needs": needs})
 
 
 def option_error(flag: str, value: object, fix: str) -> ValueError:
@@ -72,9 +77,32 @@ class Options:
         for field in dataclasses.fields(self):
             _check_bounds(field, getattr(self, field.name))
         self.check()
+        for field in dataclasses.fields(self):
+            needs = field.metadata["needs"]
+            if needs and getattr(self, field.name) != field.default and not self._has(needs):
+                raise self.error(field.name, f"needs {needs}")
 
     def check(self) -> None:
         """Raise an `option_error` if fields contradict each other."""
+
+    def error(self, name: str, fix: str) -> ValueError:
+        """Return the error for the value of a field: its flag, the value, and what would be right."""
+        value = getattr(self, name)
+        shown = "(not given)" if value in (None, ()) else "(given)" if isinstance(value, bool) else value
+        return option_error(flag_of(self.__dataclass_fields__[name]), shown, fix)
+
+    def _has(self, needs: str) -> bool:
+        """Whether the fields have what `option` says of `needs`."""
+        return all(
+            any(map(self._has_one, re.split(r" or (?=--)", clause))) for clause in needs.split(" and ")
+        )
+
+    def _has_one(self, need: str) -> bool:
+        flag, _, values = need.partition(" ")
+        value = getattr(self, flag[2:].replace("-", "_"))
+        if values in _PLACEHOLDERS:
+            return value not in (None, False, ())
+        return str(value) in re.split(", | or ", values)
 
 
 def flag_name(field_name: str) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, option
 
 _MOST_RANKS = 2**16
 _DEFAULTS = {"plan_gpu": "h100", "plan_link_gbit": 100.0}
@@ -17,31 +17,38 @@ class PlanConfig(Options):
         False, "Check the settings and data, print memory, traffic and step time, and exit; needs no GPU."
     )
     plan_nodes: int | None = option(
-        None, "Number of nodes; default the launcher's, else 1.", at_least=1, at_most=_MOST_RANKS
+        None,
+        "Number of nodes; default the launcher's, else 1.",
+        needs="--dry-run",
+        at_least=1,
+        at_most=_MOST_RANKS,
     )
     plan_gpus_per_node: int | None = option(
         None,
         "GPUs per node; default the launcher's ranks per node, else 1.",
+        needs="--dry-run",
         at_least=1,
         at_most=_MOST_RANKS,
     )
-    plan_gpu: Literal["h100", "h200", "a100", "v100"] | None = option(None, "GPU model; default h100.")
+    plan_gpu: Literal["h100", "h200", "a100", "v100"] | None = option(
+        None, "GPU model; default h100.", needs="--dry-run"
+    )
     plan_link_gbit: float | None = option(
-        None, "Bandwidth of a node to other nodes, Gbit/s in each direction; default 100.", above=0
+        None,
+        "Bandwidth of a node to other nodes, Gbit/s in each direction; default 100.",
+        needs="--dry-run",
+        above=0,
     )
     plan_compute_share: float | None = option(
         None,
         "Share of the GPU's peak FLOP/s that forward and backward reach; the plan prints the default.",
+        needs="--dry-run",
         above=0,
         at_most=1,
     )
 
     def check(self) -> None:
-        """Refuse the other flags without --dry-run, and fill their defaults with it."""
-        for name in ("plan_nodes", "plan_gpus_per_node", "plan_compute_share", *_DEFAULTS):
-            value = getattr(self, name)
-            if value is not None and not self.dry_run:
-                raise option_error("--" + name.replace("_", "-"), value, "needs --dry-run")
+        """Fill in what a dry run plans for by default."""
         for name, default in _DEFAULTS.items():
             if self.dry_run and getattr(self, name) is None:
                 object.__setattr__(self, name, default)

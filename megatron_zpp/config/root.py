@@ -30,6 +30,7 @@ from megatron_zpp.config.run import (
     LoggingConfig,
     TrainingConfig,
 )
+from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
 from megatron_zpp.config.shapes.tensor_parallel import check_overlap, check_tensor_ranks
 from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.sources.provided import OTHERS, Provided
@@ -69,43 +70,42 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raise ValueError if settings of different parts contradict each other."""
-        _check_lengths(self.training, self.learning_rate)
-        _check_recompute(self.model, self.recompute)
-        if self.precision.grad_reduce_in_bf16 and self.zero.zero_quantized_gradients:
-            raise option_error(
-                "--grad-reduce-in-bf16", "(given)", "contradicts --zero-quantized-gradients; give one"
+        model, training, precision, zero = self.model, self.training, self.precision, self.zero
+        _check_lengths(training, self.learning_rate)
+        if (self.recompute.recompute_num_layers or 0) > model.num_layers:
+            raise self.recompute.error(
+                "recompute_num_layers", f"must be at most --num-layers {model.num_layers}"
             )
+        if precision.grad_reduce_in_bf16 and zero.zero_quantized_gradients:
+            raise precision.error("grad_reduce_in_bf16", "contradicts --zero-quantized-gradients; give one")
         if self.evaluation.full_validation and self.data.mock_data:
-            raise option_error("--full-validation", "(given)", "--mock-data is endless; use --eval-iters")
-        _check_order(self.data, self.training)
+            raise self.evaluation.error("full_validation", "--mock-data is endless; use --eval-iters")
+        if (
+            self.data.dataset_order == "megatron" and training.seed >= 2**32
+        ):  # numpy's RandomState has no more
+            raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
         if self.learning_rate.decoupled_lr is not None:
-            _check_decoupled(self.learning_rate.decoupled_lr, self.optimizer, self.zero)
-        if self.precision.fp8:
-            _check_fp8(self.model, self.training)
-        if self.precision.fp8_param_gather:
-            _check_param_gather(self.zero)
-        if self.precision.fp8_delayed and self.zero.cuts_layers:
-            raise option_error(
-                "--zero-unit",
-                "sublayer",
-                "needs scales of the same step: --fp8-recipe tensorwise, or no --fp8",
-            )
+            _check_decoupled(self.learning_rate, self.optimizer, zero)
+        if precision.fp8:
+            _check_fp8(model, training)
+        if precision.fp8_param_gather:
+            _check_param_gather(precision, zero)
+        if precision.fp8_delayed and zero.cuts_layers:
+            fix = "needs scales of the same step: --fp8-recipe tensorwise, or no --fp8"
+            raise zero.error("zero_unit", fix)
         tensor_ranks = self.distributed.tensor_model_parallel_size
-        if self.precision.fp8_output_layer:
-            _check_output_layer(self.zero, tensor_ranks)
-        if self.zero.zero_table_rows is not None and tensor_ranks > 1:
-            raise option_error(
-                "--zero-table-rows",
-                self.zero.zero_table_rows,
-                f"needs --tensor-model-parallel-size 1, not {tensor_ranks}: tensor ranks share the tables",
-            )
-        check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
+        if precision.fp8_output_layer:
+            _check_output_layer(precision, zero, tensor_ranks)
+        if zero.zero_table_rows is not None and tensor_ranks > 1:
+            fix = f"needs {TENSOR_RANKS} 1, not {tensor_ranks}: tensor ranks share the tables"
+            raise zero.error("zero_table_rows", fix)
+        check_tensor_ranks(model, tensor_ranks, fp8=precision.fp8)
         if self.distributed.tp_comm_overlap:
-            check_overlap(tensor_ranks, fp8=self.precision.fp8)
+            check_overlap(tensor_ranks, fp8=precision.fp8)
         if self.tokenizer.tokenizer_type is None:
-            raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
+            raise self.tokenizer.error("tokenizer_type", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
-            raise option_error("--dry-run", "(given)", "plans for GPUs; omit --device cpu")
+            raise self.plan.error("dry_run", "plans for GPUs; omit --device cpu")
 
     def overlaps_exchanges(self, device: str) -> bool:
         """Return whether tensor ranks, if there are several, compute beside exchanges on "cpu" or "cuda"."""
@@ -135,7 +135,7 @@ class Config:
         """Return the settings that must be equal on all ranks: all but where a rank logs."""
         shared = self.to_json()
         logging = shared.pop("logging")
-        reduced = ("log_interval", "log_params_norm", "log_num_zeros_in_grad")  # ranks log these together
+        reduced = ("log_interval", "log_params_norm")  # ranks log these together
         return shared | {"logging": {name: logging[name] for name in reduced}}
 
     @classmethod
@@ -153,7 +153,8 @@ class Config:
                 raise ValueError(f"saved configuration: {name} is not an object")
             settings = {}
             for key, value in values.items():
-                if key in RETIRED_FIELDS:
+                if retired := RETIRED_FIELDS.get(key):
+                    retired.check_saved(f"saved configuration: {name}.{key}", value)
                     continue
                 if key not in hints:
                     raise ValueError(f"saved configuration: {name}.{key} is not a setting of this version")
@@ -294,22 +295,13 @@ def _check_lengths(training: TrainingConfig, learning_rate: LearningRateConfig) 
             raise option_error(flag, value, f"the run's length is given by --train-{own}; use {right}")
 
 
-def _check_order(data: DataConfig, training: TrainingConfig) -> None:
-    """Refuse seeds that numpy's RandomState, which Megatron-LM's order uses, does not accept."""
-    if data.dataset_order == "megatron" and training.seed >= 2**32:
-        raise option_error("--seed", training.seed, f"must be below {2**32} with --dataset-order megatron")
-
-
-def _check_decoupled(rate: float, optimizer: OptimizerConfig, zero: ZeroConfig) -> None:
+def _check_decoupled(rate: LearningRateConfig, optimizer: OptimizerConfig, zero: ZeroConfig) -> None:
     """Refuse optimizers that have one learning rate."""
     if zero.zero_offload_optimizer:
-        raise option_error(
-            "--decoupled-lr",
-            rate,
-            "needs the optimizer on the device; omit one of it and --zero-offload-optimizer",
-        )
+        fix = "needs the optimizer on the device; omit one of it and --zero-offload-optimizer"
+        raise rate.error("decoupled_lr", fix)
     if optimizer.fused_backend == "apex":
-        raise option_error("--decoupled-lr", rate, "needs --fused-backend torch")
+        raise rate.error("decoupled_lr", "needs --fused-backend torch")
 
 
 def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
@@ -328,9 +320,9 @@ def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
             raise option_error(flag, value, f"is {width}; must be a multiple of 16 with --fp8")
 
 
-def _check_param_gather(zero: ZeroConfig) -> None:
+def _check_param_gather(precision: PrecisionConfig, zero: ZeroConfig) -> None:
     """Refuse other codes of whole weights that travel, and an optimizer on the CPU."""
-    flag = "--fp8-param-gather"
+    flag, name = "--fp8-param-gather", "fp8_param_gather"
     if zero.zero_quantized_weights and not zero.sends_differences:
         other = f"--zero-quantized-weights in {zero.zero_quantized_weights_format}"
         fix = (
@@ -338,27 +330,20 @@ def _check_param_gather(zero: ZeroConfig) -> None:
             "--zero-quantized-weights-format delta4 or delta2, or omit --zero-quantized-weights to "
             f"gather a byte per weight, or omit {flag}"
         )
-        raise option_error(flag, "(given)", fix)
+        raise precision.error(name, fix)
     if zero.zero_offload_optimizer:
         fix = f"encodes weights on the device; omit --zero-offload-optimizer, or omit {flag}"
-        raise option_error(flag, "(given)", fix)
+        raise precision.error(name, fix)
 
 
-def _check_output_layer(zero: ZeroConfig, tensor_ranks: int) -> None:
+def _check_output_layer(precision: PrecisionConfig, zero: ZeroConfig, tensor_ranks: int) -> None:
     """Refuse output layers that are shared, or in blocks."""
-    flag = "--fp8-output-layer"
-    if tensor_ranks > 1:
-        fix = f"needs a whole output layer; omit one of it and --tensor-model-parallel-size {tensor_ranks}"
-        raise option_error(flag, "(given)", fix)
-    if zero.zero_table_rows is not None:
-        fix = f"needs a whole output layer; omit one of it and --zero-table-rows {zero.zero_table_rows}"
-        raise option_error(flag, "(given)", fix)
-
-
-def _check_recompute(model: ModelConfig, recompute: RecomputeConfig) -> None:
-    if recompute.recompute_num_layers and recompute.recompute_num_layers > model.num_layers:
-        raise option_error(
-            "--recompute-num-layers",
-            recompute.recompute_num_layers,
-            f"must be at most --num-layers {model.num_layers}",
-        )
+    rows = zero.zero_table_rows
+    for other, given in (
+        (f"{TENSOR_RANKS} {tensor_ranks}", tensor_ranks > 1),
+        (f"--zero-table-rows {rows}", rows is not None),
+    ):
+        if given:
+            raise precision.error(
+                "fp8_output_layer", f"needs a whole output layer; omit one of it and {other}"
+            )

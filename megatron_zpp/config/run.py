@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, flag_name, option, option_error
 from megatron_zpp.config.values.nccl_sockets import explicit_sockets
 from megatron_zpp.config.values.urls import check_location, local_path
 
 _LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
 _LARGEST_BATCH = 2**22
 _LONGEST_WAIT = 30 * 24 * 60  # minutes; timers of the collective libraries overflow with more
+_SAVE, _LOAD, _WANDB = "--save DIRECTORY", "--load DIRECTORY", "--wandb-project NAME"
 HUGGINGFACE = "hf:"  # prefix of a --load that names a directory in Hugging Face's format
 
 
@@ -31,6 +32,7 @@ class TrainingConfig(Options):
         None,
         "START INCREMENT SAMPLES: grow the global batch from START to --global-batch-size in steps of "
         "INCREMENT over the first SAMPLES samples.",
+        needs="--train-samples N and --global-batch-size N",
         at_least=1,
         at_most=_LONGEST,
     )
@@ -52,29 +54,13 @@ class TrainingConfig(Options):
     exit_duration_in_mins: float | None = option(
         None, "Save and exit when this process has run for this many minutes.", above=0
     )
-    max_nan_iterations: int = option(
-        10,
-        "Save and exit after this many consecutive steps with NaN or Inf in the loss or gradients.",
-        at_least=1,
-    )
 
     def check(self) -> None:
-        """Require one length, and samples for a batch ramp, because its steps differ in size."""
+        """Require exactly one length."""
         if self.micro_batch_size is None:
-            raise option_error(
-                "--micro-batch-size", "(not given)", "give the samples per forward on one rank"
-            )
+            raise self.error("micro_batch_size", "give the samples per forward on one rank")
         if (self.train_iters is None) == (self.train_samples is None):
-            shown = "(not given)" if self.train_iters is None else self.train_iters
-            raise option_error(
-                "--train-iters", shown, "give exactly one of --train-iters and --train-samples"
-            )
-        if self.rampup_batch_size and self.train_samples is None:
-            raise option_error("--rampup-batch-size", self.rampup_batch_size, "needs --train-samples")
-        if self.rampup_batch_size and self.global_batch_size is None:
-            raise option_error(
-                "--rampup-batch-size", self.rampup_batch_size, "needs --global-batch-size as its end"
-            )
+            raise self.error("train_iters", "give exactly one of --train-iters and --train-samples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +74,13 @@ class EvaluationConfig(Options):
     )
 
     sample_prompt: str | None = option(
-        None, "At every evaluation, let the model continue this text, and log the continuation."
+        None, "At every evaluation, let the model continue this text by 64 tokens, and log the text."
     )
-    sample_tokens: int = option(64, "Length of the continuation in tokens; each costs a forward.", at_least=1)
 
     def check(self) -> None:
-        """Refuse --sample-tokens without a prompt, and a prompt without evaluations."""
-        if self.sample_prompt is None and self.sample_tokens != 64:
-            raise option_error("--sample-tokens", self.sample_tokens, "needs --sample-prompt TEXT")
+        """Refuse a prompt without evaluations."""
         if self.sample_prompt is not None and not self.enabled:
-            raise option_error("--sample-prompt", self.sample_prompt, "needs evaluations; --eval-iters is 0")
+            raise self.error("sample_prompt", "needs evaluations; --eval-iters is 0")
 
     @property
     def enabled(self) -> bool:
@@ -113,23 +96,27 @@ class CheckpointConfig(Options):
         None, "Write checkpoints to this directory, or to s3://BUCKET/PREFIX.", metavar="DIR"
     )
     save_interval: int | None = option(
-        None, "Iterations between checkpoints; the end of the run always writes one.", at_least=1
+        None, "Iterations between checkpoints; the end of the run always writes one.", needs=_SAVE, at_least=1
     )
     save_optim: bool = option(
-        True, "Save weights without the optimizer's state: a third of the size; cannot resume as it was."
+        True,
+        "Save weights without the optimizer's state: a third of the size; cannot resume as it was.",
+        needs=_SAVE,
     )
     async_save: bool = option(
         False,
         "Write checkpoints in the background. Costs CPU memory for a copy of the states for the whole run.",
+        needs=_SAVE,
     )
     keep_last: int | None = option(
         None,
         "Keep this many of the newest checkpoints; remove older ones once the newest has been read back, "
         "beside the training.",
+        needs=_SAVE,
         at_least=1,
     )
     keep_every: int | None = option(
-        None, "With --keep-last: also keep iterations that are a multiple of this.", at_least=1
+        None, "Also keep iterations that are a multiple of this.", needs="--keep-last K", at_least=1
     )
     load: str | None = option(
         None,
@@ -138,25 +125,32 @@ class CheckpointConfig(Options):
         "Hugging Face's format.",
         metavar="DIR",
     )
-    ckpt_step: int | None = option(None, "Load this iteration instead of the newest.", at_least=0)
+    ckpt_step: int | None = option(
+        None, "Load this iteration instead of the newest.", needs=_LOAD, at_least=0
+    )
     load_optim: bool = option(
         True,
         "Load weights and progress without the optimizer's state. The learning rate continues its schedule; "
         "--finetune restarts schedule and iteration.",
+        needs=_LOAD,
     )
     use_checkpoint_args: bool = option(
         False,
         "Take the model's shape from the checkpoint of --load, and the tokenizer where no --tokenizer-type "
         "is given. Without a checkpoint, flags give both.",
+        needs=_LOAD,
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "Take the learning rate, its schedule and the weight decay from the checkpoint of --load, in place "
         "of flags.",
+        needs=_LOAD,
     )
-    finetune: bool = option(False, "Load weights only, and start at iteration 0.")
+    finetune: bool = option(False, "Load weights only, and start at iteration 0.", needs=_LOAD)
     exit_on_missing_checkpoint: bool = option(
-        False, "Exit with an error if --load holds no checkpoint, instead of starting from the beginning."
+        False,
+        "Exit with an error if --load holds no checkpoint, instead of starting from the beginning.",
+        needs=_LOAD,
     )
 
     @property
@@ -167,50 +161,24 @@ class CheckpointConfig(Options):
         return self.load.removeprefix(HUGGINGFACE)
 
     def check(self) -> None:
-        """Require --save for the flags of saving, and --load for those of loading."""
+        """Require usable places, and refuse flags of iterations with --load hf:DIR, which has none."""
         if self.save is not None and self.save.startswith(HUGGINGFACE):
             tool = "python -m megatron_zpp.commands.huggingface export"
-            raise option_error("--save", self.save, f"name a directory without {HUGGINGFACE}, and use {tool}")
+            raise self.error("save", f"name a directory without {HUGGINGFACE}, and use {tool}")
         for flag, name in (("--save", self.save), ("--load", self.load)):
             if name is not None and not name.startswith(HUGGINGFACE):
                 check_location(flag, name)
         if self.huggingface == "":
-            raise option_error("--load", self.load, "names no directory; give one after the colon")
-        if self.huggingface and self.use_checkpoint_args:
-            fix = f"--load {self.load} has no arguments; use --model-preset with its config.json"
-            raise option_error("--use-checkpoint-args", "(given)", fix)
-        if self.huggingface and self.use_checkpoint_opt_param_scheduler:
-            fix = f"--load {self.load} has no schedule; omit it"
-            raise option_error("--use-checkpoint-opt-param-scheduler", "(given)", fix)
-        if self.huggingface and self.ckpt_step is not None:
-            raise option_error(
-                "--ckpt-step", self.ckpt_step, f"--load {self.load} has no iterations; omit it"
-            )
-        if self.save is None:
-            for given, flag in (
-                (self.save_interval, "--save-interval"),
-                (not self.save_optim, "--no-save-optim"),
-                (self.async_save, "--async-save"),
-                (self.keep_last, "--keep-last"),
+            raise self.error("load", "names no directory; give one after the colon")
+        if self.huggingface:
+            for name, fix in (
+                ("use_checkpoint_args", "has no arguments; use --model-preset with its config.json"),
+                ("use_checkpoint_opt_param_scheduler", "has no schedule; omit it"),
+                ("ckpt_step", "has no iterations; omit it"),
             ):
-                if given:
-                    raise option_error(flag, "(given)" if given is True else given, "needs --save DIRECTORY")
-        if self.keep_every and not self.keep_last:
-            raise option_error(
-                "--keep-every", self.keep_every, "needs --keep-last K; without it all are kept"
-            )
-        if self.load is None:
-            if self.ckpt_step is not None:
-                raise option_error("--ckpt-step", self.ckpt_step, "needs --load DIRECTORY")
-            for flag, given in (
-                ("--no-load-optim", not self.load_optim),
-                ("--use-checkpoint-args", self.use_checkpoint_args),
-                ("--use-checkpoint-opt-param-scheduler", self.use_checkpoint_opt_param_scheduler),
-                ("--finetune", self.finetune),
-                ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
-            ):
-                if given:
-                    raise option_error(flag, "(given)", "needs --load DIRECTORY")
+                if (value := getattr(self, name)) not in (None, False):
+                    shown = "(given)" if value is True else value
+                    raise option_error(flag_name(name), shown, f"--load {self.load} {fix}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,29 +189,16 @@ class LoggingConfig(Options):
     metrics_file: str | None = option(None, "Append one JSON object per logged step to this file.")
     tensorboard_dir: str | None = option(None, "Write TensorBoard events to this directory.")
     wandb_project: str | None = option(None, "Report to this Weights & Biases project.")
-    wandb_exp_name: str | None = option(None, "Weights & Biases: the run's name.")
-    wandb_entity: str | None = option(None, "Weights & Biases: user or team.")
-    wandb_save_dir: str | None = option(None, "Weights & Biases: directory of local files.")
-    wandb_mode: Literal["online", "offline", "disabled"] | None = option(
-        None, "Weights & Biases: overrides WANDB_MODE."
-    )
+    wandb_exp_name: str | None = option(None, "Weights & Biases: the run's name.", needs=_WANDB)
+    wandb_entity: str | None = option(None, "Weights & Biases: user or team.", needs=_WANDB)
+    wandb_save_dir: str | None = option(None, "Weights & Biases: directory of local files.", needs=_WANDB)
     log_params_norm: bool = option(False, "Log the L2 norm of all weights.")
-    log_num_zeros_in_grad: bool = option(
-        False, "Log how many elements of the gradient of a logged step are exactly zero."
-    )
-    device_peak_tflops: float | None = option(
-        None, "Peak TFLOP/s of one device, from which MFU is computed; default by GPU model.", above=0
-    )
     debug: bool = option(False, "Print the traceback of an error.")
 
     def check(self) -> None:
-        """Refuse other W&B flags without a project, and a URL for the metrics."""
+        """Refuse a URL for the metrics."""
         if self.metrics_file is not None:
             local_path("--metrics-file", self.metrics_file)
-        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir", "wandb_mode"):
-            if getattr(self, name) is not None and self.wandb_project is None:
-                flag = "--" + name.replace("_", "-")
-                raise option_error(flag, getattr(self, name), "needs --wandb-project NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,19 +228,17 @@ class DistributedConfig(Options):
         metavar="auto|off|TxS",
     )
     distributed_timeout_minutes: float = option(
-        10, "Minutes after which an unfinished collective is an error.", above=0, at_most=_LONGEST_WAIT
+        10,
+        "Minutes for ranks to start, and after which an unfinished collective is an error; missing ranks are "
+        "named every 10 seconds.",
+        above=0,
+        at_most=_LONGEST_WAIT,
     )
     heartbeat_timeout: float = option(
         60,
         "Seconds after which a silent or stuck rank ends the run. Once others were told to stop, a silent "
         "rank has 4 seconds. 0: no heartbeat.",
         at_least=0,
-    )
-    preflight_timeout: float = option(
-        180,
-        "Seconds for rendezvous, process groups and the network check together; missing ranks are named "
-        "every 10 seconds.",
-        above=0,
     )
     require_kernels: bool = option(
         False, "Exit with an error if the compiled kernels are missing, instead of using plain torch, slowly."
@@ -302,9 +255,8 @@ class DistributedConfig(Options):
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise option_error("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
         if self.heartbeat_timeout >= self.timeout.total_seconds():
-            raise option_error(
-                "--heartbeat-timeout",
-                self.heartbeat_timeout,
+            raise self.error(
+                "heartbeat_timeout",
                 f"must be below --distributed-timeout-minutes {self.distributed_timeout_minutes}, "
                 f"{self.timeout.total_seconds():g} s",
             )

@@ -3,14 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error
-
-PROFILE_FLAGS = {
-    "profile_step_start": 10,
-    "profile_step_end": 12,
-    "profile_ranks": (0,),
-    "profile_dir": "profile",
-}
+from megatron_zpp.config.options import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,28 +18,21 @@ class TimingConfig(Options):
     log_straggler: bool = option(
         False, "Log the time that each rank was busy, without waits for other ranks, and name the slowest."
     )
-    profile: bool = option(False, "Record a trace of some steps, for ui.perfetto.dev or chrome://tracing.")
-    profile_step_start: int = option(
-        PROFILE_FLAGS["profile_step_start"], "First step of the trace.", at_least=1
+    profile: bool = option(
+        False,
+        "Record a trace of some steps, for ui.perfetto.dev, in profile, below --tensorboard-dir if given.",
     )
-    profile_step_end: int = option(
-        PROFILE_FLAGS["profile_step_end"], "Step after the last one of the trace.", at_least=2
-    )
+    profile_step_start: int = option(10, "First step of the trace.", needs="--profile", at_least=1)
+    profile_step_end: int = option(12, "Step after the last one of the trace.", needs="--profile", at_least=2)
     profile_ranks: tuple[int, ...] = option(
-        PROFILE_FLAGS["profile_ranks"], "Ranks that record a trace each.", at_least=0
+        (0,), "Ranks that record a trace each.", needs="--profile", at_least=0
     )
-    profile_dir: str = option(PROFILE_FLAGS["profile_dir"], "Directory of the traces.")
 
     def check(self) -> None:
-        """Refuse an empty range of steps, and the other flags without --profile."""
-        if not self.profile:
-            for name, default in PROFILE_FLAGS.items():
-                if getattr(self, name) != default:
-                    raise option_error("--" + name.replace("_", "-"), getattr(self, name), "needs --profile")
+        """Refuse an empty range of steps."""
         if self.profile_step_end <= self.profile_step_start:
-            raise option_error(
-                "--profile-step-end",
-                self.profile_step_end,
+            raise self.error(
+                "profile_step_end",
                 f"must be above --profile-step-start {self.profile_step_start}",
             )
 
@@ -54,9 +40,7 @@ class TimingConfig(Options):
         """Raise ValueError if a rank to trace does not exist."""
         for rank in self.profile_ranks:
             if self.profile and rank >= ranks:
-                raise option_error(
-                    "--profile-ranks", self.profile_ranks, f"this run has ranks 0 to {ranks - 1}"
-                )
+                raise self.error("profile_ranks", f"this run has ranks 0 to {ranks - 1}")
 
     @property
     def level(self) -> int:

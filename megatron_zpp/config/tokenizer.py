@@ -51,7 +51,7 @@ class TokenizerConfig(Options):
         for name in ("tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
             flag, value = "--" + name.replace("_", "-"), getattr(self, name)
             if name in needs and value is None:
-                raise option_error("--tokenizer-type", self.tokenizer_type, f"needs {flag}")
+                raise self.error("tokenizer_type", f"needs {flag}")
             if name not in needs and value is not None:
                 whose = (
                     f"--tokenizer-type {self.tokenizer_type}"

@@ -9,6 +9,7 @@ from megatron_zpp.config.words import counted, either
 
 # Elements per scale: gradients need the finer blocks, unless a rotation spreads their outliers.
 WEIGHT_BLOCK, GRADIENT_BLOCK, ROTATED_BLOCK = 256, 128, 256
+_SHARDED = "--zero-stage 1, 2 or 3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class ZeroConfig(Options):
     zero_prefetch_units: int | None = option(
         None,
         "Stage 3: units gathered ahead of the unit that computes; default 1. Each costs memory for one unit.",
+        needs="--zero-stage 3",
         at_least=0,
     )
     zero_copy_engines: Literal["auto", "on", "off"] = option(
@@ -58,7 +60,7 @@ class ZeroConfig(Options):
         "else 0.",
     )
     zero_quantized_weights: bool = option(
-        False, "qwZ: gather weights as block-quantised codes. Needs --zero-stage 1, 2 or 3."
+        False, "qwZ: gather weights as block-quantised codes.", needs=_SHARDED
     )
     zero_quantized_weights_format: Literal["int8", "delta4", "delta2"] = option(
         "int8",
@@ -66,34 +68,39 @@ class ZeroConfig(Options):
         "several nodes; delta2 has 4 bits in tables, and until twice the warm-up. The ranks of a node, at "
         "stage 3 of each hpZ group, keep the fp32 weights that the other nodes know: 4 bytes per parameter "
         "/ these ranks. Stage 3 needs --zero-hpz-partition-size auto, or a divisor of a node above 1.",
+        needs="--zero-quantized-weights",
     )
     zero_hpz_partition_size: str = option(
         "1",
         "hpZ: gather weights for backward and recomputation within groups of this many ranks, which hold a "
         "secondary shard each. auto: the ranks of a node (nodes of one rank then hold all weights); 1: off. "
-        "Needs --zero-stage 3. Costs memory: all 16-bit weights / group size.",
+        "Costs memory: all 16-bit weights / group size.",
+        needs="--zero-stage 3",
     )
     zero_gradient_partition_size: str = option(
         "off",
         "Accumulate the gradients of a step's micro-batches among groups of so many ranks inside a node, and "
         "send them between groups and nodes once per step, not after every micro-batch. Keeps 4 / N bytes "
         "per parameter on every rank. auto: the ranks of a node; 1: whole on every rank; off: in the shards "
-        "at stages 2 and 3, whole at stage 1. Stage 1 and up.",
+        "at stages 2 and 3, whole at stage 1.",
+        needs=_SHARDED,
     )
     zero_quantized_gradients: bool = option(
         False,
-        "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between nodes. "
-        "Needs --zero-stage 1, 2 or 3.",
+        "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between nodes.",
+        needs=_SHARDED,
     )
     zero_quantized_gradients_format: Literal["int4", "int8", "rotated4", "rotated3"] = option(
         "int4",
         "qgZ: format of the codes. rotated4, rotated3: codes of 4 or 3 bits (in tables 4) of randomly "
         "rotated gradients between nodes, and int8 inside them.",
+        needs="--zero-quantized-gradients",
     )
     zero_check_interval: int | None = option(
         None,
         "Steps between checks that all nodes hold the same reference of weight differences; a run whose "
-        "references differ ends before it saves. Needs --zero-quantized-weights-format delta4 or delta2.",
+        "references differ ends before it saves.",
+        needs="--zero-quantized-weights and --zero-quantized-weights-format delta4 or delta2",
         at_least=1,
     )
     zero_quantization_block: int | None = option(
@@ -101,62 +108,26 @@ class ZeroConfig(Options):
         "Elements that share one scale, a power of two from 32 to 2048. Small blocks are more accurate and "
         "send more scales; large blocks add padding, because each parameter starts a new block. Default "
         f"{WEIGHT_BLOCK} for weights, {GRADIENT_BLOCK} for gradients.",
+        needs="--zero-quantized-weights or --zero-quantized-gradients",
         at_least=32,
         at_most=2048,
     )
 
     def check(self) -> None:
-        """Refuse flags without the flag that they refine, and without the stage that they need."""
-        if self.zero_stage < 3 and self.zero_prefetch_units is not None:
-            raise option_error("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")
+        """Refuse text that is neither a number nor one of the words."""
         spare = self.zero_spare_multiprocessors
         if spare != "auto" and not re.fullmatch(r"0|[1-9]\d?", spare):
-            raise option_error("--zero-spare-multiprocessors", spare, "must be auto or a number, such as 4")
-        self._check_hpz()
-        size = self.zero_gradient_partition_size
-        if size not in ("off", "auto") and not (size.isdecimal() and int(size) >= 1):
-            raise option_error(
-                "--zero-gradient-partition-size", size, "must be a whole number of ranks, auto or off"
-            )
-        if size != "off" and self.zero_stage < 1:
-            raise option_error("--zero-gradient-partition-size", size, "needs --zero-stage 1, 2 or 3")
-        weights, gradients = self.zero_quantized_weights, self.zero_quantized_gradients
-        for flag, given in (
-            ("--zero-quantized-weights", weights),
-            ("--zero-quantized-gradients", gradients),
+            raise self.error("zero_spare_multiprocessors", "must be auto or a number, such as 4")
+        for name, words in (
+            ("zero_hpz_partition_size", ("auto",)),
+            ("zero_gradient_partition_size", ("auto", "off")),
         ):
-            if given and self.zero_stage < 1:
-                raise option_error(flag, "(given)", "needs --zero-stage 1, 2 or 3")
-        if self.zero_quantized_weights_format != "int8" and not weights:
-            raise option_error(
-                "--zero-quantized-weights-format",
-                self.zero_quantized_weights_format,
-                "needs --zero-quantized-weights",
-            )
-        if self.zero_quantized_gradients_format != "int4" and not gradients:
-            raise option_error(
-                "--zero-quantized-gradients-format",
-                self.zero_quantized_gradients_format,
-                "needs --zero-quantized-gradients",
-            )
-        if self.zero_check_interval is not None and not self.sends_differences:
-            raise option_error(
-                "--zero-check-interval",
-                self.zero_check_interval,
-                "needs --zero-quantized-weights and --zero-quantized-weights-format delta4 or delta2",
-            )
+            size = getattr(self, name)
+            if size not in words and not (size.isdecimal() and int(size) >= 1):
+                raise self.error(name, f"must be {either(('a whole number of ranks', *words))}")
         block = self.zero_quantization_block
-        if block is not None:
-            if not (weights or gradients):
-                raise option_error(
-                    "--zero-quantization-block",
-                    block,
-                    "needs --zero-quantized-weights or --zero-quantized-gradients",
-                )
-            if block & (block - 1):
-                raise option_error(
-                    "--zero-quantization-block", block, "must be a power of two from 32 to 2048"
-                )
+        if block is not None and block & (block - 1):
+            raise self.error("zero_quantization_block", "must be a power of two from 32 to 2048")
 
     @property
     def prefetched_units(self) -> int:
@@ -191,6 +162,7 @@ class ZeroConfig(Options):
             "zero_quantized_gradients",
             "zero_quantized_gradients_format",
             "zero_quantization_block",
+            "zero_check_interval",
         )
         return replace(self, **{name: getattr(defaults, name) for name in names})
 
@@ -262,13 +234,6 @@ class ZeroConfig(Options):
         if size == "off":
             return None
         return _ranks_of_groups("--zero-gradient-partition-size", size, ranks_of_a_node)
-
-    def _check_hpz(self) -> None:
-        size = self.zero_hpz_partition_size
-        if size != "auto" and not (size.isdecimal() and int(size) >= 1):
-            raise option_error("--zero-hpz-partition-size", size, "must be a whole number of ranks, or auto")
-        if self.hpz and self.zero_stage < 3:
-            raise option_error("--zero-hpz-partition-size", size, "needs --zero-stage 3")
 
 
 def _ranks_of_groups(flag: str, size: str, ranks_of_a_node: int) -> int:

@@ -1,13 +1,12 @@
 """Opens the data of a run and checks it, so that errors appear before the first step."""
 
 import difflib
-import functools
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,9 +27,6 @@ from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.windows import WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.location import ObjectError
-
-if TYPE_CHECKING:
-    from megatron_zpp.data.megatron.split import MegatronSplits
 
 _PROBED = 8  # samples read at open: they almost always reveal ids of another vocabulary
 
@@ -194,20 +190,26 @@ class _Opening:
         return text.samples(split, blocks, self.seq_length, seed, prepared)
 
     def _megatron(self, split: str, flag: str, parts: list[DatasetSlice]) -> Samples:
+        from megatron_zpp.data.megatron.split import megatron_samples
+
         requested = self.requested[split]
         repeats = requested is not None and (len(parts) == 1 or parts[0].weight is not None)
         for part in parts:
             part.check_tokens(split, self.seq_length, 2 if repeats else self.seq_length + 1, self.config)
-        samples = self._megatron_splits.samples(flag, split, parts, requested)
+        samples = megatron_samples(
+            self.config,
+            flag,
+            split,
+            parts,
+            requested,
+            seq_length=self.seq_length,
+            vocab_size=self.vocab_size,
+            seed=self.seed,
+            say=self.say,
+        )
         available = requested or samples.windows_per_epoch
         samples.batch(np.arange(_PROBED if available is None else min(_PROBED, available)))
         return samples
-
-    @functools.cached_property
-    def _megatron_splits(self) -> "MegatronSplits":
-        from megatron_zpp.data.megatron.split import MegatronSplits
-
-        return MegatronSplits(self.config, self.seq_length, self.vocab_size, self.seed, self.say)
 
     def _part(self, split: str, flag: str, weight: float | None, prefix: str) -> DatasetSlice:
         data = self._data(flag, prefix)

@@ -47,7 +47,7 @@ class _Deadline:
     """The time, on the clock of this process, at which this rank stops waiting for the others."""
 
     at: float
-    limit: float  # --preflight-timeout
+    minutes: float  # --distributed-timeout-minutes
 
     @property
     def left(self) -> float:
@@ -80,19 +80,18 @@ class Rendezvous:
 def rendezvous(
     topology: Topology,
     environment: Mapping[str, str],
-    *,
-    limit: float,
     timeout: timedelta,
+    *,
     say: Callable[[str], None],
     ended: Callable[[str], None] | None = None,
 ) -> Rendezvous:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT and wait for all ranks, for at most `limit` seconds.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT and wait for all ranks, for at most `timeout`.
 
-    `limit` counts from the start of this rank, or if rank 0 started later, from the start of rank 0.
+    `timeout` counts from the start of this rank, or if rank 0 started later, from the start of rank 0.
     Rank 0 or torchrun hosts the store; its limit of open files is raised for the connections of all ranks.
     `say` receives a message about missing ranks every 10 s; `ended` one about a rank that has connected and
-    was killed, see `Lifelines`; all ranks give it or none does. `timeout` is the store's time-out for later
-    waits. Raises ValueError naming the address, port or ranks that are wrong, or a limit that is too low.
+    was killed, see `Lifelines`; all ranks give it or none does. `timeout` is that of later waits too.
+    Raises ValueError naming the address, port or ranks that are wrong, or a limit that is too low.
 
     Rank 0 publishes a random text, from which the key of this start follows. Every other rank answers with
     one of its own, which rank 0 repeats. So no rank takes what an earlier start has signed.
@@ -102,7 +101,8 @@ def rendezvous(
         return Rendezvous(dist.HashStore(), alone, (alone,))
     key = job_key(environment)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    deadline = _Deadline(time.monotonic() + limit, limit)
+    seconds = timeout.total_seconds()
+    deadline = _Deadline(time.monotonic() + seconds, seconds / 60)
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -352,7 +352,7 @@ def _await_rank_0(store: dist.Store, key: str, topology: Topology, host: str, de
     """
     problem = (
         f"RANK 0: has ended, or did not answer rank {topology.rank} on {host} within "
-        f"--preflight-timeout {deadline.limit:g} s; see rank 0's output"
+        f"--distributed-timeout-minutes {deadline.minutes:g}; see rank 0's output"
     )
     try:
         store.wait([key], timedelta(seconds=deadline.left + SAY_AFTER))
@@ -401,8 +401,8 @@ def _await_all(
         if late:
             return (
                 f"WORLD_SIZE {topology.world_size}: {who} did not connect within "
-                f"--preflight-timeout {deadline.limit:g} s; start them with the same MASTER_ADDR and "
-                "MASTER_PORT"
+                f"--distributed-timeout-minutes {deadline.minutes:g}; start them with the same MASTER_ADDR "
+                "and MASTER_PORT"
             )
         patience.wait(f"waiting for {who}")
     return None

@@ -19,6 +19,7 @@ from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.model.gpt import GPT
@@ -41,17 +42,12 @@ class CheckpointOptions(Options):
 
     def check(self) -> None:
         """Refuse more than one format."""
-        formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
-        if len(formats) > 1:
-            raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
+        self.dtype(torch.device("cpu"))
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """Return the requested dtype, or the device's default."""
-        if self.fp16:
-            return torch.float16
-        if self.bf16:
-            return torch.bfloat16
-        return torch.float32 if self.fp32 or device.type == "cpu" else torch.bfloat16
+        precision = PrecisionConfig(bf16=self.bf16, fp16=self.fp16, fp32=self.fp32)
+        return getattr(torch, precision.compute_dtype(device.type))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
-from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.data.corpus.texts import read_documents
 from megatron_zpp.generate.scoring import Passage, Score, sliding_passages
 from megatron_zpp.tokenizer.base import Tokenizer
@@ -100,11 +99,6 @@ def last_word(tokenizer: Tokenizer, path: str, text: str, width: int) -> Passage
             "--valid-data", path, f"its last word {text.split()[-1][:20]!r}… has {scored} tokens of {width}"
         )
     return Passage(whole[-(width + 1) :], scored)
-
-
-def find_texts(patterns: Sequence[str]) -> list[str]:
-    """The files of --valid-data. Raises ValueError when there are none."""
-    return find_files("--valid-data", patterns)
 
 
 def _documents(files: Sequence[str], json_key: str) -> Iterator[tuple[str, str]]:

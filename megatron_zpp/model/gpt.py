@@ -257,16 +257,8 @@ def _rotary(config: ModelConfig) -> RotaryEmbedding | None:
     assert config.rotary_base is not None, "ModelConfig.check fills it for rope"
     scaling = None
     if config.use_rope_scaling:
-        assert config.rope_scaling_factor is not None, "ModelConfig.check fills all four with the scaling"
-        assert config.rope_low_freq_factor is not None
-        assert config.rope_high_freq_factor is not None
-        assert config.rope_original_max_position_embeddings is not None
-        scaling = RopeScaling(
-            factor=config.rope_scaling_factor,
-            low_freq_factor=config.rope_low_freq_factor,
-            high_freq_factor=config.rope_high_freq_factor,
-            original_positions=config.rope_original_max_position_embeddings,
-        )
+        assert config.rope_scaling_factor is not None, "ModelConfig.check fills it with the scaling"
+        scaling = RopeScaling(config.rope_scaling_factor)
     return RotaryEmbedding(config.rotated_channels, config.rotary_base, scaling)
 
 

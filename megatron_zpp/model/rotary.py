@@ -12,25 +12,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# In all published models of Llama 3.
+_LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's scaling of frequencies; Hugging Face's rope_type "llama3".
 
-    Wavelengths above original_positions / low_freq_factor are multiplied by `factor`, wavelengths below
-    original_positions / high_freq_factor are unchanged, and frequencies between them are interpolated.
+    Wavelengths above original positions / low_freq_factor are multiplied by `factor`, wavelengths below
+    original positions / high_freq_factor are unchanged, and frequencies between them are interpolated.
     """
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
+    factor: float
 
     def apply(self, frequencies: Tensor) -> Tensor:
         """(R / 2) frequencies in radians per position -> scaled frequencies."""
         wavelengths = 2 * math.pi / frequencies
-        periods = self.original_positions / wavelengths
-        share = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        periods = _ORIGINAL_POSITIONS / wavelengths
+        share = (periods - _LOW_FREQ_FACTOR) / (_HIGH_FREQ_FACTOR - _LOW_FREQ_FACTOR)
         share = share.clamp(0.0, 1.0)  # 1 keeps the frequency, 0 divides it by the factor
         return frequencies * share + frequencies / self.factor * (1 - share)
 

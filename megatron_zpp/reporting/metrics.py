@@ -12,8 +12,6 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token, peak_tflops
 from megatron_zpp.zero.engine import LEAST_WEIGHT, StepResult
 
-_LOSSES = 1024  # --log-interval is 100 if not given
-
 Record = dict[str, float | int | str | None]
 
 
@@ -46,14 +44,13 @@ class Throughput:
         device: torch.device,
         dtype: str,
         fp8: bool,
-        peak: float | None,
     ) -> "Throughput":
-        """Make one with `peak` if given, else the data sheet's values for a known GPU.
+        """Make one with the data sheet's peaks of a known GPU.
 
         `dtype` is the format of the compute; `fp8`: products of layers are of 8-bit floats.
         """
-        peak_16bit = None
-        if peak is None and device.type == "cuda":
+        peak = peak_16bit = None
+        if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             peak = peak_tflops(name, dtype)
             if fp8:
@@ -108,16 +105,15 @@ class Interval:
     iterations: int = 0
     samples: int = 0
     batch: int = 0  # samples of the newest step
-    skipped: Tensor = field(init=False)  # stays on the device: reading it would wait for the device
     raised_units: int | None = None  # the most of any step; None where no weight differences are sent
     traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     def __post_init__(self) -> None:
-        # Of each step: this rank's loss, and 1 if it was skipped. It doubles when it is full.
-        self._steps = torch.zeros(2, _LOSSES, device=self.device)
+        # Of each step, on the device, because reading them would wait for it: loss, and 1 if it was skipped.
+        self._losses: list[Tensor] = []
+        self._skips: list[Tensor] = []
         self._weights: list[float] = []  # of each step, of this rank's loss
-        self.skipped = torch.zeros((), device=self.device)
 
     def add(
         self, loss: Tensor, weight: float, result: StepResult, samples: int, traffic: tuple[int, int]
@@ -129,33 +125,30 @@ class Interval:
         self.iterations += 1
         self.samples += samples
         self.batch = samples
-        self.skipped = self.skipped + result.skipped
         self.traffic = (self.traffic[0] + traffic[0], self.traffic[1] + traffic[1])
         if result.raised_units is not None:
             self.raised_units = max(self.raised_units or 0, result.raised_units)
-        if self.iterations > self._steps.shape[1]:
-            self._steps = torch.cat((self._steps, torch.zeros_like(self._steps)), 1)
-        self._steps[0, self.iterations - 1] = loss
-        self._steps[1, self.iterations - 1] = result.skipped
+        self._losses.append(loss)
+        self._skips.append(result.skipped)
         self._weights.append(weight)
 
     @property
-    def newest_loss(self) -> Tensor:
-        """This rank's mean loss () of the newest step, on the device."""
-        return self._steps[0, self.iterations - 1] / max(self._weights[-1], LEAST_WEIGHT)
+    def skipped(self) -> Tensor:
+        """How many steps were skipped, () on the device."""
+        return torch.stack(self._skips).sum()
 
     @property
     def sums(self) -> Tensor:
         """(2, iterations) fp64 of this rank: the sum of losses of each step, and that of their weights."""
         weights = torch.tensor(self._weights, dtype=torch.float64, device=self.device)
-        return torch.stack((self._steps[0, : self.iterations].double(), weights))
+        return torch.stack((torch.stack(self._losses).double(), weights))
 
     def mean_loss(self, sums: Tensor) -> Tensor:
         """The mean loss () of the steps that were not skipped; `sums` are those of all ranks.
 
         It is NaN or Inf if the loss of any step was. If all steps were skipped, it is the mean over all.
         """
-        losses, skipped = losses_of(sums), self._steps[1, : self.iterations].bool()
+        losses, skipped = losses_of(sums), torch.stack(self._skips).bool()
         left_out = skipped & torch.isfinite(losses)  # as in Megatron-LM, but for NaN and Inf
         taken = self.iterations - self.skipped
         return torch.where(
@@ -165,7 +158,7 @@ class Interval:
     def restart(self) -> None:
         """Begin the next interval; the caller has lapped the stopwatch."""
         self.iterations = self.samples = self.batch = 0
-        self._weights, self.skipped = [], torch.zeros((), device=self.device)
+        self._losses, self._skips, self._weights = [], [], []
         self.traffic, self.raised_units = (0, 0), None
 
 
@@ -183,45 +176,6 @@ def memory_record(device: torch.device) -> Record:
             allocated = int(statm.read().split()[1]) * resource.getpagesize()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"memory_allocated_bytes": allocated, "memory_peak_bytes": peak}
-
-
-class PowerMeter:
-    """The power that the GPU of this process draws, where NVML can be asked: package nvidia-ml-py."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-
-    def record(self) -> Record:
-        """power_watts; empty on a CPU and without NVML."""
-        if self._device is None:
-            return {}
-        try:
-            return {"power_watts": torch.cuda.power_draw(self._device) / 1000}
-        except Exception:  # no NVML, or a GPU that does not tell: each has errors of its own
-            self._device = None
-            return {}
-
-
-class NewestLoss:
-    """The loss of this rank, read from the device without waiting for it, so a step or two late."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._loss = torch.zeros((), pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._pending = False
-
-    def after(self, loss: Tensor) -> float | None:
-        """Begin to copy the loss of a step; return the newest that has arrived, None if none has."""
-        if self._copied is None:
-            return loss.item()
-        if self._pending and not self._copied.query():
-            return None
-        arrived = self._loss.item() if self._pending else None
-        self._loss.copy_(loss, non_blocking=True)
-        self._copied.record()
-        self._pending = True
-        return arrived
 
 
 def evaluation_record(iteration: int, split: str, loss: float) -> Record:

@@ -7,21 +7,27 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.values.urls import check_local_directory
 
 
-def check_profile(config: TimingConfig) -> None:
+def profile_directory(logging: LoggingConfig) -> Path:
+    """Where traces are written: below --tensorboard-dir, as by Megatron-LM, else in the working directory."""
+    return Path(logging.tensorboard_dir or "", "profile")
+
+
+def check_profile(config: TimingConfig, logging: LoggingConfig) -> None:
     """Raise ValueError, before anything is built, if the traces of --profile cannot be written."""
     if config.profile:
-        check_local_directory("--profile-dir", config.profile_dir)
+        check_local_directory("--profile", str(profile_directory(logging)))
 
 
 class StepProfiler:
     """Records the steps that --profile asks for, on the ranks of --profile-ranks, one file per rank."""
 
-    def __init__(self, config: TimingConfig, rank: int, device: torch.device) -> None:
-        self._config, self._rank = config, rank
+    def __init__(self, config: TimingConfig, directory: Path, rank: int, device: torch.device) -> None:
+        self._config, self._directory, self._rank = config, directory, rank
         self._activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
@@ -55,7 +61,7 @@ class StepProfiler:
         `step` is the last one of the trace.
         """
         first, self._first = self._first, None
-        directory = Path(self._config.profile_dir)
+        directory = self._directory
         if self._running is not None:
             running = self._stop()
             directory.mkdir(parents=True, exist_ok=True)

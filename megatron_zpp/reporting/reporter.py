@@ -4,14 +4,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.reporting.console import Console
-from megatron_zpp.reporting.metrics import NewestLoss, Record, evaluation_record, number
+from megatron_zpp.reporting.console import evaluation_line, log_line, print_line
+from megatron_zpp.reporting.metrics import Record, evaluation_record, number
 from megatron_zpp.reporting.sinks import ThreadedSink, open_sinks
 
 _PATIENCE = 30.0  # seconds that each sink gets to finish at the end
@@ -28,47 +25,34 @@ class Reporter:
         *,
         iterations: int,
         start: Progress,
-        device: torch.device,
         writing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Each line is printed inside of `writing()`."""
-        speaks = topology.rank == 0
-        on_gpu = speaks and device.type == "cuda"
-        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
-        self._console = Console(iterations, start.iteration, memory, writing) if speaks else None
-        self._newest = NewestLoss(device) if self._console and self._console.has_bar else None
-        self._whose = " on rank 0" if topology.world_size > 1 else ""
-        self._sinks: list[ThreadedSink] = open_sinks(logging, config, start, self.say) if speaks else []
+        self._speaks = topology.rank == 0
+        self._iterations, self._writing = iterations, writing
+        self._sinks: list[ThreadedSink] = open_sinks(logging, config, start, self.say) if self._speaks else []
         self.lost_sinks = False  # known when the block is left
 
     def say(self, text: str) -> None:
         """A line of text on the console."""
-        if self._console:
-            self._console.say(text)
+        if self._speaks:
+            with self._writing():
+                print_line(text)
 
     def warn(self, text: str) -> None:
         """A line about a problem that does not end the run."""
         self.say(f" WARNING: {text}")
 
-    def step_done(self, loss: Tensor) -> None:
-        """One more iteration; `loss` is this rank's, which a bar shows as soon as the device has it."""
-        if self._console:
-            newest = self._newest.after(loss) if self._newest else None
-            self._console.step_done("" if newest is None else f"loss {newest:.4f}{self._whose}")
-
     def log(self, record: Record) -> None:
         """A logged step."""
-        if self._console:
-            self._console.log(record)
+        self.say(log_line(record, self._iterations))
         self._write(record, int(number(record, "consumed_samples")))
 
     def evaluation(self, progress: Progress, split: str, loss: float, *, last: bool) -> None:
         """The result of an evaluation; `last`: of one after the training."""
         record = evaluation_record(progress.iteration, split, loss)
-        if self._console:
-            name = {"valid": "validation", "test": "test"}[split]
-            whose = f" on {name} set" if last else ""
-            self._console.evaluation(record, split, f"iteration {progress.iteration}{whose}")
+        whose = f" on {'validation' if split == 'valid' else split} set" if last else ""
+        self.say(evaluation_line(record, split, f"iteration {progress.iteration}{whose}"))
         self._write(record, progress.consumed_samples)
 
     def text(self, progress: Progress, text: str) -> None:
@@ -82,8 +66,6 @@ class Reporter:
     def __exit__(self, *exception: object) -> None:
         for sink in self._sinks:
             self.lost_sinks |= not sink.close(_PATIENCE)
-        if self._console:
-            self._console.close()
 
     def _write(self, record: Record, samples: int) -> None:
         for sink in self._sinks:

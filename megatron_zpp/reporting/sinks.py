@@ -4,7 +4,6 @@ import json
 import math
 import os
 import queue
-import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -89,7 +88,6 @@ MEGATRON_TAGS = {
     "global_batch_size": Tag("batch-size", True),
     "loss_scale": Tag("loss-scale", True),
     "grad_norm": Tag("grad-norm", True),
-    "num_zeros": Tag("num-zeros", True),
     "params_norm": Tag("params-norm", True),
     "valid_loss": Tag("lm loss validation", True),
     "valid_perplexity": Tag("lm loss validation ppl", True),
@@ -99,7 +97,6 @@ MEGATRON_TAGS = {
     "tflops_per_gpu": Tag("throughput"),
     "memory_allocated_bytes": Tag("mem-allocated-bytes"),
     "memory_peak_bytes": Tag("mem-max-allocated-bytes"),
-    "power_watts": Tag("power/gpu"),
 }
 _WANDB_TAGS = {"consumed_samples": Tag("samples vs steps")}  # in Megatron-LM W&B alone gets it
 BY_SAMPLES = "vs_samples"  # the directory of curves by samples, which TensorBoard shows as another run
@@ -143,34 +140,25 @@ class TensorBoard:
 class WandB:
     """A Weights & Biases run: the same one for all starts of a run, unless WANDB_RUN_ID names another.
 
-    Names are Megatron-LM's where it has the same number, as TensorBoard's are.
-
-    Offline each start records a piece in a directory of its own, and `say` gets the command that uploads all
-    of them as one run.
+    Names are Megatron-LM's where it has the same number, as TensorBoard's are. Offline each start records a
+    piece in a directory of its own.
     """
 
-    def __init__(
-        self, logging: LoggingConfig, config: dict[str, Any], start: Progress, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, logging: LoggingConfig, config: dict[str, Any], start: Progress) -> None:
         import wandb
 
         if logging.wandb_save_dir:
             Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)  # or W&B takes another
-        mode = logging.wandb_mode or os.environ.get("WANDB_MODE")
+        mode = os.environ.get("WANDB_MODE")
         self._run = wandb.init(
             project=logging.wandb_project,
             name=logging.wandb_exp_name,
             entity=logging.wandb_entity,
             dir=logging.wandb_save_dir,
-            mode=logging.wandb_mode,
             config=config,
             id=os.environ.get("WANDB_RUN_ID", start.run),
             resume=None if mode == "offline" else "allow",  # offline there is no server to ask
-            # W&B's footer would name a command that uploads the last piece alone.
-            settings=wandb.Settings(quiet=True) if mode == "offline" else None,
         )
-        if self._run.offline:
-            say(f" W&B: recorded offline; to upload it later: {upload_command(self._run)}")
         # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
         self._run.define_metric("*", step_metric="iteration")
 
@@ -190,17 +178,6 @@ def wandb_record(record: Record) -> Record:
         tag = _WANDB_TAGS.get(name, Tag.of(name))
         named[tag.name] = tag.factor * value if isinstance(value, float) else value
     return named
-
-
-def upload_command(run: Any) -> str:
-    """The command that uploads all pieces of an offline W&B run, in the order in which they were recorded.
-
-    With WANDB_RESUME=allow W&B continues the steps of the pieces that the server already has. Without it the
-    steps of every piece begin at 0 again.
-    """
-    recorded = Path(run.settings.sync_dir)
-    pieces = f"{shlex.quote(str(recorded.parent))}/offline-run-*-{shlex.quote(run.id)}"
-    return f"WANDB_RESUME=allow wandb sync {pieces}"
 
 
 class ThreadedSink:
@@ -285,5 +262,5 @@ def open_sinks(
     if logging.tensorboard_dir:
         sinks["TensorBoard"] = partial(TensorBoard, logging.tensorboard_dir, start)
     if logging.wandb_project:
-        sinks["W&B"] = partial(WandB, logging, config, start, say)
+        sinks["W&B"] = partial(WandB, logging, config, start)
     return [ThreadedSink(name, make, say) for name, make in sinks.items()]

@@ -1,25 +1,19 @@
 """Ends a failed run with one line that names the error, the host and the rank, and without a hang at exit."""
 
-import hashlib
 import os
 import platform
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NoReturn
-
-import torch.distributed as dist
 
 from megatron_zpp.config.command_line import INTERRUPTED, one_line
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.once_per_node import OncePerNode, write_line
+from megatron_zpp.supervision.once_per_node import write_line
 
-_ANSWER = 5.0  # seconds for the store
 Say = Callable[[str, str], None]  # takes a message that ranks may share, and this rank's line with it
 
 
@@ -46,34 +40,6 @@ def one_line_errors(prog: str, topology: Topology, *, debug: bool, say: Say) -> 
 def said_by_each(message: str, line: str) -> None:
     """For `one_line_errors`: every rank writes its line."""
     write_line(line)
-
-
-def said_once(store: dist.Store, topology: Topology, per_node: OncePerNode) -> Say:
-    """For `one_line_errors`: the first of the ranks that have the same message writes its line.
-
-    If the store is gone, or does not answer, the first rank of each node does.
-    """
-
-    def say(message: str, line: str) -> None:
-        key = hashlib.blake2b(message.encode(), digest_size=8).hexdigest()
-        numbers: list[int] = []
-
-        def ask() -> None:
-            with suppress(dist.DistError):
-                numbers.append(store.add(f"said/{key}", 1))
-
-        asking = threading.Thread(target=ask, daemon=True)  # a store whose process is stopped never answers
-        asking.start()
-        asking.join(_ANSWER)
-        if not numbers:
-            per_node.say(message, line)
-            return
-        if numbers[0] == 1:
-            write_line(line)
-        if topology.rank == 0:
-            time.sleep(0.3)  # other ranks may be about to ask the store, which ends with this process
-
-    return say
 
 
 def end_at_once(prog: str, topology: Topology, message: str, status: int) -> NoReturn:

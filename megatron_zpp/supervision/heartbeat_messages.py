@@ -115,7 +115,7 @@ class LivenessMonitor:
             message.patient or message.seconds <= (message.limit or self._timeout) for message in last
         ):
             return None
-        flag = "--heartbeat-timeout" if last[0].limit is None else "--preflight-timeout"
+        flag = "--heartbeat-timeout" if last[0].limit is None else "--distributed-timeout-minutes"
         return (
             f"{_names(last)} stuck for {last[0].seconds:.0f} s; last seen: {last[0].doing} "
             f"(if it is only slow, raise {flag})"

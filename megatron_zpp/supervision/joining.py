@@ -5,7 +5,6 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +22,8 @@ from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.errors import end_at_once
 from megatron_zpp.supervision.preflight import preflight
 
+_NAMED = 0.8  # of the time-out: then the heartbeat names the ranks that hang, before collectives give up
+
 
 def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Rendezvous:
     """Connect to the store that the launcher names and wait for all ranks; stderr says which are missing.
@@ -37,9 +38,7 @@ def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> R
     def ended(text: str) -> None:
         end_at_once(prog, topology, f"error: {text}", 1)
 
-    limit = config.preflight_timeout
-    rank_address = launcher_variables(os.environ)
-    met = rendezvous(topology, rank_address, limit=limit, timeout=config.timeout, say=say, ended=ended)
+    met = rendezvous(topology, launcher_variables(os.environ), config.timeout, say=say, ended=ended)
     os.environ.pop(SECRET, None)  # workers of data loaders and programs such as that of W&B need none
     return met
 
@@ -57,8 +56,8 @@ def join(
 
     Yields lines for the log. Raises ValueError on all ranks, naming the problem and its rank.
     """
-    limit = config.preflight_timeout
-    exchange = Exchange(rendezvous.store, topology, timedelta(seconds=limit), "preflight")
+    limit = _NAMED * config.timeout.total_seconds()
+    exchange = Exchange(rendezvous.store, topology, config.timeout, "preflight")
     activity.now("preflight, comparing settings", limit=limit)
     check_agreement(settings, exchange)
     sockets = choose_nccl_sockets(config.nccl_sockets, backend_of(config, device), exchange, os.environ)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_zpp.config.colour import CLEAR_LINE, paint_message, wants_colour
+from megatron_zpp.config.colour import paint_message, wants_colour
 from megatron_zpp.config.options import printable
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.process_start import process_started
@@ -74,13 +74,12 @@ class OncePerNode:
 def write_line(line: str) -> None:
     """Write to stderr from any thread: a thread that hangs may hold the lock of sys.stderr.
 
-    On a terminal the line replaces a bar that may be there, and has colours.
+    On a terminal the line has colours.
     """
     with suppress(OSError):  # the reader is gone
-        terminal = os.isatty(2)
         line = printable(line)
-        shown = paint_message(line) if wants_colour(terminal) else line
-        os.write(2, f"{CLEAR_LINE if terminal else ''}{shown}\n".encode())
+        shown = paint_message(line) if wants_colour(os.isatty(2)) else line
+        os.write(2, f"{shown}\n".encode())
 
 
 @contextmanager

@@ -5,15 +5,13 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from megatron_zpp.config.command_line import raise_interrupts
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.distributed.rendezvous import Rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.errors import one_line_errors, said_by_each, said_once
+from megatron_zpp.supervision.errors import one_line_errors, said_by_each
 from megatron_zpp.supervision.joining import connect_ranks
 from megatron_zpp.supervision.once_per_node import OncePerNode
 
@@ -45,10 +43,9 @@ class Process:
         """For checks before the ranks connect: each node reports an error once, without a rank."""
         return one_line_errors(self.prog, Topology(), debug=self.debug, say=self.per_node.say)
 
-    def shared_errors(self, store: dist.Store) -> AbstractContextManager[None]:
-        """For everything after the ranks connect: one of the ranks that have the same error reports it."""
-        say = said_once(store, self.topology, self.per_node)
-        return one_line_errors(self.prog, self.topology, debug=self.debug, say=say)
+    def shared_errors(self) -> AbstractContextManager[None]:
+        """For everything after the ranks connect: each node reports an error once, with a rank."""
+        return one_line_errors(self.prog, self.topology, debug=self.debug, say=self.per_node.say)
 
     def connect(self, config: DistributedConfig) -> Rendezvous:
         """Connect to the store and wait for all ranks. Ends the process with an error line if that fails."""

@@ -54,7 +54,7 @@ def stop_signals(
     """
     signals = StopSignals()
     node = f"{prog} [{platform.node()}]" if topology.world_size > 1 else prog
-    # On a terminal the progress bar, or the ^C, stands in the line of the cursor.
+    # On a terminal the ^C stands in the line of the cursor.
     begin = f"\n{node}" if os.isatty(2) else node
 
     def take(number: int) -> None:

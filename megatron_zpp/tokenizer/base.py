@@ -3,7 +3,8 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 
@@ -17,10 +18,12 @@ class Tokenizer(ABC):
     kind: ClassVar[str]  # the name that --tokenizer-type gives it
     vocab_size: int  # the largest id plus one, without padding
     eod: int  # end of document
+    _digest: str
+    _files: Mapping[str, bytes] = MappingProxyType({})
 
-    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without an end of document. Raises ValueError for text it has no ids for."""
+        return self.encode_batch([text])[0]
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -30,16 +33,16 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that do not form a character become U+FFFD."""
 
-    @abstractmethod
     def fingerprint(self) -> str:
         """SHA-256 in hex of everything that decides which ids a text gets, wherever its files lie."""
+        return self._digest
 
-    @abstractmethod
     def files(self) -> dict[str, bytes]:
         """The files that this tokenizer was read from, under the names that a checkpoint gives them.
 
         `build.saved_config` returns the settings that read them again.
         """
+        return dict(self._files)
 
     @abstractmethod
     def to_tokenizers(self) -> str | None:
@@ -47,6 +50,24 @@ class Tokenizer(ABC):
 
         In it special tokens are special, also where a text spells them. Raises ValueError when there is none.
         """
+
+
+class PipelineTokenizer(Tokenizer):
+    """A pipeline of Hugging Face's `tokenizers`; `_encoder` is the same, or one that knows fewer pieces."""
+
+    _pipeline: Any
+    _encoder: Any
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:  # what `tokenizers` says of half a surrogate pair
+            check_unicode(texts)
+            raise
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._pipeline.decode(list(ids), skip_special_tokens=False)
 
 
 def check_unicode(texts: Sequence[str]) -> None:

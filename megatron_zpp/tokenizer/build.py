@@ -18,17 +18,14 @@ _SAVED: dict[str | None, dict[str, str]] = {  # settings that name a file, and i
 
 def saved_config(config: TokenizerConfig, directory: Location) -> TokenizerConfig:
     """Return the settings of the same tokenizer for its files, `Tokenizer.files`, in `directory`."""
-    named: dict[str, Any] = {field: str(directory / name) for field, name in _files_of(config).items()}
+    files = _SAVED.get(config.tokenizer_type, {})
+    named: dict[str, Any] = {field: str(directory / name) for field, name in files.items()}
     return replace(config, **named)
 
 
 def saved_names(config: TokenizerConfig) -> tuple[str, ...]:
     """Return the names in a checkpoint of the files that the tokenizer cannot do without."""
-    return tuple(_files_of(config).values())
-
-
-def _files_of(config: TokenizerConfig) -> dict[str, str]:
-    return _SAVED.get(config.tokenizer_type, {})
+    return tuple(_SAVED.get(config.tokenizer_type, {}).values())
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

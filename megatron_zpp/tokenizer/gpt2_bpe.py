@@ -1,9 +1,7 @@
 """GPT-2's byte-level BPE."""
 
-from collections.abc import Sequence
-
 from megatron_zpp.config.options import option_error
-from megatron_zpp.tokenizer.base import Tokenizer, check_unicode, fingerprint_of
+from megatron_zpp.tokenizer.base import PipelineTokenizer, fingerprint_of
 from megatron_zpp.tokenizer.files import MERGES, VOCAB, parse_json, read_bytes
 
 _EOD = "<|endoftext|>"
@@ -11,7 +9,7 @@ _VOCAB_FIX = "give GPT-2's vocab.json"
 _MERGES_FIX = "give GPT-2's merges.txt"
 
 
-class GPT2BPETokenizer(Tokenizer):
+class GPT2BPETokenizer(PipelineTokenizer):
     """Byte-level BPE from vocab.json and merges.txt, as GPT-2 published them; `<|endoftext|>` is the eod."""
 
     kind = "GPT2BPETokenizer"
@@ -34,7 +32,7 @@ class GPT2BPETokenizer(Tokenizer):
                         "--merge-file", merge_file, f"merges {piece!r}, which --vocab-file {vocab_file} lacks"
                     )
         # no added token: with one, a document that spells <|endoftext|> would end there
-        self._pipeline = Pipeline(models.BPE(vocab, merges))
+        self._encoder = self._pipeline = Pipeline(models.BPE(vocab, merges))
         self._pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._pipeline.decoder = decoders.ByteLevel()
         missing = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol not in vocab]
@@ -45,26 +43,6 @@ class GPT2BPETokenizer(Tokenizer):
         self.vocab_size = max(vocab.values()) + 1
         self.eod = vocab[_EOD]
         self._digest = fingerprint_of(self.kind, [vocab, merges])
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        try:
-            encodings = self._pipeline.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError:  # what `tokenizers` says of half a surrogate pair
-            check_unicode(texts)
-            raise
-        return [encoding.ids for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._pipeline.decode(list(ids), skip_special_tokens=False)
-
-    def fingerprint(self) -> str:
-        return self._digest
-
-    def files(self) -> dict[str, bytes]:
-        return dict(self._files)
 
     def to_tokenizers(self) -> str:
         from tokenizers import AddedToken

@@ -2,12 +2,12 @@
 
 import json
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.location import Location, location
-from megatron_zpp.tokenizer.base import Tokenizer, check_unicode, fingerprint_of
+from megatron_zpp.tokenizer.base import PipelineTokenizer, fingerprint_of
 from megatron_zpp.tokenizer.files import (
     SPECIAL_TOKENS_MAP,
     TOKENIZER,
@@ -23,7 +23,7 @@ _USUAL_EODS = ("<|endoftext|>", "</s>")
 _PARTS_THAT_DECIDE_IDS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
 
-class HuggingFaceTokenizer(Tokenizer):
+class HuggingFaceTokenizer(PipelineTokenizer):
     """Any `tokenizers` pipeline.
 
     Its end of document is the `eos_token` of the tokenizer_config.json or special_tokens_map.json beside it,
@@ -53,9 +53,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise option_error(_FLAG, path, f"`tokenizers` cannot load it ({error}); {_FIX}") from None
-        self._pipeline.no_truncation()
-        self._pipeline.no_padding()
-        self._pipeline.encode_special_tokens = True
+        _encode_whole_text(self._pipeline)
         vocab = self._pipeline.get_vocab(with_added_tokens=True)
         if not vocab:
             raise option_error(_FLAG, path, f"has an empty vocabulary; {_FIX}")
@@ -69,35 +67,20 @@ class HuggingFaceTokenizer(Tokenizer):
         self._encoder = self._pipeline
         if (unspellable := _without_pieces(parts, {eod, *special})) is not None:
             self._encoder = Pipeline.from_str(json.dumps(unspellable))
-            self._encoder.no_truncation()
-            self._encoder.no_padding()
-            self._encoder.encode_special_tokens = True
+            _encode_whole_text(self._encoder)
         decisive = {name: parts.get(name) for name in _PARTS_THAT_DECIDE_IDS}
         self._digest = fingerprint_of(self.kind, [decisive, self.eod])
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        try:
-            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError:  # what `tokenizers` says of half a surrogate pair
-            check_unicode(texts)
-            raise
-        return [encoding.ids for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._pipeline.decode(list(ids), skip_special_tokens=False)
-
-    def fingerprint(self) -> str:
-        return self._digest
-
-    def files(self) -> dict[str, bytes]:
-        return dict(self._files)
 
     def to_tokenizers(self) -> str:
         parts = json.loads(self._pipeline.to_str())
         return json.dumps(parts | {"post_processor": None}, ensure_ascii=False)
+
+
+def _encode_whole_text(pipeline: Any) -> None:
+    """Switch off what a file may have been saved with, and special tokens that a text spells."""
+    pipeline.no_truncation()
+    pipeline.no_padding()
+    pipeline.encode_special_tokens = True
 
 
 def _check_merges(parts: dict[str, Any], path: Location) -> None:

@@ -31,11 +31,8 @@ class SentencePieceTokenizer(Tokenizer):
             raise option_error(
                 "--tokenizer-model", model, "has no end-of-sentence piece; train one without --eos_id=-1"
             )
-        self._content = content
+        self._files = {SENTENCEPIECE_MODEL: content}
         self._digest = hashlib.sha256(self.kind.encode() + b"\0" + content).hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:
@@ -47,13 +44,7 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(list(ids))
 
-    def fingerprint(self) -> str:
-        return self._digest
-
-    def files(self) -> dict[str, bytes]:
-        return {SENTENCEPIECE_MODEL: self._content}
-
     def to_tokenizers(self) -> str:
         from megatron_zpp.tokenizer.sentencepiece_pipeline import to_pipeline
 
-        return to_pipeline(self._content)
+        return to_pipeline(self._files[SENTENCEPIECE_MODEL])

@@ -66,8 +66,6 @@ def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
         check_topology(config.zero, grid.data)
     config.recompute.check_device("cuda")
     compiles = _compiles(config.compilation, config.optimizer)
-    if compiles:
-        config.compilation.check_cache()
     decoupled = config.learning_rate.decoupled_lr is not None
     resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles, decoupled=decoupled)
     dtype = config.precision.compute_dtype("cuda")

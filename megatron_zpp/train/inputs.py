@@ -46,7 +46,7 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     splits = open_data(config, schedule, description, say)
     check_start(config.checkpoint, config.model, description)
     check_sinks(config.logging)
-    check_profile(config.timing)
+    check_profile(config.timing, config.logging)
     return RunInputs(
         config=config,
         tokenizer=description,

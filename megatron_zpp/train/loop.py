@@ -10,7 +10,7 @@ import torch
 from megatron_zpp.data.documents import counted_share
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.reporting.profile import StepProfiler
+from megatron_zpp.reporting.profile import StepProfiler, profile_directory
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.steps.evaluation import evaluate
@@ -58,16 +58,15 @@ class Trainer:
             ranks.lease,
             check_interval=config.zero.zero_check_interval,
         )
-        shared = engine.share.group is not None  # tensor ranks compute samples of one length alone
-        positions = config.model.seq_length if shared else config.model.max_position_embeddings
         self._write_text: Callable[[], str] | None = None
         prompt = config.evaluation.sample_prompt
         if prompt is not None:
             from megatron_zpp.train.steps.sampled_text import text_writer
 
-            tokens = config.evaluation.sample_tokens
-            self._write_text = text_writer(engine, prompt, tokens, config.tokenizer, positions)
-        self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
+            self._write_text = text_writer(engine, config, prompt)
+        self._profiler = StepProfiler(
+            config.timing, profile_directory(config.logging), engine.topology.rank, engine.device
+        )
         self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
@@ -118,7 +117,6 @@ class Trainer:
                 self._log.watch.resume()
                 with self._engine.sections(STEP):
                     result = self._step(batches)
-                self._reporter.step_done(self._log.newest_loss)
                 self._stops.check_references(self.progress.iteration)
                 if self.progress.iteration % self._config.logging.log_interval == 0:
                     self._log.interval(self.progress, result)
@@ -192,7 +190,7 @@ class Trainer:
         with sections(OPTIMIZER):
             rate = self._schedule.learning_rate_at(self.progress)
             decoupled_rate = self._schedule.decoupled_rate_at(self.progress)
-            result = self._engine.step(rate, decoupled_rate, count_zeros=self._counts_zeros())
+            result = self._engine.step(rate, decoupled_rate)
         self._skip_flag.send(result.skipped)
         self._samples = samples = schedule.global_batch_size_at(consumed)
         self.progress = replace(
@@ -202,11 +200,6 @@ class Trainer:
         self._warm = True
         self._mark(f"{where}, report")
         return result
-
-    def _counts_zeros(self) -> bool:
-        """Whether the step that begins here is logged, with --log-num-zeros-in-grad."""
-        logging = self._config.logging
-        return logging.log_num_zeros_in_grad and (self.progress.iteration + 1) % logging.log_interval == 0
 
     def _count_if_skipped(self) -> None:
         """Count the newest step if it was skipped; call it before a rate or a checkpoint uses the count."""

@@ -74,7 +74,6 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         ranks.topology,
         iterations=schedule.iterations,
         start=progress,
-        device=engine.device,
         writing=ranks.activity.writing,
     )
     return Run(

@@ -53,15 +53,13 @@ class StepResult:
 
     `grad_norm` is the global norm before clipping; `skipped` is 1 when it was not finite. `raised_units`, a
     number of the host, is how many units sent their weight differences in 8 bits; None where none are sent.
-    `zeros` is how many elements of the gradient were zero, if they were counted. `weight` is the sum of the
-    weights of all losses of the step, if they had weights.
+    `weight` is the sum of the weights of all losses of the step, if they had weights.
     """
 
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
     raised_units: int | None = None
-    zeros: Tensor | None = None
     weight: Tensor | None = None
 
 
@@ -230,9 +228,7 @@ class ZeroEngine:
             self._gradients.finish_backward()
         return loss.detach()
 
-    def step(
-        self, learning_rate: float, decoupled_rate: float | None = None, *, count_zeros: bool = False
-    ) -> StepResult:
+    def step(self, learning_rate: float, decoupled_rate: float | None = None) -> StepResult:
         """One optimizer step on the mean gradient of the micro-batches since the last step.
 
         A NaN or Inf in the gradients of any rank skips the step on every rank: all see the same norm.
@@ -244,7 +240,7 @@ class ZeroEngine:
             raise option_error("decoupled_rate", decoupled_rate, fix)
         scale = self.loss_scale.scale
         formats = self.weights.formats
-        norm, zeros, weight = self._sums.of_gradients(self._weight, formats, count_zeros=count_zeros)
+        norm, weight = self._sums.of_gradients(self._weight, formats)
         # From sums of scaled gradients to their mean. Without a token that counts, all gradients are zero.
         count = self._summed_gradients if weight is None else weight.clamp(min=LEAST_WEIGHT).float()
         divisor = scale * count
@@ -262,7 +258,7 @@ class ZeroEngine:
         self.iteration += 1
         self.loss_scale.update(found_inf)
         raised = None if formats is None else formats.raised
-        return StepResult(grad_norm, found_inf, scale, raised, zeros, weight)
+        return StepResult(grad_norm, found_inf, scale, raised, weight)
 
     def close(self) -> None:
         """Remove the hooks, which tie model and engine in a cycle, and close the communication streams.

@@ -115,20 +115,6 @@ class Gradients:
             sums[blocks.start : blocks.stop].zero_()
         return sums
 
-    def zeros_of(self, unit: Unit) -> Tensor:
-        """How many elements of this rank's part of a unit's gradient, which is SUMMED, are exactly zero."""
-        elsewhere = self.counted_elsewhere(unit)
-        skipped = self._replicated[unit] if elsewhere else ()
-        slices = unit.layout.parameter_slices(unit.owned)
-        elements = sum(part.length for part in slices if part.parameter not in skipped)
-        # The gaps between parameters are zero, and so are not among what is counted.
-        counts = [torch.count_nonzero(segment.flat) for segment in unit.gradients]
-        for segment in unit.gradients:
-            for other in elsewhere:
-                start, stop = (max(end - segment.start, 0) for end in (other.start, other.stop))
-                counts.append(-torch.count_nonzero(segment.flat[start:stop]))
-        return elements - torch.stack(counts).sum()
-
     def counted_elsewhere(self, unit: Unit) -> list[range]:
         """The elements of this rank's part of a unit that another tensor rank counts in sums over ranks."""
         blocks = self._counted_elsewhere[unit]

@@ -16,13 +16,9 @@ from megatron_zpp.zero.tensor_parallel import TensorShare
 
 
 class GradientSums(NamedTuple):
-    """Of the summed gradient, on the device: its norm () fp64, how many elements are zero, the weights.
-
-    The last two are None if they are not asked for.
-    """
+    """Of the summed gradient, on the device: its norm () fp64, and the weights, None if there are none."""
 
     norm: Tensor
-    zeros: Tensor | None
     weight: Tensor | None
 
 
@@ -35,9 +31,7 @@ class StepSums:
         self._units, self._gradients, self._sections = list(units), gradients, sections
         self._grid, self._share = grid, share
 
-    def of_gradients(
-        self, weight: float | None, formats: DifferenceFormats | None, *, count_zeros: bool
-    ) -> GradientSums:
+    def of_gradients(self, weight: float | None, formats: DifferenceFormats | None) -> GradientSums:
         """Sum over ranks, all at once; `weight` is that of this rank's losses, None without weights.
 
         Squares are summed in fp32 in blocks that no shard boundary divides, then in fp64, whose rounding does
@@ -52,12 +46,9 @@ class StepSums:
                 squares += [self._gradients.squares_of(unit) for unit in units]
         with self._sections(GRADIENT_NORM):
             sums = [torch.cat(squares).sum(dtype=torch.float64).view(1)]
-            if count_zeros:
-                zeros = [self._gradients.zeros_of(unit) for unit in self._units]
-                sums.append(torch.stack(zeros).sum(dtype=torch.float64).view(1))
             own = self._own_weight(weight, sums[0].device)
             if self._units[0].whole and formats is None:  # every data rank has all of the gradient
-                total = self._over_tensor_ranks(torch.cat(sums))
+                total = self._over_tensor_ranks(sums[0])
                 summed = None if own is None else sum_over_ranks(own, self._grid.job)
             else:
                 sums += [] if own is None else [own]
@@ -67,7 +58,7 @@ class StepSums:
                     formats.decide(total[len(sums) :].view(-1, 2))
                 summed = None if own is None else total[len(sums) - 1]
         weights = None if summed is None else summed.view(())
-        return GradientSums(total[0].sqrt(), total[1] if count_zeros else None, weights)
+        return GradientSums(total[0].sqrt(), weights)
 
     @torch.no_grad()
     def norm_of_weights(self) -> Tensor:

@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = (
     ["pretrain_gpt.py", "--help"],
     ["-m", "megatron_zpp.commands.sample", "--help"],
-    ["data/preprocess_data.py", "--help"],
 )
 
 

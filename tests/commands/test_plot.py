@@ -10,14 +10,7 @@ from megatron_zpp.commands.plot import load
 from megatron_zpp.reporting.report.curves import LINE_LIMIT, read_metrics
 from megatron_zpp.reporting.sinks import MetricsFile
 from tests.reporting.test_curves import step
-from tests.support import nightly, program
-
-
-def test_reads_records(tmp_path: Path) -> None:
-    (tmp_path / "run.jsonl").write_text(
-        '{"iteration": 1, "lm_loss": 2.5}\n{"iteration": 2, "lm_loss": 2.0}\n'
-    )
-    assert iterations(tmp_path / "run.jsonl") == ([1, 2], [])
+from tests.support import program
 
 
 def iterations(path: Path) -> tuple[list[int], list[str]]:
@@ -90,10 +83,9 @@ def write_run(path: Path, scale: float, **more: float) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [nightly("png"), "svg"])
-def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path, suffix: str) -> None:
+def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"{seed}.jsonl", 1 + seed / 10, grad_norm=1.0 + seed) for seed in range(3)]
-    output = tmp_path / "new" / f"plot.{suffix}"
+    output = tmp_path / "new" / "plot.svg"
     done = program(
         "megatron_zpp.commands.plot",
         *(*runs, "--labels", "a", "a", "b", "--metric", "lm_loss", "grad_norm", "--x", "tokens"),
@@ -101,12 +93,8 @@ def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path, suffix: s
     )
     assert done.returncode == 0, done.stderr
     content = output.read_bytes()
-    assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml"}[suffix])
-    if suffix == "svg":
-        for text in (b"a: training, mean of 2", b"b: training", b"gradient norm", b"tokens", b"seeds"):
-            assert b"<!-- %s -->" % text in content, (
-                text
-            )  # matplotlib's comments beside its outlines of letters
+    for text in (b"a: training, mean of 2", b"b: training", b"gradient norm", b"tokens", b"seeds"):
+        assert b"<!-- %s -->" % text in content, text  # matplotlib's comments beside its outlines of letters
 
 
 def test_runs_of_one_label_are_one_band(tmp_path: Path) -> None:
@@ -116,20 +104,16 @@ def test_runs_of_one_label_are_one_band(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "status", "said"),
+    ("argv", "said"),
     [
-        ("--metric wrong", 1, "--metric wrong: no run has it; there are consumed_samples, lm_loss, "),
-        ("other.jsonl --labels a a", 1, "--labels a: its runs have lm_loss at no iteration in common"),
-        ("--labels a b", 2, "--labels a b: must be 1, one for each run"),
-        ("--output x.gif", 2, "--output x.gif: must end in .png, .svg, .pdf"),
-        ("--smoothing 1", 2, "--smoothing 1.0: must be below 1"),
-        ("--x minutes", 2, "--x: invalid choice: 'minutes'"),
+        ("--metric wrong", "--metric wrong: no run has it; there are consumed_samples, lm_loss, "),
+        ("other.jsonl --labels a a", "--labels a: its runs have lm_loss at no iteration in common"),
     ],
 )
-def test_bad_command_lines(tmp_path: Path, argv: str, status: int, said: str) -> None:
+def test_metrics_that_cannot_be_drawn(tmp_path: Path, argv: str, said: str) -> None:
     first = write_run(tmp_path / "run.jsonl", 1.0)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"iteration": 99, "lm_loss": 1.0}) + "\n")
     done = program("megatron_zpp.commands.plot", first, *argv.replace("other.jsonl", str(other)).split())
-    assert (done.returncode, done.stderr.count("\n")) == (status, 1)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert said in done.stderr

@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's JSON file: each compared with today's flag, and the refused ones."""
+"""DeepSpeed's JSON file: each key compared with today's flag, and what is refused."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,22 @@ import pytest
 
 from megatron_zpp.config.legacy.deepspeed_keys import KEYS, Idle, Off, Only, Refused
 from megatron_zpp.config.options import UsageError
-from megatron_zpp.config.root import CommandLine, parse_args
+from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
-from tests.config.deepspeed import parse
 
 BASELINE = parse_args(MINIMAL)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """ds.json in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "ds.json"
+
+
+def parse(file: Path, content: Any, *extra: str, argv: list[str] = MINIMAL, ranks: int = 1) -> CommandLine:
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return parse_command_line([*argv, "--deepspeed_config", file.name, *extra], ranks=lambda plan: ranks)
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -34,9 +45,7 @@ OBEYED = [
     ({"gradient_accumulation_steps": 3.0}, "--global-batch-size 6"),
     ({"steps_per_print": 7}, "--log-interval 7"),
     ({"gradient_clipping": 0.5}, "--clip-grad 0.5"),
-    ({"gradient_clipping": 0}, "--clip-grad 0"),
     ({"communication_data_type": "bf16"}, "--grad-reduce-in-bf16"),
-    ({"communication_data_type": "fp32"}, ""),
     ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}, "--lr 1e-3"),
     ({"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.95]}}}, "--adam-beta1 .8 --adam-beta2 .95"),
     ({"optimizer": {"params": {"eps": 1e-6, "weight_decay": 1}}}, "--adam-eps 1e-6 --weight-decay 1"),
@@ -44,7 +53,6 @@ OBEYED = [
     ({"fp16": {"enabled": True, "loss_scale": 0}}, "--fp16"),
     ({"fp16": {"enabled": True, "loss_scale": 128}}, "--fp16 --loss-scale 128"),
     ({"fp16": {"enabled": True, "initial_scale_power": 16}}, "--fp16 --initial-loss-scale 65536"),
-    ({"fp16": {"enabled": True, "loss_scale_window": 500}}, "--fp16 --loss-scale-window 500"),
     ({"fp16": {"enabled": True, "hysteresis": 3}}, "--fp16 --hysteresis 3"),
     ({"fp16": {"enabled": True, "min_loss_scale": 4}}, "--fp16 --min-loss-scale 4"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "--bf16"),
@@ -179,11 +187,6 @@ def test_what_deepspeed_documents_is_known(file: Path) -> None:
     ("content", "said"),
     [
         (zero(stag=3), "zero_optimization.stag: is not a known key …; did you mean zero_optimization.stage?"),
-        (
-            {"zero_optimisation": {}},
-            "zero_optimisation: is not a known key …; did you mean zero_optimization?",
-        ),
-        ({"stage": 3}, "stage: is not a known key"),
         ({"fp16.enabled": True}, "fp16.enabled: is not a known key"),
         ({"é\n": 3}, '"\\u00e9\\n": is not a known key'),
         (
@@ -197,11 +200,9 @@ def test_what_deepspeed_documents_is_known(file: Path) -> None:
             zero(stage=3, zero_quantized_weights=1),
             "zero_optimization.zero_quantized_weights 1: must be true or",
         ),
-        (zero(stage=2, zero_hpz_partition_size=4), "--zero-hpz-partition-size 4: needs --zero-stage 3 (…"),
         (zero(stage=3, zero_hpz_partition_size=-1), "zero_hpz_partition_size -1: must be a number of ranks"),
         (zero(offload_optimizer={"device": "nvme"}), 'offload_optimizer.device "nvme": must be cpu or none'),
         ({"zero_optimization": True}, "zero_optimization true: must be an object"),
-        ({"zero_optimization": [3]}, "zero_optimization [3]: must be an object"),
         ({"train_batch_size": 0}, "train_batch_size 0: must be 1 or more"),
         (
             {"gradient_clipping": -1},
@@ -210,12 +211,10 @@ def test_what_deepspeed_documents_is_known(file: Path) -> None:
         ({"communication_data_type": "int8"}, 'communication_data_type "int8": must be fp32 or bf16'),
         ({"optimizer": {"type": "Lamb"}}, 'optimizer.type "Lamb": must be AdamW'),
         ({"optimizer": {"params": {"betas": [0.9]}}}, "betas [0.9]: must be a list of two numbers"),
-        ({"optimizer": {"params": {"betas": [0.9, 1]}}}, "--adam-beta2 1.0: must be below 1 (…betas)"),
         (
             {"fp16": {"enabled": True, "initial_scale_power": 200}},
             "initial_scale_power 200: must be a power of",
         ),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "--fp16 (given): contradicts --bf16"),
         ({"scheduler": {"type": "WarmupLR"}}, 'scheduler {"type": "WarmupLR"}: not here: …--lr-decay-style'),
         (zero(zeropp_loco_param={"err_beta": 0.8}), "zeropp_loco_param … omit it"),
     ],
@@ -235,11 +234,6 @@ def test_a_value_that_cannot_be_obeyed(file: Path, content: dict[str, Any], said
     ("content", "flags", "said"),
     [
         (zero(stage=3), "--zero-stage 2", "zero_optimization.stage 3: contradicts --zero-stage 2"),
-        (
-            {"train_micro_batch_size_per_gpu": 4},
-            "--micro-batch-size 8",
-            "train_micro_batch_size_per_gpu 4: contradicts --micro-batch-size 8",
-        ),
         ({"fp16": {"enabled": False}}, "--fp16", "fp16.enabled false: contradicts --fp16;"),
         ({"fp16": {"enabled": True, "loss_scale": 0}}, "--fp16 --loss-scale 8", "contradicts --loss-scale 8"),
         (
@@ -248,16 +242,10 @@ def test_a_value_that_cannot_be_obeyed(file: Path, content: dict[str, Any], said
             "zero_quantized_weights false: contradicts --zero-quantized-weights;",
         ),
         (
-            zero(stage=3, zero_hpz_partition_size=4),
-            "--zero-hpz-partition-size auto",
-            "zero_hpz_partition_size 4: contradicts --zero-hpz-partition-size auto",
-        ),
-        (
             zero(stage=2, cpu_offload=True, offload_optimizer={"device": "none"}),
             "",
             'offload_optimizer.device "none": contradicts --deepspeed_config ds.json: …cpu_offload',
         ),
-        ({"gradient_clipping": 1}, "--clip-grad 2", "gradient_clipping 1: contradicts --clip-grad 2.0"),
         (
             {"train_micro_batch_size_per_gpu": 4},
             "--batch-size 2",
@@ -275,17 +263,10 @@ def test_a_key_that_contradicts_the_command_line_is_refused(
         place = str(refused.value).index(part, place)
 
 
-@pytest.mark.parametrize(
-    ("content", "flags"),
-    [
-        (zero(stage=3, zero_hpz_partition_size=4), "--zero-stage 3 --zero-hpz-partition-size 4"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 16}}, "--fp16 --initial-loss-scale 65536"),
-        ({"gradient_clipping": 1}, "--clip-grad 1.0"),
-        ({"bf16": {"enabled": False}}, "--fp16"),
-    ],
-)
-def test_a_key_that_agrees_with_the_command_line_is_accepted(file: Path, content: Any, flags: str) -> None:
-    assert parse(file, content, *flags.split()).config == parse_args([*MINIMAL, *flags.split()])
+def test_a_key_that_agrees_with_the_command_line_is_accepted(file: Path) -> None:
+    content = {"gradient_clipping": 1, "bf16": {"enabled": False}} | zero(stage=3, zero_hpz_partition_size=4)
+    flags = "--clip-grad 1.0 --fp16 --zero-stage 3 --zero-hpz-partition-size 4".split()
+    assert parse(file, content, *flags).config == parse_args([*MINIMAL, *flags])
 
 
 def test_auto_and_null_leave_the_setting_to_the_command_line(file: Path) -> None:
@@ -316,13 +297,11 @@ BATCHES = [  # (train_batch_size, micro, accumulation, ranks), flags -> (global,
     ((None, None, 2, 4), "--global-batch-size 32 --micro-batch-size 4", (32, 4)),
     ((32, None, None, 4), "--micro-batch-size 2", (32, 2)),
     ((64, 4, 2, 4), "", "train_batch_size 64: must be 32, train_micro_batch_size_per_gpu 4 × "),
-    ((32, 4, 2, 8), "", "train_batch_size 32: must be 64, "),
     (
         (30, None, 2, 4),
         "",
         "train_batch_size 30: must be a multiple of gradient_accumulation_steps 2 × 4 data ranks",
     ),
-    ((30, None, None, 4), "", "train_batch_size 30: must be a multiple of gradient_accumulation_steps 1 × 4"),
     (
         (None, None, 2, 4),
         "--global-batch-size 9 --micro-batch-size 4",
@@ -349,3 +328,49 @@ def test_two_sizes_of_a_batch_determine_the_third_and_all_three_must_agree(
     else:
         training = parse(file, content, argv=argv, ranks=sizes[-1]).config.training
         assert (training.global_batch_size, training.micro_batch_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "line 1 column 1: not JSON"),
+        ('{"fp16": {"enabled": true}, // half\n}', "line 1 column 29: not JSON (…); JSON has no comments"),
+        ('{\n  "gradient_clipping": 1.0,\n}', "line 3 column 1: not JSON (…"),
+        ("[1, 2]", "must hold a JSON object"),
+        ('{"a": 1, "a": 2}', 'the key "a" appears twice in one object'),
+        ('{"gradient_clipping": NaN}', "gradient_clipping nan: must be a finite number"),
+        ('{"aio": {"block_size": [1, -Infinity]}}', "block_size -inf: must be a finite number"),
+        ('{"gradient_clipping": 1e999}', "gradient_clipping inf: must be a finite number"),
+        ('{"gradient_clipping": ' + "9" * 5000 + "}", "gradient_clipping inf: must be a finite number"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"aio": "' + "x" * (1 << 20) + '"}', "cannot be read (is longer than 1,048,576 bytes)"),
+    ],
+    ids=range(11),
+)
+def test_a_file_that_is_not_a_json_object_is_refused(file: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(file, text)
+    message = str(refused.value)
+    assert message.startswith("--deepspeed_config ds.json: ")
+    assert "\n" not in message
+    assert len(message) < 300
+    place = 0
+    for part in said.split("…"):
+        place = message.index(part, place)
+
+
+def test_a_file_that_cannot_be_read_is_refused(file: Path) -> None:
+    file.write_bytes(b'{"a": "\xff"}')
+    for name, said in (
+        ("gone.json", "cannot be read (No such file or directory); name"),
+        (".", "cannot be read (is a directory); name"),
+        ("a\0b", "embedded null byte"),
+        ("ds.json", "byte 7: not UTF-8; name"),
+    ):
+        with pytest.raises(UsageError, match=r"^--deepspeed_config ") as refused:
+            parse_args([*MINIMAL, "--deepspeed_config", name])
+        assert said in str(refused.value)
+
+
+def test_a_byte_order_mark_is_ignored(file: Path) -> None:
+    assert parse(file, '\ufeff{"gradient_clipping": 2}').config.optimizer.clip_grad == 2.0

@@ -1,16 +1,19 @@
-"""Old flags of Megatron-LM and Megatron-DeepSpeed: each against today's, and the tutorial's command."""
+"""Old flags of Megatron-LM and Megatron-DeepSpeed: each against today's, and published command lines."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from docs.site.megatron_flags import current_flags, fate
 from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED, RETIRED
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
 
 BASELINE = parse_args(MINIMAL)
+THEIR_FLAGS = Path(__file__).with_name("megatron_deepspeed_flags.txt").read_text().split()
 FULL = "--recompute-granularity full --recompute-method uniform"
 ROPE = "--position-embedding-type rope"
 OLD = [  # what was typed, and what says the same today
@@ -103,19 +106,22 @@ def test_a_flag_with_one_possible_value_takes_only_that_value(flag) -> None:
         parse(f"{flag.name} {VALUES[flag.takes]}")
 
 
-@pytest.mark.parametrize("flag", [flag for flag in RETIRED if flag.allowed], ids=lambda flag: flag.name)
-def test_a_retired_flag_takes_only_the_value_that_describes_what_happens(flag) -> None:
-    (value,) = flag.allowed
+@pytest.mark.parametrize("flag", [flag for flag in RETIRED if not flag.refused], ids=lambda flag: flag.name)
+def test_a_retired_flag_takes_only_a_value_that_describes_what_happens(flag) -> None:
+    other = VALUES[flag.takes]
+    (value,) = flag.allowed or (other,)
     parsed = parse(f"{flag.name} {value}")
     assert parsed.config == BASELINE
     assert parsed.notes == (f"{flag.name}: no effect here: {flag.why}",)
-    with pytest.raises(UsageError) as refused:
-        parse(f"{flag.name} measured")
-    assert str(refused.value) == f"{flag.name} measured: only {value} is possible: {flag.otherwise}"
+    if flag.allowed:
+        other = flag.takes("9")
+        with pytest.raises(UsageError) as refused:
+            parse(f"{flag.name} {other}")
+        assert str(refused.value) == f"{flag.name} {other}: only {value} is possible: {flag.otherwise}"
 
 
 @pytest.mark.parametrize(
-    "flag", [*REFUSED, *(flag for flag in RETIRED if not flag.allowed)], ids=lambda flag: flag.name
+    "flag", [*REFUSED, *(flag for flag in RETIRED if flag.refused)], ids=lambda flag: flag.name
 )
 def test_a_flag_that_would_change_the_result_is_refused(flag) -> None:
     for value, shown in (("", "(given)"), ("8", "8"), ("1 2", "1 2")):
@@ -219,3 +225,56 @@ def test_the_tutorials_command_as_printed(tmp_path: Path, monkeypatch: pytest.Mo
         "no effect here: zero_optimization.contiguous_gradients, zero_optimization.overlap_comm, "
         "zero_optimization.reduce_bucket_size, zero_optimization.reduce_scatter"
     )
+
+
+def test_every_flag_of_megatron_deepspeed_is_obeyed_listed_or_refused() -> None:
+    current = current_flags()
+    assert {fate(name, current)[0] for name in THEIR_FLAGS} == {
+        "obeyed",
+        "no effect",
+        "one value",
+        "refused",
+    }
+    assert len(THEIR_FLAGS) == len(set(THEIR_FLAGS)) > 300
+
+
+def test_as_many_heads_of_keys_as_of_queries_are_the_usual_attention() -> None:
+    model = parse_args([*MINIMAL, "--num-key-value-heads", "4"]).model
+    assert replace(model, group_query_attention=False) == parse_args(MINIMAL).model
+
+
+# The flags of pretrain_llama2_distributed.sh with its values, but for sizes of parallelism.
+LLAMA = """
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 24 --hidden-size 2048
+    --ffn-hidden-size 5504 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 32
+    --seq-length 2048 --max-position-embeddings 2048 --train-iters 250000 --save tmp --load tmp
+    --data-path 1 data --data-impl mmap --tokenizer-type GPTSentencePieceTokenizer
+    --tokenizer-model tokenizer.model --split 949,50,1 --distributed-backend nccl --lr 3e-4
+    --lr-decay-style cosine --min-lr 3e-5 --weight-decay 0.1 --clip-grad 1 --lr-warmup-iters 2000
+    --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --log-interval 1 --save-interval 10000
+    --eval-interval 1000 --eval-iters 10 --bf16 --no-query-key-layer-scaling --attention-dropout 0
+    --hidden-dropout 0 --use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu
+    --normalization rmsnorm --disable-bias-linear --num-key-value-heads 4
+    --deepspeed-activation-checkpointing --recompute-granularity full --recompute-method uniform
+    --zero-stage=0 --deepspeed_config=deepspeed.json --deepspeed
+"""
+LLAMA_FILE = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 1,
+    "zero_optimization": {"stage": 0},
+    "bf16": {"enabled": True},
+}
+
+
+def test_megatron_deepspeeds_script_for_llama_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("deepspeed.json").write_text(json.dumps(LLAMA_FILE))
+    model = parse_command_line(LLAMA.split(), ranks=lambda plan: 8).config.model
+    assert (model.normalization, model.position_embedding_type, model.num_query_groups) == (
+        "RMSNorm",
+        "rope",
+        4,
+    )
+    assert model.group_query_attention
+    assert model.activation == "swiglu"

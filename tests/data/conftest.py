@@ -1,8 +1,23 @@
 """Fixtures of the data tests."""
 
+import os
+
 import pytest
 
+from megatron_zpp.data.open import open_splits
 from tests.data.format_by_hand import write_by_hand
+
+
+def open_data(config, *, needed=("train",), **more):
+    """Open splits, for samples of 8 tokens below 1,000 unless `more` says otherwise."""
+    usual = {"seq_length": 8, "vocab_size": 1000, "seed": 1, "tokenizer_description": None}
+    return open_splits(config, **usual | more, needed=needed)
+
+
+@pytest.fixture(autouse=True)
+def _without_fsync(monkeypatch):
+    """Nothing here has to survive a power cut, and a busy disk takes long for each of many small blocks."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
-from megatron_zpp.data.open import open_splits
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.storage import checksums
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import DamagedFile
+from tests.data.conftest import open_data
 from tests.data.format_by_hand import write_by_hand
 
 CHUNK = 64
@@ -57,12 +57,12 @@ def flip(content: bytes, bit: int) -> bytes:
 def test_every_flipped_bit_and_cut_of_the_index(prefix: str) -> None:
     path = Path(f"{prefix}.idx")
     whole = path.read_bytes()
-    for bit in range(8 * len(whole)):
+    for bit in range(0, 8 * len(whole), 5):
         path.write_bytes(flip(whole, bit))
         first = bit // 8 // CHUNK * CHUNK
         with pytest.raises(DamagedFile, match=rf"^{path}: damaged between bytes {first} and .*; preprocess"):
             IndexedDataset(prefix)
-    for length in [*range(len(whole)), len(whole) + 1]:
+    for length in [*range(0, len(whole), 3), len(whole) - 1, len(whole) + 1]:
         path.write_bytes((whole + b"x")[:length])
         with pytest.raises(
             ValueError, match=rf"^{path}: (the file is empty|{length} bytes; {len(whole)} were)"
@@ -76,7 +76,7 @@ def test_flips_and_cuts_of_the_tokens(prefix: str) -> None:
     path, draw = Path(f"{prefix}.bin"), random.Random(3)
     whole = path.read_bytes()
     assert verify(prefix) == [None]
-    for bit in {0, 8 * len(whole) - 1, *draw.sample(range(8 * len(whole)), 200)}:
+    for bit in {0, 8 * len(whole) - 1, *draw.sample(range(8 * len(whole)), 50)}:
         path.write_bytes(flip(whole, bit))
         first = bit // 8 // CHUNK * CHUNK
         (said,) = verify(prefix)
@@ -84,7 +84,7 @@ def test_flips_and_cuts_of_the_tokens(prefix: str) -> None:
         assert said.endswith(f"or remove {prefix}.checksums.json if another program wrote this data since")
     path.write_bytes(whole)
     data = IndexedDataset(prefix)
-    for length in {0, 1, len(whole) - 1, len(whole) + 1, *draw.sample(range(len(whole)), 50)}:
+    for length in {0, 1, len(whole) - 1, len(whole) + 1, *draw.sample(range(len(whole)), 9)}:
         path.write_bytes((whole + b"x")[:length])
         with pytest.raises(ValueError, match=rf"^{path}: "):
             IndexedDataset(prefix)
@@ -92,7 +92,7 @@ def test_flips_and_cuts_of_the_tokens(prefix: str) -> None:
             verify_tokens([data], 0, 1)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 60])
+@pytest.mark.parametrize("parts", [1, 3, 60])
 def test_every_chunk_of_every_file_is_one_ranks(prefix: str, tmp_path: Path, parts: int) -> None:
     prefixes = [prefix, write(tmp_path / "y", 7), write(tmp_path / "z", 333)]
     assert verify(*prefixes, parts=parts) == [None] * parts
@@ -111,7 +111,7 @@ def test_every_flipped_bit_of_the_checksums_is_blamed_on_them(tmp_path: Path) ->
     path = Path(checksums_path(prefix))
     whole = path.read_bytes()
     right, harmless = IndexedDataset(prefix).checksums, 0
-    for bit in range(8 * len(whole)):
+    for bit in range(0, 8 * len(whole), 11):
         path.write_bytes(flip(whole, bit))
         try:
             found = IndexedDataset(prefix).checksums
@@ -124,15 +124,13 @@ def test_every_flipped_bit_of_the_checksums_is_blamed_on_them(tmp_path: Path) ->
         assert said.startswith(f"{path}: damaged (")
         assert "\n" not in said
     assert harmless < len(whole)
-    for length in range(len(whole) - 1):  # the last byte is a newline
+    for length in range(0, len(whole) - 1, 9):  # the last byte is a newline
         path.write_bytes(whole[:length])
         with pytest.raises(DamagedFile, match=rf"^{path}: damaged"):
             IndexedDataset(prefix)
 
 
-@pytest.mark.parametrize(
-    "content", ["[]", "{}", '{"files": 5, "sha256": 5}', "[" * 100_000, "1" * 5000, "\xff"]
-)
+@pytest.mark.parametrize("content", ["[]", '{"files": 5, "sha256": 5}', "[" * 100_000, "1" * 5000, "\xff"])
 def test_invalid_checksum_files(tmp_path: Path, content: str) -> None:
     prefix = write(tmp_path / "x")
     Path(checksums_path(prefix)).write_bytes(content.encode("latin-1"))
@@ -144,18 +142,11 @@ def test_data_of_megatron_opens_without_checksums_and_is_not_verified(tmp_path: 
     write_by_hand(tmp_path / "x", [[1] * 50])
     path = str(tmp_path / "x")
     assert IndexedDataset(path).checksums is None
-    arguments = {
-        "seq_length": 4,
-        "vocab_size": 9,
-        "seed": 1,
-        "tokenizer_description": None,
-        "needed": ("train",),
-    }
-    open_splits(DataConfig(train_data_path=(path,)), **arguments)
+    open_data(DataConfig(train_data_path=(path,)))
     with pytest.raises(
         ValueError, match=rf"^--verify-data \(given\): {path}.checksums.json is missing; .*omit"
     ):
-        open_splits(DataConfig(train_data_path=(path,), verify_data=True), **arguments)
+        open_data(DataConfig(train_data_path=(path,), verify_data=True))
 
 
 def test_other_data_under_the_same_name_is_an_error(tmp_path: Path) -> None:

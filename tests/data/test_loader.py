@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.windows import WindowDataset
-from tests.support import ended
+from tests.support import ended, wait_until
 
 RAMP = (12, 12, 60)
 
@@ -52,24 +51,12 @@ def text(by_hand):
     return windows(by_hand("x", [list(range(40 * n, 40 * n + 40)) for n in range(20)]))
 
 
-def test_global_batches_are_the_same_for_every_world(text):
-    alone = steps(text, 1)
-    assert [len(rows) for _, rows in alone][:7] == [12, 12, 12, 12, 12, 24, 24]
-    for _, rows in alone:
-        assert all(len(row) == 5 for row in rows)
-    for world in (2, 3, 4):
-        assert steps(text, world) == alone
-
-
 def test_resuming_at_any_step_with_any_world_continues_with_the_same_batches(text):
     whole = steps(text, 1)
+    assert [len(rows) for _, rows in whole][:7] == [12, 12, 12, 12, 12, 24, 24]
+    assert steps(text, 3) == steps(text, 1, num_workers=2) == whole
     for number, (consumed, _) in enumerate(whole):
         assert steps(text, 1 + number % 4, consumed=consumed) == whole[number:]
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_change_nothing(text, num_workers):
-    assert steps(text, 1, num_workers=num_workers) == steps(text, 1)
 
 
 def test_batches_are_int64_and_iteration_restarts(text):
@@ -89,18 +76,6 @@ def test_global_random_state_is_left_alone(text):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_arrives_as_one_plain_line(by_hand, num_workers):
-    data = windows(by_hand("x", [[5] * 99]), vocab_size=5)
-    with MicroBatches(data, BatchSchedule(1, 1, 1), rank=0, num_workers=num_workers) as batches:
-        with pytest.raises(
-            ValueError, match=r"x\.bin: byte \d+: token \d+ is 5, outside the vocabulary"
-        ) as error:
-            next(iter(batches))
-        assert "\n" not in str(error.value)
-        assert "worker" not in str(error.value)
-
-
 class Unreadable:
     """A source on a disk that has failed."""
 
@@ -109,11 +84,19 @@ class Unreadable:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_failing_disk_is_one_plain_line(num_workers):
-    with MicroBatches(Unreadable(), BatchSchedule(1, 1, 1), rank=0, num_workers=num_workers) as batches:
-        with pytest.raises(ValueError, match=r"^x\.bin: Input/output error; check the data .* again$") as e:
-            next(iter(batches))
-        assert "\n" not in str(e.value)
+def test_an_error_arrives_as_one_plain_line(by_hand, num_workers):
+    for samples, message in (
+        (
+            windows(by_hand("x", [[5] * 99]), vocab_size=5),
+            r"x\.bin: byte \d+: token \d+ is 5, outside",
+        ),
+        (Unreadable(), r"^x\.bin: Input/output error; check the data .* again$"),
+    ):
+        with MicroBatches(samples, BatchSchedule(1, 1, 1), rank=0, num_workers=num_workers) as batches:
+            with pytest.raises(ValueError, match=message) as error:
+                next(iter(batches))
+            assert "\n" not in str(error.value)
+            assert "worker" not in str(error.value)
 
 
 def test_data_set_works_in_a_process_that_did_not_inherit_it(text):
@@ -127,7 +110,7 @@ def workers_of(process_id):
 
 
 RUN = """
-import signal, sys
+import signal
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.mock import MockDataset
@@ -137,52 +120,38 @@ stream = iter(batches)
 next(stream)
 seen = []
 try:
-    if sys.argv[1] == "continue":
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda number, frame: seen.append(number))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, frame: seen.append(number))
     print("running", flush=True)
-    while sys.argv[1] == "continue" and len(seen) < 4:
+    while len(seen) < 4:
         next(stream)
-    for _ in range(100 if seen else 0):  # more than was read ahead
+    for _ in range(100):  # more than was read ahead
         next(stream)
-    if seen:
-        print("read on", flush=True)
+    print("read on", flush=True)
     for _ in stream:
         pass
 except KeyboardInterrupt:
     print("interrupted", flush=True)
-    if sys.argv[1] == "close":
-        batches.close()
 """
 
 
 @pytest.fixture
-def start():
-    """Start RUN with arguments and return the process and its workers; kill them after a failed test."""
-    started = []
-
-    def start(*arguments):
-        process = subprocess.Popen(
-            [sys.executable, "-c", RUN, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        assert process.stdout.readline() == "running\n"
-        workers = workers_of(process.pid)
-        deadline = time.monotonic() + 120
-        while not all(ignores(worker, signal.SIGUSR2) for worker in workers):  # the last one that they set
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return process, workers
-
-    yield start
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def started():
+    """Start RUN and return the process and its workers; kill them after a failed test."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == "running\n"
+    workers = workers_of(process.pid)
+    wait_until(lambda: all(ignores(worker, signal.SIGUSR2) for worker in workers))  # the last one set
+    yield process, workers
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def ignores(process_id, number):
@@ -190,42 +159,25 @@ def ignores(process_id, number):
         return int(re.search(r"SigIgn:\s*(\w+)", status.read())[1], 16) >> (number - 1) & 1
 
 
-def gone(process_ids):
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if all(map(ended, process_ids)):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
-@pytest.mark.parametrize("way", ["close", "exit"])
-def test_ctrl_c_is_the_parents_alone_and_leaves_no_worker(start, way):
-    process, workers = start(way)
+def test_signals_to_the_whole_job_are_the_parents_alone_and_leave_no_worker(started):
+    process, workers = started
     assert len(workers) >= 2
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert (out, err, process.returncode) == ("interrupted\n", "", 0)
-    assert gone(workers)
-
-
-def test_signals_to_the_whole_job_are_the_parents_alone(start):
-    process, _ = start("continue")
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.killpg(process.pid, number)
     assert process.stdout.readline() == "read on\n"
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert (out, err, process.returncode) == ("interrupted\n", "", 0)
+    wait_until(lambda: all(map(ended, workers)))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
-def test_workers_end_when_the_rank_is_killed(start):
-    process, workers = start("close")
+def test_workers_end_when_the_rank_is_killed(started):
+    process, workers = started
     process.kill()
     process.communicate()
-    assert gone(workers)
+    wait_until(lambda: all(map(ended, workers)))
 
 
 def test_close_ends_a_worker_that_does_not_answer():

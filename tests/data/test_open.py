@@ -1,26 +1,18 @@
 """Opening data: each source opens, and unusable data gives an error that names it."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from megatron_zpp.config.data import DataConfig
-from megatron_zpp.data.open import open_splits
 from megatron_zpp.data.provenance import write_provenance
+from tests.data.conftest import open_data
 
 OURS = {"tokenizer_type": "NullTokenizer", "vocab_size": 1000, "eod": 999, "fingerprint": "a"}
 
 
-def open_all(
-    config, *, seq_length=8, vocab_size=1000, seed=1, needed=("train", "valid", "test"), description=None
-):
-    return open_splits(
-        config,
-        seq_length=seq_length,
-        vocab_size=vocab_size,
-        seed=seed,
-        tokenizer_description=description,
-        needed=needed,
-    )
+open_all = partial(open_data, needed=("train", "valid", "test"))
 
 
 def refused(config, **more):
@@ -76,29 +68,18 @@ def test_an_evaluation_of_one_epoch_contradicts_weights(text, by_hand, flag):
 
 def test_per_split_paths_are_read_whole(text, by_hand):
     other = by_hand("other", [[500] * 30])
-    splits = open_all(
-        DataConfig(train_data_path=(text,), valid_data_path=(other,)), needed=("train", "valid")
-    )
+    config = DataConfig(train_data_path=(text,), valid_data_path=(other,), test_data_path=("/no/such",))
+    splits = open_all(config, needed=("train", "valid"))
     assert tokens_of(splits.train) == set(range(100))
     assert tokens_of(splits.valid) == {500}
-    assert splits.test is None
+    assert splits.test is None  # and not opened
 
 
-def test_only_what_is_needed_is_opened(text):
-    splits = open_all(DataConfig(train_data_path=(text,), valid_data_path=("/no/such",)), needed=("train",))
-    assert splits.valid is None
-
-
-def test_blend_without_weights_is_in_proportion_to_tokens(by_hand):
-    paths = (by_hand("a", [[1] * 300]), by_hand("b", [[2] * 100]))
-    train = open_all(DataConfig(train_data_path=paths), needed=("train",)).train
-    assert (train.batch(np.arange(400))[:, 0] == 1).sum() == 300
-
-
-def test_blend_with_weights(by_hand):
+def test_blends_are_in_proportion_to_weights_or_tokens(by_hand):
     a, b = by_hand("a", [[1] * 300]), by_hand("b", [[2] * 100])
-    train = open_all(DataConfig(train_data_path=("0.2", a, "0.8", b)), needed=("train",)).train
-    assert (train.batch(np.arange(400))[:, 0] == 1).sum() == 80
+    for paths, share in (((a, b), 300), (("0.2", a, "0.8", b), 80)):
+        train = open_all(DataConfig(train_data_path=paths), needed=("train",)).train
+        assert (train.batch(np.arange(400))[:, 0] == 1).sum() == share
 
 
 def test_seed_splits_and_members_of_a_blend_have_their_own_order(text):
@@ -113,12 +94,6 @@ def test_seed_splits_and_members_of_a_blend_have_their_own_order(text):
     assert first_tokens(one.train) != first_tokens(other.train)
     twice = open_all(DataConfig(train_data_path=("1", text, "1", text)), needed=("train",)).train
     assert first_tokens(twice.sources[0]) != first_tokens(twice.sources[1])
-
-
-def test_mock_data_needs_no_files():
-    splits = open_all(DataConfig(mock_data=True))
-    assert splits.train.batch(np.arange(2)).shape == (2, 9)
-    assert splits.train.batch(np.arange(2)).tolist() != splits.valid.batch(np.arange(2)).tolist()
 
 
 def test_needed_split_without_a_share_or_a_path(text):
@@ -151,9 +126,9 @@ def test_other_tokenizer_and_tokens_outside_the_vocabulary_are_found_at_open(tex
         DataConfig(train_data_path=(text,)), vocab_size=90, seq_length=500, needed=("train",)
     )
     write_provenance(text, OURS | {"fingerprint": "b"})
-    assert "made with another tokenizer" in refused(DataConfig(data_path=(text,)), description=OURS)
+    assert "made with another tokenizer" in refused(DataConfig(data_path=(text,)), tokenizer_description=OURS)
     write_provenance(text, OURS)
-    open_all(DataConfig(data_path=(text,), split="1,1,1"), description=OURS)
+    open_all(DataConfig(data_path=(text,), split="1,1,1"), tokenizer_description=OURS)
 
 
 def test_a_damaged_file_of_a_blend_is_named(text, tmp_path):

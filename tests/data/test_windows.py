@@ -25,23 +25,6 @@ def test_an_epoch_reads_each_token_once(seq_length, more, seed, epoch):
     assert len(set(starts) - ends) <= 1
 
 
-def test_orders_of_epochs_and_seeds_differ():
-    starts = WindowOrder(100_000, 10, 1).starts(np.arange(30_000)).reshape(3, 10_000)
-    other = WindowOrder(100_000, 10, 2).starts(np.arange(10_000))
-    offsets = {int(epoch.min()) % 10 for epoch in starts}
-    assert len(offsets) > 1  # windows are cut elsewhere in each epoch
-    for first, second in ((starts[0], starts[1]), (starts[1], starts[2]), (starts[0], other)):
-        assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
-
-
-def test_any_sample_alone_is_the_one_of_the_sequence():
-    order = WindowOrder(1003, 10, 4)
-    together = order.starts(np.arange(1000))
-    assert [int(order.starts(np.array([index]))[0]) for index in range(0, 1000, 37)] == together[
-        ::37
-    ].tolist()
-
-
 def test_large_numbers_and_large_data_sets():
     starts = WindowOrder(2**45, 2048, 1).starts(np.array([0, 2**40, 2**50, 2**60]))
     assert starts.min() >= 0
@@ -64,15 +47,7 @@ def test_batches_against_plain_python(tmp_path_factory, seq_length, more, before
         assert row == [ring[(start + step) % len(ring)] for step in range(seq_length + 1)]
 
 
-def test_smallest_data_set_that_holds_a_sample(by_hand):
-    data = WindowDataset(IndexedDataset(by_hand("x", [[1, 2, 3]])), 0, 3, 2, 4, 0)
-    rotations = [[1, 2, 3], [2, 3, 1], [3, 1, 2]]
-    batch = data.batch(np.arange(64)).tolist()
-    assert all(row in rotations for row in batch)
-    assert all(row in batch for row in rotations)
-
-
-@pytest.mark.parametrize(("kind", "bad"), [("H", 50_000), ("H", 101), ("i", -1), ("q", 2**40)])
+@pytest.mark.parametrize(("kind", "bad"), [("H", 101), ("i", -1), ("q", 2**40)])
 def test_token_outside_the_vocabulary_is_named_with_its_position(by_hand, kind, bad):
     tokens = [*range(90), bad, *range(9)]
     prefix = by_hand("x", [tokens], kind=kind)

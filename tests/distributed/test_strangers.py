@@ -77,8 +77,7 @@ class Met:
             self.ranks[rank] = rendezvous(
                 Topology(rank, 2, 0, 1),
                 self.place(rank),
-                limit=self._limit,
-                timeout=MINUTE,
+                timedelta(seconds=self._limit),
                 say=ignore,
                 ended=ignore,
             )

@@ -31,7 +31,7 @@ def test_the_readme_is_whole_in_the_site() -> None:
         ("guide/data.md", "[a](../../pyproject.toml)", "[a](../files/pyproject.toml)"),
         ("guide/data.md", "[a](https://example.org/x.md)", "[a](https://example.org/x.md)"),
         ("guide/data.md", "[a](#below)", "[a](#below)"),
-        ("start.md", "![a](docs/images/console.png)", "![a](images/console.png)"),
+        ("start.md", "![a](docs/images/quickstart_loss.png)", "![a](images/quickstart_loss.png)"),
         ("internals/benchmarks.md", "[a](../docs/guide/zero.md)", "[a](../guide/zero.md)"),
         ("internals/benchmarks.md", "[a](results/plan.json)", "[a](../files/benchmarks/results/plan.json)"),
         ("guide/zero.md", "```\n[a](../../README.md)\n```", "```\n[a](../../README.md)\n```"),

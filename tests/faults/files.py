@@ -391,14 +391,13 @@ PLACES = [
     Case("--metrics-file file", "--metrics-file file: cannot be written; check", harm=locked("file", 0o400)),
     Case("--save new/er --tensorboard-dir file", f"--tensorboard-dir file: Not a directory; {WRITABLE}"),
     Case(
-        "--wandb-project p --wandb-mode offline --wandb-save-dir file",
+        "--wandb-project p --wandb-save-dir file",
         f"--wandb-save-dir file: Not a directory; {WRITABLE}",
     ),
-    Case("--profile --profile-dir file", f"--profile-dir file: Not a directory; {WRITABLE}"),
+    Case("--profile", f"--profile profile: Not a directory; {WRITABLE}", harm=put("profile", "")),
     Case("--tensorboard-dir s3://b/tb", f"--tensorboard-dir s3://b/tb: {LOCAL}", status=2),
-    Case("--profile --profile-dir s3://b/traces", f"--profile-dir s3://b/traces: {LOCAL}", status=2),
     Case(
-        "--wandb-project p --wandb-mode offline --wandb-save-dir s3://b/wandb",
+        "--wandb-project p --wandb-save-dir s3://b/wandb",
         f"--wandb-save-dir s3://b/wandb: {LOCAL}",
         status=2,
     ),

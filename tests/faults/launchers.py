@@ -12,7 +12,7 @@ FOUR = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29999",
 }
-ALONE = "--preflight-timeout 1"
+ALONE = "--heartbeat-timeout 0 --distributed-timeout-minutes 0.02"
 
 
 def on_four(argv: str, said: str, **env: str) -> Case:
@@ -46,7 +46,9 @@ LAUNCHERS = [
     on_four("", "MASTER_PORT '-1': must be a whole number from 1", MASTER_PORT="-1"),
     on_four("", "MASTER_ADDR nowhere.invalid: … give rank 0's host", MASTER_ADDR="nowhere.invalid"),
     on_four("", "MASTER_ADDR 192.0.2.1: is not an address of … must be rank 0's", MASTER_ADDR="192.0.2.1"),
-    on_four(ALONE, "WORLD_SIZE 4: ranks 1-3 of 4 (node 0) did not connect within --preflight-timeout 1 s"),
+    on_four(
+        ALONE, "WORLD_SIZE 4: ranks 1-3 of 4 (node 0) did not connect within --distributed-timeout-minut"
+    ),
     on_four(
         ALONE, "29998: rank 1 on … cannot reach rank 0", RANK="1", LOCAL_WORLD_SIZE="1", MASTER_PORT="29998"
     ),
@@ -57,6 +59,10 @@ LAUNCHERS = [
     refused_on_four(
         "--zero-stage 3 --zero-hpz-partition-size 3",
         "--zero-hpz-partition-size 3: not possible on nodes of 4 data ranks; give 1, 2, 4 or auto",
+    ),
+    refused_on_four(
+        "--zero-stage 3 --zero-table-rows 60 --tensor-model-parallel-size 2",
+        "--zero-table-rows 60: needs --tensor-model-parallel-size 1, not 2: ",
     ),
     refused_on_four(
         "--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … give 1, 2, 4 or auto"

@@ -47,7 +47,7 @@ DEEPSPEED = [
     deepspeed("", "line 1 column 1: not JSON"),
     deepspeed('{"bf16": {},\n# comment\n}', "line 2 column 1: not JSON … no comments"),
     deepspeed('{"bf16": {}, "bf16": {}}', 'the key "bf16" appears twice … remove one'),
-    deepspeed("[" * 100_000, "is nested deeper than 20 levels; name a JSON"),
+    deepspeed("[" * 100_000, "is nested too deeply; name a JSON"),
     deepspeed("[1]", "must hold a JSON object"),
     deepspeed('{"gradient_clipping": NaN}', "gradient_clipping nan: must be a finite number"),
     deepspeed(

@@ -116,7 +116,6 @@ REPORT = [
     ),
     report("--checkpoint gone", "--checkpoint gone", harm=put("text.txt", RECORD)),
     report("--ckpt-step 3", "--ckpt-step 3: needs --checkpoint", status=2),
-    report("--trace gone.json", "gone.json: No such file", harm=put("text.txt", RECORD)),
     report("--smoothing 2", "--smoothing 2.0", status=2),
     report("", "text.txt", harm=locked("text.txt")),
 ]
@@ -129,13 +128,13 @@ def settings(text: str | bytes, said: str, status: int = 2) -> Case:
 
 SETTINGS = [
     bad("--config gone.yaml", "--config gone.yaml: cannot be read (No such file"),
-    bad("--config directory", "--config directory: is a directory; name a YAML file"),
+    bad("--config directory", "--config directory: cannot be read (is a directory); name"),
     bad("--config=", "--config '': must not be empty"),
     bad("--config file", "--config file: cannot be read (Permission denied)", harm=locked("file")),
-    bad("--config run.yaml", "run.yaml: is a FIFO, not a regular file", harm=fifo("run.yaml")),
+    bad("--config run.yaml", "run.yaml: cannot be read (is a FIFO, not", harm=fifo("run.yaml")),
     bad("--config run.yaml", "run.yaml: cannot be read (Too many levels", harm=loop("run.yaml")),
-    bad("--config run.yaml", "run.yaml: is a character device, not", harm=link("run.yaml", "/dev/zero")),
-    bad("--config run.yaml", "run.yaml: is a directory; name a YAML", harm=directory("run.yaml")),
+    bad("--config run.yaml", "cannot be read (is a character device", harm=link("run.yaml", "/dev/zero")),
+    bad("--config run.yaml", "cannot be read (is a directory)", harm=directory("run.yaml")),
     settings("seed: [1\n", "line 2: not YAML"),
     settings("\tseed: 1\n", "line 1: not YAML"),
     settings(b"seed: \xff\n", "is not UTF-8 text"),

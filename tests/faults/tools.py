@@ -81,7 +81,6 @@ PREPROCESS = [
     preprocess("--workers 0", "--workers 0: must be at least 1", status=2),
     preprocess("--workers 1000000", "--workers 1000000: must be at most 4096", status=2),
     preprocess("--workers two", "--workers: invalid int value: 'two'", status=2),
-    preprocess("--workers 3 --partitions 2", "--partitions 2: must divide … workers, 3", status=2),
     preprocess("--json-keys a a", "--json-keys a a: names a key twice", status=2),
     preprocess("--json-keys a/b", "--json-keys a/b: … cannot contain a /", status=2),
     preprocess("--log-interval 0", "--log-interval 0: must be at least 1", status=2),

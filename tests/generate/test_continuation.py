@@ -1,6 +1,7 @@
 """Texts that are continued together: what transformers writes, and what each would be alone."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,26 +19,10 @@ DRAWN = Sampling(temperature=1.0, top_k=100, top_p=0.95)
 
 
 def write(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int = 12,
-    sampling: Sampling = DRAWN,
-    seed: int = 7,
-    batch_size: int = 8,
-    stop: Stop = Stop(),  # noqa: B008 - frozen
+    model: GPT, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], new_tokens: int = 12, **more: Any
 ) -> list[Continuation]:
-    found = continue_texts(
-        model,
-        tokenizer,
-        prompts,
-        new_tokens=new_tokens,
-        sampling=sampling,
-        seed=seed,
-        stop=stop,
-        batch_size=batch_size,
-    )
-    return list(found)
+    settings = {"sampling": DRAWN, "seed": 7, "batch_size": 8, "stop": Stop(), **more}
+    return list(continue_texts(model, tokenizer, prompts, new_tokens=new_tokens, **settings))
 
 
 @pytest.fixture
@@ -62,7 +47,7 @@ def test_greedy_is_what_transformers_writes(
         pad_token_id=0,
         eos_token_id=tokenizer.eod,
     )[:, longest:]
-    found = write(model, tokenizer, prompts, new, GREEDY, stop=Stop(frozenset([tokenizer.eod])))
+    found = write(model, tokenizer, prompts, new, sampling=GREEDY, stop=Stop(frozenset([tokenizer.eod])))
     for text, row in zip(found, expected.tolist(), strict=True):
         assert text.ids == row[: len(text.ids)]
         assert len(text.ids) == new or row[len(text.ids)] == tokenizer.eod
@@ -72,15 +57,10 @@ def test_a_text_does_not_depend_on_what_is_drawn_beside_it(
     model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
 ) -> None:
     together = write(model, tokenizer, prompts)
+    expected = [text.ids for text in together]
     for batch_size in (1, 3):
-        assert [text.ids for text in write(model, tokenizer, prompts, batch_size=batch_size)] == [
-            text.ids for text in together
-        ]
-    for prompt, text in zip(prompts, together, strict=True):
-        assert write(model, tokenizer, [prompt])[0].ids == text.ids
-    assert [text.ids for text in write(model, tokenizer, prompts[::-1])] == [
-        text.ids for text in together[::-1]
-    ]
+        assert [text.ids for text in write(model, tokenizer, prompts, batch_size=batch_size)] == expected
+    assert [text.ids for text in write(model, tokenizer, prompts[::-1])] == expected[::-1]
     assert write(model, tokenizer, prompts, seed=8)[0].ids != together[0].ids
 
 
@@ -96,7 +76,7 @@ def test_beyond_the_positions_the_last_that_fit_are_seen(
     """Also while another text of the batch is shorter than that, and for a prompt that is longer."""
     long = (prompts[0] * 5)[: POSITIONS + 5]
     batch = [long, prompts[1], prompts[2]]
-    for text in write(model, tokenizer, batch, POSITIONS, GREEDY):
+    for text in write(model, tokenizer, batch, POSITIONS, sampling=GREEDY):
         ids = list(text.prompt)
         for token in text.ids:
             assert token == model(torch.tensor([ids[-POSITIONS:]]))[0, -1].argmax()

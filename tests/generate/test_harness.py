@@ -137,10 +137,6 @@ def test_settings_of_published_tasks(ours: object, reference: object) -> None:
             "num_beams 10: not available; run without it by --gen_kwargs num_beams=1",
         ),
         (
-            {"repetition_penalty": 2.0},
-            "repetition_penalty 2.0: not available; run without it by --gen_kwargs repetition_penalty=1",
-        ),
-        (
             {"max_length": 9},
             "max_length 9: unsupported generation setting; supported are until, do_sample, temperature, "
             "top_k, top_p, max_gen_toks, max_new_tokens, max_tokens, max_completion_tokens",

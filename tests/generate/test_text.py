@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_zpp.generate.text import Continuation, GrowingText, Stop, text_after
 from megatron_zpp.tokenizer.base import Tokenizer
@@ -20,7 +21,7 @@ def text_of(stops: Sequence[str], new_tokens: int) -> Continuation:
     return Continuation((0,), tokenizer, torch.Generator(), new_tokens, Stop(frozenset([98]), tuple(stops)))
 
 
-@pytest.mark.parametrize("seed", range(300))
+@given(st.integers(0, 10**6))
 def test_a_text_ends_before_the_first_stop_string(seed: int) -> None:
     drawn = random.Random(seed)
     count = drawn.randint(1, 12)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.native.cache import BuildError, cache_directory
-from megatron_zpp.native.library import load_source
 from megatron_zpp.native.library_file import problem_of
 from megatron_zpp.ops.build import build, check_device_code
 from megatron_zpp.ops.toolchain import cuda_problem, find_toolchain
@@ -154,12 +153,11 @@ def test_what_is_made_is_private_whatever_the_umask(site: Site, umask: int) -> N
     before = os.umask(umask)
     try:
         library = site.build()
-        load_source(site.sources / "answer.cpp", site.said.append, site.environ)
     finally:
         os.umask(before)
     modes = {path: path.stat().st_mode & 0o777 for path in (site.cache, *site.cache.rglob("*"))}
     assert {modes.pop(path) for path in (site.cache, library.parent)} == {0o700}
-    assert len(modes) == 7  # two libraries, their digests and locks, a log
+    assert len(modes) == 4  # a library, its digest and lock, a log
     assert set(modes.values()) == {0o600}
 
 
@@ -188,18 +186,16 @@ def test_a_library_that_is_not_as_it_was_written_is_built_again(
     site: Site, harm: Callable[[Path], object], words: str
 ) -> None:
     """Loading a truncated library would kill every run with SIGBUS."""
-    source = site.sources / "answer.cpp"
-    for build_one in (site.build, lambda: Path(load_source(source, site.said.append, site.environ)._name)):
-        library = build_one()
-        assert problem_of(library) is None
-        harm(library)
-        site.said.clear()
-        assert build_one() == library
-        assert len(site.said) == 1
-        assert f"again: {words}" in site.said[0] or words in site.said[0]
-        assert problem_of(library) is None
-        assert build_one() == library
-        assert len(site.said) == 1
+    library = site.build()
+    assert problem_of(library) is None
+    harm(library)
+    site.said.clear()
+    assert site.build() == library
+    assert len(site.said) == 1
+    assert f"again: {words}" in site.said[0] or words in site.said[0]
+    assert problem_of(library) is None
+    assert site.build() == library
+    assert len(site.said) == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megatron_zpp
-from tests.support import ROOT, environment, free_port
+from tests.support import ROOT, environment, free_port, nightly
 
 PAGE = ROOT / "docs" / "guide" / "python_api.md"
 STEP = re.compile(r"step (\d+): loss ([\d.]+), gradient norm ([\d.]+)")
@@ -69,7 +69,7 @@ def expected(program: Path, ranks: int) -> list[float]:
     return found[9::10]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [nightly(1), 2])
 def test_the_program_trains_as_plain_torch_does(program: Path, ranks: int) -> None:
     """With torch's AdamW and clipping; the batch of several ranks is that of all of them."""
     port = f"--master-port={free_port()}"

@@ -3,14 +3,12 @@
 import io
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.reporting.full_disk import LogFile
-from tests.support import ROOT, environment
 
 NOTICE = " WARNING: {} lost, because the disk was full\n"
 
@@ -65,23 +63,3 @@ def test_a_line_that_was_cut_is_ended_first(tmp_path: Path) -> None:
         ]
     finally:
         subprocess.run(["umount", disk], check=True)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_a_run_whose_log_has_no_space_trains_and_saves(tmp_path: Path, unbuffered: str) -> None:
-    """Both streams are one file in a SLURM job; the status is that of a run that could write."""
-    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --num-layers 1 --hidden-size 16 "
-    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 1 --eval-iters 0 --device cpu "
-    flags += f"--num-workers 0 --log-interval 1 --train-iters 3 --save {tmp_path}/saved"
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, ROOT / "pretrain_gpt.py", *flags.split()],
-            env=environment(PYTHONUNBUFFERED=unbuffered),
-            stdout=full,
-            stderr=full,
-            timeout=240,
-            check=False,
-        )
-    assert done.returncode == 0
-    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"

@@ -1,41 +1,11 @@
-"""Numbers of a step that are read from the device."""
+"""Numbers of a logged step."""
 
 import pytest
 import torch
 
 from megatron_zpp.model.flops import peak_tflops
-from megatron_zpp.reporting.metrics import Interval, NewestLoss, PowerMeter, Throughput, losses_of
+from megatron_zpp.reporting.metrics import Interval, Throughput, losses_of
 from megatron_zpp.zero.engine import StepResult
-
-CPU = torch.device("cpu")
-
-
-def test_a_cpu_has_no_power_meter() -> None:
-    assert PowerMeter(CPU).record() == {}
-
-
-def test_power_is_in_watts_and_asked_for_no_more_once_it_cannot_be_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torch gives milliwatts, and ModuleNotFoundError without nvidia-ml-py."""
-    meter, asked = PowerMeter(torch.device("cuda", 1)), []
-
-    def power_draw(device: torch.device) -> int:
-        asked.append(device)
-        if len(asked) > 1:
-            raise ModuleNotFoundError("pynvml")
-        return 612_300
-
-    monkeypatch.setattr(torch.cuda, "power_draw", power_draw)
-    assert meter.record() == {"power_watts": 612.3}
-    assert meter.record() == {}
-    assert meter.record() == {}
-    assert asked == [torch.device("cuda", 1)] * 2
-
-
-def test_the_newest_loss_of_a_cpu_is_there_at_once() -> None:
-    newest = NewestLoss(CPU)
-    assert [newest.after(torch.tensor(value)) for value in (2.5, 2.25)] == [2.5, 2.25]
 
 
 def test_mfu_is_relative_to_the_peak_of_the_products() -> None:
@@ -90,7 +60,6 @@ def test_the_loss_of_a_step_is_that_of_all_tokens_that_count() -> None:
     sums = ranks[0].sums + ranks[1].sums
     assert losses_of(sums).tolist() == [3.5, 4.0]
     assert ranks[0].mean_loss(sums).item() == 3.75
-    assert ranks[1].newest_loss.item() == 0.0
 
 
 def test_the_loss_of_an_interval_is_not_read_from_the_device() -> None:

@@ -1,24 +1,18 @@
-"""TensorBoard's tags and axes, and an offline W&B run of several starts as `wandb sync` uploads it."""
+"""TensorBoard's tags and axes, W&B's names, and a sink that hangs."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.run import LoggingConfig
-from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.reporting.metrics import Record
-from megatron_zpp.reporting.profile import check_profile
 from megatron_zpp.reporting.sinks import (
     BY_SAMPLES,
     MEGATRON_TAGS,
+    MetricsFile,
     TensorBoard,
     ThreadedSink,
     check_sinks,
@@ -26,22 +20,6 @@ from megatron_zpp.reporting.sinks import (
 )
 from megatron_zpp.storage.files import check_replaceable
 from tests.reporting.test_curves import step
-from tests.reporting.wandb_server import wandb_server
-from tests.support import environment, run
-
-NEEDS_SYNC = pytest.mark.skipif(
-    tuple(map(int, version("wandb").split(".")[:2])) < (0, 31), reason="the `wandb sync` of 0.31 or later"
-)
-RECORD_PIECE = """
-from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.run import LoggingConfig
-from megatron_zpp.reporting.sinks import WandB
-logging = LoggingConfig(wandb_project="p", wandb_mode="offline", wandb_save_dir={directory!r})
-sink = WandB(logging, {{}}, Progress(run="run12345"), print)
-for iteration in range({first}, {last} + 1):
-    sink.write({{"iteration": iteration, "lm_loss": 10.0 / iteration}}, iteration)
-sink.close()
-"""
 
 
 def scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
@@ -60,7 +38,7 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
         20,
     )
     sink.write({"iteration": 5, "valid_loss": 3.0, "valid_perplexity": 20.0}, 20)
-    sink.write({"iteration": 5, "num_zeros": 9, "params_norm": 1.5}, 20)
+    sink.write({"iteration": 5, "params_norm": 1.5}, 20)
     sink.close()
     for tag, value in (
         ("lm loss", 3.5),
@@ -68,7 +46,6 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
         ("learning-rate", 1e-3),
         ("loss-scale", 1.0),
         ("batch-size", 4.0),
-        ("num-zeros", 9.0),
         ("params-norm", 1.5),
         ("lm loss validation", 3.0),
         ("lm loss validation ppl", 20.0),
@@ -84,8 +61,8 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
 def test_wandb_gets_megatrons_names() -> None:
     """Those of wandb_writer.log in Megatron-LM's training.py; other numbers keep their names."""
     logged = wandb_record(
-        {**step(5, 3.5), "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "num_zeros": 9}
-        | {"consumed_samples": 20, "params_norm": 1.5, "tflops_per_gpu": 7.0, "power_watts": 612.5}
+        {**step(5, 3.5), "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0}
+        | {"consumed_samples": 20, "params_norm": 1.5, "tflops_per_gpu": 7.0}
         | {"mfu": None, "skipped": 1, "memory_allocated_bytes": 2**60 + 1}
     )
     theirs = {
@@ -95,11 +72,9 @@ def test_wandb_gets_megatrons_names() -> None:
         "lm loss": 3.5,
         "loss-scale": 1.0,
         "grad-norm": 0.5,
-        "num-zeros": 9,
         "params-norm": 1.5,
         "iteration-time": 2.0,  # seconds
         "throughput": 7.0,
-        "power/gpu": 612.5,
     }
     ours = {"iteration": 5, "tokens_per_second": 32.0, "mfu": None, "skipped": 1, "sample": "text"}
     assert logged == theirs | ours | {"mem-allocated-bytes": 2**60 + 1}
@@ -123,53 +98,13 @@ def test_a_step_back_hides_later_values_on_both_axes(tmp_path: Path) -> None:
     assert scalars(tmp_path / BY_SAMPLES, "lm loss vs samples") == by_samples
 
 
-@pytest.mark.nightly
-@NEEDS_SYNC
-def test_the_pieces_of_an_offline_wandb_run_are_uploaded_as_one(tmp_path: Path) -> None:
-    """By the command that every start prints: history is appended, and W&B's steps increase.
-
-    The second start resumes from an earlier checkpoint; the first piece has been uploaded before.
-    """
-    commands = []
-    with wandb_server() as server:
-        for first, last in ((1, 4), (3, 6)):
-            done = run("-c", RECORD_PIECE.format(directory=str(tmp_path), first=first, last=last))
-            assert done.returncode == 0, done.stderr
-            (line,) = (line for line in done.stdout.splitlines() if "recorded offline" in line)
-            commands.append(line.partition("to upload it later: ")[2])
-            assert "You can sync this run" not in done.stdout + done.stderr  # W&B's command for one piece
-            sync(commands[-1], server.url)
-    assert commands[0] == commands[1]
-    assert commands[0].startswith(f"WANDB_RESUME=allow wandb sync {tmp_path}/wandb/offline-run-*-run12345")
-    assert len(list(tmp_path.glob("wandb/offline-run-*-run12345"))) == 2
-    assert [line["iteration"] for line in server.history] == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert [line["lm loss"] for line in server.history] == [10.0 / i for i in (1, 2, 3, 4, 3, 4, 5, 6)]
-    assert [line["_step"] for line in server.history] == list(range(8))
-    assert server.offsets == [0, 4]
-
-
-@pytest.mark.nightly
-@NEEDS_SYNC
-def test_pieces_that_are_uploaded_together_are_appended_in_their_order(tmp_path: Path) -> None:
-    for first, last in ((1, 2), (3, 5)):
-        done = run("-c", RECORD_PIECE.format(directory=str(tmp_path), first=first, last=last))
-        assert done.returncode == 0, done.stderr
-    command = done.stdout.partition("to upload it later: ")[2].strip()
-    with wandb_server() as server:
-        sync(command, server.url)
-    assert [(line["_step"], line["iteration"]) for line in server.history] == list(
-        zip(range(5), range(1, 6), strict=True)
-    )
-
-
-def sync(command: str, url: str) -> None:
-    """Runs the command as a user would, against another server."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    variables = environment(WANDB_BASE_URL=url, WANDB_API_KEY="0123456789" * 4, PATH=path)
-    done = subprocess.run(
-        command, shell=True, env=variables, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_full_disk_loses_the_file_and_says_so() -> None:
+    said: list[str] = []
+    sink = ThreadedSink("--metrics-file", lambda: MetricsFile("/dev/full"), said.append)
+    sink.write({"iteration": 1}, 4)
+    assert not sink.close(60)
+    lost = " WARNING: --metrics-file is lost, and the run continues without it: "
+    assert said == [f"{lost}OSError: [Errno 28] No space left on device"]
 
 
 class Hanging:
@@ -210,8 +145,6 @@ def test_a_sink_that_hangs_is_abandoned_however_many_records_wait(waiting: int) 
     [
         ("--tensorboard-dir", lambda url: check_sinks(LoggingConfig(tensorboard_dir=url))),
         ("--wandb-save-dir", lambda url: check_sinks(LoggingConfig(wandb_project="p", wandb_save_dir=url))),
-        ("--profile-dir", lambda url: check_profile(TimingConfig(profile=True, profile_dir=url))),
-        ("--compile-cache-dir", lambda url: CompilationConfig(compile_cache_dir=url).check_cache()),
         ("--output", lambda url: check_replaceable("--output", url)),
     ],
 )

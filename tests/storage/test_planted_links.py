@@ -50,8 +50,8 @@ def write_arrays(shared: Path) -> None:
 
 
 def write_a_trace(shared: Path) -> None:
-    config = TimingConfig(profile=True, profile_step_start=1, profile_step_end=2, profile_dir=str(shared))
-    profiler = StepProfiler(config, 0, torch.device("cpu"))
+    config = TimingConfig(profile=True, profile_step_start=1, profile_step_end=2)
+    profiler = StepProfiler(config, shared, 0, torch.device("cpu"))
     profiler.before_step(1)
     profiler.end(1)
 

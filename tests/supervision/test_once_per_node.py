@@ -22,8 +22,7 @@ REFUSED = (
 LINE = "pretrain_gpt.py: error: --fp16 (given): contradicts --bf16; give one"
 
 
-@pytest.mark.parametrize("late", [0, 3])
-@pytest.mark.parametrize("launcher_ends_ranks", [True, False], ids=["torchrun", "srun"])
+@pytest.mark.parametrize(("late", "launcher_ends_ranks"), [(0, True), (3, False)], ids=["torchrun", "srun"])
 def test_a_refused_command_line_is_said_once(tmp_path: Path, late: int, launcher_ends_ranks: bool) -> None:
     """torchrun sends SIGTERM to the others when one has exited; srun's tasks are independent."""
     go = tmp_path / "go"

@@ -21,11 +21,6 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return SentencePieceTokenizer(str(path))
 
 
-def test_size_and_end_of_document(trained: SentencePieceTokenizer) -> None:
-    assert trained.vocab_size == 600
-    assert 0 <= trained.eod < 600
-
-
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
 @example("\r\n a\r\rb\t\t\tc\n\n\n  ")
 @example("<0x0A></s><s><unk>\ue000")
@@ -37,11 +32,9 @@ def test_round_trip_of_any_text(trained: SentencePieceTokenizer, text: str) -> N
     assert trained.encode_batch([text, "", text]) == [ids, [], ids]
 
 
-def test_the_one_exception_is_sentencepieces_own_space(trained: SentencePieceTokenizer) -> None:
-    assert trained.decode(trained.encode("a\u2581b")) == "a b"
-
-
 def test_round_trip_of_source_it_was_not_trained_on(trained: SentencePieceTokenizer) -> None:
+    assert (trained.vocab_size, trained.eod) == (600, 2)
+    assert trained.decode(trained.encode("a\u2581b")) == "a b"  # SentencePiece's own space
     for path in sorted(SOURCE.glob("encodings/*.py"))[:40]:
         text = path.read_bytes().decode("latin-1")
         assert trained.decode(trained.encode(text)) == text
@@ -57,7 +50,6 @@ def test_a_size_that_the_text_does_not_allow(vocab_size: int, fix: str, model_ty
     train_sentencepiece(PASSAGES[1:2], advice, model_type)
 
 
-@pytest.mark.parametrize("passages", [[], [""], ["\n\n"]])
-def test_no_text(passages: list[str]) -> None:
+def test_no_text() -> None:
     with pytest.raises(ValueError, match="no text to train on"):
-        train_sentencepiece(passages, 500, "bpe")
+        train_sentencepiece(["\n\n"], 500, "bpe")

@@ -1,6 +1,5 @@
 """Runs a tool of data/ as a person would, and looks at what it left."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,18 +14,9 @@ def command(tool: str, *arguments: object) -> list[str]:
     return [sys.executable, str(DATA / tool), *map(str, arguments)]
 
 
-def run(tool: str, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The finished tool, whatever its exit status; forked, unless it runs in a directory of its own."""
-    if cwd is None:
-        return program(f"megatron_zpp.commands.{Path(tool).stem}", *arguments, HF_HUB_OFFLINE="1")
-    return subprocess.run(
-        command(tool, *arguments),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+def run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The finished tool, whatever its exit status."""
+    return program(f"megatron_zpp.commands.{Path(tool).stem}", *arguments, HF_HUB_OFFLINE="1")
 
 
 def succeed(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:

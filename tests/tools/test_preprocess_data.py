@@ -42,24 +42,26 @@ def results(directory: Path, name: str = "out") -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 6 MB in three files, one of each compression; its documents are `numbers(2000)`."""
+    """About 6 MB in three files, one per compression: `numbers(2000)`, and a bad line in a later block."""
     directory = tmp_path_factory.mktemp("corpus")
     lines = [line(ids) for ids in numbers(2000)]
-    (directory / "a.jsonl").write_bytes(b"".join(lines[:1500]))
+    (directory / "a.jsonl").write_bytes(b"".join([*lines[:999], b"broken\n", *lines[999:1500]]))
     (directory / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[1500:1800])))
     (directory / "c.jsonl.zst").write_bytes(zstandard.compress(b"".join(lines[1800:])))
     return directory
 
 
-@pytest.mark.parametrize(("workers", "partitions"), [(1, 1), (3, 1), (2, 2)])
-def test_same_result_however_it_is_shared_out(corpus: Path, tmp_path: Path, workers, partitions) -> None:
-    succeed(TOOL, "--input", f"{corpus}/*.jsonl*", "--output-prefix", tmp_path / "out", *NULL, "--append-eod",
-            "--workers", workers, "--partitions", partitions)  # fmt: skip
+@pytest.mark.parametrize("workers", [1, 3])
+def test_same_result_however_it_is_shared_out(corpus: Path, tmp_path: Path, workers: int) -> None:
+    done = succeed(TOOL, "--input", f"{corpus}/*.jsonl*", "--output-prefix", tmp_path / "out", *NULL,
+                   "--append-eod", "--workers", workers, "--partitions", workers)  # fmt: skip
     assert documents(tmp_path / "out") == [[*ids, 70_000] for ids in numbers(2000)]
     verify_tokens([IndexedDataset(tmp_path / "out_text_document")], 0, 1)
     names = {f"_text_document.{suffix}" for suffix in ("bin", "idx", "checksums.json", "tokenizer.json")}
     assert set(results(tmp_path)) == names
     assert {path.name for path in tmp_path.iterdir()} == {f"out{name}" for name in names}
+    assert f"{corpus}/a.jsonl line 1000: malformed line: not JSON" in done.stderr
+    assert ("--partitions has no effect" in done.stderr) == (workers > 1)
 
 
 AWKWARD = (
@@ -75,11 +77,10 @@ AWKWARD = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("partitions", [1, 4])
-def test_awkward_lines_are_left_out_and_named(tmp_path: Path, partitions: int) -> None:
+def test_awkward_lines_are_left_out_and_named(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(AWKWARD)
     result = succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
-                     "--workers", 4, "--partitions", partitions)  # fmt: skip
+                     "--workers", 2)  # fmt: skip
     assert documents(tmp_path / "out") == [[1, 2], [3], [9] * 400_000, [10]]
     for place in (
         "line 6: malformed line",
@@ -90,15 +91,6 @@ def test_awkward_lines_are_left_out_and_named(tmp_path: Path, partitions: int) -
     for count in ("5 × malformed line", "1 × missing key", "3 × value that is not text",
                   "1 × document without tokens", "1 × document that the tokenizer rejects"):  # fmt: skip
         assert count in result.stdout
-
-
-def test_line_numbers_in_a_later_block(tmp_path: Path) -> None:
-    lines = [line(ids) for ids in numbers(600)]
-    lines[555] = b"broken\n"
-    (tmp_path / "in.jsonl").write_bytes(b"".join(lines))
-    result = succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
-                     "--workers", 3, "--partitions", 3)  # fmt: skip
-    assert f"{tmp_path}/in.jsonl line 556: malformed line: not JSON" in result.stderr
 
 
 def test_strict_stops_at_the_first_and_leaves_what_was_there(tmp_path: Path) -> None:
@@ -124,30 +116,11 @@ def test_keys_stay_aligned(tmp_path: Path) -> None:
     assert documents(tmp_path / "out", "title") == [[11], [44, 44]]
 
 
-@pytest.mark.parametrize("content", [b"\n\n \n", b"broken\n"])
-def test_no_documents_is_an_error(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "in.jsonl").write_bytes(content)
+def test_no_documents_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b"\n\n \nbroken\n")
     error = fail(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL)
     assert f"--input {tmp_path}/in.jsonl: has no documents" in error
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_compressed_files(tmp_path: Path, suffix: str) -> None:
-    """Of several members, as `cat a.gz b.gz` makes them; one that is cut short or damaged is an error."""
-    compress = gzip.compress if suffix == "gz" else zstandard.compress
-    lines = [line(ids) for ids in numbers(300)]
-    whole = compress(b"".join(lines[:200])) + compress(b"".join(lines[200:]))
-    path = tmp_path / f"in.jsonl.{suffix}"
-    common = ("--input", path, "--output-prefix", tmp_path / "out", *NULL, "--workers", 1)
-    path.write_bytes(whole[:-20])
-    assert f"{path}: the file ends in the middle" in fail(TOOL, *common)
-    path.write_bytes(b"this is not compressed")
-    assert f"{path}: the compressed data is damaged" in fail(TOOL, *common)
-    assert not results(tmp_path)
-    path.write_bytes(whole)
-    succeed(TOOL, *common)
-    assert documents(tmp_path / "out") == numbers(300)
 
 
 def children(pid: int) -> list[int]:
@@ -171,10 +144,10 @@ def in_the_middle(long_input: Path, tmp_path: Path):
     """Starts a run that takes long and returns once it writes; its output prefix is tmp_path/out."""
     started = []
 
-    def start(*arguments: object) -> subprocess.Popen[str]:
+    def start() -> subprocess.Popen[str]:
         process = subprocess.Popen(
             command(TOOL, "--input", long_input, "--output-prefix", tmp_path / "out", *NULL,
-                    "--workers", 2, "--log-interval", 1, *arguments),
+                    "--workers", 2, "--log-interval", 1),
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
         )  # fmt: skip
         started.append(process)
@@ -188,32 +161,32 @@ def in_the_middle(long_input: Path, tmp_path: Path):
         process.communicate()
 
 
-@pytest.mark.parametrize("partitions", [1, 2])
-def test_a_killed_worker_is_an_error(in_the_middle, tmp_path: Path, partitions: int) -> None:
-    process = in_the_middle("--partitions", partitions)
-    os.kill(children(process.pid)[0], signal.SIGKILL)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "was killed by signal 9" in said
-    assert "Traceback" not in said
-    assert not list(tmp_path.iterdir())
+def kill_a_worker(process: int) -> None:
+    os.kill(children(process)[0], signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "partitions"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)]
+    ("stop", "status", "message"),
+    [
+        (kill_a_worker, 1, "was killed by signal 9"),
+        (lambda process: os.killpg(process, signal.SIGTERM), 143, ""),
+        (lambda process: os.killpg(process, signal.SIGINT), 130, "interrupted"),
+    ],
+    ids=["killed worker", "terminated", "interrupted"],
 )
-def test_stopped_runs_clean_up(in_the_middle, tmp_path: Path, number, status, partitions) -> None:
-    """The signal goes to the whole process group, as Ctrl-C and a batch system send it."""
-    process = in_the_middle("--partitions", partitions)
-    os.killpg(process.pid, number)
+def test_a_run_that_ends_early_cleans_up(in_the_middle, tmp_path: Path, stop, status, message) -> None:
+    """Signals go to the whole process group, as Ctrl-C and a batch system send them."""
+    process = in_the_middle()
+    stop(process.pid)
     _, said = process.communicate(timeout=120)
     assert process.returncode == status, said
+    assert message in said
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_run_leaves_no_final_files_and_no_workers(in_the_middle, tmp_path: Path) -> None:
-    process = in_the_middle("--partitions", 2)
+    process = in_the_middle()
     workers = children(process.pid)
     assert len(workers) == 2
     process.kill()
@@ -222,6 +195,6 @@ def test_a_killed_run_leaves_no_final_files_and_no_workers(in_the_middle, tmp_pa
     wait_until(lambda: all(map(ended, workers)))  # they are nobody's, and know it
     (tmp_path / "in.jsonl").write_bytes(line([1]))
     succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
-            "--workers", 2, "--partitions", 2)  # fmt: skip
+            "--workers", 2)  # fmt: skip
     assert documents(tmp_path / "out") == [[1]]
     assert not list(tmp_path.glob("*.partial"))

@@ -39,7 +39,7 @@ def three_steps(
     """Losses of steps and evaluations, with generation in between; and the messages about further graphs."""
     torch._dynamo.reset()
     torch.set_num_threads(1)
-    shape = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH}
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH}
     config = ModelConfig(**shape | changes, hidden_dropout=0.1, attention_dropout=0.1)
     zero = ZeroConfig(zero_stage=stage, zero_unit=unit, zero_table_rows=rows)
     recomputed = RecomputeConfig(**RECOMPUTED[recompute])
@@ -70,6 +70,7 @@ def test_one_graph_for_all_layers_and_each_way_to_run_them() -> None:
         assert losses == (plain, [])
 
 
+@pytest.mark.nightly
 def test_one_graph_for_a_llama() -> None:
     plain, _ = three_steps(Topology(), backend=None, **LLAMA)
     assert three_steps(Topology(), backend="aot_eager", recompute="selective", **LLAMA) == (plain, [])
@@ -80,7 +81,7 @@ def test_one_graph_for_a_llama() -> None:
     [
         {},
         pytest.param(
-            LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "3"},
+            LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "2"},
             id="window",
             marks=pytest.mark.nightly,
         ),
@@ -100,20 +101,6 @@ def sharded_steps(topology: Topology) -> tuple[list[float], list[str]]:
     return three_steps(topology, backend="aot_eager", stage=3, recompute="full")
 
 
-def test_another_graph_is_said() -> None:
-    said: list[str] = []
-    torch._dynamo.reset()
-    config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=LENGTH)
-    model = GPT(config, VOCABULARY)
-    compile_parts(model, (BATCH, LENGTH), said.append, "aot_eager")
-    with torch.no_grad():
-        model.layers[0](torch.zeros(BATCH, LENGTH, 32))
-        assert said == []
-        model.double().layers[0](torch.zeros(BATCH, LENGTH, 32, dtype=torch.double))
-    assert len(said) == 1
-    assert "again" in said[0]
-
-
 def test_a_text_without_documents_beside_batches_with_them() -> None:
     """A text of --sample-prompt may have the shape of a batch and is not worth a graph."""
     said: list[str] = []
@@ -127,7 +114,8 @@ def test_a_text_without_documents_beside_batches_with_them() -> None:
         model.layers[0](x)
         assert said == []
         model.double().layers[0](x.double(), InsideDocuments(hidden.double()))
-    assert len(said) == 1  # a further graph is said
+    assert len(said) == 1
+    assert "again" in said[0]  # a further graph
 
 
 @pytest.mark.parametrize(("model", "recompute"), [("gpt2", "full"), ("llama", "selective")])
@@ -169,7 +157,8 @@ def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path, recomputes
     def run(name: str, *extra: str) -> tuple[list[float], list[float]]:
         """Losses of its steps and of its evaluations."""
         out = tmp_path / f"{name}.jsonl"
-        done = pretrain(*flags, *extra, "--train-iters", "4", "--metrics-file", str(out), timeout=280)
+        argv = [*flags, *extra, "--train-iters", "4", "--metrics-file", str(out)]
+        done = pretrain(*argv, timeout=280, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kernels"))
         assert done.returncode == 0, done.stderr[-2000:]
         assert ("compiled layers" in done.stdout) == ("--compile" in extra)
         assert "warning: torch.compile" not in done.stderr
@@ -177,14 +166,13 @@ def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path, recomputes
         steps, evaluations = ([r[key] for r in records if key in r] for key in ("lm_loss", "valid_loss"))
         return steps, evaluations
 
-    compiled = ["--compile", "--compile-cache-dir", str(tmp_path / "kernels")]
-    steps, evaluations = run("whole", *compiled, "--save", str(tmp_path / "run"), "--save-interval", "2")
+    steps, evaluations = run("whole", "--compile", "--save", str(tmp_path / "run"), "--save-interval", "2")
     assert any(Path(tmp_path / "kernels").rglob("*.so"))
     _, plain = run("plain")
     assert evaluations[0] == pytest.approx(plain[0], rel=1e-6)  # fp32 sums in another order
     recomputed = ["--recompute-granularity", "full", "--recompute-method", "uniform"] if recomputes else []
     resumed, after = run(
-        "resumed", *compiled, *recomputed, "--load", str(tmp_path / "run"), "--ckpt-step", "2"
+        "resumed", "--compile", *recomputed, "--load", str(tmp_path / "run"), "--ckpt-step", "2"
     )
     assert (resumed, after[-1]) == (steps[2:], evaluations[-1])
 
@@ -221,8 +209,6 @@ def test_what_is_compiled_where(tmp_path: Path) -> None:
     for expected, device, settings in (
         ("--compile (given): needs a C\\+\\+ compiler: g\\+\\+ or clang", "cpu", {"compile": True}),
         ("--compile \\(given\\): torch.compile fuses norms", "cuda", {"compile": True, "apex": True}),
-        ("--compile-cache-dir x: nothing is compiled on a cpu", "cpu", {"compile_cache_dir": "x"}),
-        ("--compile-cache-dir x: --no-compile", "cuda", {"compile": False, "compile_cache_dir": "x"}),
     ):
         with pytest.raises(ValueError, match=expected.replace("(given): needs", r"\(given\): needs")):
             resolved(device, **settings)
@@ -231,10 +217,10 @@ def test_what_is_compiled_where(tmp_path: Path) -> None:
 def test_kernels_are_kept_where_only_this_user_can_write(tmp_path: Path) -> None:
     """And the ranks of a node share its processors."""
     found: dict[str, str] = {"MEGATRON_ZPP_CACHE": str(tmp_path / "own")}
-    prepare_compiler(CompilationConfig(), Topology(0, 2, 0, 2), found)
+    prepare_compiler(Topology(0, 2, 0, 2), found)
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own" / "torch_compile")
     assert (tmp_path / "own").stat().st_mode & 0o077 == 0
     assert 1 <= int(found["TORCHINDUCTOR_COMPILE_THREADS"]) <= max(1, len(os.sched_getaffinity(0)) // 2)
     there = {"TORCHINDUCTOR_CACHE_DIR": "/there", "TRITON_CACHE_DIR": "/triton"}
-    prepare_compiler(CompilationConfig(), Topology(), there)
+    prepare_compiler(Topology(), there)
     assert (there["TORCHINDUCTOR_CACHE_DIR"], there["TRITON_CACHE_DIR"]) == ("/there", "/triton")

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,19 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.reporting.metrics import Record
-from megatron_zpp.reporting.sinks import ThreadedSink
-from tests.support import ROOT, Run, environment, free_port, holding, nightly, wait_until
+from megatron_zpp.zero.engine import ZeroEngine
+from tests.support import ROOT, Run, environment, nightly, wait_until
+from tests.train.in_process import train_here
 
 NODE = f"pretrain_gpt.py [{platform.node()}]"
-LENGTH = "--train-iters 100 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
+LENGTH = "--train-iters 30 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
 
 
 def newest(directory: Path) -> str:
     return (directory / "latest_checkpointed_iteration.txt").read_text().strip()
 
 
-def weights(directory: Path, iteration: int = 100) -> dict[str, bytes]:
+def weights(directory: Path, iteration: int = 30) -> dict[str, bytes]:
     """The tensors of a checkpoint, as bytes."""
     files = (directory / f"iter_{iteration:07d}").glob("*.safetensors")
     return {file.name: file.read_bytes() for file in files}
@@ -41,8 +40,6 @@ def said_by_all(ranks: Run) -> list[str]:
 
 def in_micro_batch(number: int, act: Callable[[], object]) -> None:
     """`act` is called as a rank begins this micro-batch of its training."""
-    from megatron_zpp.zero.engine import ZeroEngine
-
     accumulate, begun = ZeroEngine.accumulate, 0
 
     def acting(engine: ZeroEngine, *arguments: object, **more: object) -> torch.Tensor:
@@ -114,27 +111,6 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
         assert ranks.statuses() == {0: 0, 1: 0}, ranks.err(0)
         assert "resuming at iteration" in ranks.out(0)
     assert weights(save) == weights(whole)
-
-
-@pytest.mark.nightly
-def test_torchrun_that_ends_the_others_is_no_second_request(flags: list[str], tmp_path: Path) -> None:
-    """It sends SIGTERM as soon as one rank has exited with 75, while rank 0 may be about to."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), ROOT / "pretrain_gpt.py", *flags, "--eval-iters", "0"]
-    command += ["--train-iters", "100000", "--log-interval", "1", "--save", tmp_path / "checkpoints"]
-    with subprocess.Popen(
-        command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
-        for line in run.stdout:
-            if "iteration        5/" in line:
-                break
-        for rank in children(run.pid):
-            os.kill(rank, signal.SIGUSR1)
-        out, err = run.communicate(timeout=100)
-    assert "exiting at iteration" in out
-    assert err.count("got SIGUSR1: stopping after this step and saving") == 1
-    assert "nothing is saved" not in err
-    assert set(re.findall(r"exitcode *: (-?\d+)", err)) == {"75"}, err
 
 
 def test_a_second_signal_ends_a_rank_at_once(flags: list[str], tmp_path: Path) -> None:
@@ -210,51 +186,32 @@ def ended_in(ranks: Run, seconds: float) -> bool:
     return ranks.processes[0].exitcode is not None
 
 
-@pytest.mark.nightly
-def test_a_restarted_run_ends_with_the_same_weights(flags: list[str], whole: Path, tmp_path: Path) -> None:
-    """launch/local.sh starts all ranks again when one is killed."""
-    save, log = tmp_path / "checkpoints", tmp_path / "log"
-    flags = [*flags, *LENGTH, "--eval-iters", "0", "--save", str(save), "--load", str(save)]
-    flags += ["--save-interval", "30", "--heartbeat-timeout", "5"]
-    hold = tmp_path / "hold"
-    held = environment(PYTHON=sys.executable, **holding(hold, after=45, path=str(ROOT)))
-    with open(log, "w") as out:
-        job = subprocess.Popen(
-            ["launch/local.sh", "-n", "2", "--max-restarts", "1", "pretrain_gpt.py", *flags],
-            cwd=ROOT,
-            env=held,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    wait_until(lambda: "iteration       40/" in log.read_text())
-    (victim,) = (pid for pid in children(job.pid) if b"RANK=1" in environ(pid))
-    os.kill(victim, signal.SIGKILL)
-    hold.unlink()
-    assert job.wait(timeout=240) == 0, log.read_text()
-    text = log.read_text()
-    assert "launch/local.sh: rank 1 ended with SIGKILL; restart 1 of 1" in text
-    assert "resuming at iteration" in text
-    assert weights(save) == weights(whole)
+def test_losses_that_are_not_finite_stop_the_run(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 1 to 4 are finite; 5 to 14 are skipped and end the run, one step later."""
+    poison_losses(monkeypatch, float("inf"))
+    saves = ["--save", str(tmp_path), "--save-interval", "4", "--eval-iters", "0"]
+    ending = train_here([*flags, "--train-iters", "100", *saves])
+    assert (ending.iteration, ending.stop.status) == (15, 3)
+    assert str(ending.stop).startswith("the 10 steps up to iteration 14 had NaN or Inf in loss or gradients")
+    assert newest(tmp_path) == "15"
+    assert weights(tmp_path, 15) == weights(tmp_path, 4)
 
 
-def children(process_id: int) -> list[int]:
-    """Processes that any thread of it has started."""
-    threads = Path(f"/proc/{process_id}/task").glob("*/children")
-    return [int(pid) for thread in threads for pid in thread.read_text().split()]
+@pytest.mark.parametrize("evaluations", ["0", "2"])
+def test_losses_that_are_not_finite_up_to_the_end_are_a_failure(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, evaluations: str
+) -> None:
+    """A step learns what became of the one before. The last has none behind it, the 13th an evaluation."""
+    poison_losses(monkeypatch, float("nan"))
+    ending = train_here([*flags, "--train-iters", "14", "--eval-iters", evaluations, "--eval-interval", "13"])
+    assert (ending.iteration, ending.stop.status) == (14, 3)
+    assert "up to iteration 14 had" in str(ending.stop)
 
 
-def environ(process_id: int) -> list[bytes]:
-    return Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
-
-
-def command_line(process_id: int) -> bytes:
-    return Path(f"/proc/{process_id}/cmdline").read_bytes()
-
-
-def poison_losses(value: float) -> None:
+def poison_losses(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     """From the fifth step on."""
-    from megatron_zpp.zero.engine import ZeroEngine
-
     healthy, micro_batches = ZeroEngine._loss, 0
 
     def loss(engine: ZeroEngine, tokens: torch.Tensor) -> torch.Tensor:
@@ -262,60 +219,7 @@ def poison_losses(value: float) -> None:
         micro_batches += engine.model.training
         return healthy(engine, tokens) + (value if micro_batches > 4 else 0.0)
 
-    ZeroEngine._loss = loss
-
-
-@pytest.mark.parametrize("poison", ["inf", "nan"])
-def test_losses_that_are_not_finite_stop_the_run(flags: list[str], tmp_path: Path, poison: str) -> None:
-    """Steps 1 to 4 are finite; 5 to 7 are skipped and end the run, one step later."""
-    save = tmp_path / "checkpoints"
-    flags += ["--train-iters", "100", "--max-nan-iterations", "3", "--eval-iters", "0"]
-    with Run(tmp_path / "log", 1) as run:
-        change = partial(poison_losses, float(poison))
-        run.start(0, *flags, "--save", str(save), "--save-interval", "4", change=change)
-        assert run.statuses() == {0: 3}, run.err(0)
-        said = run.err(0)
-    assert said.count("\n") == 1
-    assert "error: iteration 8: the 3 steps up to iteration 7 had NaN or Inf" in said
-    assert newest(save) == "8"
-    assert weights(save, 8) == weights(save, 4)
-
-
-@pytest.mark.parametrize("evaluations", ["0", "2"])
-def test_losses_that_are_not_finite_up_to_the_end_are_a_failure(
-    flags: list[str], tmp_path: Path, evaluations: str
-) -> None:
-    """A step learns what became of the one before. The last has none behind it, the sixth an evaluation."""
-    flags += ["--train-iters", "7", "--max-nan-iterations", "3"]
-    flags += ["--eval-iters", evaluations, "--eval-interval", "6"]
-    with Run(tmp_path, 1) as run:
-        run.start(0, *flags, change=partial(poison_losses, float("nan")))
-        assert run.statuses() == {0: 3}, run.err(0)
-        assert "error: iteration 7: the 3 steps up to iteration 7 had NaN or Inf" in run.err(0)
-
-
-def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path) -> None:
-    """A full disk, and W&B's service killed."""
-    full = tmp_path / "metrics.jsonl"
-    full.symlink_to("/dev/full")
-    flags = [*flags, *LENGTH, "--eval-iters", "0", "--metrics-file", str(full)]
-    flags += ["--train-iters", "100000"]
-    flags += ["--wandb-project", "x", "--wandb-mode", "offline", "--wandb-save-dir", str(tmp_path)]
-    with Run(tmp_path / "log", 1) as run:
-        run.start(0, *flags)
-        wait_until(lambda: list(tmp_path.rglob("*.wandb")))  # W&B's service starts beside the run
-        (service,) = [pid for pid in children(run.processes[0].pid) if b"wandb" in command_line(pid)]
-        os.kill(service, signal.SIGKILL)
-        lines = run.out(0).count("lm loss: ")
-        wait_until(lambda: run.out(0).count("lm loss: ") > lines + 2)
-        run.send(0, signal.SIGTERM)
-        assert run.statuses() == {0: 75}
-        promise = "got SIGTERM: stopping after this step; nothing is saved without --save"
-        assert run.err(0) == f"pretrain_gpt.py: {promise}\n"
-        out = run.out(0)
-    for name in ("--metrics-file", "W&B"):
-        assert out.count(f"WARNING: {name} is lost, and the run continues without it: ") == 1
-    assert re.search(r"exiting at iteration \d+: SIGTERM; nothing is saved", out)
+    monkeypatch.setattr(ZeroEngine, "_loss", loss)
 
 
 def fail() -> None:
@@ -341,35 +245,3 @@ def test_an_error_reaches_the_others_before_logs_are_closed(flags: list[str], tm
         failed = f"[{platform.node()} rank 1]: error: rank 0 [{platform.node()}] failed: token 5"
         assert failed in ranks.err(1)
     os.close(reader)
-
-
-class Hangs:
-    """A sink that blocks until it is released."""
-
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-
-    def write(self, record: Record, samples: int) -> None:
-        self.go_on.wait()
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_sink_that_hangs_holds_nobody_up() -> None:
-    lines, hanging = [], Hangs()
-    sink = ThreadedSink("slow", lambda: hanging, lines.append)
-    for iteration in range(2000):
-        sink.write({"iteration": iteration}, 0)
-    assert [line.split(":")[0] for line in lines] == [" WARNING"]
-    assert not sink.close(60)
-    hanging.go_on.set()
-
-    waiting = Hangs()
-    sink = ThreadedSink("slow", lambda: waiting, lines.append)
-    sink.write({"iteration": 1}, 0)
-    assert not sink.close(0.1)
-    assert (
-        lines[1] == " WARNING: slow is lost, and the run continues without it: it did not finish within 0.1 s"
-    )
-    waiting.go_on.set()

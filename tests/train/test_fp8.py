@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.model.variants import MODELS, flags_of
-from tests.support import nightly, pretrain
+from tests.support import pretrain
 
 
 def losses_of(path: Path) -> list[float]:
@@ -14,7 +14,8 @@ def losses_of(path: Path) -> list[float]:
     return [value for record in records for name, value in record.items() if name.endswith("_loss")]
 
 
-@pytest.mark.parametrize("model", ["gpt2", nightly("llama")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", MODELS)
 def test_a_run_of_8_bit_products(flags: list[str], tmp_path: Path, model: str) -> None:
     # A CPU takes its time for such products.
     small = ["--hidden-size", "32", "--kv-channels", "16", "--global-batch-size", "8"]

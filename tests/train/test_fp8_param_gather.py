@@ -138,22 +138,6 @@ def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Measu
         assert (memory.weights, memory.zeropp) == (rank[index].weights, rank[index].secondary)
 
 
-def test_a_coded_weight_is_one_byte_where_it_is_held_and_sent() -> None:
-    """Of a model whose layers are large beside the padding of a shard: half the bytes of bf16."""
-    wide = "--hidden-size 2048 --num-attention-heads 16 --kv-channels 128".split()
-    for case in CASES[1:5]:
-        job, other = planned(case, *wide, HELD), planned(case, *wide)
-        (layout,), (plain,) = set(job.layer_layouts), set(other.layer_layouts)
-        matrices = 12 * 2048 * 2048
-        assert layout.numel == pytest.approx(matrices, rel=0.01)
-        sent, more = (
-            each.communication.gather_bytes_sent(unit) for each, unit in ((job, layout), (other, plain))
-        )
-        assert sent.intra + sent.inter == pytest.approx(matrices * 3 / 4, rel=0.01)  # of 4 ranks
-        assert more.intra + more.inter == pytest.approx(2 * matrices * 3 / 4, rel=0.01)
-        assert job.communication.slot(layout).nbytes == layout.numel
-
-
 def poisoned(topology: Topology, *more: str) -> list[Any]:
     """What a NaN or Inf in a weight, on the rank that owns it, does to the next step."""
     torch.set_num_threads(1)
@@ -181,13 +165,3 @@ def test_a_nan_in_a_weight_does_what_it_does_in_bf16() -> None:
     """The loss is NaN, the step is skipped on all ranks, and the scales stay those of finite numbers."""
     plain, held = (on_ranks(2, poisoned, "--zero-stage", "3", *flag) for flag in ((), (HELD,)))
     assert held == plain == [[(False, False, True)] * 2] * 2
-
-
-def tensor_ranks(topology: Topology, *more: str) -> tuple[list[Any], Any]:
-    """Steps, and scales after them."""
-    torch.set_num_threads(1)
-    engine = engine_of(topology, HELD, *more)
-    numbers = [take_step(engine, step) for step in range(3)]
-    found = numbers, state_of(engine)
-    engine.close()
-    return found

@@ -10,6 +10,7 @@ from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.test_fp8_delayed import nearest
+from tests.support import nightly
 from tests.train.coded_weights import HELD, codes_of, equal, masters_of, products, take_step
 from tests.train.test_fp8_scaling import batch, engine_of, state_of
 from tests.zero.ranks import on_ranks
@@ -37,7 +38,7 @@ def resumed(topology: Topology, directory: str, case: tuple[str, ...]) -> tuple[
     return expected, found
 
 
-@pytest.mark.parametrize("case", [("--zero-stage", "1"), HPZ])
+@pytest.mark.parametrize("case", [nightly(("--zero-stage", "1")), HPZ])
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(case: tuple[str, ...], tmp_path: Path) -> None:
     for expected, found in on_ranks(2, resumed, str(tmp_path), case):
         assert found == expected

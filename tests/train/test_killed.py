@@ -13,7 +13,7 @@ from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.rendezvous import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision import joining
-from tests.support import Run, wait_until
+from tests.support import Run, nightly, wait_until
 
 NODE = 2  # ranks per node; there are two nodes
 PROMPT = 2  # seconds from a kill to the last rank's line
@@ -26,11 +26,8 @@ MOMENTS = {
     "save": "--eval-iters 0 --save-interval 1 --keep-last 2",
     "evaluation": "--eval-iters 100000",
 }
-KILLS = [
-    pytest.param(moment, rank, marks=() if rank == number < 2 else pytest.mark.nightly)
-    for number, moment in enumerate(MOMENTS)
-    for rank in range(2 * NODE)
-]
+KILLS = [("start", 0), ("step", 1), nightly("start", 3), nightly("step", 2), nightly("save", 0)]
+KILLS += [nightly("save", 3), nightly("evaluation", 1), nightly("evaluation", 2)]
 
 
 def await_moment(moment: str, run: Run, saves: Path) -> None:
@@ -95,25 +92,6 @@ def test_all_ranks_name_a_killed_one_at_once(
     flags += ["--num-workers", "1"]  # a fork of the rank, which outlives it for a moment
     tries = (killed_at(moment, victim, flags, tmp_path / str(number)) for number in range(TRIES))
     assert any(seconds < PROMPT for seconds in tries)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("victim", range(2 * NODE))
-def test_all_ranks_name_one_that_is_killed_after_a_silence(
-    victim: int, flags: list[str], tmp_path: Path
-) -> None:
-    """A process that waits for a disk ends only then: its threads are dead for long, its connections open.
-
-    When these close, collectives fail, and a silence that would be enough for who asks is over already.
-    """
-    flags = [*flags, "--global-batch-size", "16", "--train-iters", "100000", "--eval-iters", "0"]
-    with Run(tmp_path / "log", 2 * NODE) as run:
-        for rank in range(2 * NODE):
-            run.start(rank, *flags, LOCAL_RANK=str(rank % NODE), LOCAL_WORLD_SIZE=str(NODE))
-        run.wait_for("iteration        3/")
-        run.send(victim, signal.SIGSTOP)
-        time.sleep(7)  # 5 s of silence are enough
-        kill(victim, run)
 
 
 def test_a_rank_without_a_lifeline_hears_through_the_store(flags: list[str], tmp_path: Path) -> None:

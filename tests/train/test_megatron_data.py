@@ -1,16 +1,19 @@
 """Runs on Megatron-LM's data and in its order: its counts of samples, its batches, any ranks, any resume."""
 
 import json
+import re
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
+from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.run import EvaluationConfig, TrainingConfig
 from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from tests.support import pretrain
 from tests.train.conftest import BYTES, TINY
+from tests.train.in_process import of, train_here
 
 
 def requested(training, evaluation):
@@ -70,73 +73,68 @@ def test_ranks_read_what_its_sampler_gives_them(ranks, consumed):
         assert read == given[rank]
 
 
-def losses(path: Path) -> list[float]:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [record["lm_loss"] for record in records if "lm_loss" in record]
-
-
-def out_of(done: CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.fixture
 def megatron(corpus: str, tmp_path: Path) -> list[str]:
     """A run in Megatron-LM's order on a blend, several epochs of it."""
-    blend = ["--data-path", "0.3", corpus, "0.7", corpus, "--split", "80,10,10"]
+    blend = ["--data-path", "0.3", corpus, "0.7", corpus, "--split", "80,10,10", *BYTES, *TINY]
     order = ["--dataset-order", "megatron", "--data-cache-path", str(tmp_path / "cache")]
-    return [*blend, *order, *BYTES, *TINY, "--global-batch-size", "8"]
+    return [*blend, "--global-batch-size", "8", "--eval-iters", "0", *order]
 
 
-def test_any_ranks_and_any_resume_read_the_same(megatron: list[str], tmp_path: Path) -> None:
-    save = str(tmp_path / "checkpoints")
-    whole, parts, two = (tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "two"))
-    megatron += ["--train-iters", "6"]
-    out = out_of(pretrain(*megatron, "--metrics-file", str(whole)))
+def test_any_ranks_and_any_resume_read_the_same(
+    megatron: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    length = ["--train-iters", "4"]
+
+    def losses(name: str, *flags: str) -> list[float]:
+        file = tmp_path / name
+        train_here([*flags, *length, "--metrics-file", str(file)])
+        return of([json.loads(line) for line in file.read_text().splitlines()], "lm_loss")
+
+    whole = losses("whole", *megatron)
+    out = capsys.readouterr().out
     assert "samples of 32 in Megatron-LM's order" in out
-    assert " train: the run's 48 samples read 0.0" in out
-    on = [*megatron, "--save", save, "--load", save, "--metrics-file", str(parts)]
-    out_of(pretrain(*on, "--exit-interval", "3"))
-    assert "WARNING" not in out_of(pretrain(*on))
-    out_of(pretrain(*megatron, "--metrics-file", str(two), processes=2))
-    assert losses(parts) == losses(whole)
-    assert losses(two) == pytest.approx(losses(whole), rel=1e-5)
-    windows = [*megatron[: megatron.index("--dataset-order")], *BYTES, *TINY, "--global-batch-size", "8"]
-    out_of(pretrain(*windows, "--train-iters", "6", "--metrics-file", str(tmp_path / "windows.jsonl")))
-    assert losses(tmp_path / "windows.jsonl")[0] != losses(whole)[0]
+    assert " train: the run's 32 samples read 0.0" in out
+    on = [*megatron, "--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    losses("parts", *on, "--exit-interval", "2")
+    assert losses("parts", *on) == whole
+    assert "WARNING" not in capsys.readouterr().out
+    done = pretrain(*megatron, *length, "--metrics-file", str(tmp_path / "two"), processes=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    two = of([json.loads(line) for line in (tmp_path / "two").read_text().splitlines()], "lm_loss")
+    assert two == pytest.approx(whole, rel=1e-5)
+    assert losses("windows", *megatron[: megatron.index("--dataset-order")])[0] != whole[0]
 
 
 def test_another_length_is_said_at_a_resume_and_other_weights_are_refused(
-    megatron: list[str], corpus: str, tmp_path: Path
+    megatron: list[str], corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save = ["--save", str(tmp_path / "checkpoints"), "--load", str(tmp_path / "checkpoints")]
-    out_of(pretrain(*megatron, *save, "--train-iters", "4", "--exit-interval", "2"))
-    out = out_of(pretrain(*megatron, *save, "--train-iters", "5", "--exit-interval", "4"))
-    assert " WARNING: the run was to read 32 samples and is to read 40, on which the order" in out
+    train_here([*megatron, *save, "--train-iters", "4", "--exit-interval", "2"])
+    train_here([*megatron, *save, "--train-iters", "5", "--exit-interval", "4"])
+    said = " WARNING: the run was to read 32 samples and is to read 40, on which the order"
+    assert said in capsys.readouterr().out
     megatron[megatron.index("0.3")] = "0.5"
-    done = pretrain(*megatron, *save, "--train-iters", "5")
     said = f"--data-path 0.5 {corpus} 0.7 {corpus}: the run began with 0.3 {corpus} 0.7 {corpus}, and"
-    assert done.returncode == 1
-    assert said in done.stderr
-    assert done.stderr.count("error: ") == 1
+    with pytest.raises(ValueError, match="^" + re.escape(said)):
+        train_here([*megatron, *save, "--train-iters", "5"])
 
 
-def test_refusals(megatron: list[str], corpus: str) -> None:
-    megatron += ["--train-iters", "2"]
-    done = pretrain(*megatron, "--seed", str(2**32))
-    assert f"--seed {2**32}: must be below {2**32}" in done.stderr
-    done = pretrain(*megatron, "--full-validation")
-    assert "--full-validation (given): --data-path has weights" in done.stderr
-    done = pretrain("--mock-data", "--dataset-order", "megatron", *BYTES, *TINY, "--train-iters", "2")
-    assert "--dataset-order megatron: --mock-data has no documents to order" in done.stderr
+def test_refusals(megatron: list[str]) -> None:
     unweighted = [entry for entry in megatron if entry not in ("0.3", "0.7")]
-    done = pretrain(*unweighted[:-1], "100000")
-    assert "the run requests 800000 train samples, but one epoch of each has" in done.stderr
-    assert done.returncode == 1
+    mock = ["--mock-data", "--dataset-order", "megatron", *BYTES, *TINY]
+    for flags, said in (
+        ([*megatron, "--seed", str(2**32)], f"--seed {2**32}: must be below {2**32}"),
+        ([*megatron, "--full-validation"], "--full-validation (given): --data-path has weights"),
+        (mock, "--dataset-order megatron: --mock-data has no documents to order"),
+        ([*unweighted, "--train-iters", "100000"], "the run requests 800000 train samples, but one epoch of"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            check_inputs(parse_args(["--train-iters", "2", *flags]), 1, print)
 
 
 def test_a_cache_that_our_own_order_does_not_need_is_said(flags: list[str], tmp_path: Path) -> None:
     done = pretrain(*flags, "--train-iters", "1", "--data-cache-path", str(tmp_path / "cache"))
-    assert out_of(done)
+    assert done.returncode == 0
     assert f"warning: --data-cache-path {tmp_path}/cache: no effect: --dataset-order windows" in done.stderr
     assert not (tmp_path / "cache").exists()

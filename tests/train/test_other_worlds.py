@@ -35,11 +35,11 @@ def losses(path: Path) -> list[float]:
 
 @pytest.mark.parametrize("model", [nightly("gpt2"), "llama"])
 def test_no_sample_is_lost_or_repeated(corpus: str, tmp_path: Path, model: str) -> None:
-    """By a ledger of the reads of all loaders, with 2, 3 and 4 ranks at stages 1, 3 and 2."""
-    flags = ["--data-path", corpus, "--split", "80,10,10", *BYTES, *TINY, *LENGTH, "--train-iters", "9"]
+    """By a ledger of the reads of all loaders, with 2 and 3 ranks at stages 1 and 3."""
+    flags = ["--data-path", corpus, "--split", "80,10,10", *BYTES, *TINY, *LENGTH, "--train-iters", "6"]
     flags += flags_of(MODELS[model])
     save = str(tmp_path / "checkpoints")
-    for world, stage, stop in ((2, 1, 3), (3, 3, 6), (4, 2, 9)):
+    for world, stage, stop in ((2, 1, 3), (3, 3, 6)):
         part = ["--zero-stage", str(stage), "--save", save, "--load", save, "--exit-interval", str(stop)]
         part += ["--metrics-file", str(tmp_path / "metrics.jsonl")]
         with Run(tmp_path / str(world), world) as run:
@@ -54,4 +54,4 @@ def test_no_sample_is_lost_or_repeated(corpus: str, tmp_path: Path, model: str) 
         run.start(0, *flags, "--metrics-file", str(tmp_path / "whole.jsonl"))
         assert run.statuses() == {0: 0}
     whole = losses(tmp_path / "whole.jsonl")
-    assert losses(tmp_path / "metrics.jsonl") == pytest.approx(whole, rel=2**-20)  # fp32, eight steps
+    assert losses(tmp_path / "metrics.jsonl") == pytest.approx(whole, rel=2**-20)  # fp32, five steps

@@ -1,11 +1,9 @@
-"""Whole runs of pretrain_gpt.py."""
+"""Whole runs: what they report, that they resume to the same bits, and how flags shape them."""
 
 import json
 import math
 import re
-import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -14,9 +12,9 @@ import pytest
 
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
-from tests.support import Run, nightly, pretrain, program, run
+from tests.support import nightly, pretrain, run
 from tests.train.conftest import BYTES, TINY
-from tests.train.in_process import SMALLEST, train_here
+from tests.train.in_process import SMALLEST, Resumed, train_here
 
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 
@@ -41,31 +39,26 @@ def metrics(path: Path, name: str = "lm_loss") -> list[float]:
 
 def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_path: Path) -> None:
     """One run with every sink: it predicts better than byte frequencies, and each sink has the curve."""
-    out = succeeded(
-        pretrain(
-            *flags,
-            *("--train-iters", "150", "--lr-decay-style", "cosine", "--micro-batch-size", "16"),
-            *(
-                "--eval-interval",
-                "75",
-                "--eval-iters",
-                "20",
-                "--sample-prompt",
-                "32 100",
-                "--sample-tokens",
-                "5",
-            ),
-            *("--metrics-file", str(tmp_path / "metrics.jsonl")),
-            *("--tensorboard-dir", str(tmp_path / "tb")),
-            *("--wandb-project", "megatron_zpp", "--wandb-mode", "offline"),
-            *("--wandb-save-dir", str(tmp_path / "wandb"), "--wandb-exp-name", "tiny"),
-        )
-    )
+    flags += ["--train-iters", "60", "--lr-decay-style", "cosine", "--eval-interval", "30", "--lr", "2e-2"]
+    flags += ["--eval-iters", "5", "--sample-prompt", "32 100"]
+    flags += [
+        "--micro-batch-size",
+        "16",
+        "--num-layers",
+        "1",
+        "--position-embedding-type",
+        "rope",
+        *NO_DROPOUT,
+    ]
+    flags += ["--metrics-file", str(tmp_path / "metrics.jsonl"), "--tensorboard-dir", str(tmp_path / "tb")]
+    flags += ["--wandb-project", "megatron_zpp", "--wandb-exp-name", "tiny"]
+    out = succeeded(pretrain(*flags, "--wandb-save-dir", str(tmp_path / "wandb"), WANDB_MODE="offline"))
     lines = [match for line in out.splitlines() if (match := MEGATRON_LINE.match(line))]
-    assert [int(line[1]) for line in lines] == list(range(1, 151))
-    assert {line[2] for line in lines} == {"150"}
+    assert [int(line[1]) for line in lines] == list(range(1, 61))
+    assert {line[2] for line in lines} == {"60"}
     assert "tokens/s: " in out
     assert "MFU: " in out
+    assert " 1 layer × 64, 4 heads, sequence 32, vocabulary 257 padded to " in out
 
     losses = metrics(tmp_path / "metrics.jsonl")
     assert losses[0] == pytest.approx(math.log(257), rel=0.05)
@@ -78,7 +71,7 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     assert len(metrics(tmp_path / "metrics.jsonl", "test_loss")) == 1
     line = r"^ validation loss at (.*?) \| lm loss value: ([\d.E+-]+) \| lm loss PPL: [\d.E+-]+ \|$"
     evaluated = re.findall(line, out, re.MULTILINE)
-    places = ["iteration 0", "iteration 75", "iteration 150", "iteration 150 on test set"]
+    places = ["iteration 0", "iteration 30", "iteration 60", "iteration 60 on test set"]
     assert [where for where, _ in evaluated] == places
     assert [float(loss) for _, loss in evaluated[:3]] == pytest.approx(valid, rel=1e-6)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -95,117 +88,56 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(losses, rel=1e-6)
     assert len(events.Scalars("lm loss validation")) == 3
     texts = metrics(tmp_path / "metrics.jsonl", "sample")
-    assert all(re.fullmatch(r"32 100( \d+){0,5}", text) for text in texts)
+    assert all(re.fullmatch(r"32 100( \d+){0,64}", text) for text in texts)
     assert len(texts) == 3
     assert all(f"| {text!r} |" in out for text in texts)
     assert len(events.Tensors("sample/text_summary")) == 3
     (recorded,) = (tmp_path / "wandb").rglob("*.wandb")
     assert recorded.stat().st_size > 0
-    assert [loss for _, loss in wandb_points(recorded)] == pytest.approx(losses)
 
 
-def test_the_first_step_is_reported_long_before_the_first_log_line(flags: list[str]) -> None:
-    out = succeeded(pretrain(*flags, "--train-iters", "2", "--log-interval", "2", "--eval-iters", "0"))
-    assert " 2 layers × 64, 4 heads, sequence 32, vocabulary 257 padded to " in out
-    first, logged = (line for line in out.splitlines() if "iteration " in line)
+def test_the_first_step_is_reported_long_before_the_first_log_line(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_here([*flags, "--train-iters", "2", "--log-interval", "2", "--eval-iters", "0"])
+    first, logged = (line for line in capsys.readouterr().out.splitlines() if "iteration " in line)
     assert re.fullmatch(r" first step, iteration 1: loss \d+\.\d{4}, \d+\.\d s", first)
     assert MEGATRON_LINE.match(logged)
 
 
-def test_rank_0_advises_what_sends_less(flags: list[str], tmp_path: Path) -> None:
-    zeropp = "--zero-stage 3 --zero-quantized-weights --zero-quantized-gradients".split()
-    flags += [*zeropp, "--zero-hpz-partition-size", "auto", "--train-iters", "1", "--eval-iters", "0"]
-    with Run(tmp_path, 2) as nodes:
-        for rank in range(2):
-            nodes.start(rank, *flags, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        assert nodes.statuses() == {0: 0, 1: 0}, nodes.err(0)
-        assert " advice: --zero-quantized-weights-format delta4 and " in nodes.out(0)
-        assert "advice" not in nodes.out(1)  # where gloo of torch 2.8 writes
-
-
-def test_a_run_keeps_its_curves_when_it_is_started_again(flags: list[str], tmp_path: Path) -> None:
-    """Also after a fallback: the newest checkpoint is damaged, and the run resumes from the previous one."""
-    save = tmp_path / "checkpoints"
-    flags += ["--eval-iters", "0", "--save", str(save), "--save-interval", "2", "--train-iters", "6"]
-    flags += ["--tensorboard-dir", str(tmp_path / "tb"), "--wandb-project", "x", "--wandb-mode", "offline"]
-    secret = "0123456789" * 4
-    succeeded(pretrain(*flags, *("--exit-interval", "4"), *wandb_to(tmp_path / "1"), WANDB_API_KEY=secret))
-    shards = next((save / "iter_0000004").glob("*.safetensors"))
-    shards.write_bytes(shards.read_bytes()[:-1])
-    on = ["--load", str(save)]
-    out = succeeded(pretrain(*flags, *on, *wandb_to(tmp_path / "2"), WANDB_API_KEY=secret))
-    assert "resuming at iteration 2" in out
-    succeeded(
-        pretrain(*flags, "--load", str(save), "--save", str(tmp_path / "new"), *wandb_to(tmp_path / "3"))
-    )
-
-    first, second, third = (next((tmp_path / part).rglob("*.wandb")) for part in "123")
-    assert first.name == second.name != third.name  # run-ID.wandb
-    assert [iteration for iteration, _ in wandb_points(first)] == [1, 2, 3, 4]
-    assert [iteration for iteration, _ in wandb_points(second)] == [3, 4, 5, 6]
-    assert wandb_points(second)[:2] == wandb_points(first)[2:]
-    for file in tmp_path.rglob("*"):
-        assert not file.is_file() or secret.encode() not in file.read_bytes(), file
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6]
-
-
-def wandb_to(directory: Path) -> tuple[str, str]:
-    return ("--wandb-save-dir", str(directory))
-
-
-def wandb_points(path: Path) -> list[tuple[int, float]]:
-    """The curve "lm loss" of an offline run, by iteration."""
-    from wandb.proto import wandb_internal_pb2
-
-    points = []
-    for content in leveldb_records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content)
-        values = {"/".join([item.key, *item.nested_key]).strip("/"): item for item in record.history.item}
-        if "lm loss" in values:
-            points.append(
-                (json.loads(values["iteration"].value_json), json.loads(values["lm loss"].value_json))
-            )
-    return points
-
-
-def leveldb_records(log: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log (its doc/log_format.md) behind W&B's 7 bytes of header."""
-    position, record = 7, b""
-    while position + 7 <= len(log):
-        if 2**15 - position % 2**15 < 7:  # too little is left of a block for a header: it is padding
-            position += 2**15 - position % 2**15
-            continue
-        size, kind = struct.unpack_from("<HB", log, position + 4)  # after the checksum
-        record += log[position + 7 : position + 7 + size]
-        position += 7 + size
-        if kind in (1, 4):  # FULL or LAST
-            yield record
-            record = b""
+def test_a_run_keeps_its_name_where_it_saves(corpus: str, tmp_path: Path) -> None:
+    """W&B's curves go on in the run of that name; a run that saves elsewhere has another."""
+    resume, names = Resumed(corpus, tmp_path), []
+    for more in (["--exit-interval", "1"], ["--exit-interval", "2"], ["--save", str(tmp_path / "other")]):
+        resume("--train-iters", "3", *more)
+        saved = (tmp_path / ("other" if "--save" in more else "checkpoints")).glob("iter_*/state.json")
+        names.append(json.loads(max(saved).read_text())["progress"]["run"])
+    assert names[0] == names[1] != names[2]
 
 
 @pytest.mark.parametrize("precision", [nightly("--bf16"), "--fp16"])
-def test_a_resumed_run_equals_an_uninterrupted_one(flags: list[str], tmp_path: Path, precision: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
+) -> None:
     """Bit for bit, with dropout, accumulation and (fp16) a moving loss scale."""
     flags = [*flags, precision, "--global-batch-size", "8", "--train-iters", "6"]
     if precision == "--fp16":
         flags += ["--initial-loss-scale", "65536", "--loss-scale-window", "2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    succeeded(pretrain(*flags, "--save", str(whole), "--metrics-file", str(tmp_path / "whole.jsonl")))
-    parted = [*flags, "--save", str(parts), "--load", str(parts)]
-    parted += ["--metrics-file", str(tmp_path / "parts.jsonl")]
-    assert "starting from initial weights" in succeeded(pretrain(*parted, "--exit-interval", "3"))
-    assert "resuming at iteration 3, 24 samples" in succeeded(pretrain(*parted))
-    assert metrics(tmp_path / "whole.jsonl") == metrics(tmp_path / "parts.jsonl")
-    assert metrics(tmp_path / "whole.jsonl", "loss_scale") == metrics(tmp_path / "parts.jsonl", "loss_scale")
+    train_here([*flags, "--save", str(whole), "--metrics-file", str(tmp_path / "whole.jsonl")])
+    flags += ["--save", str(parts), "--load", str(parts), "--metrics-file", str(tmp_path / "parts.jsonl")]
+    said = []
+    for more in (["--exit-interval", "3"], [], []):
+        capsys.readouterr()
+        train_here([*flags, *more])
+        said.append(capsys.readouterr().out)
+    assert "starting from initial weights" in said[0]
+    assert "resuming at iteration 3, 24 samples" in said[1]
+    assert "the run is complete: iteration 6 of 6" in said[2]
+    for name in ("lm_loss", "loss_scale"):
+        assert metrics(tmp_path / "whole.jsonl", name) == metrics(tmp_path / "parts.jsonl", name)
     newest = "iter_0000006/rank_00000.safetensors"
     assert (whole / newest).read_bytes() == (parts / newest).read_bytes()
-    assert "the run is complete: iteration 6 of 6" in succeeded(pretrain(*parted))
 
 
 def test_every_step_drops_out_something_else(tmp_path: Path) -> None:
@@ -220,80 +152,31 @@ def test_every_step_drops_out_something_else(tmp_path: Path) -> None:
     assert len(set(metrics(tmp_path / "none"))) == 1
 
 
-@pytest.mark.nightly
-def test_the_loss_depends_neither_on_processes_nor_on_the_stage(flags: list[str], tmp_path: Path) -> None:
-    """Same samples and dropout, divided differently: equal up to the order of sums."""
-    flags = [*flags, "--micro-batch-size", "2", "--global-batch-size", "12", "--train-iters", "4"]
-    losses = []
-    for processes, stage in ((1, 0), (2, 0), (3, 1), (2, 3)):
-        path = tmp_path / f"{processes}-{stage}.jsonl"
-        done = pretrain(*flags, "--zero-stage", str(stage), "--metrics-file", str(path), processes=processes)
-        succeeded(done)
-        losses.append(metrics(path) + metrics(path, "valid_loss") + metrics(path, "grad_norm"))
-        assert (metrics(path, "intra_node_bytes")[-1] > 0) == (processes > 1)
-    for other in losses[1:]:
-        assert other == pytest.approx(losses[0], rel=1e-5)
-
-
-def test_a_run_resumes_at_another_stage_and_world_size(flags: list[str], tmp_path: Path) -> None:
-    """Saved by two ranks at stage 3, resumed by one at stage 0 and by three at stage 2."""
-    flags = [*flags, "--micro-batch-size", "2", "--global-batch-size", "12", "--train-iters", "4"]
-    save, whole = str(tmp_path / "checkpoints"), tmp_path / "whole.jsonl"
-    succeeded(pretrain(*flags, "--metrics-file", str(whole)))
-    first = pretrain(*flags, "--zero-stage", "3", "--save", save, "--exit-interval", "2", processes=2)
-    succeeded(first)
-    for processes, stage in ((1, 0), (3, 2)):
-        path = tmp_path / f"{processes}.jsonl"
-        resumed = pretrain(
-            *(*flags, "--zero-stage", str(stage), "--load", save, "--metrics-file", str(path)),
-            processes=processes,
-        )
-        assert "resuming at iteration 2" in succeeded(resumed)
-        assert metrics(path) == pytest.approx(metrics(whole)[2:], rel=1e-5)
-
-
 def test_recomputation_does_not_change_the_loss(flags: list[str], tmp_path: Path) -> None:
     runs, full = [], ["--recompute-granularity", "full", "--recompute-method", "uniform"]
     for name, extra in (("stored", []), ("selective", ["--recompute-activations"]), ("full", full)):
         path = tmp_path / f"{name}.jsonl"
-        succeeded(pretrain(*flags, *extra, "--train-iters", "4", "--metrics-file", str(path)))
+        train_here([*flags, *extra, "--train-iters", "3", "--eval-iters", "0", "--metrics-file", str(path)])
         runs.append(metrics(path))
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_the_batch_ramps_up_and_the_run_ends_at_its_samples(flags: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    flags += ["--global-batch-size", "12", "--rampup-batch-size", "4", "4", "24", "--train-samples", "60"]
-    succeeded(pretrain(*flags, "--metrics-file", str(path)))
-    # 4 samples a step for the first 12, 8 for the next 12 (which end inside a step), then 12.
-    assert metrics(path, "global_batch_size") == [4, 4, 4, 8, 8, 12, 12]
-    assert metrics(path, "consumed_samples") == [4, 8, 12, 20, 28, 40, 52]
-
-
 def test_full_validation_reads_each_window_once(flags: list[str], tmp_path: Path) -> None:
     """The same loss for any micro-batch size, which need not divide the number of windows."""
+    flags += ["--full-validation", "--global-batch-size", "5", "--split", "98,1,1", "--train-iters", "1"]
     losses = []
     for size in ("1", "5"):
         path = tmp_path / f"{size}.jsonl"
-        succeeded(
-            pretrain(
-                *flags,
-                *("--full-validation", "--micro-batch-size", size, "--global-batch-size", "5"),
-                *("--split", "98,1,1"),
-                *("--train-iters", "1", "--metrics-file", str(path)),
-            )
-        )
+        train_here([*flags, "--micro-batch-size", size, "--metrics-file", str(path)])
         losses.append(metrics(path, "valid_loss")[0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_time_limit_saves_and_exits(flags: list[str], tmp_path: Path) -> None:
-    save = tmp_path / "checkpoints"
-    out = succeeded(
-        pretrain(*flags, "--train-iters", "100000", "--exit-duration-in-mins", "0.01", "--save", str(save))
-    )
-    assert "--exit-duration-in-mins 0.01" in out
-    assert (save / "latest_checkpointed_iteration.txt").exists()
+    limit = ["--train-iters", "100000", "--exit-duration-in-mins", "0.01"]
+    ending = train_here([*flags, *limit, "--save", str(tmp_path)])
+    assert (ending.stop.status, str(ending.stop)) == (0, "--exit-duration-in-mins 0.01")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == f"{ending.iteration}\n"
 
 
 @pytest.mark.nightly
@@ -307,31 +190,15 @@ def test_a_time_limit_counts_from_the_start_of_the_process(flags: list[str]) -> 
     assert re.search(r"exiting at iteration [12]: --exit-duration-in-mins", out)
 
 
-def test_finetuning_takes_weights_and_starts_over(flags: list[str], tmp_path: Path) -> None:
-    save = str(tmp_path / "checkpoints")
-    flags = [*flags, "--metrics-file", str(tmp_path / "m.jsonl")]
-    succeeded(pretrain(*flags, "--train-iters", "20", "--save", save, "--save-interval", "10"))
-    before = metrics(tmp_path / "m.jsonl", "valid_loss")
-    out = succeeded(pretrain(*flags, "--train-iters", "1", "--load", save, "--finetune"))
-    assert "starting at iteration 0" in out
-    after = metrics(tmp_path / "m.jsonl", "valid_loss")[len(before) :]
-    assert after[0] == pytest.approx(before[-1], rel=1e-6)
-    out = succeeded(pretrain(*flags, "--train-iters", "12", "--load", save, "--ckpt-step", "10"))
-    assert "resuming at iteration 10" in out
-
-
-def test_text_is_sampled_and_curves_are_drawn(flags: list[str], tmp_path: Path) -> None:
-    save, curve = str(tmp_path / "checkpoints"), tmp_path / "metrics.jsonl"
-    succeeded(pretrain(*flags, "--train-iters", "3", "--save", save, "--metrics-file", str(curve)))
-    sample = ["megatron_zpp.commands.sample", "--load", save, "--prompt", "100 101", "--max-new-tokens", "5"]
-    first = succeeded(program(*sample))
-    assert "--- sample 1 ---\n100 101" in first
-    greedy, other = (succeeded(program(*sample, "--temperature", "0", "--seed", seed)) for seed in ("4", "5"))
-    assert greedy == other
-    picture = tmp_path / "deep" / "loss.png"
-    succeeded(program("megatron_zpp.commands.plot", str(curve), "--output", str(picture)))
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    curve.write_text("not json\n")
-    done = program("megatron_zpp.commands.plot", curve, "--output", picture)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "metrics.jsonl:1" in done.stderr
+def test_finetuning_takes_weights_and_starts_over(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save, file = str(tmp_path / "checkpoints"), tmp_path / "m.jsonl"
+    flags = [*flags, "--metrics-file", str(file)]
+    train_here([*flags, "--train-iters", "4", "--save", save, "--save-interval", "2"])
+    before = metrics(file, "valid_loss")
+    train_here([*flags, "--train-iters", "1", "--load", save, "--finetune"])
+    assert "starting at iteration 0" in capsys.readouterr().out
+    assert metrics(file, "valid_loss")[len(before)] == pytest.approx(before[-1], rel=1e-6)
+    train_here([*flags, "--train-iters", "3", "--load", save, "--ckpt-step", "2"])
+    assert "resuming at iteration 2" in capsys.readouterr().out

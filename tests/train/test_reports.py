@@ -1,4 +1,4 @@
-"""The report of a real run: its plan, its traffic and its traced steps, from the files that it left."""
+"""The report of a real run: its plan and its traffic, from the files that it left."""
 
 from pathlib import Path
 
@@ -22,8 +22,6 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     done = pretrain(
         *(*flags, "--save", str(directory / "save"), "--metrics-file", str(directory / "metrics.jsonl")),
-        *("--profile", "--profile-step-start", "2", "--profile-step-end", "3"),
-        *("--profile-dir", str(directory / "profile")),
         processes=4,
     )
     assert done.returncode == 0, done.stderr
@@ -31,30 +29,20 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_report_compares_the_run_with_its_plan(left: Path) -> None:
-    trace = str(left / "profile" / "rank0.trace.json.gz")
-    report = make_report(
-        ReportConfig(metrics=str(left / "metrics.jsonl"), checkpoint=str(left / "save"), trace=trace)
-    )
+    report = make_report(ReportConfig(metrics=str(left / "metrics.jsonl"), checkpoint=str(left / "save")))
     assert report.iterations == 4
     assert [row.note for row in report.traffic] == ["equal", "equal"]
     assert int(report.traffic[1].measured.replace(",", "")) > 0
     assert report.memory[-1].what == "peak"
     assert ("--zero-stage", "3", True) in [(each.flag, each.value, each.changed) for each in report.settings]
-    assert report.lanes
     page = left / "new" / "report.html"
     done = program(
         *("megatron_zpp.commands.report", str(left / "metrics.jsonl"), "--checkpoint", str(left / "save")),
-        *("--trace", trace, "--x", "tokens", "--output", str(page)),
+        *("--x", "tokens", "--output", str(page)),
     )
     assert done.returncode == 0, done.stderr
     text = page.read_text()
-    for said in (
-        "--zero-stage 3",
-        "Traced steps",
-        "forward backward",
-        "inside nodes",
-        "on a CPU the whole process",
-    ):
+    for said in ("--zero-stage 3", "forward backward", "inside nodes", "on a CPU the whole process"):
         assert said in text
 
 
@@ -63,7 +51,6 @@ def test_a_report_compares_the_run_with_its_plan(left: Path) -> None:
     [
         ("--checkpoint nowhere", 1, "--checkpoint nowhere: "),
         ("--ckpt-step 3", 2, "--ckpt-step 3: needs --checkpoint DIRECTORY"),
-        ("--trace pyproject.toml", 1, "pyproject.toml: not a trace of --profile, or one without work"),
     ],
 )
 def test_bad_command_lines(left: Path, argv: str, status: int, said: str) -> None:

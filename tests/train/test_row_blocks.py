@@ -2,34 +2,7 @@
 
 import re
 
-import pytest
-
-from megatron_zpp.config.root import parse_args
 from tests.support import pretrain
-
-RUN = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 3 --hidden-size 32 --bf16 "
-    "--num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 "
-    "--lr 1e-3 --log-interval 1 --eval-iters 1 --eval-interval 2 --num-workers 0 --zero-stage 3 "
-    "--zero-quantized-weights --zero-hpz-partition-size auto --zero-quantized-gradients "
-    "--recompute-granularity full --recompute-method uniform"
-).split()
-BLOCKS = ("--zero-table-rows", "60")
-
-
-def test_tensor_ranks_are_refused_with_the_flag_that_is_right() -> None:
-    flags = [*RUN, *BLOCKS, "--tensor-model-parallel-size", "2"]
-    with pytest.raises(
-        ValueError, match=r"^--zero-table-rows 60: needs --tensor-model-parallel-size 1, not 2: "
-    ):
-        parse_args(flags)
-
-
-@pytest.mark.parametrize("rows", ["0", "-5", "many"])
-def test_blocks_have_rows(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((SystemExit, ValueError)) as refused:
-        parse_args([*RUN, f"--zero-table-rows={rows}"])
-    assert "--zero-table-rows" in capsys.readouterr().err + str(refused.value)
 
 
 def test_a_dry_run_recommends_blocks_and_plans_them() -> None:

@@ -28,9 +28,3 @@ def test_every_run_with_save_writes_the_file_that_repeats_it(
     saved, again = parse_args(["--config", file]), parse_args(["--config", f"again/{RUN_FILE}"])
     assert saved.model == again.model
     assert (saved.checkpoint.save, again.checkpoint.save) == ("run", "again")
-
-
-def test_a_run_without_save_writes_none(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train_here(["--data-path", corpus, *BYTES, *TINY, *SMALLEST, "--train-iters", "1"])
-    assert list(tmp_path.iterdir()) == []

@@ -12,22 +12,12 @@ from tests.support import Run, pretrain, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, Resumed, train_here
 
+RUN = ["--split", "100,0,0", *BYTES, *TINY, *SMALLEST]
+
 
 def test_a_second_run_is_refused_and_a_killed_one_is_not_in_the_way(corpus: str, tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
-    flags = [
-        "--data-path",
-        corpus,
-        "--split",
-        "100,0,0",
-        *BYTES,
-        *TINY,
-        *SMALLEST,
-        "--save",
-        str(save),
-        "--load",
-        str(save),
-    ]
+    flags = ["--data-path", corpus, *RUN, "--save", str(save), "--load", str(save)]
     with Run(tmp_path / "first", 1) as first:
         first.start(0, *flags, "--train-iters", "1000000")
         wait_until((save / RUN_FILE).exists)
@@ -49,19 +39,7 @@ def test_a_run_that_was_taken_over_saves_nothing_more(
     corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save = tmp_path / "checkpoints"
-    flags = [
-        "--data-path",
-        corpus,
-        "--split",
-        "100,0,0",
-        *BYTES,
-        *TINY,
-        *SMALLEST,
-        "--save",
-        str(save),
-        "--train-iters",
-        "9",
-    ]
+    flags = ["--data-path", corpus, *RUN, "--save", str(save), "--train-iters", "9"]
     with Lease(save, print, 0.3) as lease:
         other = tmp_path / "other"
         other.write_bytes(Holder.of_this_process().encode())

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.train.resume.model_changes import product_changes
-from megatron_zpp.train.resume.setting_changes import setting_changes
+from megatron_zpp.train.resume.changes import matmul_changes, setting_changes
 from tests.config.command_line import MINIMAL
 from tests.train.in_process import Resumed, of
 
@@ -43,15 +41,16 @@ def test_nothing_is_said_where_nothing_changed(
 def test_other_formats_and_algorithms_of_matmuls_are_said(before: bool, now: bool) -> None:
     """As after runs that --fp8-products or --gemm-algorithms measured chose them for."""
     saved = {"precision": {"fp8": before, "fp8_products": "measured"}}
+    present = {fp8: {"precision": {"fp8": fp8}} for fp8 in (False, True)}
     given = {True: "given", False: "not given"}
     formats = (
         f" WARNING: --fp8 was {given[before]} and is {given[now]}: products of layers are of other formats"
     )
-    assert product_changes(saved, PrecisionConfig(bf16=True, fp8=now)) == [formats]
-    assert product_changes(saved, PrecisionConfig(bf16=True, fp8=before)) == []
+    assert matmul_changes(saved, present[now]) == [formats]
+    assert matmul_changes(saved, present[before]) == []
     saved = {"compilation": {"gemm_algorithms": "measured"}}
     algorithms = " WARNING: --gemm-algorithms was measured and is retired: bits may differ"
-    assert product_changes(saved, PrecisionConfig()) == [algorithms]
+    assert matmul_changes(saved, present[False]) == [algorithms]
 
 
 def test_retired_settings_are_said_where_something_else_happens_now() -> None:

@@ -1,35 +1,22 @@
 """What ranks ask of the storage of checkpoints at a start: as much with many checkpoints as with few."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from megatron_zpp.checkpoint.directory import TRACKER, checkpoint_name
+from megatron_zpp.checkpoint.directory import checkpoint_name
 from megatron_zpp.checkpoint.manifest import MARKER
-from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.run import CheckpointConfig
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.location import location
 from megatron_zpp.storage.objects import path as object_path
-from megatron_zpp.train.resume import restore
 from megatron_zpp.train.resume import start as start_of_run
 from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
-from megatron_zpp.train.schedule.run_schedule import RunSchedule
-from tests.checkpoint.saving import TOKENIZER, save, small
 from tests.object_server import BUCKET, object_server
-from tests.zero.ranks import on_ranks
 
 URL = f"s3://{BUCKET}/checkpoints"
 CHECKPOINTS = 40
 MODEL: Any = None  # no check of a --load that is no published model reads it
-FLAGS = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --num-layers 2 --hidden-size 32 "
-    "--num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --train-iters 9 --lr 1"
-).split()
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +36,6 @@ def requests() -> Iterator[list[str]]:
     [
         {"save": URL},
         {"save": URL, "ckpt_step": CHECKPOINTS},
-        {"save": f"s3://{BUCKET}/other"},
-        {"save": f"s3://{BUCKET}/other", "ckpt_step": 7},
         {"save": f"s3://{BUCKET}/other", "finetune": True},
     ],
 )
@@ -89,30 +74,3 @@ def test_a_lost_marker_costs_one_more_request(requests: list[str]) -> None:
         read_arguments(URL, CHECKPOINTS)
     (lost / "state.json").unlink()
     (lost / MARKER).write(b"")
-
-
-def looks_after_a_load(topology: Topology, directory: str) -> tuple[list[str], int]:
-    """Warnings of a lost checkpoint in the log of a rank, and how often the rank has looked for it."""
-    engine, looks = small(topology=topology, zero_stage=3), []
-    config = parse_args([*FLAGS, "--load", directory])
-    for iteration in (1, 2):
-        path = save(Path(directory), engine, Progress(iteration, iteration), config=config.to_json())
-    store = dist.distributed_c10d._get_default_store()
-    if topology.rank == 0:
-        (path / MARKER).unlink()
-    dist.barrier()
-    look = restore.lost_newest
-    restore.lost_newest = lambda where: looks.append(where) or look(where)
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, topology.world_size)
-    try:
-        start = restore.restore(config, engine, TOKENIZER, store, schedule)
-    finally:
-        restore.lost_newest = look
-    return [line for line in start.lines if TRACKER in line], len(looks)
-
-
-def test_one_rank_looks_for_a_lost_checkpoint(tmp_path: Path) -> None:
-    (warnings, looks), others = on_ranks(2, looks_after_a_load, str(tmp_path))
-    assert len(warnings) == 1
-    assert "iter_0000002" in warnings[0]
-    assert (looks, others) == (1, (warnings, 0))

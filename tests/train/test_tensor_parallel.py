@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ import torch
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train.loop import seed_dropout
 from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.train.setup.device import prepare_device
 from tests.support import nightly, pretrain
+from tests.train.in_process import of
 from tests.zero.ranks import on_ranks
 from tests.zero.test_tensor_parallel import (
     GPT_2,
@@ -81,77 +84,74 @@ def test_graphs_compute_beside_exchanges_and_learn_what_one_process_does() -> No
     check(case, on_ranks(2, compiled, case)[0], rel=1e-6)
 
 
-def losses(file: Path) -> list[float]:
+def trained(ranks: int, file: Path, *flags: str) -> tuple[list[dict[str, Any]], str]:
+    """The records of the steps of a run, and what it said."""
+    done = pretrain(*FLAGS, *flags, "--metrics-file", str(file), processes=ranks)
+    assert done.returncode == 0, done.stderr
     records = map(json.loads, file.read_text().splitlines())
-    return [record["lm_loss"] for record in records if "lm_loss" in record]  # others are evaluations
+    return [record for record in records if "lm_loss" in record], done.stdout  # others are evaluations
 
 
-@pytest.mark.parametrize(
-    "more", ["", "--sample-prompt 7 --sample-tokens 3 --position-embedding-type rope --swiglu"]
-)
-def test_a_run_learns_what_one_rank_does(more: str, tmp_path: Path) -> None:
-    """Same samples in the same order, with data ranks beside tensor ranks, ZeRO and compiled layers."""
-    runs = {1: (), 4: ("--tensor-model-parallel-size", "2", "--zero-stage", "3")}
-    for ranks, flags in runs.items():
-        file = tmp_path / f"{ranks}.jsonl"
-        done = pretrain(*FLAGS, *more.split(), *flags, "--metrics-file", str(file), processes=ranks)
-        assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "4.jsonl") == pytest.approx(losses(tmp_path / "1.jsonl"), rel=1e-6)
-    assert "2 data ranks × 2 tensor ranks" in done.stdout
+@pytest.mark.parametrize("stage", [nightly("0"), "3"])
+def test_a_run_learns_what_one_rank_does(stage: str, tmp_path: Path) -> None:
+    """Same samples in the same order, with data ranks beside tensor ranks.
+
+    Norms of weights and weighted losses count replicated parameters once; so does a second learning rate.
+    """
+    flags = "--sample-prompt 7 --position-embedding-type rope --swiglu".split()
+    flags += "--log-params-norm --decoupled-lr 2e-3".split()
+    flags += ["--calculate-per-token-loss", "--eod-mask-loss"]  # losses have weights with both
+    shared = ["--tensor-model-parallel-size", "2", "--zero-stage", stage]
+    alone, _ = trained(1, tmp_path / "1", *flags)
+    four, said = trained(4, tmp_path / "4", *flags, *shared)
+    assert "2 data ranks × 2 tensor ranks" in said
+    for key in ("lm_loss", "grad_norm", "params_norm"):
+        assert of(four, key) == pytest.approx(of(alone, key), rel=1e-6), key
 
 
 @pytest.mark.nightly
 def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) -> None:
     """Saved by 2 data × 2 tensor ranks; 1 rank, 4 tensor ranks or 4 data ranks continue with equal losses."""
-    save = ["--save", str(tmp_path / "whole"), "--save-interval", "3"]
-    shared = ["--tensor-model-parallel-size", "2", "--zero-stage", "3"]
-    file = tmp_path / "whole.jsonl"
-    assert pretrain(*FLAGS, *save, *shared, "--metrics-file", str(file), processes=4).returncode == 0
-    expected = losses(file)
+    save, shared = str(tmp_path / "whole"), ["--tensor-model-parallel-size", "2", "--zero-stage", "3"]
+    whole, _ = trained(4, tmp_path / "0", "--save", save, "--save-interval", "3", *shared)
     for ranks, flags in (
         (1, ()),
         (4, ("--tensor-model-parallel-size", "4")),
         (4, ("--zero-stage", "1")),
         (2, ("--tensor-model-parallel-size", "2", "--zero-stage", "2")),
     ):
-        resumed = tmp_path / f"{ranks}{len(flags)}{flags[-1:]}.jsonl"
-        load = ["--load", str(tmp_path / "whole"), "--ckpt-step", "3", "--metrics-file", str(resumed)]
-        done = pretrain(*FLAGS, *load, *flags, processes=ranks)
-        assert done.returncode == 0, done.stderr
-        assert losses(resumed) == pytest.approx(expected[3:], rel=1e-6)
+        file = tmp_path / f"{ranks}{len(flags)}{flags[-1:]}"
+        resumed, _ = trained(ranks, file, "--load", save, "--ckpt-step", "3", *flags)
+        assert of(resumed, "lm_loss") == pytest.approx(of(whole, "lm_loss")[3:], rel=1e-6)
 
 
 def test_a_run_may_compute_beside_exchanges_and_resume_without(tmp_path: Path) -> None:
     """Two tensor ranks, with a text and an evaluation; one rank resumes the run."""
-    run = [
-        *FLAGS,
-        "--sample-prompt",
-        "7",
-        "--sample-tokens",
-        "3",
-        "--save",
-        str(tmp_path / "run"),
-        "--save-interval",
-        "3",
-    ]
-    resumed = ["--load", str(tmp_path / "run"), "--ckpt-step", "3", "--save", str(tmp_path / "other")]
+    run, text = str(tmp_path / "run"), "--sample-prompt 7 --save-interval 3".split()
     overlap = ["--tensor-model-parallel-size", "2", "--tp-comm-overlap", "--zero-stage", "2"]
-    for ranks, flags in ((2, overlap), (1, resumed)):
-        done = pretrain(*run, *flags, "--metrics-file", str(tmp_path / f"{ranks}.jsonl"), processes=ranks)
-        assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "1.jsonl") == pytest.approx(losses(tmp_path / "2.jsonl")[3:], rel=1e-6)
+    first, _ = trained(2, tmp_path / "2", *text, "--save", run, *overlap)
+    load = ["--load", run, "--ckpt-step", "3", "--save", str(tmp_path / "other")]
+    resumed, _ = trained(1, tmp_path / "1", *text, *load)
+    assert of(resumed, "lm_loss") == pytest.approx(of(first, "lm_loss")[3:], rel=1e-6)
 
 
+def test_masks_of_dropout_depend_on_seed_sample_and_tensor_rank_alone() -> None:
+    def mask(*arguments: int) -> list[float]:
+        seed_dropout(*arguments)
+        return torch.rand(4).tolist()
+
+    assert mask(7, 3, 0) == mask(7, 3, 0)
+    assert len({tuple(mask(*each)) for each in ((7, 3, 0), (7, 3, 1), (7, 3, 2), (7, 4, 0), (8, 3, 0))}) == 5
+
+
+@pytest.mark.nightly
 def test_a_resumed_run_drops_out_what_the_first_would_have(tmp_path: Path) -> None:
-    """The masks of tensor ranks depend on the seed and consumed samples: equal losses, to the bit."""
-    dropout = "--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 4 --eval-iters 0".split()
-    shared = [*FLAGS, *dropout, "--tensor-model-parallel-size", "2", "--zero-stage", "2"]
-    first = [*shared, "--save", str(tmp_path / "run"), "--save-interval", "2"]
-    resumed = [*shared, "--load", str(tmp_path / "run"), "--ckpt-step", "2"]
-    for name, flags in (("first", first), ("resumed", resumed)):
-        done = pretrain(*flags, "--metrics-file", str(tmp_path / name), processes=2)
-        assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "first")[2:]
+    """Equal losses, to the bit."""
+    shared = "--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 4 --eval-iters 0".split()
+    shared += ["--tensor-model-parallel-size", "2", "--zero-stage", "2"]
+    first, _ = trained(2, tmp_path / "1", *shared, "--save", str(tmp_path / "run"), "--save-interval", "2")
+    resumed, _ = trained(2, tmp_path / "2", *shared, "--load", str(tmp_path / "run"), "--ckpt-step", "2")
+    assert of(resumed, "lm_loss") == of(first, "lm_loss")[2:]
 
 
 def shares(topology: Topology) -> list[tuple[bool, bool]]:
@@ -173,28 +173,7 @@ def test_layers_are_shared_as_the_flag_says() -> None:
 @pytest.mark.nightly
 def test_8_bit_products_of_shared_layers_learn_alike(tmp_path: Path) -> None:
     """Each rank scales its own part of a tensor, so that losses agree within the formats' rounding."""
-    wide = ["--hidden-size", "64", "--bf16", "--fp8", "--train-iters", "3", "--eval-iters", "0"]
-    runs = {1: (), 2: ("--tensor-model-parallel-size", "2", "--zero-stage", "1")}
-    for ranks, flags in runs.items():
-        file = ["--metrics-file", str(tmp_path / f"{ranks}.jsonl")]
-        assert pretrain(*FLAGS, *wide, *flags, *file, processes=ranks).returncode == 0
-    assert losses(tmp_path / "2.jsonl") == pytest.approx(losses(tmp_path / "1.jsonl"), rel=2**-8)
-
-
-@pytest.mark.parametrize("stage", [nightly("0"), "3"])
-def test_what_is_counted_over_ranks_counts_replicated_parameters_once(stage: str, tmp_path: Path) -> None:
-    """Norms of weights, zero gradients and weighted losses are one rank's; so is a second learning rate."""
-    asked = "--log-params-norm --log-num-zeros-in-grad --decoupled-lr 2e-3".split()
-    asked += ["--calculate-per-token-loss", "--eod-mask-loss"]  # losses have weights with both
-    runs = {1: (), 4: ("--tensor-model-parallel-size", "2", "--zero-stage", stage)}
-    records = {}
-    for ranks, flags in runs.items():
-        file = tmp_path / f"{ranks}.jsonl"
-        done = pretrain(*FLAGS, *asked, *flags, "--metrics-file", str(file), processes=ranks)
-        assert done.returncode == 0, done.stderr
-        found = map(json.loads, file.read_text().splitlines())
-        records[ranks] = [record for record in found if "lm_loss" in record]
-    for one, four in zip(records[1], records[4], strict=True):
-        for key in ("lm_loss", "grad_norm", "params_norm"):
-            assert four[key] == pytest.approx(one[key], rel=1e-6), key
-        assert four["num_zeros"] == one["num_zeros"] > 0
+    wide = "--hidden-size 64 --bf16 --fp8 --train-iters 3 --eval-iters 0".split()
+    alone, _ = trained(1, tmp_path / "1", *wide)
+    shared, _ = trained(2, tmp_path / "2", *wide, "--tensor-model-parallel-size", "2", "--zero-stage", "1")
+    assert of(shared, "lm_loss") == pytest.approx(of(alone, "lm_loss"), rel=2**-8)

@@ -14,7 +14,6 @@ from megatron_zpp.config.legacy.deepspeed_keys import (
     Obeyed,
     Off,
     Only,
-    Rule,
 )
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.sources.provided import Provided
@@ -143,7 +142,7 @@ def _flatten(file: str, values: dict[str, Any], block: str = "") -> Iterator[tup
     for name, value in values.items():
         path = f"{block}{name}"
         if path in KEYS and "." not in name:
-            if value is not None and (value != AUTO or _lists(KEYS[path])):
+            if value is not None and not (value == AUTO and isinstance(KEYS[path], Obeyed | Only)):
                 yield path, value
         elif path not in _BLOCKS or "." in name:
             raise option_error(FLAG, file, f"{shown_key(path)}: {_unknown(path)}")
@@ -151,11 +150,6 @@ def _flatten(file: str, values: dict[str, Any], block: str = "") -> Iterator[tup
             yield from _flatten(file, value, f"{path}.")
         elif value is not None:
             raise option_error(FLAG, file, f"{path} {shown(value)}: must be an object")
-
-
-def _lists(rule: Rule) -> bool:
-    """Return whether a key with this rule is reported or refused whatever its value is."""
-    return not isinstance(rule, Obeyed | Only)
 
 
 def _unknown(path: str) -> str:

@@ -5,7 +5,10 @@ Names and meanings are those of DeepSpeed's configuration reference and of its p
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
+
+from megatron_zpp.config.options import flag_name
 
 Settings = Mapping[str, Any]  # values by field path, such as {"zero.zero_stage": 3}
 Kind = Literal["a whole number", "a number", "true or false", "text", "a list of two numbers"]
@@ -52,20 +55,14 @@ class Idle:
 Rule = Obeyed | Only | Off | Refused | Idle
 
 
-def _sets(field_path: str, kind: Kind, flag: str) -> Obeyed:
+def _sets(field_path: str, kind: Kind, flag: str = "") -> Obeyed:
+    """A key that has the meaning of a field, and of its flag."""
+    flag = flag or flag_name(field_path.partition(".")[2])
     return Obeyed(flag, kind, lambda value: {field_path: value})
 
 
-def _whole(field_path: str, flag: str) -> Obeyed:
-    return _sets(field_path, "a whole number", flag)
-
-
-def _number(field_path: str, flag: str) -> Obeyed:
-    return _sets(field_path, "a number", flag)
-
-
-def _switch(field_path: str, flag: str) -> Obeyed:
-    return _sets(field_path, "true or false", flag)
+_whole, _number = partial(_sets, kind="a whole number"), partial(_sets, kind="a number")
+_switch = partial(_sets, kind="true or false")
 
 
 def _hpz(size: int) -> Settings:
@@ -117,15 +114,6 @@ def _batch(field_path: str, flag: str) -> Obeyed:
     return Obeyed(flag, "a whole number", settings)
 
 
-_BUFFERS = "buffers hold one unit, such as a layer"
-_MEAN = "the loss is divided by the number of ranks before backward"
-_DISK = "states are not offloaded to disks"
-_PRINTS = "only prints; the log has throughput, MFU and bytes"
-_ONE_FORM = "there is only one implementation"
-_NO_PARALLEL = "there is no pipeline, context or expert parallelism"
-_TENSOR = "--tensor-model-parallel-size sets tensor parallelism, with one implementation"
-_PARTITIONED = "with tensor parallelism, what recomputation starts from is always split over tensor ranks"
-
 ONLY_PRINTS = ("steps_per_print",)  # keys that are obeyed unless a flag says otherwise
 BATCH_SIZE = "train_batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
@@ -134,37 +122,15 @@ _TOP: dict[str, Rule] = {
     BATCH_SIZE: _batch("training.global_batch_size", "--global-batch-size"),
     "train_micro_batch_size_per_gpu": _batch("training.micro_batch_size", "--micro-batch-size"),
     ACCUMULATION: _batch("", "--global-batch-size"),
-    "steps_per_print": _whole("logging.log_interval", "--log-interval"),
-    "gradient_clipping": _number("optimizer.clip_grad", "--clip-grad"),
+    "steps_per_print": _whole("logging.log_interval"),
+    "gradient_clipping": _number("optimizer.clip_grad"),
     "communication_data_type": Obeyed("--grad-reduce-in-bf16", "text", _communication),
-    "prescale_gradients": Idle(_MEAN),
-    "gradient_predivide_factor": Idle(_MEAN),
     "gradient_allreduce_op": Only(("mean",), "the gradient is the mean over all samples; omit it"),
     "data_types.grad_accum_dtype": Only(("fp32",), "gradients accumulate in fp32; omit it"),
     "scheduler": Refused(
         "DeepSpeed's schedules are one step behind; use --lr-decay-style constant for WarmupLR, linear for "
         "WarmupDecayLR or cosine for WarmupCosineLR, with --lr-warmup-iters and --lr-decay-iters"
     ),
-    "sparse_gradients": Idle("no gradient is sparse"),
-    "zero_allow_untested_optimizer": Idle("AdamW is the only optimizer"),
-    "zero_force_ds_cpu_optimizer": Idle("AdamW is the only optimizer"),
-    "managed_gradient_accumulation": Idle("micro-batches are counted here"),
-    "seq_parallel_comm_data_type": Idle(_NO_PARALLEL),
-    "use_data_before_expert_parallelism": Idle(_NO_PARALLEL),
-    "pipeline": Idle(_NO_PARALLEL),
-    "disable_allgather": Idle(_ONE_FORM),
-    "dataloader_drop_last": Idle("every batch is whole"),
-    "vocabulary_size": Idle("the tokenizer determines it"),
-    "wall_clock_breakdown": Idle(_PRINTS),
-    "memory_breakdown": Idle(_PRINTS),
-    "dump_state": Idle(_PRINTS),
-    "log_level": Idle(_PRINTS),
-    "timers": Idle(_PRINTS),
-    "comms_logger": Idle(_PRINTS),
-    "flops_profiler": Idle(_PRINTS),
-    "graph_harvesting": Idle("affects speed only"),
-    "compile": Idle("affects speed only"),
-    "aio": Idle(_DISK),
 }
 
 _BLOCKS: dict[str, Rule] = {
@@ -189,18 +155,11 @@ _BLOCKS: dict[str, Rule] = {
     "compression_training": Refused("weights are neither pruned nor trained in few bits; omit it"),
     "quantize_training": Refused("weights are not trained in few bits; omit it"),
     "tensor_parallel.autotp_size": Only((0, 1), "use --tensor-model-parallel-size"),
-    **{
-        f"tensor_parallel.{key}": Idle(_TENSOR)
-        for key in ("preset_model", "vocab_parallel_lm_head", "partition_config")
-    },
-    "tensor_parallel.tp_overlap_comm": Idle("--tp-comm-overlap sets how tensor ranks exchange activations"),
     "sequence_parallel_size": Only((1,), "every rank computes whole samples; omit it"),
     "checkpoint.load_universal": Only((False,), "every checkpoint loads at any number of ranks"),
     "checkpoint.use_node_local_storage": Only(
         (False,), "every rank must be able to read all of --load; omit it"
     ),
-    "checkpoint.tag_validation": Idle("all ranks take part in every checkpoint"),
-    "checkpoint.parallel_write": Idle("every rank writes its own shards"),
 }
 
 _REPORTS: dict[str, Rule] = {
@@ -209,48 +168,42 @@ _REPORTS: dict[str, Rule] = {
     "tensorboard.job_name": Obeyed("--tensorboard-dir", "text", lambda text: {}),
     "wandb.enabled": Obeyed("--wandb-project", "true or false", lambda on: {}),
     "wandb.project": Obeyed("--wandb-project", "text", lambda text: {}),
-    "wandb.team": _sets("logging.wandb_entity", "text", "--wandb-entity"),
-    "wandb.group": Idle("--wandb-exp-name distinguishes runs"),
+    "wandb.team": _sets("logging.wandb_entity", "text"),
 }
 
 _OPTIMIZER: dict[str, Rule] = {
     "optimizer.type": Obeyed("none: AdamW is the only one", "text", _adamw),
-    "optimizer.params.lr": _number("learning_rate.lr", "--lr"),
+    "optimizer.params.lr": _number("learning_rate.lr"),
     "optimizer.params.betas": Obeyed("--adam-beta1 --adam-beta2", "a list of two numbers", _betas),
-    "optimizer.params.eps": _number("optimizer.adam_eps", "--adam-eps"),
-    "optimizer.params.weight_decay": _number("optimizer.weight_decay", "--weight-decay"),
+    "optimizer.params.eps": _number("optimizer.adam_eps"),
+    "optimizer.params.weight_decay": _number("optimizer.weight_decay"),
     "optimizer.params.adam_w_mode": Only((True,), "weight decay is decoupled, as in AdamW; omit it"),
     "optimizer.params.bias_correction": Only((True,), "AdamW corrects the bias of its moments; omit it"),
     "optimizer.params.amsgrad": Only((False,), "AMSGrad is not available; omit it"),
     "optimizer.params.max_grad_norm": Refused("use gradient_clipping or --clip-grad"),
-    "optimizer.params.torch_adam": Idle("--fused-backend selects the AdamW implementation"),
-    "optimizer.legacy_fusion": Idle(_ONE_FORM),
 }
 
 _PRECISION: dict[str, Rule] = {
-    "fp16.enabled": _switch("precision.fp16", "--fp16; false without another format is --fp32"),
+    "fp16.enabled": _switch("precision.fp16", flag="--fp16; false without another format is --fp32"),
     "fp16.loss_scale": Obeyed("--loss-scale; 0 is dynamic", "a number", _loss_scale),
     "fp16.initial_scale_power": Obeyed("--initial-loss-scale", "a whole number", _initial_scale),
-    "fp16.loss_scale_window": _whole("precision.loss_scale_window", "--loss-scale-window"),
-    "fp16.hysteresis": _whole("precision.hysteresis", "--hysteresis"),
-    "fp16.min_loss_scale": _number("precision.min_loss_scale", "--min-loss-scale"),
+    "fp16.loss_scale_window": _whole("precision.loss_scale_window"),
+    "fp16.hysteresis": _whole("precision.hysteresis"),
+    "fp16.min_loss_scale": _number("precision.min_loss_scale"),
     "fp16.consecutive_hysteresis": Only((False,), "a window without overflow restores it; omit it"),
-    "fp16.auto_cast": Idle("inputs are token ids"),
-    "fp16.fused_mode": Idle(_ONE_FORM),
     "fp16.fp16_master_weights_and_grads": Only((False,), "master weights are fp32; omit it"),
-    "bf16.enabled": _switch("precision.bf16", "--bf16; false without another format is --fp32"),
+    "bf16.enabled": _switch("precision.bf16", flag="--bf16; false without another format is --fp32"),
     "bf16.bf16_master_weights_and_grads": Only((False,), "master weights are fp32; omit it"),
     "bf16.bf16_optimizer_states": Only((False,), "AdamW's moments are fp32; omit it"),
-    "bf16.immediate_grad_update": Idle(_ONE_FORM),
 }
 
 _ZERO: dict[str, Rule] = {
-    "stage": _whole("zero.zero_stage", "--zero-stage"),
-    "zero_quantized_weights": _switch("zero.zero_quantized_weights", "--zero-quantized-weights"),
+    "stage": _whole("zero.zero_stage"),
+    "zero_quantized_weights": _switch("zero.zero_quantized_weights"),
     "zero_hpz_partition_size": Obeyed("--zero-hpz-partition-size", "a whole number", _hpz),
-    "zero_quantized_gradients": _switch("zero.zero_quantized_gradients", "--zero-quantized-gradients"),
+    "zero_quantized_gradients": _switch("zero.zero_quantized_gradients"),
     "offload_optimizer.device": Obeyed("--zero-offload-optimizer", "text", _offload),
-    "cpu_offload": _switch("zero.zero_offload_optimizer", "--zero-offload-optimizer"),
+    "cpu_offload": _switch("zero.zero_offload_optimizer"),
     "offload_optimizer.ratio": Only((1.0,), "all optimizer states are offloaded; omit it"),
     "offload_optimizer.super_offload": Only((False,), "SuperOffload is not available; omit it"),
     "offload_param.device": Only(("none",), "parameters stay on the GPU; use stage 3 and offload_optimizer"),
@@ -264,50 +217,78 @@ _ZERO: dict[str, Rule] = {
     ),
     "zenflow": Refused("every step uses its own gradients; omit it"),
     "load_from_fp32_weights": Only((True,), "checkpoints hold fp32 weights; omit it"),
-    "zero_quantized_nontrainable_weights": Idle("every weight is trained"),
-    "mics_hierarchical_params_gather": Idle("mics_shard_size is off"),
-    "overlap_comm": Idle("gathers and reductions always overlap with computation"),
-    "contiguous_gradients": Idle("gradients accumulate in flat buffers"),
-    "reduce_scatter": Idle("every rank receives only its shard"),
-    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), Idle(_BUFFERS)),
-    **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), Idle(_BUFFERS)),
-    "stage3_prefetch_bucket_size": Idle("--zero-prefetch-units sets how far gathers run ahead"),
-    "stage3_param_persistence_threshold": Idle("a unit is gathered as a whole, with its small parameters"),
-    "stage3_model_persistence_threshold": Idle("a unit is gathered as a whole, with its small parameters"),
-    "stage3_module_granularity_threshold": Idle("a unit is gathered as a whole, with its small parameters"),
-    "stage3_gather_16bit_weights_on_model_save": Idle("a checkpoint's shards load at any number of ranks"),
-    "stage3_gather_fp16_weights_on_model_save": Idle("a checkpoint's shards load at any number of ranks"),
-    **dict.fromkeys(
-        (
-            *("allgather_partitions", "use_multi_rank_bucket_allreduce", "round_robin_gradients"),
-            *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "legacy_stage1"),
-            *("stage3_partition_stream_chunk_size", "memory_efficient_linear", "override_module_apply"),
-            *("parameter_alignment", "pipeline_loading_checkpoint", "leaf_module"),
-            *("save_muon_momentum_buffer_in_memory", "compute_grad_norm", "elastic_checkpoint"),
-        ),
-        Idle(_ONE_FORM),
-    ),
-    "ignore_unused_parameters": Idle("every parameter is used"),
-    "log_trace_cache_warnings": Idle(_PRINTS),
-    "enable_sanity_checks": Idle(_PRINTS),
-    "cpu_offload_use_pin_memory": Idle("offloaded states are pinned"),
-    "offload_optimizer.pin_memory": Idle("offloaded states are pinned"),
-    **{f"offload_optimizer.{key}": Idle(_DISK) for key in ("nvme_path", "buffer_count", "fast_init")},
-    **{f"offload_optimizer.{key}": Idle(_DISK) for key in ("pipeline_read", "pipeline_write")},
-    **{f"offload_optimizer.{key}": Idle(_ONE_FORM) for key in ("convert_grad_on_cpu", "cpuadam_cores_perc")},
-    **{
-        f"offload_param.{key}": Idle("parameters stay on the GPU")
-        for key in ("pin_memory", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
-    },
 }
 
 _RECOMPUTATION: dict[str, Rule] = {
-    "cpu_checkpointing": _switch("recompute.recompute_offload", "--recompute-offload"),
-    "partition_activations": Idle(_PARTITIONED),
-    "contiguous_memory_optimization": Idle(_ONE_FORM),
-    "number_checkpoints": Idle("--recompute-num-layers sets the layers per activation checkpoint"),
-    "synchronize_checkpoint_boundary": Idle(_ONE_FORM),
-    "profile": Idle(_PRINTS),
+    "cpu_checkpointing": _switch("recompute.recompute_offload"),
+}
+
+_IDLE = {
+    "the loss is divided by the number of ranks before backward": """prescale_gradients
+        gradient_predivide_factor""",
+    "no gradient is sparse": "sparse_gradients",
+    "AdamW is the only optimizer": "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+    "micro-batches are counted here": "managed_gradient_accumulation",
+    "there is no pipeline, context or expert parallelism": """seq_parallel_comm_data_type
+        use_data_before_expert_parallelism pipeline""",
+    "there is only one implementation": """disable_allgather optimizer.legacy_fusion fp16.fused_mode
+        bf16.immediate_grad_update zero_optimization.allgather_partitions
+        zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.round_robin_gradients
+        zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.stage3_allgather_sequential
+        zero_optimization.legacy_stage1 zero_optimization.stage3_partition_stream_chunk_size
+        zero_optimization.memory_efficient_linear zero_optimization.override_module_apply
+        zero_optimization.parameter_alignment zero_optimization.pipeline_loading_checkpoint
+        zero_optimization.leaf_module zero_optimization.save_muon_momentum_buffer_in_memory
+        zero_optimization.compute_grad_norm zero_optimization.elastic_checkpoint
+        zero_optimization.offload_optimizer.convert_grad_on_cpu
+        zero_optimization.offload_optimizer.cpuadam_cores_perc
+        activation_checkpointing.contiguous_memory_optimization
+        activation_checkpointing.synchronize_checkpoint_boundary""",
+    "every batch is whole": "dataloader_drop_last",
+    "the tokenizer determines it": "vocabulary_size",
+    "only prints; the log has throughput, MFU and bytes": """wall_clock_breakdown memory_breakdown dump_state
+        log_level timers comms_logger flops_profiler zero_optimization.log_trace_cache_warnings
+        zero_optimization.enable_sanity_checks activation_checkpointing.profile""",
+    "affects speed only": "graph_harvesting compile",
+    "states are not offloaded to disks": """aio zero_optimization.offload_optimizer.nvme_path
+        zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.fast_init
+        zero_optimization.offload_optimizer.pipeline_read
+        zero_optimization.offload_optimizer.pipeline_write""",
+    "--fused-backend selects the AdamW implementation": "optimizer.params.torch_adam",
+    "inputs are token ids": "fp16.auto_cast",
+    "every weight is trained": "zero_optimization.zero_quantized_nontrainable_weights",
+    "mics_shard_size is off": "zero_optimization.mics_hierarchical_params_gather",
+    "gathers and reductions always overlap with computation": "zero_optimization.overlap_comm",
+    "gradients accumulate in flat buffers": "zero_optimization.contiguous_gradients",
+    "every rank receives only its shard": "zero_optimization.reduce_scatter",
+    "buffers hold one unit, such as a layer": """zero_optimization.reduce_bucket_size
+        zero_optimization.allgather_bucket_size zero_optimization.sub_group_size
+        zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance""",
+    "--zero-prefetch-units sets how far gathers run ahead": "zero_optimization.stage3_prefetch_bucket_size",
+    "a unit is gathered as a whole, with its small parameters": """
+        zero_optimization.stage3_param_persistence_threshold
+        zero_optimization.stage3_model_persistence_threshold
+        zero_optimization.stage3_module_granularity_threshold""",
+    "a checkpoint's shards load at any number of ranks": """
+        zero_optimization.stage3_gather_16bit_weights_on_model_save
+        zero_optimization.stage3_gather_fp16_weights_on_model_save""",
+    "every parameter is used": "zero_optimization.ignore_unused_parameters",
+    "offloaded states are pinned": """zero_optimization.cpu_offload_use_pin_memory
+        zero_optimization.offload_optimizer.pin_memory""",
+    "parameters stay on the GPU": """zero_optimization.offload_param.pin_memory
+        zero_optimization.offload_param.nvme_path zero_optimization.offload_param.buffer_count
+        zero_optimization.offload_param.buffer_size zero_optimization.offload_param.max_in_cpu""",
+    "with tensor parallelism, what recomputation starts from is always split over tensor ranks": """
+        activation_checkpointing.partition_activations""",
+    "--recompute-num-layers sets the layers per activation checkpoint": """
+        activation_checkpointing.number_checkpoints""",
+    "--wandb-exp-name distinguishes runs": "wandb.group",
+    "--tensor-model-parallel-size sets tensor parallelism, with one implementation": """
+        tensor_parallel.preset_model tensor_parallel.vocab_parallel_lm_head
+        tensor_parallel.partition_config""",
+    "--tp-comm-overlap sets how tensor ranks exchange activations": "tensor_parallel.tp_overlap_comm",
+    "all ranks take part in every checkpoint": "checkpoint.tag_validation",
+    "every rank writes its own shards": "checkpoint.parallel_write",
 }
 
 KEYS: Mapping[str, Rule] = {
@@ -318,4 +299,5 @@ KEYS: Mapping[str, Rule] = {
     **{f"activation_checkpointing.{key}": rule for key, rule in _RECOMPUTATION.items()},
     **_REPORTS,
     **_BLOCKS,
+    **{key: Idle(why) for why, keys in _IDLE.items() for key in keys.split()},
 }

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_zpp.config.options import flag_name
+
 
 @dataclass(frozen=True, kw_only=True)
 class OldFlag:
@@ -19,6 +21,7 @@ class OldFlag:
     otherwise  what to do instead of another value; without `allowed` values the flag is refused
     why        the reason why the flag has no effect
     needs      the settings, by field path, that it has no effect with; with others it is refused
+    computes   whether saved settings may have only `allowed` values of it too: the model depends on it
     """
 
     name: str
@@ -33,6 +36,13 @@ class OldFlag:
     why: str = ""
     needs: Mapping[str, Any] = field(default_factory=dict)
     otherwise: str = ""
+    computes: bool = False
+
+    def check_saved(self, place: str, value: Any) -> None:
+        """Raise ValueError, naming `place`, for saved settings of a model that no longer exists."""
+        if self.computes and value not in (None, *self.allowed):
+            allowed = " or ".join(map(str, self.allowed))
+            raise ValueError(f"{place} {value}: only {allowed} is possible: {self.otherwise}")
 
     @property
     def refused(self) -> bool:
@@ -43,14 +53,23 @@ class OldFlag:
 VALUE = object()
 
 
-def renamed(name: str, today: str, field_path: str, takes: type | None = None) -> OldFlag:
-    """A flag whose current name is `today`."""
-    return OldFlag(name=name, takes=takes, gives={field_path: True if takes is None else VALUE}, today=today)
+def renamed(name: str, field_path: str, takes: type | None = None) -> OldFlag:
+    """A flag whose current name is that of a field."""
+    today, value = flag_name(field_path.partition(".")[2]), True if takes is None else VALUE
+    return OldFlag(name=name, takes=takes, gives={field_path: value}, today=today)
 
 
-def idle(why: str, *names: str, takes: type | None = None, many: bool = False) -> list[OldFlag]:
-    """Flags without effect here; each of `names` is one, or several separated by spaces."""
-    return [OldFlag(name=name, takes=takes, many=many, why=why) for name in " ".join(names).split()]
+_TYPES = {"": None, "int": int, "float": float, "str": str}
+
+
+def idle(names_by_reason: Mapping[str, str]) -> tuple[OldFlag, ...]:
+    """Flags without effect here, by the reason: `--flag`, `--flag:int` has a value, `--flag:ints` several."""
+    found = []
+    for why, names in names_by_reason.items():
+        for name, _, kind in (word.partition(":") for word in names.split()):
+            takes, many = _TYPES[kind.removesuffix("s")], kind.endswith("s")
+            found.append(OldFlag(name=name, takes=takes, many=many, why=why))
+    return tuple(found)
 
 
 def only(name: str, allowed: Any, otherwise: str, today: str = "", *, many: bool = False) -> OldFlag:
@@ -61,6 +80,10 @@ def only(name: str, allowed: Any, otherwise: str, today: str = "", *, many: bool
     )
 
 
-def refused(otherwise: str, *names: str) -> list[OldFlag]:
-    """Flags that are refused with any value; `names` as in `idle`."""
-    return [OldFlag(name=name, otherwise=otherwise) for name in " ".join(names).split()]
+def refused(names_by_reason: Mapping[str, str]) -> tuple[OldFlag, ...]:
+    """Flags that are refused with any value, by what to do instead."""
+    return tuple(
+        OldFlag(name=name, otherwise=otherwise)
+        for otherwise, names in names_by_reason.items()
+        for name in names.split()
+    )

@@ -8,37 +8,19 @@ from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, RE
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed
 
 _FULL = {"recompute.recompute_granularity": "full"}
-_UNIFORM = {"recompute.recompute_method": "uniform"}
 _PP = "every rank computes all layers; use --zero-stage 3 to shard the model over ranks"
 _LONG = "every rank computes whole samples; omit it"
 _EXPERTS = "the model is dense; omit it"
-_SEQUENCE = "tensor ranks always split hidden states between linear maps by tokens; one rank alone has all"
-_NO_PP = "there is no pipeline parallelism"
-_FUSED = "--attention-backend selects the attention kernel, and other fusions affect speed only"
-_BUFFERS = "buffers hold one unit, such as a layer"
-_FLAT = "gradients accumulate in flat buffers"
-_OVERLAP = "gathers and reductions always overlap with computation"
 _FEEDBACK = (
     "error feedback did not lower the loss (docs/internals/numerics.md); omit it, or use "
     "--zero-quantized-gradients-format rotated4"
 )
-_ENGINE = "the ZeRO engine is built in"
-_SCHEDULE = "the schedule always follows the flags"
-_GROUPED = {"model.group_query_attention": True, "model.num_query_groups": VALUE}
-_TEACHER = "nothing is distilled; omit it"
-_RETRO = "the model retrieves nothing; omit it"
-_SAMPLES = "samples are neither chosen nor shortened; omit it"
 _NO_SNAPSHOTS = "states are copied to --save alone"
 
 RENAMED = (
-    renamed("--batch-size", "--micro-batch-size", "training.micro_batch_size", int),
-    renamed(
-        "--model-parallel-size",
-        "--tensor-model-parallel-size",
-        "distributed.tensor_model_parallel_size",
-        int,
-    ),
-    renamed("--warmup", "--lr-warmup-fraction", "learning_rate.lr_warmup_fraction", float),
+    renamed("--batch-size", "training.micro_batch_size", int),
+    renamed("--model-parallel-size", "distributed.tensor_model_parallel_size", int),
+    renamed("--warmup", "learning_rate.lr_warmup_fraction", float),
     *(
         OldFlag(name=f"--{name}-tokens", takes=int, samples=path, today=f"--{name}-samples, / --seq-length")
         for name, path in (
@@ -47,15 +29,13 @@ RENAMED = (
             ("lr-warmup", "learning_rate.lr_warmup_samples"),
         )
     ),
-    renamed("--layernorm-epsilon", "--norm-epsilon", "model.norm_epsilon", float),
-    *(
-        renamed(name, "--use-checkpoint-opt-param-scheduler", "checkpoint.use_checkpoint_opt_param_scheduler")
-        for name in ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt_param-scheduler")
-    ),
-    renamed("--encoder-seq-length", "--seq-length", "model.seq_length", int),
+    renamed("--layernorm-epsilon", "model.norm_epsilon", float),
+    renamed("--use-checkpoint-lr-scheduler", "checkpoint.use_checkpoint_opt_param_scheduler"),
+    renamed("--use-checkpoint-opt_param-scheduler", "checkpoint.use_checkpoint_opt_param_scheduler"),
+    renamed("--encoder-seq-length", "model.seq_length", int),
     OldFlag(
         name="--checkpoint-activations",
-        gives=_FULL | _UNIFORM,
+        gives=_FULL | {"recompute.recompute_method": "uniform"},
         today="--recompute-granularity full --recompute-method uniform",
     ),
     OldFlag(
@@ -64,23 +44,21 @@ RENAMED = (
         gives=_FULL | {"recompute.recompute_method": VALUE},
         today="--recompute-granularity full --recompute-method",
     ),
-    renamed("--checkpoint-num-layers", "--recompute-num-layers", "recompute.recompute_num_layers", int),
-    renamed(
-        "--activations-checkpoint-num-layers", "--recompute-num-layers", "recompute.recompute_num_layers", int
-    ),
-    renamed("--checkpoint-granularity", "--recompute-granularity", "recompute.recompute_granularity", str),
-    renamed("--checkpoint-method", "--recompute-method", "recompute.recompute_method", str),
-    renamed("--checkpoint-in-cpu", "--recompute-offload", "recompute.recompute_offload"),
-    renamed("--cpu-optimizer", "--zero-offload-optimizer", "zero.zero_offload_optimizer"),
-    renamed("--optimizer-cpu-offload", "--zero-offload-optimizer", "zero.zero_offload_optimizer"),
-    renamed("--rotary-position-embeddings-theta", "--rotary-base", "model.rotary_base", float),
+    renamed("--checkpoint-num-layers", "recompute.recompute_num_layers", int),
+    renamed("--activations-checkpoint-num-layers", "recompute.recompute_num_layers", int),
+    renamed("--checkpoint-granularity", "recompute.recompute_granularity", str),
+    renamed("--checkpoint-method", "recompute.recompute_method", str),
+    renamed("--checkpoint-in-cpu", "recompute.recompute_offload"),
+    renamed("--cpu-optimizer", "zero.zero_offload_optimizer"),
+    renamed("--optimizer-cpu-offload", "zero.zero_offload_optimizer"),
+    renamed("--rotary-position-embeddings-theta", "model.rotary_base", float),
     OldFlag(
         name="--num-key-value-heads",
         takes=int,
-        gives=_GROUPED,
+        gives={"model.group_query_attention": True, "model.num_query_groups": VALUE},
         today="--group-query-attention --num-query-groups",
     ),
-    renamed("--fp8-hybrid", "--fp8", "precision.fp8"),
+    renamed("--fp8-hybrid", "precision.fp8"),
     OldFlag(
         name="--use-rotary-position-embeddings",
         gives={"model.position_embedding_type": "rope"},
@@ -108,105 +86,93 @@ ONLY = (
     only("--tile-factor", 1, "linear layers are whole; use --zero-stage 3 to shard them"),
 )
 
-IDLE = (
-    *idle(_ENGINE, "--deepspeed", "--use-contiguous-buffers-in-ddp", "--no-contiguous-buffers-in-local-ddp"),
-    *idle(_ENGINE, "--DDP-impl", takes=str),
-    *idle("ranks come from the launcher's environment", "--local_rank", "--local-rank", takes=int),
-    *idle("--recompute-granularity selects recomputation", "--deepspeed-activation-checkpointing"),
-    *idle("--recompute-granularity selects recomputation, layer by layer", "--split-transformers"),
-    *idle("stored inputs of recomputation stay where they were computed", "--contigious-checkpointing"),
-    *idle("no layer waits for the device", "--synchronize-each-layer"),
-    *idle("only prints; use benchmarks/zero_speed.py --trace", "--profile-backward"),
-    *idle(_SEQUENCE, "--sequence-parallel", "--partition-activations"),
-    *idle(_SEQUENCE, "--distribute-checkpointed-activations", "--distribute-saved-activations"),
-    *idle(
-        "activations are gathered and scattered, not all-reduced",
-        "--no-async-tensor-model-parallel-allreduce",
-    ),
-    *idle(_NO_PP, "--no-pipeline-parallel", "--no-scatter-gather-tensors-in-pipeline"),
-    *idle("every rank receives only its shard", "--zero-reduce-scatter"),
-    *idle(_FLAT, "--zero-contigious-gradients", "--no-gradient-accumulation-fusion"),
-    *idle(_BUFFERS, "--zero-reduce-bucket-size", "--zero-allgather-bucket-size", takes=float),
-    *idle("offloaded states are pinned", "--use-pin-memory"),
-    *idle("--fused-backend selects the AdamW implementation", "--cpu_torch_adam"),
-    *idle(_OVERLAP, "--overlap-grad-reduce", "--overlap-param-gather"),
-    *idle("gradients accumulate and are summed in fp32", "--accumulate-allreduce-grads-in-fp32"),
-    *idle(
-        _FUSED, "--use-flash-attn", "--use-flash-attn-v1", "--use-flash-attn-v2", "--no-persist-layer-norm"
-    ),
-    *idle(_FUSED, "--no-masked-softmax-fusion", "--no-bias-dropout-fusion", "--attention-softmax-in-fp32"),
-    *idle(_FUSED, "--transformer-impl", takes=str),
-    *idle("GELU is always the tanh approximation", "--no-bias-gelu-fusion", "--openai-gelu"),
-    *idle(_FUSED, "--no-rope-fusion", "--no-bias-swiglu-fusion"),
-    *idle("the result is the same", "--no-query-key-layer-scaling", "--apply-query-key-layer-scaling"),
-    *idle("there is only one model", "--use-mcore-models", "--use-legacy-models"),
-    *idle("initial weights depend on --seed only", "--use-cpu-initialization"),
-    *idle("order and dropout depend on --seed and consumed samples only", "--no-save-rng", "--no-load-rng"),
-    *idle("the first signal always saves and stops", "--exit-signal-handler"),
-    *idle("files are read as needed, not mapped", "--mmap-warmup"),
-    *idle(
-        "checkpoints have one format, described in docs/internals/checkpoints.md", "--ckpt-format", takes=str
-    ),
-    *idle(_FUSED, "--use-flash-attn-triton --use-flash-attn-builder"),
-    *idle("--fused-backend selects the norms", "--disable-mem-efficient-ln"),
-    *idle("--fused-backend selects the AdamW implementation", "--ds_fused_adam"),
-    *idle(_NO_PP, "--enable-zbh1-pipeline --enable-zbh1-exact-semantics --overlap-p2p-communication"),
-    *idle(_NO_PP, "--standalone-embedding-stage"),
-    *idle(_NO_PP, "--pipeline-model-parallel-split-rank", takes=int),
-    *idle("data are read again for as long as the run lasts", "--repeated-dataloader"),
-    *idle(
-        "always written to TensorBoard, W&B and --metrics-file",
-        "--log-batch-size-to-tensorboard --no-log-learnig-rate-to-tensorboard",
-    ),
-    *idle(
-        "only reports, and norms of moments are not logged; --log-params-norm logs that of the weights",
-        "--log-optimizer-states-to-tensorboard",
-    ),
-    *idle(_SCHEDULE, "--override-lr-scheduler", "--override-opt_param-scheduler", "--no-load-lr-state"),
-)
-
-REFUSED = (
-    *refused("norms come before attention and MLP; omit it", "--apply-residual-connection-post-layernorm"),
-    *refused("initial weights are normal; omit it", "--init-method-xavier-uniform"),
-    *refused(
-        "rope pairs channels i and i + half a head; convert weights with interleaved pairs",
-        "--rotary-interleaved",
-    ),
-    *refused("use --use-rope-scaling", "--rotary-seq-len-interpolation-factor"),
-    *refused("the residual stream has the compute format; use --fp32", "--fp32-residual-connection"),
-    *refused("the loss is computed in fp32; omit it", "--fp16-lm-cross-entropy"),
-    *refused("use python -m megatron_zpp.commands.sample to generate text", "--ds-inference", "--inference"),
-    *refused("linear layers are whole; use --zero-stage 3 to shard them", "--memory-centric-tiled-linear"),
-    *refused("embeddings are whole; use --zero-stage 3 to shard them", "--scattered-embeddings"),
-    *refused(_FEEDBACK, "--zero-gradient-error-feedback"),
-    *refused("8-bit gradients need the hybrid format; use --fp8", "--fp8-e4m3"),
-    *refused(_EXPERTS, "--mlp-type --topk --expert-interval --num-experts-switch --use-tutel"),
-    *refused(_EXPERTS, "--create-moe-param-group --enable-expert-tensor-parallelism"),
-    *refused(_EXPERTS, "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling"),
-    *refused(_TEACHER, "--load-teacher --num-layers-teacher --hidden-size-teacher --num-experts-teacher"),
-    *refused(_TEACHER, "--num-attention-heads-teacher --mos --kd --kd-alpha-ce --kd-beta-ce --kd-temp"),
-    *refused(_RETRO, "--retro-workdir --retro-add-retriever --retro-cyclic-train-iters"),
-    *refused(_RETRO, "--retro-encoder-layers --retro-encoder-hidden-dropout"),
-    *refused(_RETRO, "--retro-encoder-attention-dropout --retro-num-neighbors"),
-    *refused(_RETRO, "--retro-num-retrieved-chunks --retro-return-doc-ids"),
-    *refused("every layer computes all tokens; omit it", "--random-ltd"),
-    *refused(_SAMPLES, "--data-efficiency-curriculum-learning --return-data-index --train-idx-path"),
-    *refused(_SAMPLES, "--train-desc-path --train-doc-idx-path --train-sample-idx-path"),
-    *refused(_SAMPLES, "--train-shuffle-idx-path"),
-    *refused("use --train-samples or --train-iters", "--train-data-exact-num-epochs"),
-    *refused("name the data in --data-path", "--aml-data-download-path"),
-    *refused("this program is the trainer; omit it", "--use-dataset-only"),
-    *refused(_LONG, "--force-ds-sequence-parallel --ds-sequence-parallel-fpdt"),
-    *refused(_LONG, "--ds-sequence-parallel-fpdt-chunk-size --ds-sequence-parallel-fpdt-offloading"),
-    *refused("embeddings have the compute format; use --fp32", "--embedding-weights-in-fp32"),
-    *refused("use --ckpt-step", "--load-tag"),
-    *refused("every checkpoint loads at any number of ranks; omit it", "--universal-checkpoint"),
-    *refused("use --finetune, which loads weights only and starts at iteration 0", "--reset-iteration"),
-    *refused("a signal, such as SIGTERM, saves and stops the run; omit it", "--kill-switch-file"),
-    *refused("use --profile --profile-step-start N --profile-step-end N", "--profile_steps"),
-    *refused(_PP, "--num-layers-per-virtual-pipeline-stage"),
-    *refused("weight decay is constant; use --weight-decay", "--start-weight-decay", "--end-weight-decay"),
-)
+_IDLE = {
+    "the ZeRO engine is built in": """--deepspeed --use-contiguous-buffers-in-ddp
+        --no-contiguous-buffers-in-local-ddp --DDP-impl:str""",
+    "ranks come from the launcher's environment": "--local_rank:int --local-rank:int",
+    "--recompute-granularity selects recomputation": "--deepspeed-activation-checkpointing",
+    "--recompute-granularity selects recomputation, layer by layer": "--split-transformers",
+    "stored inputs of recomputation stay where they were computed": "--contigious-checkpointing",
+    "no layer waits for the device": "--synchronize-each-layer",
+    "only prints; use benchmarks/zero_speed.py --trace": "--profile-backward",
+    "tensor ranks always split hidden states between linear maps by tokens; one rank alone has all": """
+        --sequence-parallel --partition-activations --distribute-checkpointed-activations
+        --distribute-saved-activations""",
+    "activations are gathered and scattered, not all-reduced": "--no-async-tensor-model-parallel-allreduce",
+    "there is no pipeline parallelism": """--no-pipeline-parallel --no-scatter-gather-tensors-in-pipeline
+        --enable-zbh1-pipeline --enable-zbh1-exact-semantics --overlap-p2p-communication
+        --standalone-embedding-stage --pipeline-model-parallel-split-rank:int""",
+    "every rank receives only its shard": "--zero-reduce-scatter",
+    "gradients accumulate in flat buffers": "--zero-contigious-gradients --no-gradient-accumulation-fusion",
+    "buffers hold one unit, such as a layer": """--zero-reduce-bucket-size:float
+        --zero-allgather-bucket-size:float""",
+    "offloaded states are pinned": "--use-pin-memory",
+    "--fused-backend selects the AdamW implementation": "--cpu_torch_adam --ds_fused_adam",
+    "gathers and reductions always overlap with computation": "--overlap-grad-reduce --overlap-param-gather",
+    "gradients accumulate and are summed in fp32": "--accumulate-allreduce-grads-in-fp32",
+    "--attention-backend selects the attention kernel, and other fusions affect speed only": """
+        --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --no-persist-layer-norm
+        --no-masked-softmax-fusion --no-bias-dropout-fusion --attention-softmax-in-fp32 --transformer-impl:str
+        --no-rope-fusion --no-bias-swiglu-fusion --use-flash-attn-triton --use-flash-attn-builder""",
+    "GELU is always the tanh approximation": "--no-bias-gelu-fusion --openai-gelu",
+    "the result is the same": "--no-query-key-layer-scaling --apply-query-key-layer-scaling",
+    "there is only one model": "--use-mcore-models --use-legacy-models",
+    "initial weights depend on --seed only": "--use-cpu-initialization",
+    "order and dropout depend on --seed and consumed samples only": "--no-save-rng --no-load-rng",
+    "the first signal always saves and stops": "--exit-signal-handler",
+    "files are read as needed, not mapped": "--mmap-warmup",
+    "checkpoints have one format, described in docs/internals/checkpoints.md": "--ckpt-format:str",
+    "--fused-backend selects the norms": "--disable-mem-efficient-ln",
+    "data are read again for as long as the run lasts": "--repeated-dataloader",
+    "always written to TensorBoard, W&B and --metrics-file": """--log-batch-size-to-tensorboard
+        --no-log-learnig-rate-to-tensorboard""",
+    "only reports, and norms of moments are not logged; --log-params-norm logs that of the weights": """
+        --log-optimizer-states-to-tensorboard""",
+    "the schedule always follows the flags": """--override-lr-scheduler --override-opt_param-scheduler
+        --no-load-lr-state""",
+}
+_REFUSED = {
+    "norms come before attention and MLP; omit it": "--apply-residual-connection-post-layernorm",
+    "initial weights are normal; omit it": "--init-method-xavier-uniform",
+    "rope pairs channels i and i + half a head; convert weights with interleaved pairs": """
+        --rotary-interleaved""",
+    "use --use-rope-scaling": "--rotary-seq-len-interpolation-factor",
+    "the residual stream has the compute format; use --fp32": "--fp32-residual-connection",
+    "the loss is computed in fp32; omit it": "--fp16-lm-cross-entropy",
+    "use python -m megatron_zpp.commands.sample to generate text": "--ds-inference --inference",
+    "linear layers are whole; use --zero-stage 3 to shard them": "--memory-centric-tiled-linear",
+    "embeddings are whole; use --zero-stage 3 to shard them": "--scattered-embeddings",
+    _FEEDBACK: "--zero-gradient-error-feedback",
+    "8-bit gradients need the hybrid format; use --fp8": "--fp8-e4m3",
+    _EXPERTS: """--mlp-type --topk --expert-interval --num-experts-switch --use-tutel --create-moe-param-group
+        --enable-expert-tensor-parallelism --disable-moe-token-dropping
+        --disable-moe-top2-2nd-expert-sampling""",
+    "nothing is distilled; omit it": """--load-teacher --num-layers-teacher --hidden-size-teacher
+        --num-experts-teacher --num-attention-heads-teacher --mos --kd --kd-alpha-ce --kd-beta-ce
+        --kd-temp""",
+    "the model retrieves nothing; omit it": """--retro-workdir --retro-add-retriever
+        --retro-cyclic-train-iters --retro-encoder-layers --retro-encoder-hidden-dropout
+        --retro-encoder-attention-dropout --retro-num-neighbors --retro-num-retrieved-chunks
+        --retro-return-doc-ids""",
+    "every layer computes all tokens; omit it": "--random-ltd",
+    "samples are neither chosen nor shortened; omit it": """--data-efficiency-curriculum-learning
+        --return-data-index --train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path
+        --train-shuffle-idx-path""",
+    "use --train-samples or --train-iters": "--train-data-exact-num-epochs",
+    "name the data in --data-path": "--aml-data-download-path",
+    "this program is the trainer; omit it": "--use-dataset-only",
+    _LONG: """--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
+        --ds-sequence-parallel-fpdt-offloading""",
+    "embeddings have the compute format; use --fp32": "--embedding-weights-in-fp32",
+    "use --ckpt-step": "--load-tag",
+    "every checkpoint loads at any number of ranks; omit it": "--universal-checkpoint",
+    "use --finetune, which loads weights only and starts at iteration 0": "--reset-iteration",
+    "a signal, such as SIGTERM, saves and stops the run; omit it": "--kill-switch-file",
+    "use --profile --profile-step-start N --profile-step-end N": "--profile_steps",
+    _PP: "--num-layers-per-virtual-pipeline-stage",
+    "weight decay is constant; use --weight-decay": "--start-weight-decay --end-weight-decay",
+}
+IDLE, REFUSED = idle(_IDLE), refused(_REFUSED)
 
 RETIRED = (  # flags of this program, whose fields may be in settings files and in checkpoints
     OldFlag(
@@ -236,6 +202,51 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         takes=int,
         why="delta2 has 4 bits until twice the warm-up",
         otherwise="delta2 has 4 bits until twice the warm-up; omit it",
+    ),
+    *(
+        OldFlag(
+            name=name,
+            takes=type(value),
+            allowed=(value,),
+            why="--use-rope-scaling always has this value",
+            otherwise="all models of Llama 3 have it; omit it",
+            computes=True,
+        )
+        for name, value in (
+            ("--rope-low-freq-factor", 1.0),
+            ("--rope-high-freq-factor", 4.0),
+            ("--rope-original-max-position-embeddings", 8192),
+        )
+    ),
+    OldFlag(
+        name="--sample-tokens",
+        takes=int,
+        allowed=(64,),
+        why="a sampled text always has 64 tokens",
+        otherwise="a sampled text always has 64 tokens; omit it",
+    ),
+    OldFlag(
+        name="--wandb-mode",
+        takes=str,
+        why="the environment variable WANDB_MODE sets it",
+        otherwise="set the environment variable WANDB_MODE instead",
+    ),
+    OldFlag(
+        name="--max-nan-iterations",
+        takes=int,
+        allowed=(10,),
+        why="10 steps in a row with NaN or Inf always end a run",
+        otherwise="10 steps in a row with NaN or Inf always end a run; omit it",
+    ),
+    *idle(
+        {
+            "TORCHINDUCTOR_CACHE_DIR names the cache of compiled kernels": "--compile-cache-dir:str",
+            "traces are in profile, below --tensorboard-dir if that is given": "--profile-dir:str",
+            "zeros of the gradient are not counted": "--log-num-zeros-in-grad",
+            "MFU is relative to the data sheet of a known GPU": "--device-peak-tflops:float",
+            "ranks wait --distributed-timeout-minutes for one another at the start too": """
+                --preflight-timeout:float""",
+        }
     ),
     *(
         OldFlag(

@@ -145,12 +145,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True},
     ),
 }
-_ROPE_KEYS = {
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_max_position_embeddings",
-}
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
 _NUMBERS = (
     *("layer_norm_epsilon", "initializer_range", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
@@ -255,8 +250,8 @@ def huggingface_values(model: Mapping[str, Any], vocab_size: int, eod: int) -> d
         found["attention_bias"] = found["mlp_bias"] = not model["disable_bias_linear"]
     found["rope_theta"], found["rope_scaling"] = model["rotary_base"], None
     if model["use_rope_scaling"]:
-        scaling = {key: model[name] for key, name in _ROPE_KEYS.items()}
-        found["rope_scaling"] = {"rope_type": "llama3", **scaling}
+        factor = {"factor": model["rope_scaling_factor"]}
+        found["rope_scaling"] = {"rope_type": "llama3", **factor, **_LLAMA3_ROPE}
     return found
 
 
@@ -295,14 +290,16 @@ def _rope_fields(values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{CONFIG}: partial_rotary_factor {shares} is not supported; must be 1.0")
     if kind not in ("default", "llama3"):
         raise ValueError(f"{CONFIG}: rope_type {shown(kind)} is not supported; must be default or llama3")
-    found = {"rope_theta": base} | ({key: rope.get(key) for key in _ROPE_KEYS} if kind == "llama3" else {})
+    found = {"rope_theta": base} | ({"factor": rope.get("factor")} if kind == "llama3" else {})
     for key, value in found.items():
         if type(value) not in (int, float):
             raise ValueError(f"{CONFIG}: {key} of rope is {shown(value)}; must be a number")
-    fields: dict[str, Any] = {"rotary_base": float(base)}
-    if kind == "llama3":
-        fields |= {name: found[key] for key, name in _ROPE_KEYS.items()} | {"use_rope_scaling": True}
-    return fields
+    if kind == "default":
+        return {"rotary_base": float(base)}
+    for key, value in _LLAMA3_ROPE.items():
+        if rope.get(key) != value:
+            raise ValueError(f"{CONFIG}: {key} {shown(rope.get(key))} is not supported; must be {value}")
+    return {"rotary_base": float(base), "use_rope_scaling": True, "rope_scaling_factor": found["factor"]}
 
 
 def _dropout_notes(their: dict[str, Any]) -> tuple[str, ...]:

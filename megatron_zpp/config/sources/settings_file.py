@@ -22,7 +22,7 @@ from typing import Any
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
 from megatron_zpp.config.options import Options, option, option_error, with_home
 from megatron_zpp.config.sources.provided import Provided
-from megatron_zpp.storage.regular import UnfitFile, read_limited
+from megatron_zpp.storage.regular import read_limited
 
 FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed_config"
 LARGEST_FILE = 1 << 20  # bytes; a file of settings has a few thousand
@@ -52,21 +52,6 @@ class DeepSpeedFile(Options):
     )
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A value of a settings file, and where the file has it, for errors; a retired one is of no part."""
-
-    part: str
-    field: str
-    value: Any
-    place: str
-
-
-def read_settings(path: str, parts: Mapping[str, type[Options]]) -> list[Setting]:
-    """Return the settings of a file. Raises ValueError, with file, line and key, for what is no setting."""
-    return list(_File(path, parts).settings())
-
-
 def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provided) -> tuple[str, ...]:
     """Fill `provided` from a file; return notes on settings that are retired or that a preset replaces.
 
@@ -74,17 +59,15 @@ def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provi
     """
     preset = provided.get("model.model_preset")
     replaced = _replaced_by(preset) if preset is not None else frozenset()
-    not_used, notes = [], []
-    for setting in read_settings(path, parts):
-        if retired := retired_fields().get(setting.field):
-            notes.append(f"{setting.place}: {setting.field}: no effect here: {retired.why}")
-        elif setting.part == "model" and setting.field in replaced:
-            not_used += [setting.field] if setting.field not in provided.values["model"] else []
+    file, not_used = _File(path, parts), []
+    for part, field, value, place in file.settings():
+        if part == "model" and field in replaced:
+            not_used += [field] if field not in provided.values["model"] else []
         else:
-            provided.fill(setting.part, setting.field, setting.value, setting.place)
+            provided.fill(part, field, value, place)
     if not_used:
-        notes.append(f"--model-preset {preset}: replaces {', '.join(not_used)} of {path}")
-    return tuple(notes)
+        file.notes.append(f"--model-preset {preset}: replaces {', '.join(not_used)} of {path}")
+    return tuple(file.notes)
 
 
 def retired_fields() -> Mapping[str, Any]:
@@ -128,16 +111,20 @@ def _not_implied(options: Options) -> dict[str, Any]:
 
 
 class _File:
-    """Reads one file."""
+    """Reads one file; `notes` are on its retired settings."""
 
     def __init__(self, path: str, parts: Mapping[str, type[Options]]) -> None:
         self._path, self._parts = path, parts
+        self.notes: list[str] = []
         self._hints = {part: typing.get_type_hints(cls) for part, cls in parts.items()}
         self._owners = {field: part for part, hints in self._hints.items() for field in hints}
         self._seen: set[str] = set()
 
-    def settings(self) -> Iterator[Setting]:
-        """Yield every setting that has a value."""
+    def settings(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Yield (part, field, value, place in the file) of every current setting that has a value.
+
+        Raises ValueError, with file, line and key, for what is no setting.
+        """
         import yaml
 
         try:
@@ -148,32 +135,32 @@ class _File:
             problem = getattr(error, "problem", None) or " ".join(str(error).split())
             raise self._error(f"{where}not YAML ({problem})") from None
         except RecursionError:
-            raise self._error(
-                "is nested too deeply; it needs a section per part and a line per field"
-            ) from None
+            raise self._error("is nested too deeply; name a YAML file of settings") from None
         if root is None:
             return
         if not isinstance(root, yaml.MappingNode):
             raise self._error("line 1: must hold lines of NAME: VALUE")
         for key, value in root.value:
-            name = self._name(key)
+            name = _name(key)
             if name in self._parts:
                 if not isinstance(value, yaml.MappingNode):
-                    raise self._error(
-                        f"{_line(key)}: {name}: is a section; put its settings below it, indented"
-                    )
+                    raise self._error(f"{_line(key)}: {name}: is a section; indent its settings below it")
                 for inner, setting in value.value:
-                    yield from self._setting(self._name(inner), inner, setting, section=name)
-            elif isinstance(value, yaml.MappingNode) and self._all_retired(value):  # a part that is no more
+                    yield from self._setting(_name(inner), inner, setting, section=name)
+            elif isinstance(value, yaml.MappingNode) and _all_retired(value):  # a part that is no more
                 for inner, setting in value.value:
-                    yield from self._setting(self._name(inner), inner, setting, section=name)
+                    yield from self._setting(_name(inner), inner, setting, section=name)
             else:
                 yield from self._setting(name, key, value, section=None)
 
-    def _setting(self, name: str, key: Any, node: Any, section: str | None) -> Iterator[Setting]:
+    def _setting(
+        self, name: str, key: Any, node: Any, section: str | None
+    ) -> Iterator[tuple[str, str, Any, str]]:
         place = f"{FLAG} {self._path}: {_line(key)}"
-        if name in retired_fields():
-            yield Setting("", name, node.value, place)
+        if retired := retired_fields().get(name):
+            if retired.computes:
+                retired.check_saved(f"{place}: {name}", _value(node, retired.takes))
+            self.notes.append(f"{place}: {name}: no effect here: {retired.why}")
             return
         part = self._owners.get(name)
         if part is None or section not in (None, part):
@@ -190,28 +177,18 @@ class _File:
             problem = f"{node.value} is retired; use {replacement}" if replacement else error
             raise self._error(f"{_line(key)}: {name}: {problem}") from None
         if value is not None:
-            yield Setting(part, name, with_home(value), place)
-
-    def _all_retired(self, section: Any) -> bool:
-        return bool(section.value) and all(self._name(key) in retired_fields() for key, _ in section.value)
+            yield part, name, with_home(value), place
 
     def _unknown(self, name: str, section: str | None) -> str:
         if name in self._owners:
             return f"belongs to {self._owners[name]}, not to {section}"
         close = difflib.get_close_matches(name, self._owners, n=1, cutoff=0.8)
-        return (
-            f"is not a setting; {f'did you mean {close[0]}? ' if close else ''}--help lists all, with dashes"
-        )
-
-    def _name(self, key: Any) -> str:
-        text = key.value if isinstance(key.value, str) else "?"
-        return text.replace("-", "_")
+        hint = f"did you mean {close[0]}? " if close else ""
+        return f"is not a setting; {hint}--help lists all, with dashes"
 
     def _text(self) -> str:
         try:
             return read_limited(self._path, LARGEST_FILE).decode()
-        except UnfitFile as error:
-            raise self._error(f"{error.strerror}; name a YAML file of settings") from None
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror}); name a YAML file of settings") from None
         except UnicodeDecodeError:
@@ -219,6 +196,14 @@ class _File:
 
     def _error(self, problem: str) -> ValueError:
         return option_error(FLAG, self._path, problem)
+
+
+def _name(key: Any) -> str:
+    return key.value.replace("-", "_") if isinstance(key.value, str) else "?"
+
+
+def _all_retired(section: Any) -> bool:
+    return bool(section.value) and all(_name(key) in retired_fields() for key, _ in section.value)
 
 
 def _line(node: Any) -> str:

@@ -1,17 +1,16 @@
 """Reads and writes .gz and .zst files as if they were not compressed."""
 
 import gzip
-import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from megatron_zpp.storage.files import open_new
 
-_CHUNK = 32 << 10  # compressed bytes; a whole decompressed chunk is in memory
+RATIO = 4  # assumed bytes of text per byte of a compressed file
 _LONGEST_WINDOW = 1 << 31  # bytes; the most that `zstd --long=31` writes, and takes as much memory
 
 
@@ -22,74 +21,66 @@ class Writable(Protocol):
         """Write all of `content`."""
 
 
-class Decompressed(io.RawIOBase):
-    """The contents of a .gz or .zst file with one or more members.
+def decompressed(raw: BinaryIO, path: str, chunk: int) -> Iterator[bytes]:
+    """Yield what each `chunk` bytes of a .gz or .zst file, with one or more members, add to its contents.
 
-    Raises ValueError with the file's name if the file is damaged or ends too early, so that an incomplete
-    download is not mistaken for a smaller file.
+    As in `gzip`, zero bytes after a member of a .gz file are padding. Raises ValueError with the file's name
+    if the file is damaged or ends too early, so that an incomplete download is not mistaken for a smaller
+    file: at the latest in place of the last chunk.
     """
-
-    def __init__(self, raw: BinaryIO, path: str) -> None:
-        self._raw = raw
-        self._decompressor = Decompressor(path)
-        self._plain = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._plain:
-            compressed = self._raw.read(_CHUNK)
-            if not compressed:
-                self._decompressor.finish()
-                return 0
-            self._plain = memoryview(self._decompressor.feed(compressed))
-        count = min(len(buffer), len(self._plain))
-        buffer[:count] = self._plain[:count]
-        self._plain = self._plain[count:]
-        return count
-
-
-class Decompressor:
-    """Decompresses consecutive pieces of a .gz or .zst file; raises the errors of `Decompressed`.
-
-    As in `gzip`, zero bytes after a member of a .gz file are padding.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._member: Any = None  # decoder of zlib or zstandard; None between members
-        self._begun = False
-        self._padded = False  # whether zero bytes may come before the next member
-
-    def feed(self, compressed: bytes) -> bytes:
-        """Return everything that `compressed` adds to what was decompressed before."""
-        plain = []
-        self._begun = self._begun or bool(compressed)
+    member: Any = None  # decoder of zlib or zstandard; None between members
+    padded = False  # whether zero bytes may come before the next member
+    following = raw.read(chunk)
+    if not following:
+        raise _too_short(path)
+    while following:
+        compressed, following, plain = following, raw.read(chunk), []
         while compressed:
-            if self._member is None and self._padded:
+            if member is None and padded:
                 compressed = compressed.lstrip(b"\0")
                 if not compressed:
                     break
-            if self._member is None:
-                self._member = _member_decoder(self._path)
+            member = member or _member_decoder(path)
             try:
-                plain.append(self._member.decompress(compressed))
+                plain.append(member.decompress(compressed))
             except Exception as error:  # zlib.error, or zstandard.ZstdError of an optional package
                 raise ValueError(
-                    f"{self._path}: the compressed data is damaged ({error}); create it again"
+                    f"{path}: the compressed data is damaged ({error}); create it again"
                 ) from None
-            compressed = self._member.unused_data if self._member.eof else b""
-            if self._member.eof:
-                self._member, self._padded = None, self._path.endswith(".gz")
-        return b"".join(plain)
+            compressed = member.unused_data if member.eof else b""
+            if member.eof:
+                member, padded = None, path.endswith(".gz")
+        if member is not None and not following:
+            raise _too_short(path)
+        yield b"".join(plain)
 
-    def finish(self) -> None:
-        """Raise ValueError if the file ends here, but a member does not, or none has begun."""
-        if self._member is not None or not self._begun:
-            raise ValueError(
-                f"{self._path}: the file ends in the middle of its compressed data; create it again"
-            )
+
+def lines_by_chunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield for each chunk of a text the lines that begin in it: whole, also if they end in a later chunk."""
+    held: list[bytes] = []  # the lines of a chunk whose last line has not ended
+    empty = 0  # later chunks in which no line begins
+    for chunk in chunks:
+        rest = chunk
+        if held:
+            end = chunk.find(b"\n") + 1
+            held.append(chunk[:end] if end else chunk)
+            if not end:
+                empty += 1
+                continue
+            yield b"".join(held)
+            yield from [b""] * empty
+            held, empty, rest = [], 0, chunk[end:]
+        if rest and not rest.endswith(b"\n"):
+            held = [rest]
+        else:
+            yield rest
+    if held:
+        yield b"".join(held)
+        yield from [b""] * empty
+
+
+def _too_short(path: str) -> ValueError:
+    return ValueError(f"{path}: the file ends in the middle of its compressed data; create it again")
 
 
 def _member_decoder(path: str) -> Any:

@@ -1,18 +1,16 @@
 """Finds input files, and reads them in blocks of whole lines."""
 
 import glob
-import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import JSON_LINES, SUFFIXES, fixed_directory, plain_suffix
 from megatron_zpp.config.words import either
-from megatron_zpp.data.corpus.compression import Decompressed
+from megatron_zpp.data.corpus.compression import RATIO, decompressed, lines_by_chunk
 from megatron_zpp.storage.regular import UnfitFile, open_regular, open_stream
 
 TEXT = (".txt",)
@@ -21,19 +19,9 @@ _RECORDS = (".checksums.json", ".tokenizer.json")  # ends of the files that it w
 
 
 @dataclass(frozen=True)
-class Span:
-    """The lines of a file that begin in the bytes [start, end); a compressed file is one span."""
-
-    path: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
 class Block:
-    """Whole lines of one span; the last line of a file may have no newline."""
+    """Whole lines of a file; the last line of the file may have no newline."""
 
-    span: Span
     content: bytes
     disk_bytes: int  # size of the block in the file, which may be compressed
 
@@ -97,68 +85,31 @@ def _is_own(path: Path, start: str) -> bool:
     return any(path.with_name(f"{prefix}.idx").exists() for prefix in prefixes)
 
 
-def whole(path: str) -> Span:
-    """Return the span of a whole file."""
-    return Span(path, 0, os.path.getsize(path))
+def read_blocks(path: str, block_bytes: int) -> Iterator[Block]:
+    """Yield the lines of a file in blocks of about `block_bytes`; a longer line is one block.
 
-
-def partition(files: Sequence[str], count: int) -> list[list[Span]]:
-    """Divide the files, in order, into `count` lists of spans of about the same size on disk.
-
-    A compressed file is never cut, so a list may be empty.
+    A block of a compressed file is what a range of its bytes adds. Raises ValueError if compressed data is
+    damaged or ends too early.
     """
-    spans = [whole(path) for path in files]
-    total = sum(span.end for span in spans)
-    edges = [total * k // count for k in range(count + 1)]
-    partitions: list[list[Span]] = [[] for _ in range(count)]
-    before = 0  # bytes of earlier files
-    for span in spans:
-        cuts = [0, *(edge - before for edge in edges if 0 < edge - before < span.end), span.end]
-        if span.path.endswith(SUFFIXES):
-            cuts = [0, span.end]
-        for start, end in pairwise(cuts):
-            middle = before + (start + end) // 2
-            index = max(k for k in range(count) if edges[k] <= middle)
-            partitions[index].append(Span(span.path, start, end))
-        before += span.end
-    return partitions
-
-
-def read_blocks(span: Span, block_bytes: int) -> Iterator[Block]:
-    """Yield the lines of a span in blocks of about `block_bytes`; a longer line is one block.
-
-    Raises ValueError if compressed data is damaged or ends too early.
-    """
-    with open_stream(span.path) as raw:
-        if span.path.endswith(SUFFIXES):
-            yield from _read_compressed(span, raw, block_bytes)
+    with open_stream(path) as raw:
+        if path.endswith(SUFFIXES):
+            left, chunk = os.fstat(raw.fileno()).st_size, max(1, block_bytes // RATIO)
+            for content in lines_by_chunk(decompressed(raw, path, chunk)):
+                yield Block(content, min(chunk, left))
+                left -= min(chunk, left)
             return
-        if span.start:
-            raw.seek(span.start - 1)
-            raw.readline()  # a line that began earlier belongs to the span before
-        position = raw.tell()
-        while position < span.end:
-            content = raw.read(min(block_bytes, span.end - position))
-            if not content:
-                return  # the file has become shorter meanwhile
+        while content := raw.read(block_bytes):
             if not content.endswith(b"\n"):
                 content += raw.readline()
-            position += len(content)
-            yield Block(span, content, len(content))
+            yield Block(content, len(content))
 
 
-def _read_compressed(span: Span, raw: BinaryIO, block_bytes: int) -> Iterator[Block]:
-    stream = io.BufferedReader(Decompressed(raw, span.path), block_bytes)
-    before = 0
-    while content := stream.read(block_bytes):
-        if not content.endswith(b"\n"):
-            content += stream.readline()
-        yield Block(span, content, raw.tell() - before)
-        before = raw.tell()
-
-
-def lines_before(span: Span) -> int:
-    """Return the number of lines of the file before the span, to convert line numbers."""
-    if not span.start:
-        return 0
-    return sum(block.content.count(b"\n") for block in read_blocks(Span(span.path, 0, span.start), 1 << 20))
+def lines_that_begin(raw: BinaryIO, start: int, end: int) -> bytes:
+    """Return the lines of an uncompressed file that begin in the bytes [start, end)."""
+    if start:
+        raw.seek(start - 1)
+        start += len(raw.readline()) - 1  # a line that began earlier belongs to the bytes before
+    if start >= end:
+        return b""
+    content = raw.read(end - start)
+    return content if content.endswith(b"\n") else content + raw.readline()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
-from megatron_zpp.data.corpus.inputs import TEXT, read_blocks, whole
+from megatron_zpp.data.corpus.inputs import TEXT, read_blocks
 from megatron_zpp.data.corpus.json_lines import MALFORMED, parse_lines, split_lines, utf16
 from megatron_zpp.data.corpus.problems import Problem, Problems
 
@@ -51,7 +51,7 @@ def read_documents(path: str, json_key: str) -> Iterator[Texts]:
     if plain_suffix(path) in JSON_LINES:
         yield from _read_json_lines(path, json_key)
         return
-    blocks = list(read_blocks(whole(path), _BLOCK_BYTES))
+    blocks = list(read_blocks(path, _BLOCK_BYTES))
     content = b"".join(block.content for block in blocks)
     yield _decode(path, content, line=1, disk_bytes=sum(block.disk_bytes for block in blocks))
 
@@ -62,14 +62,14 @@ def read_passages(path: str, json_key: str) -> Iterator[Texts]:
         yield from _read_json_lines(path, json_key)
         return
     line = 1
-    for block in read_blocks(whole(path), _BLOCK_BYTES):
+    for block in read_blocks(path, _BLOCK_BYTES):
         yield _decode(path, block.content, line, block.disk_bytes)
         line += block.content.count(b"\n")
 
 
 def _read_json_lines(path: str, json_key: str) -> Iterator[Texts]:
     before = 0
-    for block in read_blocks(whole(path), _BLOCK_BYTES):
+    for block in read_blocks(path, _BLOCK_BYTES):
         lines = split_lines(block.content)
         numbered, problems = [], []
         for parsed in parse_lines(lines, [json_key]):

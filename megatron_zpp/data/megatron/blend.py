@@ -7,40 +7,36 @@ Each lane starts from counts estimated a little before it. A lane is computed ag
 differ from the final counts of the lane before. The result is therefore exact.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.data.megatron.compiled_orders import CompiledOrders
 from megatron_zpp.data.order_cache import CachedArrays
 
 BLEND_INDEXES = ("dataset_index", "dataset_sample_index")
 _PIECE = 1 << 22  # samples in memory at a time
-_LANES, _COMPILED_LANES, _SHORTEST = 2048, 64, 256  # most lanes of a piece; samples per lane, at least
+_LANES, _SHORTEST = 2048, 256  # most lanes of a piece; samples per lane, at least
 _BLOCK = 64  # steps whose choices are transposed together, from a row per step to a row per lane
 
 
-def blend_pieces(
-    weights: np.ndarray, size: int, compiled: CompiledOrders | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def blend_pieces(weights: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (data set int16, its sample number int32 or int64) of `size` samples, piece by piece.
 
     weights (K,) sum to 1.
     """
-    choose = compiled.choose if compiled else _choose_by_numpy
     counts = np.zeros(len(weights))
     for first in range(0, size, _PIECE):
         here = min(_PIECE, size - first)
-        length = max(_SHORTEST, -(-here // (_COMPILED_LANES if compiled else _LANES)))
+        length = max(_SHORTEST, -(-here // _LANES))
         firsts = np.arange(first, first + here, length)
-        starts = _estimated_counts(weights, firsts, counts, choose, min(length, 4 * len(weights) + 32))
+        starts = _estimated_counts(weights, firsts, counts, min(length, 4 * len(weights) + 32))
         ends = np.empty_like(starts)
         which, numbers = _empty(len(firsts), length, size)
         pending = np.arange(len(firsts))
         while pending.size:
             counts = starts.take(pending, axis=1)
-            choose(weights, firsts[pending], counts, pending, which, numbers)
+            _choose(weights, firsts[pending], counts, pending, which, numbers)
             ends[:, pending] = counts
             pending = 1 + np.flatnonzero((starts[:, 1:] != ends[:, :-1]).any(axis=0))
             starts[:, pending] = ends[:, pending - 1]
@@ -48,24 +44,17 @@ def blend_pieces(
         yield which.reshape(-1)[:here], numbers.reshape(-1)[:here]
 
 
-def blend_order(
-    weights: np.ndarray, size: int, compiled: CompiledOrders | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def blend_order(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return all pieces of `blend_pieces`, concatenated: (size,) each."""
-    pieces = list(blend_pieces(weights, size, compiled))
-    if len(pieces) == 1:
-        return pieces[0]
-    which, numbers = zip(*pieces, strict=True)
+    which, numbers = zip(*blend_pieces(weights, size), strict=True)
     return np.concatenate(which), np.concatenate(numbers)
 
 
-def exhaustive_order(
-    sizes: np.ndarray, compiled: CompiledOrders | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def exhaustive_order(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Like `blend_order`, with every sample of each set once; skips exhausted sets. sizes (K,) int64."""
     total = int(sizes.sum())
     weights = sizes / total
-    which, numbers = blend_order(weights, total, compiled)
+    which, numbers = blend_order(weights, total)
     beyond = np.flatnonzero(numbers >= sizes[which])
     if beyond.size:  # no earlier sample was drawn from an exhausted set
         first = int(beyond[0])
@@ -92,9 +81,7 @@ def _choose_unexhausted(
             remaining.remove(source)
 
 
-def _estimated_counts(
-    weights: np.ndarray, firsts: np.ndarray, counts: np.ndarray, choose: Callable[..., None], settle: int
-) -> np.ndarray:
+def _estimated_counts(weights: np.ndarray, firsts: np.ndarray, counts: np.ndarray, settle: int) -> np.ndarray:
     """Return estimated counts (K, lanes) float64 at the samples `firsts`.
 
     The first lane has the given counts (K,). The others have rounded shares, corrected by `settle` choices.
@@ -108,18 +95,22 @@ def _estimated_counts(
         missing = early - settled.sum(axis=0)  # whole samples, which go to the largest remainders
         rank = np.argsort(np.argsort(settled - shares, axis=0, kind="stable"), axis=0)
         settled += rank < missing
-        choose(weights, early, settled, np.arange(len(early)), *_empty(len(early), settle, 0))
+        _choose(weights, early, settled, np.arange(len(early)), *_empty(len(early), settle, 0))
         starts[:, 1:] = settled
     return starts
 
 
 def _empty(rows: int, length: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return empty arrays for choices and for numbers below `size`."""
-    wide = np.int32 if size <= np.iinfo(np.int32).max else np.int64
-    return np.empty((rows, length), np.int16), np.empty((rows, length), wide)
+    return np.empty((rows, length), np.int16), np.empty((rows, length), number_dtype(size))
 
 
-def _choose_by_numpy(
+def number_dtype(size: int) -> np.dtype:
+    """Return the dtype of sample numbers in a blend of `size` samples."""
+    return np.dtype(np.int32 if size <= np.iinfo(np.int32).max else np.int64)
+
+
+def _choose(
     weights: np.ndarray,
     firsts: np.ndarray,
     counts: np.ndarray,
@@ -127,33 +118,22 @@ def _choose_by_numpy(
     which: np.ndarray,
     numbers: np.ndarray,
 ) -> None:
-    """Do what CompiledOrders.choose does."""
-    for step, choices, drawn in _choose(weights, firsts, counts, which.shape[1]):
-        which[rows, step : step + len(choices)] = choices.T
-        numbers[rows, step : step + len(drawn)] = drawn.T
+    """Write the choices of a blend by lanes: lane k begins at sample firsts[k] and fills row rows[k].
 
-
-def _choose(
-    weights: np.ndarray, firsts: np.ndarray, counts: np.ndarray, length: int
-) -> Iterable[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield the choices of `length` steps in each lane, and add them to `counts` (K, lanes).
-
-    Each item is (step, data set (steps, lanes) uint8 or int16, its sample number (steps, lanes) float64) for
-    some steps; the arrays are reused.
+    weights (K,) float64; counts (K, lanes) float64, updated in place; which (…, steps) int16; numbers
+    (…, steps) int32 or int64.
     """
-    lanes = len(firsts)
-    if not lanes:
-        return
+    lanes, length = len(firsts), which.shape[1]
     small = np.uint8 if len(weights) <= 256 else np.int16
     flat, lane = counts.reshape(-1), np.arange(lanes)
     assert np.shares_memory(flat, counts), "counts must be contiguous"
     sample, best, behind = np.empty(lanes), np.empty(lanes), np.empty(lanes)
     further, found, place = np.empty(lanes, bool), np.empty(lanes, small), np.empty(lanes, np.int64)
-    which, numbers = np.empty((_BLOCK, lanes), small), np.empty((_BLOCK, lanes))
+    choices, drawn = np.empty((_BLOCK, lanes), small), np.empty((_BLOCK, lanes))
     for step in range(length):
         row = step % _BLOCK
         np.maximum(firsts + step, 1, out=sample, casting="unsafe")
-        choice, number = which[row], numbers[row]
+        choice, number = choices[row], drawn[row]
         choice.fill(0)
         np.subtract(np.multiply(sample, weights[0], out=best), counts[0], out=best)
         for source in range(1, len(weights)):
@@ -166,7 +146,8 @@ def _choose(
         flat.take(place, out=number, mode="clip")  # all are in range, and "raise" would copy
         flat[place] = number + 1
         if row == _BLOCK - 1 or step == length - 1:
-            yield step - row, which[: row + 1], numbers[: row + 1]
+            which[rows, step - row : step + 1] = choices[: row + 1].T
+            numbers[rows, step - row : step + 1] = drawn[: row + 1].T
 
 
 @dataclass(frozen=True)

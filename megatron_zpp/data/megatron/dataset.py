@@ -1,10 +1,8 @@
 """Samples of data sets in Megatron-LM's order and blend; the indexes are cached on disk."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,8 +10,13 @@ import numpy as np
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.data.indexed import IndexedDataset, index_path
-from megatron_zpp.data.megatron.blend import BLEND_INDEXES, MegatronBlend, blend_pieces, exhaustive_order
-from megatron_zpp.data.megatron.compiled_orders import CompiledOrders
+from megatron_zpp.data.megatron.blend import (
+    BLEND_INDEXES,
+    MegatronBlend,
+    blend_pieces,
+    exhaustive_order,
+    number_dtype,
+)
 from megatron_zpp.data.megatron.order import (
     OrderSizes,
     document_index,
@@ -115,16 +118,12 @@ class MegatronDataset:
 
 @dataclass(frozen=True)
 class MegatronOrders:
-    """Builds data sets and blends in the order that Megatron-LM would use for the same flags.
-
-    `compiled` is called when an order has to be built.
-    """
+    """Builds data sets and blends in the order that Megatron-LM would use for the same flags."""
 
     cache: OrderCache
     seq_length: int
     vocab_size: int
     seed: int
-    compiled: Callable[[], CompiledOrders | None]
 
     def dataset(
         self, source: IndexedDataset, first: int, last: int, requested: int | None, split: str
@@ -143,7 +142,7 @@ class MegatronOrders:
         }
 
         def build(files: NpyWriter) -> None:
-            _build_indexes(source.lengths[:], first, last, sizes, self.seed, self.compiled(), files)
+            _build_indexes(source.lengths[:], first, last, sizes, self.seed, files)
 
         what = f"the {split} order of {source.prefix}, {sizes.samples:,} samples"
         indexes = self.cache.get(made_of, _INDEXES, build, what)
@@ -155,19 +154,14 @@ class MegatronOrders:
         """Return `size` samples of the sources by `weights`; None draws every sample of each source once."""
         shares = normalized(np.array(weights, np.float64))
         made_of: dict[str, Any] = {"version": _VERSION, "indexes": BLEND_INDEXES, "size": size}
+        order: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
         if size is None:
             lengths = np.array([len(source) for source in sources])
             made_of |= {"lengths": lengths.tolist()}
-            size = int(lengths.sum())
-
-            def order() -> Iterable[tuple[np.ndarray, np.ndarray]]:
-                return [exhaustive_order(lengths, self.compiled())]
+            size, order = int(lengths.sum()), lambda: [exhaustive_order(lengths)]
         else:
             made_of |= {"weights": shares.tolist()}
-
-            def order() -> Iterable[tuple[np.ndarray, np.ndarray]]:
-                return blend_pieces(shares, size, self.compiled())
-
+            order = partial(blend_pieces, shares, size)
         what = f"the {split} blend of {len(sources)} data sets, {size:,} samples"
         arrays = self.cache.get(made_of, BLEND_INDEXES, partial(_build_blend, order, size), what)
         return BlendedDataset(tuple(sources), MegatronBlend(tuple(shares.tolist()), arrays))
@@ -183,36 +177,28 @@ def _total(lengths: FileArray) -> int:
 
 
 def _build_indexes(
-    lengths: np.ndarray,
-    first: int,
-    last: int,
-    sizes: OrderSizes,
-    seed: int,
-    compiled: CompiledOrders | None,
-    files: NpyWriter,
+    lengths: np.ndarray, first: int, last: int, sizes: OrderSizes, seed: int, files: NpyWriter
 ) -> None:
     random = np.random.RandomState(seed)
-    documents = document_index(first, last, sizes, random, compiled)
+    documents = document_index(first, last, sizes, random)
     files.save("document_index", documents)
     rows = sizes.samples + 1
     with files.open("sample_index", sample_index_dtype(len(documents)), (rows, 2)) as write:
-        for piece in sample_index(lengths, documents, sizes.seq_length, rows, compiled):
+        for piece in sample_index(lengths, documents, sizes.seq_length, rows):
             write(piece)
     del documents
-    files.save("shuffle_index", shuffle_index(sizes, random, compiled))
+    files.save("shuffle_index", shuffle_index(sizes, random))
 
 
 def _build_blend(
     order: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]], size: int, files: NpyWriter
 ) -> None:
     """Write the two indexes, which `order` returns piece by piece."""
-    pieces = iter(order())
-    first = next(pieces)
-    with ExitStack() as stack:
-        writes = [
-            stack.enter_context(files.open(name, part.dtype, (size,)))
-            for name, part in zip(BLEND_INDEXES, first, strict=True)
-        ]
-        for piece in chain([first], pieces):
-            for write, part in zip(writes, piece, strict=True):
-                write(part)
+    which, numbers = BLEND_INDEXES
+    with (
+        files.open(which, np.int16, (size,)) as write_which,
+        files.open(numbers, number_dtype(size), (size,)) as write_numbers,
+    ):
+        for piece in order():
+            write_which(piece[0])
+            write_numbers(piece[1])

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.data.megatron.compiled_orders import CompiledOrders
-
 _CHUNK = 1 << 16  # documents processed at a time: their data stays in the processor's cache
 _ENOUGH = 0.8  # of an epoch's samples: a last epoch with fewer is shuffled separately
 
@@ -64,29 +62,21 @@ class OrderSizes:
         return (epochs * self.tokens - 1) // self.seq_length
 
 
-def document_index(
-    first: int,
-    last: int,
-    sizes: OrderSizes,
-    random: np.random.RandomState,
-    compiled: CompiledOrders | None = None,
-) -> np.ndarray:
+def document_index(first: int, last: int, sizes: OrderSizes, random: np.random.RandomState) -> np.ndarray:
     """Return the sequences in the order of the text: (epochs · (last - first),) int32."""
     documents = np.tile(np.arange(first, last, dtype=np.int32), sizes.epochs)
     together = (sizes.epochs - 1 if sizes.last_apart else sizes.epochs) * (last - first)
-    _shuffle(documents[:together], random, compiled)
-    _shuffle(documents[together:], random, compiled)
+    random.shuffle(documents[:together])
+    random.shuffle(documents[together:])
     return documents
 
 
-def shuffle_index(
-    sizes: OrderSizes, random: np.random.RandomState, compiled: CompiledOrders | None = None
-) -> np.ndarray:
+def shuffle_index(sizes: OrderSizes, random: np.random.RandomState) -> np.ndarray:
     """Return the order in which samples are visited: (samples,) uint32, or int64 for too many samples."""
     dtype = np.uint32 if sizes.samples < np.iinfo(np.uint32).max - 1 else np.int64
     cuts = np.arange(sizes.samples, dtype=dtype)
-    _shuffle(cuts[: sizes.shuffled_first], random, compiled)
-    _shuffle(cuts[sizes.shuffled_first :], random, compiled)
+    random.shuffle(cuts[: sizes.shuffled_first])
+    random.shuffle(cuts[sizes.shuffled_first :])
     return cuts
 
 
@@ -96,11 +86,7 @@ def sample_index_dtype(documents: int) -> np.dtype:
 
 
 def sample_index(
-    lengths: np.ndarray,
-    documents: np.ndarray,
-    seq_length: int,
-    rows: int,
-    compiled: CompiledOrders | None = None,
+    lengths: np.ndarray, documents: np.ndarray, seq_length: int, rows: int
 ) -> Iterator[np.ndarray]:
     """Yield (document, token within it) at which each sample begins: (rows, 2), in pieces.
 
@@ -110,9 +96,6 @@ def sample_index(
     (0, 0) even if document 0 is empty.
     """
     dtype = sample_index_dtype(len(documents))
-    if compiled:
-        yield from compiled.sample_rows(lengths, documents, seq_length, rows, dtype)
-        return
     for first, begun, text, starts in _chunks(lengths, documents, seq_length, rows):
         # Samples begun[k] to begun[k + 1] begin in document k of the chunk.
         counts = np.diff(begun)
@@ -137,11 +120,3 @@ def _chunks(
         position, begun_before = int(ends[-1]), int(begun[-1])
         if begun_before == rows:
             return
-
-
-def _shuffle(values: np.ndarray, random: np.random.RandomState, compiled: CompiledOrders | None) -> None:
-    """Shuffle in place; the draws do not depend on the values."""
-    if compiled:
-        compiled.shuffle(values, random)
-    else:
-        random.shuffle(values)

@@ -1,17 +1,13 @@
 """The samples of one split in Megatron-LM's order: how many of each data set, and their blend."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.blend import BlendedDataset
-from megatron_zpp.data.megatron.compiled_orders import CompiledOrders, compiled_orders
 from megatron_zpp.data.megatron.dataset import MegatronDataset, MegatronOrders, normalized
 from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.split import DatasetSlice
@@ -19,42 +15,29 @@ from megatron_zpp.data.split import DatasetSlice
 _SURPLUS = 0.005  # samples of each data set beyond its share of a blend, relative
 
 
-@dataclass(frozen=True)
-class MegatronSplits:
-    """Makes the samples of all splits of a run; `say` gets a line when an order is built."""
-
-    config: DataConfig
-    seq_length: int
-    vocab_size: int
-    seed: int
-    say: Callable[[str], None]
-
-    def samples(
-        self, flag: str, split: str, parts: Sequence[DatasetSlice], requested: int | None
-    ) -> MegatronDataset | BlendedDataset:
-        """As `_build_split`; indexes are cached in --data-cache-path, or beside the data for all its runs."""
-        given = self.config.data_cache_path
-        shown = given or f"{parts[0].source.local}.orders"
-        cache_flag = "--data-cache-path" if given else "--data-cache-path (not given)"
-        cache = OrderCache(cache_flag, shown, Path(shown), self.say)
-        orders = MegatronOrders(cache, self.seq_length, self.vocab_size, self.seed, lambda: self._compiled)
-        return _build_split(orders, flag, split, parts, requested)
-
-    @functools.cached_property
-    def _compiled(self) -> CompiledOrders | None:
-        """Compiled when the first order is built."""
-        return compiled_orders(self.say)
-
-
-def _build_split(
-    orders: MegatronOrders, flag: str, split: str, parts: Sequence[DatasetSlice], requested: int | None
+def megatron_samples(
+    config: DataConfig,
+    flag: str,
+    split: str,
+    parts: Sequence[DatasetSlice],
+    requested: int | None,
+    *,
+    seq_length: int,
+    vocab_size: int,
+    seed: int,
+    say: Callable[[str], None],
 ) -> MegatronDataset | BlendedDataset:
     """Return `requested` samples of the data sets of `flag`; None requests every sample of one epoch.
 
-    A single data set, and each data set of a blend with weights, is repeated as often as needed. A blend
-    without weights has one epoch of each. Raises ValueError if that is fewer samples than requested, and for
-    weights without a number of samples.
+    Indexes are cached in --data-cache-path, or beside the data for all its runs; `say` gets a line when one
+    is built. A single data set, and each data set of a blend with weights, is repeated as often as needed. A
+    blend without weights has one epoch of each. Raises ValueError if that is fewer samples than requested,
+    and for weights without a number of samples.
     """
+
+    cache_flag = "--data-cache-path" if config.data_cache_path else "--data-cache-path (not given)"
+    cache = OrderCache(cache_flag, config.data_cache_path or f"{parts[0].source.local}.orders", say)
+    orders = MegatronOrders(cache, seq_length, vocab_size, seed)
 
     def dataset(part: DatasetSlice, samples: int | None) -> MegatronDataset:
         return orders.dataset(part.source, part.first, part.last, samples, split)

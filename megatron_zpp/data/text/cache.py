@@ -38,7 +38,6 @@ from megatron_zpp.storage.waits import attempt_wait, growing_waits
 
 _RECORD = np.dtype([("tokens", "<u8"), ("skipped", "<u8"), ("check", "<u8")])
 _DIGEST = 16  # bytes
-_SPARSE = 64  # records are read one by one if fewer than one in this many is asked for
 _POLL = 0.02  # seconds until the second look for blocks that other processes tokenise
 _PARTS = 16  # parts per worker, so that fast workers can take more
 
@@ -79,15 +78,10 @@ class TokenCache:
         return np.where(known, records["tokens"], -1).astype(np.int64)
 
     def _records(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the records of blocks, zeros where the file has none yet: one read if they lie together."""
-        if not blocks.size:
-            return np.zeros(0, _RECORD)
-        size, first, last = _RECORD.itemsize, int(blocks.min()), int(blocks.max()) + 1
-        if last - first > _SPARSE * blocks.size:
-            parts = (os.pread(self._counts, size, block * size) for block in blocks.tolist())
-            return np.frombuffer(b"".join(part.ljust(size, b"\0") for part in parts), _RECORD)
-        content = os.pread(self._counts, (last - first) * size, first * size)
-        return np.frombuffer(content.ljust((last - first) * size, b"\0"), _RECORD)[blocks - first]
+        """Return the records of blocks, zeros where the file has none yet."""
+        size = _RECORD.itemsize
+        parts = (os.pread(self._counts, size, block * size).ljust(size, b"\0") for block in blocks.tolist())
+        return np.frombuffer(b"".join(parts), _RECORD)
 
     def fill(self, blocks: np.ndarray) -> np.ndarray:
         """Tokenise unclaimed blocks, wait for the others, and return `counts`."""

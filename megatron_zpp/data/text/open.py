@@ -15,7 +15,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.text import HUB, SUFFIXES, fixed_directory, is_hub, is_sharded
 from megatron_zpp.data.corpus.encode import Encoder
-from megatron_zpp.data.corpus.inputs import find_files, read_blocks, whole
+from megatron_zpp.data.corpus.inputs import find_files, read_blocks
 from megatron_zpp.data.indexed import token_dtype
 from megatron_zpp.data.order_cache import contents_of
 from megatron_zpp.data.text.cache import TokenCache
@@ -67,7 +67,7 @@ def open_text(
         if is_hub(path):
             from megatron_zpp.data.text.shards.hub import open_hub
 
-            source = open_hub(flag, path, data.json_key, directory, say)
+            source = open_hub(flag, path, data.json_key, directory)
         elif is_sharded(path):
             from megatron_zpp.data.text.shards.text import open_shards
 
@@ -137,7 +137,7 @@ def _unpacked(flag: str, path: str, directory: Path, say: Callable[[str], None])
             own = platform.node() if held else secrets.token_hex(8)
             partial_copy = plain.with_name(f"{plain.name}.{own}.partial")
             with os.fdopen(open_new(partial_copy), "wb") as output:
-                for block in read_blocks(whole(path), _BLOCK_BYTES):
+                for block in read_blocks(path, _BLOCK_BYTES):
                     output.write(block.content)
             fsync(partial_copy)  # from here on the copy counts as complete
             keep_first(partial_copy, plain)

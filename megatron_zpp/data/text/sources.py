@@ -8,20 +8,20 @@ from typing import Any, Protocol
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.corpus.inputs import Span, lines_before, read_blocks
+from megatron_zpp.data.corpus.inputs import lines_that_begin
 from megatron_zpp.data.order_cache import contents_of
 from megatron_zpp.data.samples import ShardRecord
 from megatron_zpp.data.text.group_order import GroupOrder
+from megatron_zpp.storage.regular import open_stream
 
 # About a thousand blocks, so that a split can be a thousandth of the text. A block is large enough for a
 # file, and there are never so many that their directory becomes slow.
 _BLOCKS, _MOST_BLOCKS = 1024, 1 << 16
 _LEAST_BYTES, _MOST_BYTES = 1 << 10, 1 << 20
-_GROUP_BYTES = 16 << 20
+_GROUP_BYTES, _GROUP_BLOCKS = 16 << 20, 4  # that are shuffled together, at least
 # Keys of `made_of` that may differ in a copy. "column" is the type of a column that is not of strings: its
 # tokens cached before bytes were decoded must not be used again, but a resumed run finds the same data set.
 _NOT_CONTENTS = ("name", "mtime_ns", "modified", "column")
-GROUP_BLOCKS = 4
 
 
 class TextSource(Protocol):
@@ -30,7 +30,7 @@ class TextSource(Protocol):
     name: str  # as given on the command line
     blocks: int
     group: int
-    size: int  # bytes of a file, rows of a data set
+    size: int  # bytes
     made_of: Mapping[str, Any]  # distinguishes the text from other text and later versions
 
     def order(self, first: int, last: int, seq_length: int, seed: int) -> GroupOrder:
@@ -64,9 +64,10 @@ class JsonLinesText:
             raise option_error(
                 flag, name, "the file is empty (0 bytes); give a file with a JSON object per line"
             )
-        self._bytes = size_of_block(self.size, _LEAST_BYTES, _MOST_BYTES)
+        usual = min(max(self.size // _BLOCKS, _LEAST_BYTES), _MOST_BYTES)
+        self._bytes = max(usual, -(-self.size // _MOST_BLOCKS))
         self.blocks = -(-self.size // self._bytes)
-        self.group = max(GROUP_BLOCKS, _GROUP_BYTES // self._bytes)
+        self.group = max(_GROUP_BLOCKS, _GROUP_BYTES // self._bytes)
 
     def order(self, first: int, last: int, seq_length: int, seed: int) -> GroupOrder:
         return GroupOrder(first, last, self.group, seed)
@@ -81,24 +82,18 @@ class JsonLinesText:
             raise ValueError(f"{self._path}: {error.strerror}; {fix}") from None
         if (status.st_size, status.st_mtime_ns) != (self.size, self.made_of["mtime_ns"]):
             raise ValueError(f"{self.name}: has changed since the run began; start the run again")
-        return b"".join(piece.content for piece in read_blocks(self._span(block), self._bytes))
+        with open_stream(self._path) as raw:
+            return lines_that_begin(raw, block * self._bytes, min((block + 1) * self._bytes, self.size))
 
     def location(self, block: int, line: int) -> str:
-        return f"{self.name} line {lines_before(self._span(block)) + line}"
+        before = sum(self.read(number).count(b"\n") for number in range(block))
+        return f"{self.name} line {before + line}"
 
     def describe(self, blocks: int) -> str:
         return f"about {self.size * blocks // self.blocks:,} of {self.size:,} bytes of text"
 
     def shard_records(self) -> tuple[ShardRecord, ...]:
         return ()
-
-    def _span(self, block: int) -> Span:
-        return Span(self._path, block * self._bytes, min((block + 1) * self._bytes, self.size))
-
-
-def size_of_block(size: int, least: int, most: int) -> int:
-    """Return the bytes or rows per block of a text of `size`: between `least` and `most`, if possible."""
-    return max(min(max(size // _BLOCKS, least), most), -(-size // _MOST_BLOCKS))
 
 
 def fingerprint_of(source: TextSource) -> str:

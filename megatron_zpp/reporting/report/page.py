@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from megatron_zpp.reporting.report.charts import Series, bars, chart, short
+from megatron_zpp.reporting.report.charts import bars, chart, short
 from megatron_zpp.reporting.report.curves import (
     AXIS_LABELS,
     Axis,
@@ -16,8 +16,7 @@ from megatron_zpp.reporting.report.curves import (
     smoothed,
     tokens_trained,
 )
-from megatron_zpp.reporting.report.page_style import SCRIPT, STYLE
-from megatron_zpp.reporting.report.step_trace import Lane, draw_lanes
+from megatron_zpp.reporting.report.page_style import STYLE
 
 _MOST_SAMPLES = 12
 Records = Sequence[dict[str, Any]]
@@ -56,7 +55,6 @@ class Report:
     settings: Sequence[Setting] = ()
     memory: Sequence[Comparison] = ()
     traffic: Sequence[Comparison] = ()
-    lanes: Sequence[Lane] = ()
 
 
 def page(report: Report) -> str:
@@ -76,7 +74,7 @@ def page(report: Report) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head>\n"
-        f"<body><main>{''.join(sections)}</main><script>{SCRIPT}</script></body></html>\n"
+        f"<body><main>{''.join(sections)}</main></body></html>\n"
     )
 
 
@@ -121,33 +119,29 @@ def _tiles(report: Report) -> str:
 def _curves(report: Report) -> list[str]:
     """A chart for each kind of number that changes."""
     charts = [_loss_chart(report)]
-    for names, title, log_y in (
-        (("grad_norm",), "Gradient norm before clipping", True),
-        (("learning_rate",), "Learning rate", False),
-        (("tokens_per_second",), "Tokens per second", False),
-        (("mfu",), "MFU", False),
-        (("memory_peak_bytes", "memory_allocated_bytes"), "Memory of rank 0, GiB", False),
-        (("inter_node_bytes", "intra_node_bytes"), "Bytes sent in a step", False),
-        (("global_batch_size",), "Global batch size", False),
-        (("loss_scale",), "Loss scale", True),
-        (("raised_units",), "Units that sent 8 bits", False),
-        (("power_watts",), "Power of rank 0's GPU, W", False),
-        (("skipped", "nan"), "Skipped and NaN iterations", False),
+    for names, title in (
+        (("grad_norm",), "Gradient norm before clipping"),
+        (("learning_rate",), "Learning rate"),
+        (("tokens_per_second",), "Tokens per second"),
+        (("mfu",), "MFU"),
+        (("memory_peak_bytes", "memory_allocated_bytes"), "Memory of rank 0, GiB"),
+        (("inter_node_bytes", "intra_node_bytes"), "Bytes sent in a step"),
+        (("global_batch_size",), "Global batch size"),
+        (("loss_scale",), "Loss scale"),
+        (("raised_units",), "Units that sent 8 bits"),
+        (("skipped", "nan"), "Skipped and NaN iterations"),
     ):
         found = [(name, curve(report.records, name, report.axis)) for name in names]
-        found = [(name, each) for name, each in found if _worth_drawing(name, each)]
-        series = [Series(*_in_unit(name, each), colour=index) for index, (name, each) in enumerate(found)]
-        charts.append(chart(series, title=title, x_label=AXIS_LABELS[report.axis], log_y=log_y))
+        curves = dict(_in_unit(name, each) for name, each in found if _worth_drawing(name, each))
+        charts.append(chart(curves, title=title, x_label=AXIS_LABELS[report.axis]))
     return [each for each in charts if each]
 
 
 def _in_unit(name: str, found: Curve) -> tuple[str, Curve]:
     """The name of a curve without its unit, and memory in GiB."""
     if name.startswith("memory_"):
-        return name.removeprefix("memory_").removesuffix("_bytes"), Curve(
-            found.x, [y / 2**30 for y in found.y]
-        )
-    return name.removesuffix("_bytes").replace("_", " "), found
+        found = Curve(found.x, [y / 2**30 for y in found.y])
+    return name.removeprefix("memory_").removesuffix("_bytes").replace("_", " "), found
 
 
 def _worth_drawing(name: str, found: Curve) -> bool:
@@ -158,18 +152,15 @@ def _worth_drawing(name: str, found: Curve) -> bool:
 
 def _loss_chart(report: Report) -> str:
     train, valid = (curve(report.records, name, report.axis) for name in ("lm_loss", "valid_loss"))
-    series = []
+    name = "training"
     if report.smoothing and len(train.y) > 20:
-        series.append(Series("", train, faint=True))
-        series.append(Series("training, smoothed", Curve(train.x, smoothed(train.y, report.smoothing))))
-    else:
-        series.append(Series("training", train))
-    series.append(Series("validation", valid, dots=True, colour=1))
-    return chart(series, title="Loss, nats per token", x_label=AXIS_LABELS[report.axis])
+        name, train = "training, smoothed", Curve(train.x, smoothed(train.y, report.smoothing))
+    curves = {name: train, "validation": valid}
+    return chart(curves, title="Loss, nats per token", x_label=AXIS_LABELS[report.axis])
 
 
 def _step(report: Report) -> str:
-    """Parts of a step by --timing-log-level, and the lanes of a trace."""
+    """Parts of a step by --timing-log-level."""
     times = {
         name[len("time_") : -len("_ms")].replace("_", " "): median(
             by_iteration(report.records, name).values()
@@ -177,18 +168,12 @@ def _step(report: Report) -> str:
         for name in dict.fromkeys(name for record in report.records for name in record)
         if name.startswith("time_") and name.endswith("_ms") and by_iteration(report.records, name)
     }
-    content = ""
-    if times:
-        step = median(by_iteration(report.records, "elapsed_ms").values())
-        content += bars(
-            [("whole step", 0.0, step), *((name, 0.0, value) for name, value in times.items())],
-            title="Median over logged steps, of the slowest rank",
-            unit="ms",
-            total=max(step, *times.values()),
-        )
-    if report.lanes:
-        content += draw_lanes(report.lanes, "Traced steps, one row per stream or thread")
-    return f'<div class="stack">{content}</div>' if content else ""
+    if not times:
+        return ""
+    step = median(by_iteration(report.records, "elapsed_ms").values())
+    return bars(
+        {"whole step": step} | times, title="Median over logged steps, of the slowest rank", unit="ms"
+    )
 
 
 def _comparisons(rows: Sequence[Comparison]) -> str:

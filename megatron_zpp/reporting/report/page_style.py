@@ -1,4 +1,4 @@
-"""The style and the script of a report's page. Both are inside the page, which then needs no network."""
+"""The style of a report's page, which is inside the page: it needs no network."""
 
 STYLE = """
 :root { color-scheme: light dark;
@@ -21,7 +21,7 @@ h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 18px; margin: 34px 0 12
 .tile { padding: 11px 14px; } .tile b { display: block; font-size: 21px; font-weight: 600; line-height: 1.3;
   font-variant-numeric: tabular-nums; } .tile span { color: var(--muted); font-size: 13px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 14px; }
-.chart { margin: 0; padding: 14px 14px 8px; position: relative; } .chart svg { width: 100%; display: block; }
+.chart { margin: 0; padding: 14px 14px 8px; } .chart svg { width: 100%; display: block; }
 figcaption { font-weight: 600; font-size: 14.5px; margin: 0 4px 6px; display: flex; flex-wrap: wrap;
   gap: 4px 14px; }
 .legend { font-weight: 400; font-size: 13px; color: var(--muted); display: flex; flex-wrap: wrap;
@@ -30,12 +30,8 @@ figcaption { font-weight: 600; font-size: 14.5px; margin: 0 4px 6px; display: fl
   vertical-align: middle; margin-right: 5px; background: var(--series-0); }
 svg text { fill: var(--muted); font-size: 11.5px; font-family: inherit; font-variant-numeric: tabular-nums; }
 svg text.value { fill: var(--text); } svg .grid { stroke: var(--grid); stroke-width: 1; }
-.series { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .faint { opacity: .38; stroke-width: 1; }
+.series { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .bar { fill: var(--accent); }
-.cross { stroke: var(--muted); stroke-width: 1; stroke-dasharray: 3 3; }
-.tip { position: absolute; pointer-events: none; background: var(--card); border: 1px solid var(--grid);
-  border-radius: 6px; padding: 5px 9px; font-size: 12.5px; box-shadow: 0 2px 10px rgb(0 0 0 / .15);
-  white-space: nowrap;  font-variant-numeric: tabular-nums; }
 .card { padding: 4px 16px; overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 6px 14px 6px 0; border-bottom: 1px solid var(--grid);
@@ -47,39 +43,9 @@ code { font: 13px ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: an
 details { margin-top: 12px; } summary { cursor: pointer; color: var(--accent); font-size: 14px; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0;
   font: 13px/1.55 ui-monospace, "DejaVu Sans Mono", monospace; }
-.stack { display: grid; gap: 14px; grid-template-columns: minmax(0, 1fr); }
 """ + "".join(
     f".s{index} {{ stroke: var(--series-{index}); }}"
     f"circle.s{index}, rect.s{index} {{ fill: var(--series-{index}); }}"
     f".k{index}::before {{ background: var(--series-{index}); }}\n"
     for index in range(6)
 )
-
-SCRIPT = """
-for (const figure of document.querySelectorAll('[data-chart]')) {
-  const {x: label, series} = JSON.parse(figure.dataset.chart), svg = figure.querySelector('svg');
-  const tip = Object.assign(document.createElement('div'), {className: 'tip', hidden: true});
-  const cross = document.createElementNS('http://www.w3.org/2000/svg', 'line');
-  cross.setAttribute('class', 'cross'); figure.append(tip); svg.append(cross);
-  const show = value => Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3)
-    ? value.toExponential(3) : String(Number(value.toPrecision(6)));
-  svg.addEventListener('pointerleave', () => { tip.hidden = true; cross.style.display = 'none'; });
-  svg.addEventListener('pointermove', event => {
-    const box = svg.getBoundingClientRect();
-    const at = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
-    const nearer = (a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a;
-    const near = series.map(one => one.points.reduce(nearer)), best = near.reduce(nearer);
-    tip.replaceChildren(...[`${label}: ${show(best[2])}`,
-      ...series.map((one, index) => `${one.name}: ${show(near[index][3])}`
-        + (near[index][2] === best[2] ? '' : ` at ${show(near[index][2])}`))]
-      .map(text => Object.assign(document.createElement('div'), {textContent: text})));
-    const ends = {x1: best[0], x2: best[0], y1: 12, y2: 212};
-    for (const [name, value] of Object.entries(ends)) cross.setAttribute(name, value);
-    cross.style.display = ''; tip.hidden = false;
-    const corner = figure.getBoundingClientRect();
-    const most = figure.clientWidth - tip.offsetWidth - 6;
-    tip.style.left = `${Math.min(event.clientX - corner.left + 14, most)}px`;
-    tip.style.top = `${event.clientY - corner.top + 16}px`;
-  });
-}
-"""

@@ -28,15 +28,17 @@ from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import OnProgress
 from megatron_zpp.storage.location import Location, location
-from megatron_zpp.train.resume.data_changes import (
+from megatron_zpp.train.resume.changes import (
     batch_changes,
-    data_changes,
     mask_changes,
+    matmul_changes,
+    model_changes,
+    numbering_changes,
     order_change,
     ordered_samples,
+    rate_change,
+    setting_changes,
 )
-from megatron_zpp.train.resume.model_changes import model_changes, product_changes
-from megatron_zpp.train.resume.setting_changes import rate_change, setting_changes
 from megatron_zpp.train.resume.start import Start, named
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.train.setup.bounded import bounded, read_together
@@ -145,13 +147,13 @@ def _load(
         progress = load_checkpoint(
             path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
         )
-    saved, ranks = saved_settings(path)
+    (saved, ranks), present = saved_settings(path), config.to_json()
     changes = model_changes(saved, config.model)
     if settings.finetune:
         engine.iteration = 0  # the signs of rotated gradients and the first 4-bit iterations are a new run's
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0", *changes])
     if progress.iteration:  # otherwise the weights are imported, and no products were computed
-        changes += product_changes(saved, config.precision)
+        changes += matmul_changes(saved, present)
         if not with_optimizer:
             changes += [_SCHEDULE_GOES_ON]
     without = "" if with_optimizer else " without the optimizer's state"
@@ -163,8 +165,8 @@ def _load(
         return Start(replace(progress, ordered_samples=None), [line, *changes])
     if progress.dataset_progress is None:
         progress = replace(progress, dataset_progress=DatasetProgress.from_settings(saved.get("data", {})))
-    present, resumed = config.to_json(), schedule.resumed(progress)
-    lines = data_changes(saved, present)
+    resumed = schedule.resumed(progress)
+    lines = numbering_changes(saved, present)
     if config.data.dataset_order != "megatron":
         progress = replace(progress, ordered_samples=None)
     else:
@@ -177,7 +179,7 @@ def _load(
             same_numbers=not lines,
         )
         lines += said
-    lines += mask_changes(saved, present) + batch_changes(saved, ranks, present, resumed)
+    lines += mask_changes(saved, present) + batch_changes(saved, ranks, config, resumed)
     lines += setting_changes(saved, ranks, present, engine.grid.data.world_size)
     lines += rate_change(saved, ranks, resumed, progress)
     return Start(progress, [line, *changes, *lines])

@@ -161,7 +161,7 @@ def _compile(
 ) -> None:
     from megatron_zpp.train.setup.compiling import compile_parts, prepare_compiler
 
-    prepare_compiler(config.compilation, topology, os.environ)
+    prepare_compiler(topology, os.environ)
     compile_parts(
         model,
         (config.training.micro_batch_size, config.model.seq_length),

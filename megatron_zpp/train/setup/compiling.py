@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT
@@ -30,17 +29,13 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
-def prepare_compiler(
-    config: CompilationConfig, topology: Topology, environ: MutableMapping[str, str]
-) -> None:
+def prepare_compiler(topology: Topology, environ: MutableMapping[str, str]) -> None:
     """Set torch's variables for the cache of kernels and the compiling processes, before torch reads them.
 
     Torch's default cache is in /tmp, where any user may have created it before, and what it contains is
     executed. The ranks of a node share its processors.
     """
-    if config.compile_cache_dir is not None:
-        environ[_CACHE] = os.path.abspath(config.compile_cache_dir)
-    elif _CACHE not in environ:
+    if _CACHE not in environ:
         environ[_CACHE] = str(cache_directory(environ) / "torch_compile")
     environ.setdefault("TRITON_CACHE_DIR", str(Path(environ[_CACHE]) / "triton"))
     processors = len(os.sched_getaffinity(0))

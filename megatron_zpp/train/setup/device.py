@@ -66,8 +66,6 @@ def prepare_device(config: Config, grid: Grid) -> Device:
     if compilation.missing:
         say(f"warning: layers are not compiled and run more slowly: compiling needs {compilation.missing}")
     compiles = compilation.wanted
-    if compiles:
-        config.compilation.check_cache()
     decoupled = config.learning_rate.decoupled_lr is not None
     with usage_errors():
         backend = resolve_fused_backend(

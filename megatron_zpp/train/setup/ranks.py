@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import tell
-from megatron_zpp.reporting.slow_work import SlowWork
+from megatron_zpp.reporting.slow_work import slow_work
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.heartbeat import heartbeat, is_of_a_collective
 from megatron_zpp.supervision.joining import join
@@ -67,14 +67,14 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
     store, timeout = rendezvous.store, config.distributed.heartbeat_timeout
     with (
         stop_signals(prog, topology, process.per_node, saves=save is not None) as signals,
-        process.shared_errors(store),
+        process.shared_errors(),
         heartbeat(store, topology, timeout, prog, signals.told_to_stop, rendezvous.lifelines) as activity,
     ):
         settings = config.shared_settings() | device.settings()
         with (
             join(config.distributed, topology, device.device, rendezvous, settings, activity) as lines,
             _lease(save, topology, store, activity, partial(tell, prog)) as lease,
-            SlowWork(lambda: activity.latest, partial(tell, prog)) if topology.rank == 0 else nullcontext(),
+            slow_work(lambda: activity.latest, partial(tell, prog)) if topology.rank == 0 else nullcontext(),
         ):
             ranks = Ranks(
                 topology=topology,

@@ -6,7 +6,6 @@ from torch import Tensor
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.reporting.metrics import (
     Interval,
-    PowerMeter,
     Record,
     Stopwatch,
     Throughput,
@@ -32,10 +31,9 @@ class StepLog:
             device=engine.device,
             dtype=config.precision.compute_dtype(engine.device.type),
             fp8=config.precision.fp8,
-            peak=config.logging.device_peak_tflops,
         )
         self._timing = Timing(config.timing, engine)
-        self._interval, self._power = Interval(engine.device), PowerMeter(engine.device)
+        self._interval = Interval(engine.device)
         self._rate = 0.0  # the learning rate of the newest step
         self._decoupled_rate: float | None = None  # of the newest step
 
@@ -43,11 +41,6 @@ class StepLog:
     def watch(self) -> Stopwatch:
         """Measures the time of steps: pause it for everything else."""
         return self._interval.watch
-
-    @property
-    def newest_loss(self) -> Tensor:
-        """This rank's loss () of the newest step."""
-        return self._interval.newest_loss
 
     def add(
         self,
@@ -85,7 +78,7 @@ class StepLog:
                 "lm_loss": loss,
                 "grad_norm": result.grad_norm.item(),
                 "learning_rate": self._rate,
-                **self._more(result),
+                **self._more(),
                 "global_batch_size": interval.batch,
                 "loss_scale": result.loss_scale.item(),
                 "skipped": int(interval.skipped.item()),
@@ -96,7 +89,6 @@ class StepLog:
                 "intra_node_bytes": intra_node,
                 "inter_node_bytes": inter_node,
                 **memory_record(self._engine.device),
-                **self._power.record(),
                 **times,
             }
         )
@@ -104,13 +96,11 @@ class StepLog:
             self._reporter.say(line)
         interval.restart()
 
-    def _more(self, result: StepResult) -> Record:
+    def _more(self) -> Record:
         """The numbers that flags ask for; every rank must call it."""
         found: Record = {}
         if self._decoupled_rate is not None:
             found["decoupled_learning_rate"] = self._decoupled_rate
-        if result.zeros is not None:
-            found["num_zeros"] = int(result.zeros.item())
         if self._logging.log_params_norm:
             found["params_norm"] = self._engine.weights_norm().item()
         return found

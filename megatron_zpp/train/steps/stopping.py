@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 STOPPED = 75  # sysexits.h's EX_TEMPFAIL: start the same command again to resume
 FAILED, NOT_FINITE = 1, 3
+_MOST_NOT_FINITE = 10  # steps in a row with NaN or Inf
 
 
 class Stop(Exception):
@@ -128,14 +129,12 @@ class StopConditions:
             raise Stop(FAILED, why, saves=False)
         if self._voted_step is not None:
             self._in_a_row = self._in_a_row + 1 if not_finite else 0
-        limit = self._training.max_nan_iterations
-        if self._in_a_row >= limit:
+        if self._in_a_row >= _MOST_NOT_FINITE:
             raise Stop(
                 NOT_FINITE,
-                f"the {limit} steps up to iteration {self._voted_step} had NaN or Inf in loss or gradients, "
-                f"and were skipped: the weights are those before these steps; --max-nan-iterations {limit} "
-                "in a row end a run; resume from an earlier checkpoint (--ckpt-step) with "
-                "a lower --lr or other data",
+                f"the {_MOST_NOT_FINITE} steps up to iteration {self._voted_step} had NaN or Inf in loss or "
+                "gradients, and were skipped: the weights are those before these steps; resume from an "
+                "earlier checkpoint (--ckpt-step) with a lower --lr or other data",
             )
         for number, ranks in zip(STOP_SIGNALS, signalled, strict=True):
             if ranks:

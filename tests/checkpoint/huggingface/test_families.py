@@ -137,6 +137,10 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
         ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported; must be "silu"'),
         ({"attention_bias": True}, "attention_bias true with mlp_bias false is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type "linear" is not supported'),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
+            "low_freq_factor 2.0 is not supported; must be 1.0",
+        ),
         ({"rope_parameters": {"rope_theta": "x"}}, 'rope_theta of rope is "x"; must be a number'),
         ({"hidden_size": None}, "hidden_size is null; must be a positive integer"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0; must be null or a positive"),

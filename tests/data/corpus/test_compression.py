@@ -1,35 +1,32 @@
 """Compressed files as other programs write them: padded, of several members, or with a long window."""
 
 import gzip
+import io
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from megatron_zpp.data.corpus.compression import Decompressed, Decompressor
+from megatron_zpp.data.corpus.compression import decompressed
 from tests.data.text.conftest import documents_of, opened
 
 EOD = 70_000
 
 
-def decompressed(content: bytes, name: str, size: int) -> bytes:
-    """Return the contents, fed in pieces of `size` bytes."""
-    decompressor = Decompressor(name)
-    parts = [decompressor.feed(content[start : start + size]) for start in range(0, len(content), size)]
-    decompressor.finish()
-    return b"".join(parts)
+def contents(content: bytes, name: str, size: int) -> bytes:
+    return b"".join(decompressed(io.BytesIO(content), name, size))
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 def test_zero_bytes_behind_a_member_are_padding(size: int) -> None:
     """As `gzip` and Python read them."""
     content = gzip.compress(b"one\n") + bytes(100) + gzip.compress(b"two\n") + bytes(512)
-    assert gzip.decompress(content) == decompressed(content, "x.gz", size) == b"one\ntwo\n"
+    assert gzip.decompress(content) == contents(content, "x.gz", size) == b"one\ntwo\n"
     for damaged in (bytes(100), bytes(9) + content, content + b"x", gzip.compress(b"one\n")[:-4] + bytes(20)):
         with pytest.raises(ValueError, match=r"^x\.gz: the .* create it again$"):
-            decompressed(damaged, "x.gz", size)
+            contents(damaged, "x.gz", size)
     with pytest.raises(ValueError, match=r"^x\.zst: the compressed data is damaged"):
-        decompressed(zstandard.compress(b"one\n") + bytes(512), "x.zst", size)
+        contents(zstandard.compress(b"one\n") + bytes(512), "x.zst", size)
 
 
 def with_window(frame: bytes, log: int) -> bytes:
@@ -45,6 +42,5 @@ def test_a_long_window_of_zstd_is_read(tmp_path: Path, log: int) -> None:
     frame = compressor.compress(b'{"text": "1 2"}\n' * 9) + compressor.flush()
     path = tmp_path / "x.jsonl.zst"
     path.write_bytes(with_window(frame, log))
-    with path.open("rb") as raw:
-        assert Decompressed(raw, str(path)).readall() == b'{"text": "1 2"}\n' * 9
+    assert contents(path.read_bytes(), "x.zst", 1 << 20) == b'{"text": "1 2"}\n' * 9
     assert documents_of(opened(str(tmp_path / "*.jsonl.zst"), append_eod=True), EOD) == [[1, 2, EOD]] * 9

@@ -1,46 +1,38 @@
-"""Spans, blocks and samples: every line exactly once, for all cuts."""
+"""Blocks and samples: every line exactly once, for all cuts."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.corpus.inputs import Span, find_files, lines_before, partition, read_blocks, whole
+from megatron_zpp.data.corpus.inputs import find_files, lines_that_begin, read_blocks
 from megatron_zpp.data.corpus.sample import sample_text
 
 LINES = st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"")), max_size=12)
 
 
-@given(st.lists(LINES, min_size=1, max_size=4), st.booleans(), st.integers(1, 6), st.integers(1, 20))
-def test_partitions_hold_every_line_once(tmp_path: Path, files, end, count: int, block_bytes: int) -> None:
-    contents = [b"\n".join(lines) + b"\n" * end for lines in files]
-    paths = [str(tmp_path / str(index)) for index in range(len(files))]
-    for path, content in zip(paths, contents, strict=True):
-        Path(path).write_bytes(content)
-    runs = partition(paths, count)
-    assert len(runs) == count
-    blocks = [block for run in runs for span in run for block in read_blocks(span, block_bytes)]
-    for path, content in zip(paths, contents, strict=True):
-        mine = [block for block in blocks if block.span.path == path]
-        assert b"".join(block.content for block in mine) == content
-        assert all(block.content.endswith(b"\n") for block in mine[:-1])
-        assert sum(block.disk_bytes for block in mine) == len(content)
-
-
-@given(LINES, st.data())
-def test_lines_before_a_span(tmp_path: Path, lines: list[bytes], data: st.DataObject) -> None:
-    content = b"\n".join(lines)
-    (tmp_path / "f").write_bytes(content)
-    start = data.draw(st.integers(0, len(content)))
-    span = Span(str(tmp_path / "f"), start, len(content))
-    first = b"".join(block.content for block in read_blocks(span, 7))
-    assert lines_before(span) == content[: len(content) - len(first)].count(b"\n")
+@given(LINES, st.booleans(), st.integers(1, 20), st.lists(st.integers(0, 60), max_size=4))
+def test_every_line_is_in_one_block(tmp_path: Path, lines, end: bool, block_bytes: int, cuts) -> None:
+    """And, for any cuts of a file, in the part in which it begins."""
+    content = b"\n".join(lines) + b"\n" * end
+    path = tmp_path / "f"
+    path.write_bytes(content)
+    blocks = list(read_blocks(str(path), block_bytes))
+    assert b"".join(block.content for block in blocks) == content
+    assert all(block.content.endswith(b"\n") for block in blocks[:-1])
+    assert sum(block.disk_bytes for block in blocks) == len(content)
+    begins = [0, *(offset + 1 for offset, byte in enumerate(content) if byte == ord("\n"))]
+    for start, stop in pairwise(sorted([0, len(content), *(min(cut, len(content)) for cut in cuts)])):
+        mine = [content[a:b] for a, b in pairwise([*begins, len(content)]) if start <= a < stop]
+        with path.open("rb") as raw:
+            assert lines_that_begin(raw, start, stop) == b"".join(mine)
 
 
 def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x" * 99 + b"\n" + (b"y" * 9 + b"\n") * 1000)
-    sizes = [len(block.content) for block in read_blocks(whole(str(tmp_path / "f")), 50)]
+    sizes = [len(block.content) for block in read_blocks(str(tmp_path / "f"), 50)]
     assert sizes[0] == 100
     assert max(sizes[1:]) <= 60
 
@@ -63,7 +55,7 @@ def test_what_the_program_writes_beside_text_is_not_text(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     text = ["c/a.jsonl", "c/d/b.jsonl.gz", "c/notes.tokenizer.json"]
     caches = ["c/a.jsonl.tokens/1.jsonl", "c/d/e.tokens/2/made_of.json", "c/x.orders/1/made_of.json"]
-    others = ["c/.git/a.jsonl", "c/x.idx", "c/x.checksums.json", "c/x.tokenizer.json"]
+    others = ["c/.git/a.jsonl", "c/x.idx", "c/x.checksums.json", "c/x.tokenizer.json", "c/y.png"]
     for name in text + caches + others:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("{}")

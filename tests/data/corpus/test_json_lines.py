@@ -13,25 +13,14 @@ UTF16 = "UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8"
     ("content", "detail"),
     [
         ('{"text": "a"}\n'.encode("utf-16"), UTF16),
-        ('{"text": "a"}\n'.encode("utf-16-be"), UTF16),
         ('{"text": "\u00e9"}\n'.encode("utf-32"), UTF16),
         (b'{\n  "text": "a"\n}\n', "an object on several lines; write each on one line: jq -c ."),
-        (
-            b'[\n{"text": "a"}]\n',
-            "a JSON array, not an object; write each of its objects on one line: jq -c '.[]'",
-        ),
-        (
-            b'[{"text": "a"}]\n',
-            "a JSON array, not an object; write each of its objects on one line: jq -c '.[]'",
-        ),
-        (b'{"text": "a",}\n', "not JSON: Illegal trailing comma before end of object at column 13"),
+        (b'[\n{"text": "a"}]\n', ARRAY),
+        (b'[{"text": "a"}]\n', ARRAY),
+        (b'{"text": "a",}\n', "not JSON: "),  # then the words of the Python that runs
     ],
 )
 def test_a_line_of_another_kind_of_file_is_named_with_the_remedy(content: bytes, detail: str) -> None:
     first = next(iter(parse_lines(split_lines(content), ["text"])))
     assert isinstance(first, Problem)
-    said = first.detail
-    if "trailing comma" in detail:  # in the words of the Python that runs
-        assert said.startswith("not JSON: ")
-        return
-    assert said == detail
+    assert first.detail.startswith(detail)

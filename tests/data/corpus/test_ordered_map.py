@@ -16,10 +16,6 @@ def uneven(number: int) -> int:
     return number * number
 
 
-def grow(number: int) -> bytes:
-    return bytes(number)
-
-
 def kill_itself(number: int) -> int:
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -35,21 +31,13 @@ def constant(function):
     return function
 
 
-def test_order_is_kept() -> None:
-    assert list(ordered_map(partial(constant, uneven), range(100), workers=3)) == [n * n for n in range(100)]
-
-
-def test_nothing_to_do() -> None:
-    assert list(ordered_map(partial(constant, uneven), [], workers=2)) == []
-
-
-def test_items_are_drawn_only_as_they_are_used() -> None:
+def test_order_is_kept_and_items_are_drawn_only_as_they_are_used() -> None:
     drawn = []
-    results = ordered_map(partial(constant, uneven), (drawn.append(n) or n for n in range(10_000)), workers=2)
-    for _ in range(5):
-        next(results)
+    results = ordered_map(partial(constant, uneven), (drawn.append(n) or n for n in range(10_000)), workers=3)
+    assert [next(results) for _ in range(100)] == [n * n for n in range(100)]
     results.close()
-    assert len(drawn) < 50
+    assert len(drawn) < 150
+    assert list(ordered_map(partial(constant, uneven), [], workers=1)) == []
 
 
 def test_items_and_results_far_beyond_a_pipe() -> None:
@@ -59,15 +47,15 @@ def test_items_and_results_far_beyond_a_pipe() -> None:
     assert [len(result) for result in ordered_map(partial(constant, bytes), items, workers=1)] == sizes
 
 
-def test_a_dead_worker() -> None:
-    with pytest.raises(ChildProcessError, match="killed by signal 9"):
-        list(ordered_map(partial(constant, kill_itself), range(100), workers=2))
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_dead_worker(workers: int) -> None:
+    with pytest.raises(ChildProcessError, match="killed by signal 9; the machine may have run out of memory"):
+        list(ordered_map(partial(constant, kill_itself), range(100), workers))
 
 
-@pytest.mark.parametrize("build", [partial(constant, divide), partial(int, "no number")])
-def test_a_function_or_build_that_raises(build) -> None:
-    with pytest.raises(RuntimeError, match=r"in a worker process:\n(.|\n)*Error: "):
-        list(ordered_map(build, range(10), workers=2))
+def test_a_build_that_raises() -> None:
+    with pytest.raises(RuntimeError, match=r"in a worker process:\n(.|\n)*ValueError: "):
+        list(ordered_map(partial(int, "no number"), range(10), workers=2))
 
 
 def test_a_failure_is_reported_even_if_the_worker_has_ended_before_the_next_item_is_sent() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.corpus.encode import Encoder
+from megatron_zpp.data.open import Splits
 from megatron_zpp.data.text.open import OpenText, open_text
 from megatron_zpp.tokenizer import build_tokenizer, describe
+from tests.data.conftest import open_data
 
 NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=70_000)
 
@@ -46,6 +49,19 @@ def opened(
     data = DataConfig(data_path=(path,), **{"num_workers": 0, **settings})
     description = describe(build_tokenizer(tokenizer))
     return open_text("--data-path", path, data=data, tokenizer=tokenizer, description=description, say=say)
+
+
+def open_run(data: DataConfig, tokenizer: TokenizerConfig = NULL, **more: object) -> Splits:
+    """Open data as pretrain_gpt.py does."""
+    description = describe(build_tokenizer(tokenizer))
+    settings = {"data": data, "tokenizer": tokenizer, "description": description, "say": lambda line: None}
+    return open_data(
+        data,
+        vocab_size=description["vocab_size"],
+        tokenizer_description=description,
+        open_text=partial(open_text, **settings),
+        **more,
+    )
 
 
 def documents_of(text: OpenText, eod: int) -> list[list[int]]:

@@ -3,8 +3,6 @@
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,15 +13,11 @@ import torch
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.open import Splits, open_splits
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.data.text.open import open_text
 from megatron_zpp.data.text.samples import TextDataset
-from megatron_zpp.tokenizer import build_tokenizer, describe
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from tests.data.format_by_hand import write_by_hand
-from tests.data.text.conftest import NULL, NotingEncoder, json_lines, opened
-from tests.support import ROOT, ended, environment, wait_until
+from tests.data.text.conftest import NULL, NotingEncoder, json_lines, open_run, opened
 
 S, GROUP = 8, 16  # tokens, blocks
 
@@ -70,7 +64,7 @@ def test_samples_are_the_same_for_any_world_workers_and_start(cold, text: str) -
     whole = steps(cold(), 1, end=end, num_workers=0)
     first_epoch = cold().batch(np.arange(100)).tolist()
     assert whole[:100] == first_epoch
-    for world, workers, consumed in ((1, 2, 0), (2, 1, 1200), (3, 1, 3480)):
+    for world, workers, consumed in ((1, 2, 2400), (2, 1, 3000)):
         rows = steps(cold(num_workers=workers), world, consumed=consumed, end=end, num_workers=workers)
         assert rows == whole[consumed:], (world, workers, consumed)
     kept = samples_of(text, num_workers=2)  # the last of these has tokenised all
@@ -118,20 +112,12 @@ def test_how_often_a_text_will_be_read_is_estimated(cold, text: str, documents: 
     assert f" read {part.times:.2f} × {text}" in schedule.describe_epochs(samples)[0]
 
 
-def test_what_is_counted_stays_counted_in_another_order(text: str) -> None:
-    samples = samples_of(text)
-    assert samples.with_seed(8).windows_per_epoch is None
-    samples.prepare(None)
-    counted = samples_of(text).with_seed(8)
-    counted.prepare(None)
-    assert samples.with_seed(8).windows_per_epoch == counted.windows_per_epoch > 0
-
-
 def test_splits_share_no_document(text: str, documents: list[list[int]]) -> None:
     """Documents are never cut."""
     parts = []
     for split in ("train", "valid", "test"):
-        samples = open_run(text, split="60,30,10", needed=(split,)).__getattribute__(split)
+        data = DataConfig(data_path=(text,), split="60,30,10", num_workers=0)
+        samples = getattr(open_run(data, needed=(split,), evaluated=20), split)
         samples.prepare(None)
         rows = samples.batch(np.arange(3 * samples.windows_per_epoch))
         parts.append(set(rows.ravel().tolist()))
@@ -142,35 +128,17 @@ def test_splits_share_no_document(text: str, documents: list[list[int]]) -> None
     assert [round(10 * len(part) / len(document_of)) for part in parts] == [6, 3, 1]
 
 
-def open_run(
-    path: str, *paths: str, needed: tuple[str, ...] = ("train",), evaluated: int | None = 20, **settings
-) -> Splits:
-    """Open the text as pretrain_gpt.py does."""
-    data = DataConfig(**{"data_path": (path, *paths), "num_workers": 0, **settings})
-    description = describe(build_tokenizer(NULL))
-    return open_splits(
-        data,
-        seq_length=S,
-        vocab_size=description["vocab_size"],
-        seed=1,
-        tokenizer_description=description,
-        needed=needed,
-        open_text=partial(
-            open_text, data=data, tokenizer=NULL, description=description, say=lambda line: None
-        ),
-        evaluated=evaluated,
-    )
-
-
 def test_text_and_tokens_mix_by_weight(text: str, tmp_path: Path) -> None:
     write_by_hand(tmp_path / "tokens", [[60_000] * 300])
     tokens = str(tmp_path / "tokens")
-    blend = open_run("0.25", text, "0.75", tokens, split="1").train
+    data = DataConfig(train_data_path=("0.25", text, "0.75", tokens), num_workers=0)
+    blend = open_run(data).train
     assert (blend.batch(np.arange(400))[:, 0] == 60_000).sum() == 300
     shutil.copy(text, tmp_path / "half.jsonl")
     os.truncate(tmp_path / "half.jsonl", os.path.getsize(text) // 2)
     (tmp_path / "half.jsonl").write_bytes((tmp_path / "half.jsonl").read_bytes().rpartition(b"\n")[0])
-    by_size = open_run(text, str(tmp_path / "half.jsonl"), split="1").train
+    data = DataConfig(train_data_path=(text, str(tmp_path / "half.jsonl")), num_workers=0)
+    by_size = open_run(data).train
     assert by_size.blend.counts(300) == pytest.approx([200, 100], abs=1)
 
 
@@ -179,21 +147,22 @@ def test_full_validation_reads_each_window_of_each_text_once(tmp_path: Path) -> 
     for name, first, count in (("short", 10, 400), ("long", 60_000, 900)):
         lines = json_lines([list(range(first + n, first + n + 10)) for n in range(0, count, 10)])
         (tmp_path / f"{name}.jsonl").write_bytes(lines)
-    paths = [str(tmp_path / f"{name}.jsonl") for name in ("short", "long")]
-    windows = open_run(*paths, needed=("valid",), evaluated=None, split="0,1").valid
+    paths = tuple(str(tmp_path / f"{name}.jsonl") for name in ("short", "long"))
+    windows = open_run(DataConfig(valid_data_path=paths, num_workers=0), needed=("valid",)).valid
     read = windows.batch(np.arange(windows.windows_per_epoch))[:, :-1].ravel()
     assert np.unique(read).size == read.size == sum(count // S * S for count in (400, 900))
 
 
 def test_a_split_without_a_block_is_refused(tmp_path: Path) -> None:
+    data = DataConfig(data_path=(str(tmp_path / "x.jsonl"),), num_workers=0)
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "1 2 3 4 5 6 7 8 9"}\n')
     with pytest.raises(
         ValueError, match=r"^--split 969,30,1 \(the default\): leaves no valid part of .*x\.jsonl.* more text"
     ):
-        open_run(str(tmp_path / "x.jsonl"), needed=("train", "valid"))
+        open_run(data, needed=("train", "valid"), evaluated=20)
     (tmp_path / "x.jsonl").write_bytes(json_lines([[7] * 900]))
     with pytest.raises(ValueError, match=r"cut into 2 blocks; give it a larger share$"):
-        open_run(str(tmp_path / "x.jsonl"), needed=("train", "valid"))
+        open_run(data, needed=("train", "valid"), evaluated=20)
 
 
 def test_damaged_or_missing_blocks_are_tokenised_again(text: str) -> None:
@@ -227,40 +196,3 @@ def test_workers_tokenise_each_block_once_and_the_training_process_none(text: st
     assert len(processes) == made.sum() > 100
     assert len(set(processes)) > 2
     assert str(os.getpid()) not in processes
-
-
-KILLED = """
-import os, sys, time
-from functools import partial
-from pathlib import Path
-import numpy as np
-from tests.data.text.conftest import NULL, NotingEncoder, opened
-
-RANK = os.getpid()
-
-class SlowEncoder(NotingEncoder):
-    def __call__(self, block):
-        encoded = super().__call__(block)
-        while os.getppid() == RANK:
-            time.sleep(0.01)
-        time.sleep(1)
-        return encoded
-
-text = opened(sys.argv[1], num_workers=2)
-text.cache._build = partial(SlowEncoder, Path(sys.argv[2]), NULL, ("text",), False)
-text.cache.fill(np.arange(text.blocks))
-"""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="reads /proc")
-def test_a_worker_whose_rank_is_killed_tokenises_no_more_blocks(text: str, tmp_path: Path) -> None:
-    """Each process gets several blocks before it would request more."""
-    notes = tmp_path / "notes"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, text, str(notes)], cwd=ROOT, env=environment())
-    try:
-        wait_until(notes.exists)
-    finally:
-        process.kill()
-        process.wait()
-    wait_until(lambda: all(ended(int(worker)) for worker in notes.read_text().split()))
-    assert len(notes.read_text().split()) <= 6

@@ -1,19 +1,13 @@
 """Text in shards: the documents of all files, read as far as samples need, and errors that name the shard."""
 
 import datetime
-import decimal
 import gzip
 import io
 import json
 import os
 import pathlib
-import subprocess
-import sys
-import threading
 import tracemalloc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,14 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from megatron_zpp.data.text.open import OpenText
+from megatron_zpp.data.corpus.compression import lines_by_chunk
 from megatron_zpp.data.text.shards import parquet as parquet_shards
-from megatron_zpp.data.text.shards.json_lines import lines_by_chunk
 from megatron_zpp.data.text.shards.text import ShardedText, _bytes_of_block, open_shards
 from megatron_zpp.data.text.sources import fingerprint_of
-from megatron_zpp.storage import files
 from tests.data.text.conftest import documents_of, json_lines, opened
-from tests.support import ROOT, environment
+from tests.support import nightly
 
 EOD = 70_000
 
@@ -73,49 +65,27 @@ def test_shards_hold_all_documents(documents: list[list[int]], tmp_path: Path, k
     assert np.array_equal(np.concatenate(parts), text.cache.tokens(shuffled))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz"])
 def test_a_directory_of_the_hub_is_read_as_shards(
-    documents: list[list[int]], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No row goes through the cache of `datasets`."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    write_shards(tmp_path / "set", kind, documents)
+    write_shards(tmp_path / "set", "jsonl.gz", documents)
     text = opened(f"hf:{tmp_path / 'set'}", append_eod=True)
-    assert isinstance(text.source, ShardedText)
     assert documents_of(text, EOD) == with_ends(documents)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
-def test_other_formats_of_the_hub_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_formats_of_the_hub_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.csv").write_text("text,n\n1 2,0\n3 4,1\n")
-    (tmp_path / "list").mkdir()
-    (tmp_path / "list" / "train.json").write_text('[{"text": "1 2"}, {"text": "3 4"}]')
-    for name in ("set", "list"):
-        lines: list[str] = []
-        text = opened(f"hf:{tmp_path / name}", append_eod=True, say=lines.append)
-        assert documents_of(text, EOD) == [[1, 2, EOD], [3, 4, EOD]]
-        assert "cannot be streamed" in lines[0]
-
-
-def test_bytes_of_other_formats_of_the_hub_are_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "set").mkdir()
-    table = pa.table({"text": pa.array([b"1 2", b"\xff"], pa.binary())})
-    with pa.ipc.new_stream(tmp_path / "set" / "train.arrow", table.schema) as writer:
-        writer.write_table(table)
-    text = opened(f"hf:{tmp_path / 'set'}", append_eod=True, skip_bad_lines=True)
-    assert documents_of(text, EOD) == [[1, 2, EOD]]
-    assert text.source.made_of["column"] == "binary"
-    with pytest.raises(ValueError, match="row 2: malformed line: not UTF-8"):
-        documents_of(opened(f"hf:{tmp_path / 'set'}"), EOD)
+    with pytest.raises(ValueError, match=r"^--data-path hf:.*/set: its files are not Parquet .*build_corpus"):
+        opened(f"hf:{tmp_path / 'set'}")
 
 
 def test_lines_belong_to_the_chunk_in_which_they_begin() -> None:
@@ -152,17 +122,15 @@ class CountingFile(io.FileIO):
         return content
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "hf"])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz"])
 def test_the_first_sample_needs_a_fraction_of_the_bytes(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The digests and indexes of all files are part of the count."""
-    monkeypatch.setattr("megatron_zpp.storage.files.fsync", lambda path: None)
-    documents = random_documents(30_000)
+    documents = random_documents(20_000)
     directory = tmp_path / "shards"
-    pattern = write_shards(directory, "parquet" if kind == "hf" else kind, documents, 6, 400)
+    pattern = write_shards(directory, kind, documents, 6, 400)
     total = sum(path.stat().st_size for path in directory.iterdir())
-    pattern = f"hf:{directory}" if kind == "hf" else pattern
     monkeypatch.setattr(CountingFile, "count", 6 * 25_000)  # the digests
     monkeypatch.setattr(
         "megatron_zpp.data.text.shards.files.open_stream",
@@ -174,42 +142,34 @@ def test_the_first_sample_needs_a_fraction_of_the_bytes(
     assert (text.cache.counts(np.arange(text.blocks)) >= 0).mean() < 0.15
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz"])
-def test_memory_and_open_files_are_bounded(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An epoch of 40 shards needs no more memory than its first quarter."""
-    monkeypatch.setattr("megatron_zpp.storage.files.fsync", lambda path: None)  # a thousand, on a busy disk
-    text = opened(write_shards(tmp_path / "shards", kind, random_documents(4_000), 40))
+@pytest.mark.parametrize(
+    ("kind", "memory"), [("parquet", False), nightly("parquet", True), nightly("jsonl.gz", True)]
+)
+def test_memory_and_open_files_are_bounded(tmp_path: Path, kind: str, memory: bool) -> None:
+    """An epoch of 40 shards needs no more memory than its first quarter, which takes long to trace."""
+    text = opened(write_shards(tmp_path / "shards", kind, random_documents(2_000), 40))
     text.source.group = 16
     samples = text.samples("train", (0, text.blocks), 64, 7, 1)
     most: list[int] = []
     files = 0
-    tracemalloc.start()
+    if memory:
+        tracemalloc.start()
     for quarter in range(4):
-        for first in range(quarter * 1500, quarter * 1500 + 1500, 150):
-            samples.batch(np.arange(first, first + 50))
-            files = max(files, sum(name.endswith(kind) and str(tmp_path) in name for name in open_files()))
-        most.append(tracemalloc.get_traced_memory()[1] - interned_bytes())
+        for first in range(quarter * 750, quarter * 750 + 750, 75):
+            samples.batch(np.arange(first, first + 25))
+            open_files = [os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")]
+            files = max(files, sum(name.endswith(kind) and str(tmp_path) in name for name in open_files))
+        if memory:
+            most.append(tracemalloc.get_traced_memory()[1] - interned_bytes())
     tracemalloc.stop()
     assert 1 <= files <= 16
-    assert most[-1] < 1.25 * most[0] + 1e6, most
+    assert not memory or most[-1] < 1.25 * most[0] + 1e6, most
 
 
 def interned_bytes() -> int:
     """Bytes of the interpreter's table of interned strings, as far as paths made it grow, by megabytes."""
     snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, pathlib.__file__)])
     return sum(figure.size for figure in snapshot.statistics("filename"))
-
-
-def open_files() -> list[str]:
-    names = []
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            names.append(os.readlink(f"/proc/self/fd/{entry}"))
-        except OSError:
-            continue  # the listing's own
-    return names
 
 
 def test_a_damaged_parquet_file_is_named_with_its_row(documents: list[list[int]], tmp_path: Path) -> None:
@@ -242,19 +202,10 @@ def test_a_row_without_text_is_named_or_skipped(tmp_path: Path) -> None:
         documents_of(opened(pattern), EOD)
 
 
-BYTES = [
-    pa.binary(),
-    pa.large_binary(),
-    pa.binary_view(),
-    pa.binary(3),
-    pa.dictionary(pa.int32(), pa.binary()),
-]
-
-
-@pytest.mark.parametrize("kind", BYTES, ids=str)
+@pytest.mark.parametrize("kind", [pa.binary_view(), pa.dictionary(pa.int32(), pa.binary())], ids=str)
 def test_bytes_of_a_parquet_column_are_utf_8(tmp_path: Path, kind: pa.DataType) -> None:
     """Not what Python prints for bytes."""
-    column = pa.array([b"1 2", b"3 4", b"\xff 6"], pa.binary(3) if kind == pa.binary(3) else pa.binary())
+    column = pa.array([b"1 2", b"3 4", b"\xff 6"], pa.binary())
     pq.write_table(pa.table({"text": column.cast(kind)}), tmp_path / "a.parquet")
     path = str(tmp_path / "a.parquet")
     text = opened(path, append_eod=True, skip_bad_lines=True)
@@ -263,9 +214,8 @@ def test_bytes_of_a_parquet_column_are_utf_8(tmp_path: Path, kind: pa.DataType) 
         documents_of(opened(path), EOD)
 
 
-@pytest.mark.parametrize("value", [datetime.date(2020, 1, 1), decimal.Decimal("12"), datetime.time(1)])
-def test_a_column_that_is_not_text_is_refused(tmp_path: Path, value: object) -> None:
-    pq.write_table(pa.table({"text": [value]}), tmp_path / "a.parquet")
+def test_a_column_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": [datetime.date(2020, 1, 1)]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet row 1: value that is not text: 'text' is an object; "):
         documents_of(opened(str(tmp_path / "a.parquet")), EOD)
 
@@ -286,33 +236,30 @@ def test_tokens_cached_before_bytes_were_decoded_are_not_used(tmp_path: Path) ->
     assert fingerprint_of(of_bytes) == fingerprint_of(SimpleNamespace(made_of=before))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
-def test_a_bad_line_of_a_shard_is_named(documents: list[list[int]], tmp_path: Path, kind: str) -> None:
-    pattern = write_shards(tmp_path, kind, documents)
+def test_a_bad_line_of_a_shard_is_named(documents: list[list[int]], tmp_path: Path) -> None:
+    pattern = write_shards(tmp_path, "jsonl.gz", documents)
     lines = json_lines(documents).splitlines(keepends=True)
     lines[33] = b'{"text": \n'
-    content = b"".join(lines)
-    (tmp_path / f"02.{kind}").write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    (tmp_path / "02.jsonl.gz").write_bytes(gzip.compress(b"".join(lines)))
     text = opened(pattern, num_workers=1)
-    with pytest.raises(ValueError, match=rf"02\.{kind} line 34: malformed line: not JSON") as error:
+    with pytest.raises(ValueError, match=r"02\.jsonl\.gz line 34: malformed line: not JSON") as error:
         text.samples("train", (0, text.blocks), 8, 1, None)
     assert "\n" not in str(error.value)
-    skipping = opened(pattern, skip_bad_lines=True)
-    skipping.samples("train", (0, skipping.blocks), 8, 1, None)
+    (tmp_path / "plain.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(ValueError, match=r"plain\.jsonl line 34: malformed line"):
+        documents_of(opened(str(tmp_path / "p*.jsonl")), EOD)
 
 
 def test_a_damaged_compressed_shard_is_named_with_a_line(documents: list[list[int]], tmp_path: Path) -> None:
-    pattern = write_shards(tmp_path, "jsonl.zst", documents)
-    whole = gzip.compress(json_lines(documents * 3))
-    write_shards(tmp_path, "jsonl.gz", documents)
+    whole = gzip.compress(json_lines(documents))
     (tmp_path / "01.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"01\.jsonl\.gz: the file ends in the middle .*\(after line \d+\)"):
-        documents_of(opened(str(tmp_path / "*.gz")), 0)
     (tmp_path / "01.jsonl.zst").write_bytes(b"not compressed")
-    with pytest.raises(
-        ValueError, match=r"01\.jsonl\.zst: the compressed data is damaged .*\(after line 0\)"
+    for kind, message in (
+        ("gz", r"01\.jsonl\.gz: the file ends in the middle .*\(after line \d+\)"),
+        ("zst", r"01\.jsonl\.zst: the compressed data is damaged .*\(after line 0\)"),
     ):
-        documents_of(opened(pattern), 0)
+        with pytest.raises(ValueError, match=message):
+            documents_of(opened(str(tmp_path / f"*.{kind}")), 0)
 
 
 def test_unusable_shards_are_an_error(documents: list[list[int]], tmp_path: Path) -> None:
@@ -329,130 +276,65 @@ def test_unusable_shards_are_an_error(documents: list[list[int]], tmp_path: Path
     ):
         with pytest.raises(ValueError, match=message):
             opened(str(tmp_path / path))
-    for ending in ("gz", "zst"):
-        write_shards(tmp_path / ending, f"jsonl.{ending}", documents)
-        (tmp_path / ending / f"03.jsonl.{ending}").write_bytes(b"")
-        with pytest.raises(ValueError, match=rf"03\.jsonl\.{ending}: the file ends in the middle of its com"):
-            opened(str(tmp_path / ending / "*"))
+    (tmp_path / "empty.jsonl.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"empty\.jsonl\.gz: the file ends in the middle of its com"):
+        opened(str(tmp_path / "*.gz"))
     (tmp_path / "zero.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match=r"zero\.parquet: is no Parquet file"):
         opened(str(tmp_path / "zero.parquet"))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz"])
-def test_a_shard_that_changes_under_a_run_is_named(
-    documents: list[list[int]], tmp_path: Path, kind: str
-) -> None:
-    text = opened(write_shards(tmp_path, kind, documents))
+def test_a_shard_that_changes_under_a_run_is_named(documents: list[list[int]], tmp_path: Path) -> None:
+    text = opened(write_shards(tmp_path, "parquet", documents))
     text.cache.tokens(np.arange(3))
-    path = tmp_path / f"00.{kind}"
+    path = tmp_path / "00.parquet"
     os.utime(path, (1, 1))
-    with pytest.raises(ValueError, match=rf"00\.{kind}: has changed since the run began"):
+    with pytest.raises(ValueError, match=r"00\.parquet: has changed since the run began"):
         text.cache.tokens(np.arange(5))
     path.unlink()
-    with pytest.raises(ValueError, match=rf"00\.{kind}: No such file or directory; .*restore it"):
+    with pytest.raises(ValueError, match=r"00\.parquet: No such file or directory; .*restore it"):
         text.cache.tokens(np.arange(5))
 
 
-@pytest.fixture
-def remote(documents: list[list[int]], tmp_path: Path) -> list[str]:
-    """URLs of shards on a file system in memory."""
+def test_remote_shards(documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory. One rank reads their indexes; the others, and later starts, read what it kept."""
     import fsspec
 
     write_shards(tmp_path / "local", "parquet", documents)
-    files = fsspec.filesystem("memory")
-    for path in sorted((tmp_path / "local").iterdir()):
+    files, read, whole = fsspec.filesystem("memory"), [], parquet_shards._read_index
+    for path in (tmp_path / "local").iterdir():
         files.pipe(f"/{tmp_path.name}/{path.name}", path.read_bytes())
-    return sorted(f"memory://{name}" for name in files.ls(f"/{tmp_path.name}", detail=False))
+    urls = sorted(f"memory://{name}" for name in files.ls(f"/{tmp_path.name}", detail=False))
 
+    def opened_urls(_: int = 0) -> ShardedText:
+        return open_shards("--data-path", "set", urls, "text", tmp_path / "cache")
 
-def opened_urls(urls: list[str], tmp_path: Path) -> ShardedText:
-    return open_shards("--data-path", "set", urls, "text", tmp_path / "cache")
+    def counted(*arguments: object) -> parquet_shards.RowGroups:
+        read.append(arguments)
+        return whole(*arguments)
 
-
-def test_remote_shards_are_read_again_after_an_error(
-    remote: list[str], documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    import megatron_zpp.data.text.shards.text as shards
-
-    monkeypatch.setattr(shards, "_PAUSE", 0.001)
-    source = opened_urls(remote, tmp_path)
-    calls, failing = 0, 3
-    whole = MemoryFileSystem._open
-
-    def flaky(self: MemoryFileSystem, *arguments: object, **options: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls % 4 < failing:
-            raise ConnectionError("reset by peer")
-        return whole(self, *arguments, **options)
-
-    monkeypatch.setattr(MemoryFileSystem, "_open", flaky)
-    lines = b"".join(map(source.read, range(source.blocks))).splitlines()
+    monkeypatch.setattr(parquet_shards, "_read_index", counted)
+    with ThreadPoolExecutor(5) as ranks:
+        source, *_ = ranks.map(opened_urls, range(5))
+    lines = b"".join(map(opened_urls().read, range(source.blocks))).splitlines()
     assert [json.loads(line)["text"] for line in lines] == [" ".join(map(str, ids)) for ids in documents]
-    failing = 4
-    error = r"00\.parquet: cannot be read 5 times \(ConnectionError: reset by peer\); check"
-    with pytest.raises(ValueError, match=error):
-        opened_urls(remote, tmp_path).read(0)  # the indexes are kept: opening reads nothing
-
-
-def test_ranks_that_waited_for_the_index_read_it_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank reads the ends of all files; the others, and all later starts, do not take turns."""
-    ranks, loads, read = 5, json.loads, []
-    groups = [parquet_shards.RowGroups((0, 10), (0, 99))] * 3
-    waiting = threading.Semaphore(0)
-    together = threading.Barrier(ranks - 1)
-
-    @contextmanager
-    def locked(path: Path) -> Iterator[bool]:
-        waiting.release()
-        with files.locked(path) as held:
-            yield held
-
-    def read_all() -> list[parquet_shards.RowGroups]:
-        read.append(1)
-        for _ in range(ranks):
-            assert waiting.acquire(timeout=60)
-        return groups
-
-    def parse(text: str) -> object:
-        together.wait(timeout=60)
-        return loads(text)
-
-    def start(rank: int) -> list[parquet_shards.RowGroups]:
-        return parquet_shards._kept(tmp_path, ["text"], read_all)
-
-    monkeypatch.setattr(parquet_shards, "locked", locked)
-    monkeypatch.setattr(json, "loads", parse)
-    with ThreadPoolExecutor(ranks) as pool:
-        assert list(pool.map(start, range(ranks))) == [groups] * ranks
-        assert list(pool.map(start, range(ranks - 1))) == [groups] * (ranks - 1)
-    assert read == [1]
-    assert not waiting.acquire(blocking=False)  # the later start took no lock
-
-
-def test_remote_shards_of_another_version_differ(remote: list[str], tmp_path: Path) -> None:
-    import fsspec
-
-    source = opened_urls(remote, tmp_path)
-    assert [record.name for record in source.shard_records()] == remote
-    files = fsspec.filesystem("memory")
-    files.pipe(remote[3].removeprefix("memory:/"), files.cat(remote[3].removeprefix("memory:/")))
-    changed = opened_urls(remote, tmp_path)
-    pairs = zip(source.shard_records(), changed.shard_records(), strict=True)
+    assert len(read) == len(urls) == 7
+    assert [record.name for record in source.shard_records()] == urls
+    (kept,) = (tmp_path / "cache").glob("*.rows.json")
+    content = kept.read_text()
+    kept.write_text("[[")
+    with pytest.raises(ValueError, match=r"^--data-path set: .*rows\.json: damaged \(.*remove this file$"):
+        opened_urls()
+    kept.write_text(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(files), "_open", lambda *arguments, **options: 1 / 0)
+        error = r"00\.parquet: cannot be read \(ZeroDivisionError: division by zero\); check"
+        with pytest.raises(ValueError, match=error):
+            opened_urls().read(0)
+    another = urls[3].removeprefix("memory:/")
+    files.pipe(another, files.cat(another))
+    pairs = zip(source.shard_records(), opened_urls().shard_records(), strict=True)
     assert [old == new for old, new in pairs] == [number != 3 for number in range(7)]
-
-
-def test_a_name_with_wildcards_may_be_a_file(text: str) -> None:
-    """A file that matches a name with wildcards literally is a file."""
-    path = text.replace("text.jsonl", "te[x]t.jsonl")
-    os.rename(text, path)
-    opened_text: OpenText = opened(path)
-    assert not isinstance(opened_text.source, ShardedText)
 
 
 def test_a_flipped_bit_of_a_page_header_is_found(tmp_path: Path) -> None:
@@ -463,7 +345,7 @@ def test_a_flipped_bit_of_a_page_header_is_found(tmp_path: Path) -> None:
     good = path.read_bytes()
     expected = read_all(path, tmp_path)
     found = []
-    for bit in range(8 * 4, 8 * 40):  # behind the magic number: the header of the first page, and its begin
+    for bit in range(8 * 4, 8 * 40, 3):  # behind the magic number
         changed = bytearray(good)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
@@ -471,36 +353,8 @@ def test_a_flipped_bit_of_a_page_header_is_found(tmp_path: Path) -> None:
             assert read_all(path, tmp_path) == expected, bit
         except ValueError as error:
             found.append(str(error))
-    assert len(found) > 200
+    assert len(found) > 60
     assert all(str(path) in line for line in found)
-
-
-@pytest.mark.nightly
-def test_no_flipped_bit_of_an_index_ends_the_process(tmp_path: Path) -> None:
-    """pyarrow's own objects of damaged columns do, so a process of its own opens the files."""
-    path = tmp_path / "text.parquet"
-    pq.write_table(pa.table({"text": [str(number) for number in range(60)]}), path, row_group_size=30)
-    program = (
-        "import sys; from tests.data.text.test_shards import open_with_flips; open_with_flips(sys.argv[1])"
-    )
-    subprocess.run([sys.executable, "-c", program, str(path)], cwd=ROOT, env=environment(), check=True)
-
-
-def open_with_flips(name: str) -> None:
-    """Flip each bit of the index of a Parquet file, one after another."""
-    path = Path(name)
-    good = path.read_bytes()
-    begin = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
-    for bit in range(8 * begin, 8 * len(good)):
-        changed = bytearray(good)
-        changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
-        line = name
-        try:
-            open_shards("--data-path", "set", [name], "text", path.parent / "index")
-        except ValueError as error:
-            line = str(error)
-        assert name in line or "no such column" in line, bit
 
 
 def read_all(path: Path, directory: Path) -> bytes:
@@ -509,18 +363,7 @@ def read_all(path: Path, directory: Path) -> bytes:
     return b"".join(map(text.read, range(text.blocks)))
 
 
-@pytest.mark.parametrize(
-    ("text", "block"),
-    [
-        (1, 2**10),
-        (2**20, 2**10),
-        (2**26, 2**16),
-        (2**30, 2**20),
-        (2**36, 2**20),
-        (2**37, 2**21),
-        (2**40, 2**22),
-    ],
-)
-def test_blocks_keep_the_size_by_which_runs_have_begun(text: int, block: int) -> None:
+def test_blocks_keep_the_size_by_which_runs_have_begun() -> None:
     """A thousandth of the text, 1 KiB to 1 MiB, and up to 4 MiB beyond 64 GiB: the order follows from it."""
-    assert _bytes_of_block(text) == block
+    blocks = {0: 10, 20: 10, 26: 16, 30: 20, 36: 20, 37: 21, 40: 22}  # powers of two: text, block
+    assert {text: _bytes_of_block(2**text) for text in blocks} == {k: 2**block for k, block in blocks.items()}

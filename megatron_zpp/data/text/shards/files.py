@@ -68,16 +68,6 @@ def examine_files(flag: str, paths: Sequence[str]) -> list[ShardFile]:
         return list(threads.map(lambda path: _examine(flag, path), paths))
 
 
-def first_bytes(flag: str, path: str, count: int) -> bytes:
-    """Return the beginning of the file at a path or URL. Raises ValueError if it cannot be read."""
-    (file,) = examine_files(flag, [path])
-    try:
-        with file.open() as raw:
-            return raw.read(count)
-    except OSError as error:
-        raise option_error(flag, path, f"{one_line(error)}; name files that can be read") from None
-
-
 def _examine(flag: str, path: str) -> ShardFile:
     try:
         return _examine_remote(path) if _is_url(path) else _examine_local(path)

@@ -4,15 +4,14 @@ A piece of a plain file is the lines that begin in a range of its bytes. A piece
 lines that begin in what a range of its compressed bytes adds, so the file need not be decompressed to be cut.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megatron_zpp.config.values.text import SUFFIXES
-from megatron_zpp.data.corpus.compression import Decompressor
+from megatron_zpp.data.corpus.compression import RATIO, decompressed, lines_by_chunk
+from megatron_zpp.data.corpus.inputs import lines_that_begin
 from megatron_zpp.data.text.shards.files import ShardFile
-
-_RATIO = 4  # assumed bytes of text per byte of a compressed file
-_COUNTED = 1 << 20  # bytes read at a time to count lines
 
 
 class JsonLinesShard:
@@ -30,13 +29,11 @@ class JsonLinesShard:
         """Return the lines of a piece."""
         start, end = (self.file.size * edge // self.pieces for edge in (piece, piece + 1))
         with self.file.open() as raw:
-            return _lines_that_begin(raw, start, end)
+            return lines_that_begin(raw, start, end)
 
     def location(self, piece: int, line: int) -> str:
         """Return the location of a line of a piece, counted from 1."""
-        start = self.file.size * piece // self.pieces
-        with self.file.open() as raw:
-            before = _count_lines(raw, start)
+        before = sum(self.read(number).count(b"\n") for number in range(piece))
         return f"{self.file.path} line {before + line}"
 
 
@@ -45,7 +42,7 @@ class CompressedShard:
 
     def __init__(self, file: ShardFile, block_bytes: int) -> None:
         self.file = file
-        self._chunk = max(1, block_bytes // _RATIO)
+        self._chunk = max(1, block_bytes // RATIO)
         self.pieces = -(-file.size // self._chunk)
         self.entries: Sequence[int] = range(min(1, self.pieces))
         self._contents: Iterator[bytes] | None = None  # of the pieces from `_next` on
@@ -73,11 +70,7 @@ class CompressedShard:
 
     def location(self, piece: int, line: int) -> str:
         """Return the location of a line of a piece, counted from 1."""
-        before = 0
-        for number, content in enumerate(self._pieces()):
-            if number == piece:
-                break
-            before += content.count(b"\n")
+        before = sum(content.count(b"\n") for content in itertools.islice(self._pieces(), piece))
         return f"{self.file.path} line {before + line}"
 
     def _pieces(self) -> Iterator[bytes]:
@@ -94,13 +87,8 @@ class CompressedShard:
             lines += content.count(b"\n")
 
     def _chunks(self) -> Iterator[bytes]:
-        decompressor = Decompressor(self.file.path)
         with self.file.open() as raw:
-            for piece in range(self.pieces):
-                content = decompressor.feed(raw.read(self._chunk))
-                if piece + 1 == self.pieces:
-                    decompressor.finish()
-                yield content
+            yield from decompressed(raw, self.file.path, self._chunk)
 
 
 def is_compressed(path: str) -> bool:
@@ -110,48 +98,4 @@ def is_compressed(path: str) -> bool:
 
 def text_bytes(file: ShardFile) -> int:
     """Return the size of the text of a file of JSON lines; an estimate if it is compressed."""
-    return file.size * _RATIO if is_compressed(file.path) else file.size
-
-
-def lines_by_chunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield for each chunk of a text the lines that begin in it: whole, also if they end in a later chunk."""
-    held: list[bytes] = []  # the lines of a chunk whose last line has not ended
-    empty = 0  # later chunks in which no line begins
-    for chunk in chunks:
-        rest = chunk
-        if held:
-            end = chunk.find(b"\n") + 1
-            held.append(chunk[:end] if end else chunk)
-            if not end:
-                empty += 1
-                continue
-            yield b"".join(held)
-            yield from [b""] * empty
-            held, empty, rest = [], 0, chunk[end:]
-        if rest and not rest.endswith(b"\n"):
-            held = [rest]
-        else:
-            yield rest
-    if held:
-        yield b"".join(held)
-        yield from [b""] * empty
-
-
-def _lines_that_begin(raw: BinaryIO, start: int, end: int) -> bytes:
-    if start:
-        raw.seek(start - 1)
-        start += len(raw.readline()) - 1  # a line that began earlier belongs to the piece before
-    if start >= end:
-        return b""
-    content = raw.read(end - start)
-    return content if content.endswith(b"\n") else content + raw.readline()
-
-
-def _count_lines(raw: BinaryIO, start: int) -> int:
-    """Return the number of lines that begin before `start`."""
-    if not start:
-        return 0
-    count, left, last = 0, start, b""
-    while left and (content := raw.read(min(_COUNTED, left))):
-        count, left, last = count + content.count(b"\n"), left - len(content), content
-    return count if last.endswith(b"\n") else count + 1
+    return file.size * RATIO if is_compressed(file.path) else file.size

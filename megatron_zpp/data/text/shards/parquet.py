@@ -6,19 +6,16 @@ A row group can only be read from its beginning. So a piece is part of a row gro
 import bisect
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.text.shards.files import THREADS, ShardFile
-from megatron_zpp.storage.files import identity, locked, write_text
-from megatron_zpp.storage.regular import read_again_after_error
+from megatron_zpp.storage.files import locked, write_text
 
 _BATCH_ROWS = 64  # decoded at a time, so that an error names a row within 64 of the damage
 _BUFFER = 1 << 20  # bytes read at a time, instead of a whole column of a row group
@@ -102,7 +99,7 @@ class ParquetShard:
                 try:
                     file = file or _open(raw)
                     for batch in _batches(file, self._key, number):
-                        lines = json_lines(self._key, batch)
+                        lines = _json_lines(self._key, batch)
                         yield from lines
                         row += len(lines)
                 except Exception as error:  # pyarrow raises subclasses of several built-in errors
@@ -135,7 +132,7 @@ def _batches(file: Any, key: str, group: int) -> Iterator[Any]:
         yield batch.column(0)
 
 
-def json_lines(key: str, column: Any) -> list[bytes]:
+def _json_lines(key: str, column: Any) -> list[bytes]:
     """Return the values of a column of Arrow as JSON lines, bytes as UTF-8.
 
     Text that is not UTF-8 becomes a bad line, and a value of a type that is not text one without a string.
@@ -146,11 +143,10 @@ def json_lines(key: str, column: Any) -> list[bytes]:
         column = column.dictionary_decode()
     if _is_string(column.type):
         column = column.cast(pyarrow.large_binary())
-    return [json_line(key, value) for value in column.to_pylist()]
+    return [_json_line(key, value) for value in column.to_pylist()]
 
 
-def json_line(key: str, value: Any) -> bytes:
-    """Return the JSON line of one value; see `json_lines`."""
+def _json_line(key: str, value: Any) -> bytes:
     if isinstance(value, bytes):
         try:
             value = value.decode()
@@ -193,25 +189,19 @@ def read_indexes(
 
     if not files or not files[0].remote:
         return read_all()
-    return _kept(directory, [key, *(file.record().name + file.contents for file in files)], read_all)
-
-
-def _kept(directory: Path, made_of: list[str], read_all: Callable[[], list[RowGroups]]) -> list[RowGroups]:
-    digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
-    path = directory / f"{digest}.rows.json"
-    directory.mkdir(parents=True, exist_ok=True)
-    while True:
-        seen = identity(path)
-        with suppress(OSError, ValueError):
-            kept = json.loads(read_again_after_error(path, path.read_text))
-            return [RowGroups(tuple(rows), tuple(size), kind) for rows, size, kind in kept]
-        with locked(directory / "lock"):
-            if identity(path) == seen:
+    made_of = json.dumps([key, *(file.record().name + file.contents for file in files)])
+    path = directory / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.rows.json"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with locked(directory / "lock"):  # one rank reads the ends of all files, and the others wait
+            if not path.exists():
                 groups = read_all()
-                with suppress(FileNotFoundError):  # without locks, another process was faster
-                    write_text(path, json.dumps([[each.rows, each.size, each.kind] for each in groups]))
-                return groups
-        # Another rank has written it; those that waited read it at once, without the lock.
+                write_text(path, json.dumps([[each.rows, each.size, each.kind] for each in groups]))
+    try:
+        kept = json.loads(path.read_text())
+        return [RowGroups(tuple(rows), tuple(size), kind) for rows, size, kind in kept]
+    except ValueError as error:
+        raise option_error(flag, name, f"{path}: damaged ({one_line(error)}); remove this file") from None
 
 
 def _read_index(flag: str, where: str, file: ShardFile, key: str) -> RowGroups:
@@ -223,52 +213,18 @@ def _read_index(flag: str, where: str, file: ShardFile, key: str) -> RowGroups:
         with file.open() as raw:
             parquet = _open(raw)
             index, schema = parquet.metadata, parquet.schema_arrow
-            names = schema.names
-            paths = [index.schema.column(number).path for number in range(index.num_columns)]
-            numbers = [n for n, path in enumerate(paths) if path == key or path.startswith(f"{key}.")]
-            if numbers:
-                _check_columns(parquet, numbers)
     except Exception as error:  # pyarrow raises subclasses of several built-in errors
         fix = f"is no Parquet file, or its index is damaged ({one_line(error)}); create it again"
         raise option_error(flag, file.path, fix) from None
-    if key not in names:
-        raise option_error("--json-key", key, f"{where} has no such column; it has {', '.join(names)}")
-    kind = schema.types[names.index(key)]
+    if key not in schema.names:
+        raise option_error("--json-key", key, f"{where} has no such column; it has {', '.join(schema.names)}")
+    kind = schema.field(key).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    rows, size, end = [0], [0], 0
-    for group in range(index.num_row_groups):
-        described = index.row_group(group)
-        if described.num_rows:
-            columns = [described.column(number) for number in numbers]
-            rows.append(rows[-1] + described.num_rows)
-            size.append(size[-1] + max(1, sum(column.total_uncompressed_size for column in columns)))
-            ranges = sorted(map(_bytes_of, columns), key=lambda each: each.start)
-            if ranges[0].start < end or any(b.start < a.stop for a, b in pairwise(ranges)):
-                raise option_error(
-                    flag, file.path, f"row group {group} overlaps another one; create it again"
-                )
-            end = ranges[-1].stop
-        else:
-            rows.append(rows[-1])
-            size.append(size[-1])
-    if rows[-1] != index.num_rows:
-        fix = f"its index has {index.num_rows:,} rows, and {rows[-1]:,} in its row groups; create it again"
-        raise option_error(flag, file.path, fix)
+    paths = [index.schema.column(number).path for number in range(index.num_columns)]
+    numbers = [n for n, path in enumerate(paths) if path == key or path.startswith(f"{key}.")]
+    rows, size = [0], [0]
+    for group in map(index.row_group, range(index.num_row_groups)):
+        text_bytes = sum(group.column(number).total_uncompressed_size for number in numbers)
+        rows.append(rows[-1] + group.num_rows)
+        size.append(size[-1] + (max(1, text_bytes) if group.num_rows else 0))
     return RowGroups(tuple(rows), tuple(size), "" if _is_string(kind) else str(kind))
-
-
-def _check_columns(parquet: Any, numbers: list[int]) -> None:
-    """Raise an error of pyarrow if the description of a column in a row group is damaged.
-
-    `RowGroupMetaData.column` would end the process (pyarrow 26). Batches of no rows read nothing.
-    """
-    for group in range(parquet.metadata.num_row_groups):
-        for _ in parquet.reader.iter_batches(0, row_groups=[group], column_indices=numbers):
-            break
-
-
-def _bytes_of(column: Any) -> range:
-    """The bytes of a column's pages in the file; those of a row group lie together."""
-    offsets = (column.dictionary_page_offset, column.data_page_offset)
-    start = min(offset for offset in offsets if offset is not None)
-    return range(start, start + column.total_compressed_size)

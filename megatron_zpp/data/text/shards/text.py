@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import os
-import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +32,6 @@ _LEAST_WINDOWS, _TOKEN_BYTES = 16, 4  # per group; bytes of text per token, abou
 _PARTS = 8  # groups of a text, at least: the first sample must not wait for all of a small text
 _STRETCHES, _LONGEST = 128, 64  # of a text; blocks
 _OPEN = 16  # files that stay open for the next block
-_ATTEMPTS, _PAUSE = 5, 1.0  # of a remote read; seconds after the first failure, doubled after each
 
 
 class Shard(Protocol):
@@ -99,18 +97,13 @@ class ShardedText:
         _, piece = self._find(block)
         shard = self._opened(block)
         shard.file.check()
-        attempts = _ATTEMPTS if shard.file.remote else 1
-        for attempt in range(1, attempts + 1):
-            try:
-                return shard.read(piece)
-            except Exception as error:  # of fsspec and its servers
-                if isinstance(error, ValueError) and attempt == attempts:
-                    raise
-                if attempt == attempts:
-                    raise _unreadable(shard.file, error) from None
-                shard.close()
-                time.sleep(_PAUSE * 2 ** (attempt - 1))
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            return shard.read(piece)
+        except ValueError:
+            raise
+        except Exception as error:  # of fsspec and its servers, after their own attempts
+            fix = "check the file and the network"
+            raise ValueError(f"{shard.file.path}: cannot be read ({one_line(error)}); {fix}") from None
 
     def location(self, block: int, line: int) -> str:
         number, piece = self._find(block)
@@ -155,12 +148,6 @@ class ShardedText:
             if last > first:
                 ends.append(last)
         return ends
-
-
-def _unreadable(file: ShardFile, error: Exception) -> ValueError:
-    again = f" {_ATTEMPTS} times" if file.remote else ""
-    fix = "check the file and the network"
-    return ValueError(f"{file.path}: cannot be read{again} ({one_line(error)}); {fix}")
 
 
 def open_shards(flag: str, name: str, paths: Sequence[str], key: str, directory: Path) -> ShardedText:
