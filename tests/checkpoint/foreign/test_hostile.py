@@ -270,3 +270,6 @@ def test_the_metadata_of_a_large_checkpoint_is_read(tmp_path: Path, monkeypatch:
     found = read_torch_dist(tmp_path).tensors
     assert {tensor.shape for tensor in found.values()} == {(128, 8)}
     assert len(found) == 100
+    monkeypatch.setattr(pickled, "_MOST_STEPS", 1_000_000)
+    with pytest.raises(ValueError, match="has more than 1,000,000 opcodes and copies"):
+        read_torch_dist(tmp_path)
