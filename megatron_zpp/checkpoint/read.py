@@ -101,7 +101,7 @@ class CheckpointReader:
             held = Progress.from_json(self.state["progress"]).iteration
             self.units: list[dict[str, Any]] = self.state["units"]
             self.ranks: int = self.state["ranks"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
         named = iteration_of(path)
         if named is not None and named != held:
