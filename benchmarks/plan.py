@@ -1,9 +1,9 @@
-"""What --dry-run predicts, beside what was measured here and what the ZeRO++ paper published; needs no GPU.
+"""What --dry-run predicts, beside what was measured here and what others published; needs no GPU.
 
-python benchmarks/plan.py   writes results/plan.json and prints the tables of docs/internals/planner.md
+python benchmarks/plan.py   prints the tables of docs/internals/planner.md, and rows that its text sums up
 
 plan_rows.py says how the measurements are compared, plan_tensor.py how those of ranks that share layers are,
-plan_paper.py how the paper's figures are, and plan_published.py how published runs on H100s are.
+and plan_published.py how published runs on H100s are.
 """
 
 import sys
@@ -11,54 +11,41 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import refuse_options, write_result
-from benchmarks.plan_paper import our_rows, published_rows
+from benchmarks.common import refuse_options
 from benchmarks.plan_published import h100_rows
-from benchmarks.plan_rows import (
-    Row,
-    format_rows,
-    h200_rows,
-    nvlink_rows,
-    shape_rows,
-    slow_link_rows,
-    socket_rows,
-)
+from benchmarks.plan_rows import Row, h200_rows, nvlink_rows, shape_rows, socket_rows
 from benchmarks.plan_tensor import tensor_rows
 
 
 def tables() -> dict[str, list[str]]:
-    """The tables of docs/internals/planner.md: the lines of each by its name."""
-    gpus = [
-        f"| {row['run']} | {row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
-        for row in h200_rows()
-    ]
-    sockets = [
-        f"| {row['nccl']} | {row['micro_batches']} | {row['run']} | "
-        f"{row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
-        for row in socket_rows()
-    ]
-    h100s = [
-        f"| {row['model'].upper()} | {row['tokens']:,} | "
-        f"{row['micro_batch_size']} × {row['micro_batches']} | {row['measured_mfu']:.1f} | "
-        f"{row['mfu']:.1f} | {_off(row['measured_mfu'], row['mfu'])} |"
-        for row in h100_rows()
-    ]
-    tensor = [
-        f"| {row['run']} | {row['gib']:.2f} | {row['measured_gib']:.2f} | "
-        f"{row['share']:.3f} | {_times(row)} |"
-        for row in tensor_rows()
-    ]
+    """The lines of each table, by its name."""
     return {
-        "gpus": gpus,
-        "tensor": tensor,
-        "sockets": sockets,
-        "h100s": h100s,
+        "tensor ranks": [
+            f"| {row['run']} | {_gib(row)} | {row['share']:.3f} | {_ms(row)}" for row in tensor_rows()
+        ],
+        "two H200s": [f"| {row['run']} | {_gib(row)} | {_ms(row)}" for row in h200_rows()],
+        "two H100s": [f"| {row['model']} {row['run']} | {_gib(row)} | {_ms(row)}" for row in nvlink_rows()],
+        "between nodes": [
+            f"| {row['nccl']} | {row['micro_batches']} | {row['run']} | {_gib(row)} | {_ms(row)}"
+            for row in socket_rows()
+        ],
+        "other models": [f"| {row['shape']} | {_gib(row)} | {_ms(row)}" for row in shape_rows()],
+        "published": [
+            f"| {row['model'].upper()} | {row['tokens']:,} | "
+            f"{row['micro_batch_size']} × {row['micro_batches']} | {row['measured_mfu']:.1f} | "
+            f"{row['mfu']:.1f} | {_off(row['measured_mfu'], row['mfu'])} |"
+            for row in h100_rows()
+        ],
     }
 
 
-def _times(row: Row) -> str:
+def _gib(row: Row) -> str:
+    return f"{row['gib']:.2f} | {row['measured_gib']:.2f}"
+
+
+def _ms(row: Row) -> str:
     off = "fitted" if row["fitted"] else _off(row["milliseconds"], row["measured_ms"])
-    return f"{row['milliseconds']:.1f} | {row['measured_ms']:.1f} | {off}"
+    return f"{row['milliseconds']:.1f} | {row['measured_ms']:.1f} | {off} |"
 
 
 def _off(planned: float, measured: float) -> str:
@@ -66,21 +53,8 @@ def _off(planned: float, measured: float) -> str:
 
 
 def main() -> None:
-    """Write the rows, and print them as tables of the documentation."""
+    """Print the tables."""
     refuse_options(__doc__)
-    figures = {
-        "h200": h200_rows(),
-        "tensor_h100": tensor_rows(),
-        "sockets": socket_rows(),
-        "nvlink_h100": nvlink_rows(),
-        "one_h200": shape_rows(),
-        "published_h100": h100_rows(),
-        "slow_link": slow_link_rows(),
-        "zeropp_paper_18b": published_rows(),
-        "ours_18b": our_rows(),
-        "formats_1.3b": format_rows(),
-    }
-    write_result("plan", figures)
     for name, lines in tables().items():
         print("", name, *lines, sep="\n")
 

@@ -8,16 +8,15 @@ and no recomputation. Recomputed runs, longer samples and several nodes measure 
 
 from dataclasses import dataclass
 
-from benchmarks.plan_rows import Row, job_of
+from benchmarks.plan_rows import Row, h100, job_of
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.model.flops import peak_tflops
-from megatron_zpp.plan.hardware import machine
+from megatron_zpp.plan.hardware import GPUS
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.step_time import step_time
 from megatron_zpp.plan.traffic import traffic_of
 
-GPUS, VOCAB = 8, 50368
+RANKS, VOCAB = 8, 50368
 SHAPES = {"1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32), "13b": (40, 5120, 40)}
 
 
@@ -58,14 +57,13 @@ def h100_rows() -> list[Row]:
     ]
 
 
-def planned_mfu(row: Published, share: float | None = None) -> float:
+def planned_mfu(row: Published, share: float = GPUS["h100"].compute_share) -> float:
     """Per cent of the peak, in PaLM's FLOPs, if compute reaches `share` of it; default the planner's."""
     job = _job(row)
-    config = PlanConfig(dry_run=True, plan_gpu="h100", plan_compute_share=share)
-    seconds = step_time(job, machine(config, "bfloat16"), traffic_of(job)).seconds
+    seconds = step_time(job, h100(share), traffic_of(job)).seconds
     peak = peak_tflops("H100", "bfloat16")
     assert peak is not None
-    return 100 * job.tokens_per_step * job.flops_per_token / GPUS / seconds / (1e12 * peak)
+    return 100 * job.tokens_per_step * job.flops_per_token / RANKS / seconds / (1e12 * peak)
 
 
 def fitted_share() -> float:
@@ -89,5 +87,5 @@ def _job(row: Published) -> Job:
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    grid = (1, GPUS, row.micro_batch_size)
+    grid = (1, RANKS, row.micro_batch_size)
     return job_of(model, VOCAB, {"zero_stage": 3}, *grid, micro_batches=row.micro_batches)

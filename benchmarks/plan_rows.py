@@ -19,11 +19,11 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.plan.hardware import Machine, machine
+from megatron_zpp.plan.hardware import GPUS, Machine, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import step_time
-from megatron_zpp.plan.traffic import total, traffic_of
+from megatron_zpp.plan.traffic import traffic_of
 
 Row = dict[str, Any]
 TWO_H200 = "zero_speed_1.3b_mbs8_1x2_compiled"  # 8 samples per GPU
@@ -37,9 +37,6 @@ GPU_VOCAB = 50304
 SOCKETS = ("mbs8_acc1_2x1_default_h100", "mbs8_acc1_2x1_4sockets_h100", "mbs8_acc8_2x1_default")
 NVLINK = ("1.3b_mbs8_acc1_1x2_default", "6.7b_mbs4_acc1_1x2_default")  # on two H100s of one node
 ONE_H100 = "1.3b_mbs8_acc1_2x1_default_h100"  # has one GPU alone
-CPU_NODES, CPU_RANKS, CPU_VOCAB = 2, 2, 256  # of slow_link.json
-CPU_SHAPE: dict[str, Any] = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64}
-INFINITE = float("inf")
 
 
 def job_of(
@@ -90,10 +87,11 @@ def shape_rows() -> list[Row]:
         rows.append(
             {
                 "shape": f"{preset}:{size}",
-                "gib": round(memory_of(job).peak / 2**30, 1),
-                "measured_gib": round(figure["peak_gib"], 1),
+                "gib": round(memory_of(job).peak / 2**30, 2),
+                "measured_gib": round(figure["peak_gib"], 2),
                 "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
                 "measured_ms": round(figure["milliseconds"], 1),
+                "fitted": False,
             }
         )
     return rows
@@ -163,7 +161,7 @@ def nvlink_rows() -> list[Row]:
     alone = _zero_speed(ONE_H100)
     size, count = alone["settings"]["micro_batch_size"], alone["settings"]["micro_batches"]
     one = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, size, micro_batches=count)
-    gpu = fitted(one, alone["contestants"]["one_gpu"]["milliseconds"] / 1e3, _h100, 0.2, 1.0)
+    gpu = fitted(one, alone["contestants"]["one_gpu"]["milliseconds"] / 1e3, h100, 0.2, 1.0)
     return [row for name in NVLINK for row in _nvlink_rows_of(_zero_speed(name), gpu)]
 
 
@@ -195,10 +193,6 @@ def _zero_speed(name: str) -> Row:
     return json.loads((RESULTS / f"zero_speed_{name}.json").read_text())["figures"]
 
 
-def _h100(share: float) -> Machine:
-    return machine(PlanConfig(dry_run=True, plan_gpu="h100", plan_compute_share=share), "bfloat16")
-
-
 def _sockets(rounds: list[Row], share: float) -> Machine:
     """H100s that reach a share of their peak, and whose nodes are linked by NCCL's sockets.
 
@@ -210,7 +204,7 @@ def _sockets(rounds: list[Row], share: float) -> Machine:
         return 1e9 * mean(figure for one in rounds for figure in one[collective].values())
 
     together = rate("all_gather_beside_all_to_all")
-    return replace(_h100(share), gather=rate("all_gather"), exchange=together, link=together)
+    return replace(h100(share), gather=rate("all_gather"), exchange=together, link=together)
 
 
 def _measured_model(preset: str = "1.3b") -> ModelConfig:
@@ -223,60 +217,11 @@ def counted_otherwise(job: Job) -> int:
     return -reduction.buffers.received.nbytes if reduction.peer_writes else 0
 
 
-def slow_link_rows() -> list[Row]:
-    """Rows of CPU nodes on a slow link; compute is fitted to stage 3 without a limit on the link."""
-    figures = json.loads((RESULTS / "slow_link.json").read_text())["figures"]
-    model = ModelConfig(**CPU_SHAPE, hidden_dropout=0.0, attention_dropout=0.0)
-    link = figures["settings"]["link_mbit"] * 1e6 / 8
-
-    def cpus(flops: float, link: float = INFINITE) -> Machine:
-        return Machine(flops, INFINITE, INFINITE, link)
-
-    def job(name: str) -> Job:
-        zero = CONTESTANTS[{"all_on": "zeropp", "four_bits": "zeropp_4_bits"}.get(name, name)]
-        return job_of(model, CPU_VOCAB, zero, CPU_NODES, CPU_RANKS, 1)
-
-    def seconds(name: str) -> float:
-        return step_time(job(name), cpus(free.flops, link), traffic_of(job(name))).seconds
-
-    free = fitted(job("stage_3"), figures["stage_3"]["seconds_without_a_limit"], cpus, 1e6, 1e15)
-    return [
-        {
-            "run": name,
-            "seconds": round(seconds(name), 3),
-            "measured_seconds": figure["seconds"],
-        }
-        for name, figure in figures.items()
-        if name != "settings"
-    ]
-
-
-def format_rows() -> list[Row]:
-    """Rows of 1.3B with formats between nodes, accumulated inside nodes: bytes per parameter, and memory."""
-    formats = {
-        "int8, int4": "zeropp",
-        "delta4, rotated4": "zeropp_4_bits",
-        "delta2, rotated3": "zeropp_2_3_bits",
-    }
-    rows = []
-    for nodes, local in ((2, 1), (2, 8), (16, 8)):
-        for formats_name, contestant in formats.items():
-            zero = CONTESTANTS[contestant] | {"zero_gradient_partition_size": "auto"}
-            job = job_of(_measured_model(), GPU_VOCAB, zero, nodes, local, 8, micro_batches=8)
-            sent = total(traffic_of(job)).inter
-            parameters = sum(sum(layout.numels) for layout in job.layouts)
-            rows.append(
-                {
-                    "nodes": nodes,
-                    "ranks_per_node": local,
-                    "formats": formats_name,
-                    "bytes_between_nodes": sent,
-                    "bytes_per_parameter": round(sent / parameters / (nodes - 1), 4),
-                    "gib": round(memory_of(job).peak / 2**30, 2),
-                }
-            )
-    return rows
-
-
 def h200() -> Machine:
     return machine(PlanConfig(dry_run=True, plan_gpu="h200"), "bfloat16")
+
+
+def h100(share: float = GPUS["h100"].compute_share) -> Machine:
+    """An H100 that reaches `share` of its peak; default the planner's."""
+    gpu = machine(PlanConfig(dry_run=True, plan_gpu="h100"), "bfloat16")
+    return replace(gpu, flops=gpu.flops * share / GPUS["h100"].compute_share)

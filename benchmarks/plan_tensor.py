@@ -11,12 +11,11 @@ import statistics
 from dataclasses import dataclass, replace
 
 from benchmarks.common import RESULTS
-from benchmarks.plan_rows import GPU_VOCAB, Row, counted_otherwise, fitted, job_of
+from benchmarks.plan_rows import GPU_VOCAB, Row, counted_otherwise, fitted, h100, job_of
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.distributed.peer_rows import region_bytes
 from megatron_zpp.model.flops import peak_tflops
-from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine, machine
+from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds, step_time
@@ -90,11 +89,6 @@ def tensor_rows() -> list[Row]:
         zero_3(),
     )
     return [_row(run) for run in runs]
-
-
-def h100(share: float | None = None) -> Machine:
-    """An H100 that reaches `share` of its peak; default the planner's."""
-    return machine(PlanConfig(dry_run=True, plan_gpu="h100", plan_compute_share=share), "bfloat16")
 
 
 def fitted_h100(alone: tuple[str, ...]) -> Machine:

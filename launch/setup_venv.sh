@@ -17,6 +17,7 @@ if [[ ! -x .venv/bin/python ]]; then
         exit 1
     fi
 fi
+venv=$(realpath .venv) # programs name the directory that they are in, which a link to it may outlive
 quiet=--quiet
 [[ ! -t 1 ]] || quiet=--progress-bar=on # at a terminal, show the progress of downloads
 installed=()
@@ -24,7 +25,7 @@ for file in "$@"; do
     stamp=.venv/installed-$({ .venv/bin/python --version && cat "$file"; } | sha256sum | cut -c1-16)
     if [[ ! -e $stamp ]]; then
         echo "setup: installing $file (the first time takes some minutes)"
-        .venv/bin/python -m pip install "$quiet" --disable-pip-version-check --no-compile -r "$file"
+        "$venv/bin/python" -m pip install "$quiet" --disable-pip-version-check --no-compile -r "$file"
         installed+=("$stamp")
     fi
 done

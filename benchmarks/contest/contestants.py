@@ -29,11 +29,6 @@ OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     "zeropp_4_bits": _4_BITS,
     # Accumulates inside each node, so that nothing between nodes grows with the number of micro-batches.
     "zeropp_4_bits_once": {**_4_BITS, "zero_gradient_partition_size": "auto"},
-    "zeropp_2_3_bits": {  # from the first step
-        **_ZEROPP,
-        "zero_quantized_weights_format": "delta2",
-        "zero_quantized_gradients_format": "rotated3",
-    },
     # Accumulates inside each rank, so that nothing between nodes grows with the number of micro-batches.
     "stage_1_qwz_qgz": {"zero_stage": 1, "zero_quantized_weights": True, "zero_quantized_gradients": True},
 }

@@ -101,12 +101,10 @@ class EmulatedRanks:
         operations: Operations,
         adamw: AdamWSettings,
         seed: int,
-        early_iterations: int = 0,
     ) -> None:
-        """`early_iterations` are those in which a rung's `early_weights` are in force."""
         self.flat, self._operations, self._adamw = flat, operations, adamw
         self._nodes, self._local = nodes, ranks_per_node
-        self._weights = WeightExchanges(rung, operations, flat, early_iterations)
+        self._weights = WeightExchanges(rung, operations, flat)
         self._exchanges = [
             (here, self._weights.of(format, here)) for format, here in _joined(flat.kinds, rung.weights_of)
         ]
@@ -135,7 +133,7 @@ class EmulatedRanks:
         self._squares = torch.empty(flat.numel // SQUARES_BLOCK, device=flat.master.device)
         self.skipped = torch.zeros((), device=flat.master.device)  # steps whose gradient was not finite
         self.raised = 0  # units that sent 8 bits, added up over the steps
-        self._send(0, torch.ones_like(self._steps))  # a reference begins as its key frame
+        self._send(torch.ones_like(self._steps))  # a reference begins as its key frame
 
     def accumulate(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Forward and backward of each rank's (B, T + 1) tokens; returns the mean loss."""
@@ -182,7 +180,7 @@ class EmulatedRanks:
         moments = self._moments
         self._operations.adamw(flat.master, gradient, *moments, None, scalars, decayed=flat.decayed)
         self.raised += self._weights.begin_step()
-        self._send(iteration, skip)
+        self._send(skip)
 
     @torch.no_grad()
     def evaluate(self, held_out: Tensor, size: int) -> float:
@@ -215,10 +213,10 @@ class EmulatedRanks:
                 lags.append(missing / update if update else 0.0)
         return max(lags)
 
-    def _send(self, iteration: int, skip: Tensor) -> None:
+    def _send(self, skip: Tensor) -> None:
         with torch.no_grad():
             for here, exchange in self._exchanges:
-                exchange.send(self.flat.master[here], self.flat.compute[here], iteration=iteration, skip=skip)
+                exchange.send(self.flat.master[here], self.flat.compute[here], skip=skip)
 
 
 def train(
@@ -305,7 +303,6 @@ def _ranks(
         operations=operations,
         adamw=AdamWSettings(),
         seed=seed,
-        early_iterations=2 * int(settings.warmup_fraction * settings.steps),
     )
 
 

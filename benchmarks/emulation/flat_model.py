@@ -119,7 +119,7 @@ class FlatModel:
 def _placed(model: GPT, alignment: int) -> tuple[list[_Place], dict[str, slice], int]:
     """Where the parameters lie, the ranges of the kinds, and the elements of a flat buffer."""
     units = model.units()
-    layouts = layouts_of(units, 1, alignment, alignment)
+    layouts = layouts_of(units, 1, alignment)
     found: dict[str, list[tuple[str, nn.Module, int, int]]] = {kind: [] for kind in KINDS}
     for index, ((unit, module), layout) in enumerate(zip(units, layouts, strict=True)):
         for (path, _), offset in zip(in_order(module), layout.offsets, strict=False):

@@ -6,17 +6,10 @@ from typing import Any
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "images"
 PANELS: dict[str, tuple[str, ...]] = {
-    "all of ZeRO++": (
-        "today",
-        "four bits everywhere behind int8",
-        "two and three bits, tables of four, early4",
-    ),
+    "all of ZeRO++": ("today", "four bits everywhere behind int8"),
     "weights alone": ("int8 weights", "delta4", "delta2"),
-    "gradients alone": ("int4 gradients", "rotated4", "rotated3"),
-    "not taken": (
-        "four bits everywhere behind int4",
-        "rotated3 feedback least squares",
-    ),
+    "gradients alone": ("int4 gradients", "rotated4", "rotated2"),
+    "not taken": ("four bits everywhere behind int4", "rotated2 feedback least squares"),
 }
 _SKIPPED = 0.2  # of the iterations: losses fall so fast there that their ratio says little
 

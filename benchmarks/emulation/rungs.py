@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Weights = Literal["plain", "bf16", "int8", "delta2", "delta4"]
-Gradients = Literal["plain", "bf16", "int4", "int8", "rotated2", "rotated3", "rotated4"]
+Gradients = Literal["plain", "bf16", "int4", "int8", "rotated2", "rotated4"]
 Small = Literal["plain", "bf16", "coded"]
 
 # Kinds of parameters, in the order in which they lie in memory; all but the last have weight decay.
@@ -18,9 +18,8 @@ class Rung:
     """What is sent in which format.
 
     `weights` and `gradients` are those of matrices inside layers: `plain` is the format of the compute and an
-    fp32 sum. `table_weights` and `table_gradients` are those of tables. `early_weights` replaces the formats
-    of `delta…` weights until twice the warm-up. `small`: norms and biases, whose gradients travel likewise;
-    `coded` is as matrices, in the same message. `hop1`: gradients inside a node.
+    fp32 sum. `table_weights` and `table_gradients` are those of tables. `small`: norms and biases, whose
+    gradients travel likewise; `coded` is as matrices, in the same message. `hop1`: gradients inside a node.
     `least_squares`: the scale of rotated codes with the least error in place of the nearly unbiased one.
     `nudged`: nothing differs but the first weight, which begins a unit in the last place of bf16 larger.
     """
@@ -34,14 +33,13 @@ class Rung:
     hop1_block: int = 128
     weight_block: int = 256
     gradient_block: int = 256
-    early_weights: Weights | None = None
     gradient_feedback: bool = False
     least_squares: bool = False
     nudged: bool = False
 
     def __post_init__(self) -> None:
-        for weights in (self.weights, self.table_weights, self.early_weights):
-            if weights is not None and weights not in get_args(Weights):
+        for weights in (self.weights, self.table_weights):
+            if weights not in get_args(Weights):
                 raise ValueError(f"weights must be one of {get_args(Weights)}, got {weights}")
         for gradients in (self.gradients, self.table_gradients):
             if gradients not in get_args(Gradients):
@@ -100,7 +98,7 @@ TODAY = Rung(
     gradient_block=128,
 )
 DELTA4, DELTA2 = Rung(weights="delta4"), Rung(weights="delta2")
-ROTATED4, ROTATED3 = Rung(gradients="rotated4"), Rung(gradients="rotated3")
+ROTATED4, ROTATED2 = Rung(gradients="rotated4"), Rung(gradients="rotated2")
 BOTH4 = replace(DELTA4, gradients="rotated4")
 
 
@@ -116,7 +114,7 @@ def _everywhere(weights: Weights, gradients: Gradients, hop1: Literal["plain", "
     )
 
 
-FOUR, FEWER = _everywhere("delta4", "rotated4", "int8"), _everywhere("delta2", "rotated3", "int8")
+FOUR = _everywhere("delta4", "rotated4", "int8")
 
 BASELINE = "baseline"
 RUNGS: dict[str, Rung] = {
@@ -135,35 +133,29 @@ RUNGS: dict[str, Rung] = {
     "four bits everywhere": replace(FOUR, hop1="plain"),
     "four bits everywhere behind int8": FOUR,
     "four bits everywhere behind int4": replace(FOUR, hop1="int4"),
-    "two and three bits everywhere early4": replace(FEWER, early_weights="delta4"),
-    "two and three bits, tables of four, early4": replace(
-        FEWER, table_weights="delta4", table_gradients="rotated4", early_weights="delta4"
-    ),
-    # (d) fewer bits of weights, also by phase
+    # (d) fewer bits of weights
     "delta2": DELTA2,
-    "delta2 early4": replace(DELTA2, early_weights="delta4"),
     # (e) fewer bits of gradients
-    "rotated3": ROTATED3,
-    "delta4 rotated3": replace(DELTA4, gradients="rotated3"),
-    "delta2 rotated3": replace(DELTA2, gradients="rotated3"),
-    "delta2 early4 rotated3": replace(DELTA2, early_weights="delta4", gradients="rotated3"),
+    "rotated2": ROTATED2,
+    "delta4 rotated2": replace(DELTA4, gradients="rotated2"),
+    "delta2 rotated2": replace(DELTA2, gradients="rotated2"),
     "rotated4 behind int8": replace(ROTATED4, hop1="int8"),
     "rotated4 behind int4": replace(ROTATED4, hop1="int4"),
-    "rotated3 behind int8": replace(ROTATED3, hop1="int8"),
+    "rotated2 behind int8": replace(ROTATED2, hop1="int8"),
     "delta4 rotated4 behind int8": replace(BOTH4, hop1="int8"),
     # (f) blocks
     **{f"delta2 block{block}": replace(DELTA2, weight_block=block) for block in (128, 512, 1024, 2048)},
     **{f"delta4 block{block}": replace(DELTA4, weight_block=block) for block in (128, 1024, 2048)},
-    **{f"rotated3 block{block}": replace(ROTATED3, gradient_block=block) for block in (128, 1024, 2048)},
+    **{f"rotated2 block{block}": replace(ROTATED2, gradient_block=block) for block in (128, 1024, 2048)},
     **{f"rotated4 block{block}": replace(ROTATED4, gradient_block=block) for block in (128, 1024, 2048)},
     # (g) tables
     "delta4 rotated4 tables4": replace(BOTH4, table_weights="delta4", table_gradients="rotated4"),
     "delta4 tables4": replace(DELTA4, table_weights="delta4"),
     "rotated4 tables4": replace(ROTATED4, table_gradients="rotated4"),
     # (h) error feedback of gradients
-    "rotated3 feedback": replace(ROTATED3, gradient_feedback=True),
-    "rotated3 feedback least squares": replace(ROTATED3, gradient_feedback=True, least_squares=True),
-    "rotated3 least squares": replace(ROTATED3, least_squares=True),
+    "rotated2 feedback": replace(ROTATED2, gradient_feedback=True),
+    "rotated2 feedback least squares": replace(ROTATED2, gradient_feedback=True, least_squares=True),
+    "rotated2 least squares": replace(ROTATED2, least_squares=True),
     "rotated4 feedback": replace(ROTATED4, gradient_feedback=True),
     "rotated4 feedback least squares": replace(ROTATED4, gradient_feedback=True, least_squares=True),
     "int4 gradients feedback": Rung(gradients="int4", gradient_block=128, gradient_feedback=True),
@@ -171,11 +163,11 @@ RUNGS: dict[str, Rung] = {
 
 # Each question of the issue in one command: --ladder NAME.
 LADDERS: dict[str, tuple[str, ...]] = {
-    "first": ("today", "delta4", "rotated4", "delta4 rotated4", "delta2", "rotated3"),
-    "weights": ("delta4", "delta2", "delta2 early4"),
+    "first": ("today", "delta4", "rotated4", "delta4 rotated4", "delta2", "rotated2"),
+    "weights": ("delta4", "delta2"),
     "everywhere": tuple(name for name in RUNGS if "everywhere" in name),
-    "gradients": ("rotated4", "rotated3", "rotated4 behind int8"),
-    "together": ("delta4 rotated4", "delta4 rotated3", "delta2 early4 rotated3"),
+    "gradients": ("rotated4", "rotated2", "rotated4 behind int8"),
+    "together": ("delta4 rotated4", "delta4 rotated2", "delta2 rotated2"),
     "blocks": tuple(name for name in RUNGS if "block" in name),
     "tables": tuple(name for name in RUNGS if "tables" in name),
     "feedback": tuple(name for name in RUNGS if "feedback" in name or "least squares" in name),

@@ -11,14 +11,14 @@ from benchmarks.emulation.rungs import Rung, Weights
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.differences import apply, encode
-from megatron_zpp.zero.difference_formats import EARLY_BITS, DifferenceFormats
+from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.hop import eight_bits
 
 
 class WeightExchange(Protocol):
     """Sends the weights of a range; every rank then holds the same bits."""
 
-    def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
+    def send(self, master: Tensor, compute: Tensor, *, skip: Tensor) -> None:
         """`master` (n,) fp32 -> `compute` (n,) in the format of the compute; where `skip` () is not 0 nothing
         may change."""
 
@@ -29,7 +29,7 @@ class Cast:
     def __init__(self, *, rounded: bool) -> None:
         self._rounded = rounded
 
-    def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
+    def send(self, master: Tensor, compute: Tensor, *, skip: Tensor) -> None:
         """See WeightExchange."""
         compute.copy_(master.bfloat16() if self._rounded else master)
 
@@ -40,7 +40,7 @@ class Codes:
     def __init__(self, operations: Operations, format: QuantFormat) -> None:
         self._operations, self._format = operations, format
 
-    def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
+    def send(self, master: Tensor, compute: Tensor, *, skip: Tensor) -> None:
         """See WeightExchange."""
         compute.copy_(_there_and_back(self._operations, self._format, master, compute.dtype))
 
@@ -60,16 +60,16 @@ class Difference:
         self._operations, self._gaps = operations, gaps if gaps.any() else None
         self._runs, self._formats = runs, formats
         self.reference = master.bfloat16().float()
-        size = eight_bits(formats.coded(0, 0)).message_bytes(len(master))
+        size = eight_bits(formats.format).message_bytes(len(master))
         self._message = torch.empty(size, dtype=torch.uint8, device=master.device)
-        self._squares = torch.empty(2 * (len(master) // formats.coded(0, 0).block), device=master.device)
+        self._squares = torch.empty(2 * (len(master) // formats.format.block), device=master.device)
 
-    def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
+    def send(self, master: Tensor, compute: Tensor, *, skip: Tensor) -> None:
         """See WeightExchange. `DifferenceFormats.measured` gets what this range adds to each unit."""
         for run in self._runs:
-            coded = self._formats.coded(run.unit, iteration)
+            coded = self._formats.format
             weights, reference = master[run.here], self.reference[run.here]
-            sent = self._formats.sent(run.unit, iteration)
+            sent = self._formats.sent(run.unit)
             squares = self._squares[: 2 * (len(weights) // coded.block)].view(2, -1)
             message = encode(
                 self._operations,
@@ -91,8 +91,8 @@ class Difference:
 class WeightExchanges:
     """Makes the exchanges of a model's ranges, and decides with the engine's rule which units are raised."""
 
-    def __init__(self, rung: Rung, operations: Operations, flat: FlatModel, early_iterations: int) -> None:
-        self._rung, self._operations, self._flat, self._early = rung, operations, flat, early_iterations
+    def __init__(self, rung: Rung, operations: Operations, flat: FlatModel) -> None:
+        self._rung, self._operations, self._flat = rung, operations, flat
         self._formats: dict[str, DifferenceFormats] = {}  # by the name of the format
 
     def of(self, format: Weights, here: slice) -> WeightExchange:
@@ -104,9 +104,8 @@ class WeightExchanges:
             return Codes(operations, QuantFormat("int8", rung.weight_block))
         bits, master, gaps = int(format[-1]), self._flat.master[here], self._flat.gaps[here]
         if format not in self._formats:
-            iterations = self._early if rung.early_weights == f"delta{EARLY_BITS}" else 0
             codes = LloydMaxFormat(bits, rung.weight_block)
-            self._formats[format] = DifferenceFormats([codes] * self._flat.units, iterations, master.device)
+            self._formats[format] = DifferenceFormats(codes, self._flat.units, master.device)
         return Difference(operations, master, gaps, self._flat.runs_of(here), self._formats[format])
 
     def begin_step(self) -> int:

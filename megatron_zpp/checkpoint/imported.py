@@ -27,7 +27,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.zero.build import in_order, layouts_of
-from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
+from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.model_states import WEIGHTS
 
@@ -100,9 +100,7 @@ def imported_config(model: ModelConfig, tokenizer: TokenizerConfig) -> Config:
 
 def _write(target: Path, model: GPT, weights: Weights, config: dict[str, Any], tokenizer: Tokenizer) -> Path:
     modules, tensors, units = model.units(), {}, []
-    for index, ((name, module), layout) in enumerate(
-        zip(modules, layouts_of(modules, 1, SHARD_MULTIPLE), strict=True)
-    ):
+    for index, ((name, module), layout) in enumerate(zip(modules, layouts_of(modules, 1), strict=True)):
         parameters = {f"{name}.{path}": parameter for path, parameter in in_order(module)}
         flat = weights.unit_elements(tuple(parameters), layout, layout.shard(0))
         tensors[tensor_name(WEIGHTS, index)] = flat

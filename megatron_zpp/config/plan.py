@@ -39,13 +39,6 @@ class PlanConfig(Options):
         needs="--dry-run",
         above=0,
     )
-    plan_compute_share: float | None = option(
-        None,
-        "Share of the GPU's peak FLOP/s that forward and backward reach; the plan prints the default.",
-        needs="--dry-run",
-        above=0,
-        at_most=1,
-    )
 
     def check(self) -> None:
         """Fill in what a dry run plans for by default."""

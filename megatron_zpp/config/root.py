@@ -327,8 +327,8 @@ def _check_param_gather(precision: PrecisionConfig, zero: ZeroConfig) -> None:
         other = f"--zero-quantized-weights in {zero.zero_quantized_weights_format}"
         fix = (
             f"gathers the 8-bit codes that are multiplied, and {other} would gather other codes; use "
-            "--zero-quantized-weights-format delta4 or delta2, or omit --zero-quantized-weights to "
-            f"gather a byte per weight, or omit {flag}"
+            "--zero-quantized-weights-format delta4, or omit --zero-quantized-weights to gather a "
+            f"byte per weight, or omit {flag}"
         )
         raise precision.error(name, fix)
     if zero.zero_offload_optimizer:

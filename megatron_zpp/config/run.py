@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Literal
 
 from megatron_zpp.config.options import Options, flag_name, option, option_error
-from megatron_zpp.config.values.nccl_sockets import explicit_sockets
 from megatron_zpp.config.values.urls import check_location, local_path
 
 _LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
@@ -221,12 +220,6 @@ class DistributedConfig(Options):
         "Exchange activations between tensor ranks beside products, by copies into each other's memory "
         "(NVLink); default: on with GPUs and 16-bit products.",
     )
-    nccl_sockets: str = option(
-        "auto",
-        "Threads × sockets per thread of each of NCCL's TCP connections, such as 2x2. auto: 2x2 where NCCL "
-        "would use TCP with one socket, and the log says why or why not; off: as NCCL and its variables say.",
-        metavar="auto|off|TxS",
-    )
     distributed_timeout_minutes: float = option(
         10,
         "Minutes for ranks to start, and after which an unfinished collective is an error; missing ranks are "
@@ -251,7 +244,6 @@ class DistributedConfig(Options):
 
     def check(self) -> None:
         """Refuse NCCL on CPUs, and a heartbeat time-out that collectives would pre-empt."""
-        explicit_sockets(self.nccl_sockets)
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise option_error("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
         if self.heartbeat_timeout >= self.timeout.total_seconds():

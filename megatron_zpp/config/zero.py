@@ -1,6 +1,5 @@
 """How model states are sharded, and how weights and gradients travel between ranks (ZeRO, ZeRO++)."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -47,27 +46,15 @@ class ZeroConfig(Options):
         needs="--zero-stage 3",
         at_least=0,
     )
-    zero_copy_engines: Literal["auto", "on", "off"] = option(
-        "auto",
-        "Use the GPUs' copy engines for transfers inside a node, which leaves all multiprocessors to the "
-        "compute. auto: if a trial at the start succeeds on all ranks, else use NCCL's kernels and log the "
-        "reason; on: exit with an error if they cannot be used; off: use NCCL's kernels.",
-    )
-    zero_spare_multiprocessors: str = option(
-        "auto",
-        "How many multiprocessors matrix products leave free for NCCL's kernels. Products that start on all "
-        "are slower while NCCL holds some. auto: 4 on Hopper where NCCL connects several nodes over TCP, "
-        "else 0.",
-    )
     zero_quantized_weights: bool = option(
         False, "qwZ: gather weights as block-quantised codes.", needs=_SHARDED
     )
-    zero_quantized_weights_format: Literal["int8", "delta4", "delta2"] = option(
+    zero_quantized_weights_format: Literal["int8", "delta4"] = option(
         "int8",
-        "qwZ: format of the codes. delta4, delta2: codes of 4 or 2 bits of what weights changed by, for "
-        "several nodes; delta2 has 4 bits in tables, and until twice the warm-up. The ranks of a node, at "
-        "stage 3 of each hpZ group, keep the fp32 weights that the other nodes know: 4 bytes per parameter "
-        "/ these ranks. Stage 3 needs --zero-hpz-partition-size auto, or a divisor of a node above 1.",
+        "qwZ: format of the codes. delta4: codes of 4 bits of what weights changed by, for several nodes. "
+        "The ranks of a node, at stage 3 of each hpZ group, keep the fp32 weights that the other nodes "
+        "know: 4 bytes per parameter / these ranks. Stage 3 needs --zero-hpz-partition-size auto, or a "
+        "divisor of a node above 1.",
         needs="--zero-quantized-weights",
     )
     zero_hpz_partition_size: str = option(
@@ -90,34 +77,15 @@ class ZeroConfig(Options):
         "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between nodes.",
         needs=_SHARDED,
     )
-    zero_quantized_gradients_format: Literal["int4", "int8", "rotated4", "rotated3"] = option(
+    zero_quantized_gradients_format: Literal["int4", "int8", "rotated4"] = option(
         "int4",
-        "qgZ: format of the codes. rotated4, rotated3: codes of 4 or 3 bits (in tables 4) of randomly "
-        "rotated gradients between nodes, and int8 inside them.",
+        "qgZ: format of the codes. rotated4: codes of 4 bits of randomly rotated gradients between nodes, "
+        "and int8 inside them.",
         needs="--zero-quantized-gradients",
-    )
-    zero_check_interval: int | None = option(
-        None,
-        "Steps between checks that all nodes hold the same reference of weight differences; a run whose "
-        "references differ ends before it saves.",
-        needs="--zero-quantized-weights and --zero-quantized-weights-format delta4 or delta2",
-        at_least=1,
-    )
-    zero_quantization_block: int | None = option(
-        None,
-        "Elements that share one scale, a power of two from 32 to 2048. Small blocks are more accurate and "
-        "send more scales; large blocks add padding, because each parameter starts a new block. Default "
-        f"{WEIGHT_BLOCK} for weights, {GRADIENT_BLOCK} for gradients.",
-        needs="--zero-quantized-weights or --zero-quantized-gradients",
-        at_least=32,
-        at_most=2048,
     )
 
     def check(self) -> None:
         """Refuse text that is neither a number nor one of the words."""
-        spare = self.zero_spare_multiprocessors
-        if spare != "auto" and not re.fullmatch(r"0|[1-9]\d?", spare):
-            raise self.error("zero_spare_multiprocessors", "must be auto or a number, such as 4")
         for name, words in (
             ("zero_hpz_partition_size", ("auto",)),
             ("zero_gradient_partition_size", ("auto", "off")),
@@ -125,9 +93,6 @@ class ZeroConfig(Options):
             size = getattr(self, name)
             if size not in words and not (size.isdecimal() and int(size) >= 1):
                 raise self.error(name, f"must be {either(('a whole number of ranks', *words))}")
-        block = self.zero_quantization_block
-        if block is not None and block & (block - 1):
-            raise self.error("zero_quantization_block", "must be a power of two from 32 to 2048")
 
     @property
     def prefetched_units(self) -> int:
@@ -161,26 +126,15 @@ class ZeroConfig(Options):
             "zero_quantized_weights_format",
             "zero_quantized_gradients",
             "zero_quantized_gradients_format",
-            "zero_quantization_block",
-            "zero_check_interval",
         )
         return replace(self, **{name: getattr(defaults, name) for name in names})
 
     @property
     def largest_block(self) -> int:
         """Elements of the largest quantisation block in use; 1 without quantisation."""
-        blocks = [1]
-        if self.zero_quantized_weights:
-            blocks.append(self.zero_quantization_block or WEIGHT_BLOCK)
-        if self.zero_quantized_gradients:
-            default = ROTATED_BLOCK if self.rotates_gradients else GRADIENT_BLOCK
-            blocks.append(self.zero_quantization_block or default)
-        return max(blocks)
-
-    @property
-    def shard_multiple(self) -> int:
-        """The number of elements in a shard is a multiple of this, so that shards hold whole blocks."""
-        return max(WEIGHT_BLOCK, self.zero_quantization_block or 0)
+        weights = WEIGHT_BLOCK if self.zero_quantized_weights else 1
+        gradients = ROTATED_BLOCK if self.rotates_gradients else GRADIENT_BLOCK
+        return max(weights, gradients if self.zero_quantized_gradients else 1)
 
     @property
     def sends_differences(self) -> bool:

@@ -23,7 +23,7 @@ class Pending:
     """A handle of submitted work.
 
     It does not own the buffers of the work: on a GPU it holds an event alone. Whoever submits work keeps its
-    buffers until `wait` has returned, as `owning` does, or UnitGradient (zero/sharded_unit.py).
+    buffers until `wait` has returned, as UnitGradient (zero/sharded_unit.py) does.
     """
 
     def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
@@ -32,15 +32,6 @@ class Pending:
     def wait(self) -> None:
         """Make the current CUDA stream (on a CPU: the caller) wait for the result; repeatable."""
         self._wait()
-
-
-def owning(buffer: Tensor, pending: Pending) -> Pending:
-    """The same work, which owns `buffer` until it is waited for."""
-
-    def wait(buffer: Tensor = buffer) -> None:  # the default keeps a reference
-        pending.wait()
-
-    return Pending(wait)
 
 
 def all_of(pending: Sequence[Pending]) -> Pending:

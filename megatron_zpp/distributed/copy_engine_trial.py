@@ -15,18 +15,18 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.symmetric_memory import (
+    OFF,
     SymmetricMemory,
     check_nccl,
-    missing_for_copy_engines,
+    may_have_copy_engines,
     peer_memory,
 )
 from megatron_zpp.distributed.topology import Topology
@@ -38,42 +38,32 @@ Steps = Generator[Callable[[], None], None, None]
 
 
 def choose_copy_engines(
-    setting: Literal["auto", "on", "off"],
-    topology: Topology,
-    device: torch.device,
-    timeout: timedelta | None,
-    say: Callable[[str], None],
+    topology: Topology, device: torch.device, timeout: timedelta | None, say: Callable[[str], None]
 ) -> bool:
     """Return, equally on every rank, whether collectives inside a node use the copy engines.
 
-    `setting` is --zero-copy-engines. If they cannot be used, `auto` returns False, after a message from rank
-    0 if the trial failed, and `on` raises ValueError on every rank. Either raises it on a rank that others
-    wait for in vain; see `decide`.
+    If the trial fails, rank 0 says why. Raises ValueError on a rank that others wait for in vain; see
+    `decide`.
     """
-    if setting == "off":
+    if not may_have_copy_engines(topology, device):
         return False
-    if problem := missing_for_copy_engines(topology, device):
-        if setting == "on":
-            raise option_error("--zero-copy-engines", "on", problem)
-        return False
-    return decide(setting, topology, device, _trial(topology, device, timeout), say)
+    return decide(topology, device, _trial(topology, device, timeout), say)
 
 
 def decide(
-    setting: Literal["auto", "on"],
     topology: Topology,
     device: torch.device,
     steps: Steps,
     say: Callable[[str], None],
     patience: float = 3 * _PATIENCE,
 ) -> bool:
-    """Return whether all `steps` succeed on every rank. Otherwise `on` raises ValueError on every rank.
+    """Return whether all `steps` succeed on every rank; otherwise rank 0 says why not.
 
     No rank starts a step before all have finished the previous one, and none continues after a failure. A
-    rank that has failed raises ValueError with either setting if others do not end the step in `patience`
-    seconds. That is longer than any step waits for another rank, so they must be in a call of NCCL that
-    nothing ends. `steps` stays open then, because cleaning up would wait for the others: the caller has to
-    end the process with os._exit while it handles the error.
+    rank that has failed raises ValueError if others do not end the step in `patience` seconds. That is longer
+    than any step waits for another rank, so they must be in a call of NCCL that nothing ends. `steps` stays
+    open then, because cleaning up would wait for the others: the caller has to end the process with os._exit
+    while it handles the error.
     """
     summing = False
     try:
@@ -87,15 +77,15 @@ def decide(
             counted = dist.all_reduce(failed, async_op=True)
             assert counted is not None  # None is of ranks outside the group
             if failure is not None and not _ends(counted, patience):
-                reason = f"{failure.problem}; other ranks still wait for it; use --zero-copy-engines off"
-                raise option_error("--zero-copy-engines", setting, reason)
+                raise ValueError(
+                    f"trial of copy engines: {failure.problem}; other ranks still wait for it; set "
+                    f"{OFF}=0 on all ranks"
+                )
             counted.wait()
             failures, summing = failed.item(), False
             if failures == 0:
                 continue
             problem = first_problem(failure, topology)
-            if setting == "on":
-                raise option_error("--zero-copy-engines", "on", problem)
             if topology.rank == 0:
                 say(f"warning: transfers inside nodes use NCCL's kernels, not the copy engines: {problem}")
             return False

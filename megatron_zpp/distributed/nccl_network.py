@@ -98,27 +98,22 @@ def read_network(
     return Network(tuple(ports), tuple(vendors), (loads or _loads)(PLUGIN))
 
 
-def chosen_network(settings: NcclSettings) -> str | None:
-    """The setting that chooses another network than TCP; None if none does."""
-    net = settings.get("NCCL_NET")
-    return None if net is None or net.lower() == "socket" else settings.describe("NCCL_NET")
-
-
 def other_network(settings: NcclSettings, network: Network) -> str | None:
     """Why NCCL would use another network than TCP; None if it would use TCP."""
-    if settings.get("NCCL_NET") is not None:
-        return chosen_network(settings)
+    net = settings.get("NCCL_NET")
+    if net is not None:
+        return None if net.lower() == "socket" else settings.describe("NCCL_NET")
     plugin = settings.get("NCCL_NET_PLUGIN")
     if plugin is not None and plugin.lower() != "none":
         return settings.describe("NCCL_NET_PLUGIN")
     if plugin is None and network.plugin:
         return f"the network plugin {PLUGIN} is installed"
-    if network.active_ports and not as_number(settings.get("NCCL_IB_DISABLE")):
+    if network.active_ports and not _as_number(settings.get("NCCL_IB_DISABLE")):
         return f"{network.active_ports[0]} is an active port of InfiniBand or RoCE"
     return None
 
 
-def as_number(text: str | None) -> int | None:
+def _as_number(text: str | None) -> int | None:
     """A number as NCCL reads it; None for none."""
     try:
         return int(text or "", 0)

@@ -137,13 +137,15 @@ def rendezvous(
                 time.sleep(0.3)  # this process may host the store, from which others still read the verdict
             raise
 
-    silence = f"RANK 0: does not answer rank {topology.rank} on {rank_address.host}; see rank 0's output"
     try:
-        of_start, addresses = _within(deadline, join, silence)
-    except BaseException:
+        of_start, addresses = _answer(join, lambda: deadline.at + 2 * SAY_AFTER)
+    except BaseException as error:
         if lifelines:
             lifelines.leave()
-        raise
+        if not isinstance(error, TimeoutError):
+            raise
+        silence = f"does not answer rank {topology.rank} on {rank_address.host}; see rank 0's output"
+        raise ValueError(f"RANK 0: {silence}") from None
     if lifelines:
         lifelines.all_present()
     return Rendezvous(of_start, rank_address, addresses, lifelines)
@@ -172,11 +174,11 @@ def _meet_rank_0(
     return meeting.of_start(rank_0["salt"]), Root(**rank_0["root"]) if rank_0["root"] else None
 
 
-def _within(deadline: _Deadline, ask: Callable[[], _Answer], silence: str) -> _Answer:
-    """Return what `ask` returns. Raises what it raises, and ValueError(`silence`) 20 s after the deadline.
+def _answer(ask: Callable[[], _Answer], until: Callable[[], float]) -> _Answer:
+    """Return what `ask` returns, or raise what it raises; TimeoutError if it is not done at `until()`.
 
-    `ask` may move the deadline. A request to a store whose process is stopped, or behind a link that is cut,
-    waits without a limit.
+    That time may move. A request to a store whose process is stopped, or behind a link that is cut, waits
+    without a limit, and so does one to a program that is no store.
     """
     answers: list[_Answer] = []
     errors: list[BaseException] = []
@@ -189,12 +191,12 @@ def _within(deadline: _Deadline, ask: Callable[[], _Answer], silence: str) -> _A
 
     asking = threading.Thread(target=run, daemon=True)
     asking.start()
-    while asking.is_alive() and (left := deadline.at + 2 * SAY_AFTER - time.monotonic()) > 0:
+    while asking.is_alive() and (left := until() - time.monotonic()) > 0:
         asking.join(left)
     if errors:
         raise errors[0]
     if not answers:
-        raise ValueError(silence)
+        raise TimeoutError
     return answers[0]
 
 
@@ -267,30 +269,21 @@ def _reach(address: str, port: int, topology: Topology, deadline: float, say: Ca
 
 
 def _join(address: str, port: int, deadline: float) -> dist.Store:
-    """Connect to the store of rank 0 or torchrun, in a thread: another listener might never answer."""
-    stores: list[dist.Store] = []
-    problems: list[str] = []
+    """Connect to the store of rank 0 or torchrun."""
     seconds = max(1.0, min(_HANDSHAKE, deadline - time.monotonic()))
-
-    def ask() -> None:
-        try:
-            stores.append(
-                dist.TCPStore(address, port, timeout=timedelta(seconds=seconds), wait_for_workers=False)
-            )
-        except (RuntimeError, ValueError) as error:
-            problems.append(str(error).split(". Original")[0])
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds + 1)
-    if not stores:
-        why = f" ({problems[0]})" if problems else ""
+    timeout, end = timedelta(seconds=seconds), time.monotonic() + seconds + 1
+    try:
+        return _answer(
+            lambda: dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False), lambda: end
+        )
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        text = str(error).split(". Original")[0]
+        why = text and f" ({text})"
         raise option_error(
             "MASTER_PORT",
             port,
             f"the program at {address}:{port} is not this run's store{why}; give all ranks one free port",
-        )
-    return stores[0]
+        ) from None
 
 
 def _exchange_addresses(

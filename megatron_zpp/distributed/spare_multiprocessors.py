@@ -15,11 +15,9 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.nccl_network import other_network, read_nccl_settings, read_network
 from megatron_zpp.distributed.topology import Topology
 
-FLAG = "--zero-spare-multiprocessors"
 # NCCL's kernels have two thread blocks each over TCP, and two of them send at a time.
 _OVER_TCP = 4
 _HOPPER = 9  # the major number of the compute capability
@@ -30,20 +28,11 @@ class SpareMultiprocessors:
     """Products of one device that leave `count` of its multiprocessors free; 0: they may use all."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        """Raises ValueError if the device has no more than `count`, or if torch and cuBLAS cannot be told."""
         self.count, self._device = count, device
         if not count:
             return
-        have = torch.cuda.get_device_properties(device).multi_processor_count
-        if count >= have:
-            raise option_error(FLAG, count, f"the GPU has {have} multiprocessors; give fewer")
-        if not hasattr(torch._C, _CARVEOUT):
-            raise option_error(FLAG, count, f"torch {torch.__version__} cannot be told; give 0")
-        self._target = have - count
-        try:
-            self._cublas = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
-        except OSError as error:
-            raise option_error(FLAG, count, f"needs the library of cuBLAS ({error}); give 0") from None
+        self._target = torch.cuda.get_device_properties(device).multi_processor_count - count
+        self._cublas = _cublas()
         self._thread = threading.local()
         _quietly(lambda: getattr(torch._C, _CARVEOUT)(count))
 
@@ -80,30 +69,35 @@ class SpareMultiprocessors:
 
 
 def spare_multiprocessors(
-    setting: str, topology: Topology, device: torch.device, environment: Mapping[str, str]
+    topology: Topology, device: torch.device, environment: Mapping[str, str]
 ) -> SpareMultiprocessors:
-    """What --zero-spare-multiprocessors `setting` asks for; `topology` is that of the data ranks.
+    """What NCCL needs between nodes; `topology` is that of the data ranks.
 
-    With `auto` all ranks of the job must call it, and all get the least number that suits one of them. Raises
-    ValueError if a number that was given cannot be obeyed.
+    All ranks of the job must call it, and all get the least number that suits one of them.
     """
-    if setting != "auto":
-        if device.type != "cuda" and setting != "0":
-            raise option_error(FLAG, setting, f"needs GPUs, and this run is on a {device.type}; give 0")
-        return SpareMultiprocessors(int(setting), device)
     if topology.nodes == 1 or device.type != "cuda" or "nccl" not in dist.get_backend_config():
         return SpareMultiprocessors(0, device)
     settings = read_nccl_settings(environment)
     over_tcp = other_network(settings, read_network(settings)) is None
-    count = torch.tensor(auto_count(torch.cuda.get_device_capability(device), over_tcp), device=device)
+    count = torch.tensor(count_for(torch.cuda.get_device_capability(device), over_tcp), device=device)
     dist.all_reduce(count, dist.ReduceOp.MIN)
     return SpareMultiprocessors(int(count.item()), device)
 
 
-def auto_count(capability: tuple[int, int], over_tcp: bool) -> int:
+def count_for(capability: tuple[int, int], over_tcp: bool) -> int:
     """How many multiprocessors products leave to NCCL between nodes, where that was measured to pay."""
-    able = torch.version.cuda is not None and hasattr(torch._C, _CARVEOUT)
-    return _OVER_TCP if able and over_tcp and capability[0] == _HOPPER else 0
+    if not (over_tcp and capability[0] == _HOPPER and torch.version.cuda and hasattr(torch._C, _CARVEOUT)):
+        return 0
+    try:
+        _cublas()
+    except OSError:
+        return 0
+    return _OVER_TCP
+
+
+def _cublas() -> ctypes.CDLL:
+    """The library, which torch has loaded. Raises OSError if the loader does not find it."""
+    return ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
 def _quietly(call: Callable[[], object]) -> None:

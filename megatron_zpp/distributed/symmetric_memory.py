@@ -19,22 +19,19 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from megatron_zpp.distributed.topology import Topology
 
+OFF = "NCCL_CUMEM_ENABLE"  # 0: NCCL allocates no memory that other processes could open
 _FIRST_NCCL = (2, 28)
 
 
-def missing_for_copy_engines(topology: Topology, device: torch.device) -> str | None:
-    """Return a requirement of the copy engines that this run does not meet on any rank, or None."""
-    if device.type != "cuda":
-        return "needs GPUs, and this run is on CPUs"
-    if topology.local_world_size == 1:
-        return "needs several ranks per node"
-    if dist.get_backend() != "nccl":
-        return f"needs --distributed-backend nccl, and this run uses {dist.get_backend()}"
-    return None
+def may_have_copy_engines(topology: Topology, device: torch.device) -> bool:
+    """Return whether copy engines could move what the ranks send; the same on all ranks."""
+    return device.type == "cuda" and topology.local_world_size > 1 and dist.get_backend() == "nccl"
 
 
 def check_nccl() -> None:
     """Raise RuntimeError unless torch and NCCL of this rank support transfers by copy engines."""
+    if os.environ.get(OFF) == "0":
+        raise RuntimeError(f"{OFF} is 0")
     if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
         raise RuntimeError(f"torch {torch.__version__} has no zero-CTA policy")
     version = torch.cuda.nccl.version()

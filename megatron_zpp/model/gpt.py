@@ -34,8 +34,6 @@ from megatron_zpp.model.sublayers import CutLayer
 class Embedding(nn.Module):
     """Token embedding, with dropout."""
 
-    holds_tables = True
-
     def __init__(self, config: ModelConfig, parts: ModelComponents, padded_vocab_size: int) -> None:
         super().__init__()
         self.tokens = parts.vocabulary(padded_vocab_size, config.hidden_size)
@@ -61,8 +59,6 @@ class PositionedEmbedding(Embedding):
 
 class Head(nn.Module):
     """Final norm, and the output weights where they are not the token embedding's; with targets the loss."""
-
-    holds_tables = True
 
     def __init__(
         self, config: ModelConfig, parts: ModelComponents, vocab_size: int, padded_vocab_size: int

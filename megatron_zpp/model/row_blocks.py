@@ -74,7 +74,6 @@ class RowBlockComponents(ModelComponents):
 class LookupBlock(nn.Module):
     """Some rows of the table of tokens."""
 
-    holds_tables = True
     read_by_backward = False
 
     def __init__(self, weight: nn.Parameter, row_block: RowBlock) -> None:
@@ -88,8 +87,6 @@ class LookupBlock(nn.Module):
 
 class OutputBlock(nn.Module):
     """Some rows of the output weights."""
-
-    holds_tables = True
 
     def __init__(self, weight: nn.Parameter, row_block: RowBlock) -> None:
         super().__init__()

@@ -45,31 +45,33 @@ class LayerBackward:
 def layer_bytes(job: Job) -> int:
     """Return the bytes that one layer saves on a rank for its backward if it is not recomputed."""
     model = job.model
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    vectors = 2 * heads + 2 * groups + (heads + groups if model.qk_layernorm else 0)
     inner = 2 if not model.swiglu else 3 if job.compiled else 4
     delayed = job.precision.fp8_delayed
     hidden = (2 if delayed else 4) * model.hidden_size
-    numbers = hidden + vectors * model.kv_channels + (inner - delayed) * model.ffn_hidden_size
-    norms = 2 + (heads + groups if model.qk_layernorm else 0)
-    exact = norms * _norm_bytes(job) + (2 * model.hidden_size if model.hidden_dropout else 0)
-    if job.recompute.recompute_granularity != "selective":
-        exact += 4 * model.num_attention_heads
+    numbers = hidden + (inner - delayed) * model.ffn_hidden_size
     codes = _delayed_codes(job) if delayed else _gathered_codes(job)
-    return job.rows * (numbers * job.dtype.itemsize + exact) + codes
+    return (
+        job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + 2 * (_norm_bytes(job) + _masks(job)))
+        + codes
+    )
 
 
 def attention_bytes(job: Job) -> int:
     """Return those bytes of the layer's first half, its attention, without delayed scaling."""
+    numbers = 2 * job.model.hidden_size * job.dtype.itemsize
+    return (
+        job.rows * (_heads_bytes(job) + numbers + _norm_bytes(job) + _masks(job)) + _gathered_codes(job) // 2
+    )
+
+
+def _heads_bytes(job: Job) -> int:
+    """Return bytes per token of heads: q, k, v and attention's output, their norms, and a number per row."""
     model = job.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    vectors = 2 * heads + 2 * groups + (heads + groups if model.qk_layernorm else 0)
-    numbers = 2 * model.hidden_size + vectors * model.kv_channels
-    norms = 1 + (heads + groups if model.qk_layernorm else 0)
-    exact = norms * _norm_bytes(job) + _masks(job)
-    if job.recompute.recompute_granularity != "selective":
-        exact += 4 * model.num_attention_heads
-    return job.rows * (numbers * job.dtype.itemsize + exact) + _gathered_codes(job) // 2
+    normalised = heads + groups if model.qk_layernorm else 0
+    numbers = (2 * heads + 2 * groups + normalised) * model.kv_channels
+    rows = 0 if job.recompute.recompute_granularity == "selective" else 4 * heads
+    return numbers * job.dtype.itemsize + normalised * _norm_bytes(job) + rows
 
 
 def ends_bytes(job: Job) -> int:

@@ -1,7 +1,7 @@
 """The flags that turn the command line of one job into that of another: those to give, and those to omit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from megatron_zpp.config.options import flag_name
@@ -15,28 +15,13 @@ _OF_AN_OPTION = {  # fields that are refused, unless they have their default, wi
 }
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Flags with their values, and flags of the run to omit."""
-
-    given: tuple[str, ...]
-    omitted: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return " ".join([*self.given, *([self.without] if self.omitted else [])])
-
-    @property
-    def without(self) -> str:
-        """The flags to omit, in words; empty if there are none."""
-        return " ".join(["without", *self.omitted]) if self.omitted else ""
-
-
-def changes(run: Job, other: Job, first: tuple[str, ...] = ()) -> Changes:
+def changes(run: Job, other: Job, first: tuple[str, ...] = ()) -> str:
     """What to change in the command line of `run` for the settings of `other`, tensor ranks excepted.
 
-    The fields of `first` are settings of ZeRO++ that are named in that order, even if they do not change.
+    Flags to give with their values, and after `without` flags of the run to omit. The fields of `first` are
+    settings of ZeRO++ that are named in that order, even if they do not change.
     """
-    given, omitted = [given_flag(other, name) for name in first], []
+    given, omitted = [_flag(name, getattr(other.zero, name)) for name in first], []
     for name, before, after, default in _differences(run, other):
         option = _OF_AN_OPTION.get(name)
         off = option is not None and after == default and not getattr(other.zero, option)
@@ -46,12 +31,7 @@ def changes(run: Job, other: Job, first: tuple[str, ...] = ()) -> Changes:
             given.append(_flag(name, after))
     if run.demands_overlap and other.tensor == 1:
         omitted.append(flag_name("tp_comm_overlap"))
-    return Changes(tuple(given), tuple(omitted))
-
-
-def given_flag(job: Job, name: str) -> str:
-    """The flag of a field of the job's ZeRO settings, with its value."""
-    return _flag(name, getattr(job.zero, name))
+    return " ".join([*given, *(["without", *omitted] if omitted else [])])
 
 
 def _flag(name: str, value: Any) -> str:

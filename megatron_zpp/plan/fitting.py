@@ -1,29 +1,22 @@
-"""Which settings take less memory: what would make a run fit, what fits and is faster, tables in blocks."""
+"""Which settings take less memory: what would make a run fit, and what fits and is faster."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from megatron_zpp.config.model import RecomputeConfig
-from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.plan.advice import (
     WORTH,
     Plan,
-    accumulates,
     at_stage,
     plan_of,
-    without_accumulation,
-    without_hpz,
 )
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.job import Job, units_of
 
-_MUCH = 0.1  # of the peak: less memory than that is not worth another order of sums
 _MULTIPLE = 64  # rows of a block: whole tiles of matrix products
-
-_ROWS = flag_name("zero_table_rows")
 _Change = Callable[[Job], Job]
 
 
@@ -42,7 +35,7 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
     others = list(_other_changes(job))
     for change in (*stages, *micro_batches, *others):
         changed = change(job)
-        yield plan_of(str(changes(job, changed)), changed, machine)
+        yield plan_of(changes(job, changed), changed, machine)
     furthest = [*stages[-1:], *micro_batches[-1:], *others]
     if len(furthest) > 1:
         together = job
@@ -53,10 +46,6 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
 
 def _other_changes(job: Job) -> Iterator[_Change]:
     """The changes of flags that have one value which takes less memory."""
-    if job.zero.hpz:
-        yield without_hpz
-    if accumulates(job.zero):
-        yield without_accumulation
     if _can_cut(job):
         yield _in_sublayers
     if rows := suggested_rows(job):
@@ -72,32 +61,10 @@ def faster_stage(plan: Plan, machine: Machine, gibibytes: float) -> Plan | None:
     job = plan.job
     stages = [stage for stage in range(4) if stage != job.zero.zero_stage] if job.data_ranks > 1 else []
     jobs = [at_stage(job, stage) for stage in stages]
-    others = [plan_of(str(changes(job, other)), other, machine) for other in jobs]
+    others = [plan_of(changes(job, other), other, machine) for other in jobs]
     fitting = [other for other in others if other.fits(gibibytes)]
     best = min(fitting, key=lambda other: other.time.seconds, default=None)
     return best if best and best.time.seconds < (1 - WORTH) * plan.time.seconds else None
-
-
-def table_advice(plan: Plan, machine: Machine, gibibytes: float) -> str | None:
-    """A line that recommends --zero-table-rows, with its price; None if it is of little use.
-
-    It is of use if the run fits with it and not without, or if it lowers the peak by much.
-    """
-    rows = suggested_rows(plan.job)
-    if rows is None:
-        return None
-    blocks = plan_of(f"{_ROWS} {rows}", in_row_blocks(plan.job, rows), machine)
-    before, after = plan.memory.peak, blocks.memory.peak
-    if not blocks.fits(gibibytes) or (plan.fits(gibibytes) and after > (1 - _MUCH) * before):
-        return None
-    prices = ["a fourth product with the output weights"]
-    sent, more = (each.sent.inter / each.job.nodes / 1e9 for each in (plan, blocks))
-    if more > sent:
-        prices.append(f"{more:.3g} GB per step from each node instead of {sent:.3g}")
-    return (
-        f"{blocks.name} would lower the peak to {after / 2**30:.2f} GiB, for {' and '.join(prices)}: "
-        f"{1e3 * blocks.time.seconds:,.1f} ms per step, not {1e3 * plan.time.seconds:,.1f}"
-    )
 
 
 def suggested_rows(job: Job) -> int | None:

@@ -75,9 +75,8 @@ def machine(config: PlanConfig, dtype: str) -> Machine:
     peak = peak_tflops(gpu.name, dtype)
     if peak is None:
         raise option_error("--plan-gpu", config.plan_gpu, f"does not compute in {dtype}; add --fp16")
-    share = config.plan_compute_share or gpu.compute_share
     return Machine(
-        flops=share * peak * 1e12,
+        flops=gpu.compute_share * peak * 1e12,
         memory_rate=MEMORY_SHARE * gpu.memory_rate,
         inside=INSIDE_SHARE * gpu.inside,
         link=config.plan_link_gbit * 1e9 / 8,

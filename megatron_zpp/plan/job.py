@@ -36,7 +36,7 @@ class Job:
     as by default. `async_save`: the run saves beside the training, with `save_optim` the optimizer's states
     too. `overlapped`: tensor ranks, if there are several, compute beside their exchanges. `demands_overlap`:
     --tp-comm-overlap is given, which one rank alone is refused. `may_offload`: no setting refuses the
-    optimizer on the CPU.
+    optimizer on the CPU. `copy_engines`: GPUs of a node use theirs, as is assumed before a run has tried.
     """
 
     model: ModelConfig
@@ -56,6 +56,7 @@ class Job:
     overlapped: bool = False
     demands_overlap: bool = False
     may_offload: bool = True
+    copy_engines: bool = True
 
     @property
     def ranks(self) -> int:
@@ -121,7 +122,7 @@ class Job:
         """The layouts of the units, in forward order."""
         share = ALONE if self.tensor == 1 else TensorShare(UnconnectedGroup(self.tensor))
         block = max(self.zero.largest_block, share.block)
-        return layouts_of(distinct(self.units), self.data_ranks, self.zero.shard_multiple, block, self.coded)
+        return layouts_of(distinct(self.units), self.data_ranks, block, self.coded)
 
     @property
     def coded(self) -> set[str]:
@@ -172,8 +173,7 @@ class Job:
     def node_communication(self) -> list[CommunicationPlan]:
         """The engine's plans on the data ranks of node 0, by their first tensor ranks.
 
-        The other tensor ranks, and the ranks of other nodes, send and hold the same. Copy engines are assumed
-        to work where --zero-copy-engines allows them.
+        The other tensor ranks, and the ranks of other nodes, send and hold the same.
         """
         return [
             plan_communication(
@@ -182,7 +182,7 @@ class Job:
                 self.layouts,
                 compute_dtype=self.dtype,
                 reduce_in_bf16=self.precision.grad_reduce_in_bf16,
-                copy_engines=self.zero.zero_copy_engines != "off",
+                copy_engines=self.copy_engines,
                 reads=self.reads,
             )
             for rank in range(0, self.local, self.tensor)

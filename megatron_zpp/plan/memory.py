@@ -17,6 +17,7 @@ from megatron_zpp.plan.activations import (
     stored_bytes,
     working_bytes,
 )
+from megatron_zpp.plan.hardware import USABLE
 from megatron_zpp.plan.job import Job
 
 _SUMMING = 12  # bytes per element while tensor ranks sum a gradient: fp32, joined with others, and the sum
@@ -41,6 +42,10 @@ class Memory:
     def resident(self) -> int:
         """Bytes that stay for the run."""
         return self.weights + self.optimizer + self.buffers + self.zeropp
+
+    def fits(self, gibibytes: float) -> bool:
+        """Whether the peak leaves enough of a GPU's `gibibytes` for what a plan does not count."""
+        return self.peak <= USABLE * gibibytes * 2**30
 
 
 def memory_of(job: Job) -> Memory:

@@ -1,26 +1,21 @@
 """The plan as lines of text, for a person."""
 
-import math
 from collections.abc import Iterator
 
 from megatron_zpp.config.words import counted
-from megatron_zpp.model.flops import parameter_count, peak_tflops
+from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.plan.advice import (
-    EVERYTHING,
     WORTH,
     Plan,
     advice_of,
     at_stage,
-    fits,
     least_that_pays,
-    options_of,
+    options_on,
     plan_of,
-    why,
     zeropp_plans,
 )
-from megatron_zpp.plan.changes import Changes
 from megatron_zpp.plan.exchanges import ledgers_of
-from megatron_zpp.plan.fitting import faster_stage, table_advice, ways_to_fit
+from megatron_zpp.plan.fitting import faster_stage, ways_to_fit
 from megatron_zpp.plan.hardware import (
     CPU_BYTES_PER_SECOND,
     FP8_OUTPUT,
@@ -46,8 +41,7 @@ _PARTS = {
     "loss": "the loss",
 }
 _DAY = 86400
-_OPTION, _CHANGE = 35, 56  # columns of the names of rows
-_LINE = 110  # characters of a line, without the words around
+_OPTION, _CHANGE = 38, 56  # columns of the names of rows
 
 
 def report(job: Job, gpu: Gpu, machine: Machine, iterations: int) -> list[str]:
@@ -99,7 +93,7 @@ def _memory(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
         if any(sizes):
             yield f"  {name:38}" + "".join(f"{size / 2**30:10.2f} " for size in sizes).rstrip()
     peaks = stages.values()
-    marked = (f"{each.peak / 2**30:10.2f}{' ' if fits(each, gpu.memory) else '!'}" for each in peaks)
+    marked = (f"{each.peak / 2**30:10.2f}{' ' if each.fits(gpu.memory) else '!'}" for each in peaks)
     yield f"  {'peak (! does not fit)':38}" + "".join(marked).rstrip()
     yield from _verdict(plan, gpu, machine)
 
@@ -130,8 +124,6 @@ def _verdict(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
             peak, milliseconds = f"{other.memory.peak / 2**30:10.2f} GiB", 1e3 * other.time.seconds
             name = _padded(other.name, _CHANGE, 4)
             yield f"    {name}{peak} {milliseconds:12,.1f} ms  {verdict}"
-    if advice := table_advice(plan, machine, gpu.memory):
-        yield f"  advice: {advice}"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
@@ -173,21 +165,23 @@ def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
     if len(plans) == 1:
         return
     plain, best = plans[0], least_that_pays(plans, gpu.memory)
-    alone = [other for other in plans if " " not in other.name]
+    alone = [other for other in plans if sum(options_on(other.job.zero)) == 1]
     title = f"{'ZeRO++ at this stage':{_OPTION + 2}}"
     yield f"{title}{'ms per step':>13}{'GB per node':>13}{'GiB':>8}  (! does not fit)"
     for other in [plain, *alone, plans[-1]]:
         figures = f"{1e3 * other.time.seconds:13,.1f}{other.sent.inter / other.job.nodes / 1e9:13.3f}"
-        reason = "" if other is plain else why(plain, other, gpu.memory)
         fits = " " if other.fits(gpu.memory) else "!"
         mark = "*" if other.job.zero == plan.job.zero else " "
-        name = _padded(other.name if other is plain else _row_name(other, plan.job), _OPTION, 2)
-        yield f"{mark} {name}{figures}{other.memory.peak / 2**30:8.2f}{fits} {reason}".rstrip()
+        name = _padded(other.name, _OPTION, 2)
+        yield f"{mark} {name}{figures}{other.memory.peak / 2**30:8.2f}{fits}".rstrip()
     for advice in advice_of(plan.job, gpu.memory):
         yield f"  advice: {advice}"
-    taken, reason = _recommended(plan.job, plain, best, gpu)
-    short = len(taken) + len(reason) < _LINE
-    yield f"  take {taken}: {reason}" if short else f"  take {taken}:\n    {reason}"
+    if best is plain:
+        reason = f"no set of them that fits shortens the step by more than {WORTH:.0%}"
+    else:
+        reason = f"{1e3 * best.time.seconds:,.1f} ms per step, not {1e3 * plain.time.seconds:,.1f}"
+        reason += "" if best.fits(gpu.memory) else ", once it fits"
+    yield f"  take {best.name}:\n    {reason}"
 
 
 def _padded(name: str, width: int, indent: int) -> str:
@@ -195,36 +189,10 @@ def _padded(name: str, width: int, indent: int) -> str:
     return f"{name:{width}}" if len(name) <= width else f"{name}\n{'':{indent + width}}"
 
 
-def _row_name(plan: Plan, run: Job) -> str:
-    """An option of ZeRO++ with its value, or all of them, and which other flags of the run contradict it."""
-    change = options_of(plan, run)
-    contradicted = [flag for flag in change.omitted if not flag.startswith("--zero-")]
-    name = EVERYTHING if plan.name == EVERYTHING else change.given[0]
-    return str(Changes((name,), tuple(contradicted)))
-
-
-def _recommended(run: Job, plain: Plan, best: Plan, gpu: Gpu) -> tuple[str, str]:
-    """Which set of options to take, and why: `best`, which may be `plain`, the plan without any."""
-    if best is plain:
-        taken = f"{plain.name} ({change})" if (change := str(options_of(plain, run))) else plain.name
-        return taken, f"no set of them that fits shortens the step by more than {WORTH:.0%}"
-    taken = _row_name(best, run) if best.name == EVERYTHING else str(options_of(best, run))
-    gain, milliseconds = plain.time.seconds / best.time.seconds, f"{1e3 * best.time.seconds:,.1f} ms"
-    if not plain.fits(gpu.memory) and best.fits(gpu.memory):
-        return taken, f"{milliseconds}, and it fits, unlike none of them"
-    once = "" if best.fits(gpu.memory) else ", once it fits"
-    return taken, f"{milliseconds}, {gain:.2f} × as fast as none of them{once}"
-
-
 def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
     yield "assumptions (docs/internals/planner.md says how well they hold)"
-    share = machine.flops / 1e12 / (peak_tflops(gpu.name, job.precision.compute_dtype("cuda")) or math.inf)
-    reached = f"{machine.flops / 1e12:,.0f} TFLOP/s per GPU, {share:.2g} of its peak"
-    if math.isclose(share, gpu.compute_share):
-        yield f"  compute at {reached}; --plan-compute-share sets another share"
-        yield f"    {gpu.seen}"
-    else:
-        yield f"  compute at {reached}, as --plan-compute-share says"
+    yield f"  compute at {machine.flops / 1e12:,.0f} TFLOP/s per GPU, {gpu.compute_share:g} of its peak,"
+    yield f"    {gpu.seen}"
     if job.precision.fp8:
         memory = "" if job.precision.fp8_delayed else "; memory as bf16's, or less"
         time = f"{product_time(job):.2f} of bf16's time, as on an H200"

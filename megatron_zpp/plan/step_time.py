@@ -130,7 +130,7 @@ def overlap_slowdown(job: Job) -> float:
     """The factor by which compute takes longer beside what data ranks send each other."""
     if job.data_ranks == 1:
         return 1.0
-    return KERNEL_SLOWDOWN if job.nodes == 1 and job.zero.zero_copy_engines == "off" else SLOWDOWN
+    return KERNEL_SLOWDOWN if job.nodes == 1 and not job.copy_engines else SLOWDOWN
 
 
 def _recomputed_flops(job: Job) -> float:

@@ -1,4 +1,4 @@
-"""Plans of a run with other numbers of tensor ranks, and whether these pay against ZeRO alone, in words.
+"""Plans of a run with other numbers of tensor ranks, and which of them to take.
 
 All plans have the run's global batch. A data rank of T tensor ranks has T times the samples in a micro-batch,
 so that a GPU has as many hidden states between linear maps and a step as many micro-batches, where sizes and
@@ -7,7 +7,6 @@ memory allow it, and fewer samples otherwise.
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -15,11 +14,10 @@ from megatron_zpp.config.shapes.tensor_parallel import FLAG, check_tensor_ranks,
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.plan.activations import ends_bytes, layer_bytes, loss_bytes, stored_bytes, working_bytes
 from megatron_zpp.plan.advice import Plan, at_stage, least_that_pays, plan_of
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes
-from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, USABLE, Machine
+from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.zero.plan_communication import check_topology
@@ -56,7 +54,7 @@ def tensor_plans(plan: Plan, machine: Machine, gibibytes: float) -> list[Plan]:
 
 def _largest_that_fits(jobs: list[Job], run: Job, machine: Machine, gibibytes: float) -> Plan:
     """The first of `jobs` that fits, else the last."""
-    fitting = (job for job in jobs if memory_of(job).peak <= USABLE * gibibytes * _GIB)
+    fitting = (job for job in jobs if memory_of(job).fits(gibibytes))
     return _named(plan_of("", next(fitting, jobs[-1]), machine), run)
 
 
@@ -122,18 +120,19 @@ def _zero_of(job: Job, size: int) -> ZeroConfig:
 
 
 def tensor_lines(plan: Plan, machine: Machine, gibibytes: float) -> Iterator[str]:
-    """Whether tensor ranks pay, with a table of all plans if the run has some or they pay."""
+    """A table of all plans, and which to take, if the run has tensor ranks or they pay."""
     plans = tensor_plans(plan, machine, gibibytes)
-    if all(other.job.tensor == 1 for other in plans):
+    best = least_that_pays(plans, gibibytes)
+    if plan.job.tensor == 1 and (best.job.tensor == 1 or not best.fits(gibibytes)):
         return
-    advice = verdict(plans, gibibytes)
-    if advice.pays or plan.job.tensor > 1:
-        figures = f"{'ms per step':>12}{'GB per node':>13}{'GiB':>8}"
-        yield f"{'tensor ranks, same batch':{_NAME + 2}}{figures}  micro-batches"
-        for other in plans:
-            yield _row(other, plan.job, gibibytes)
-    yield f"  advice: {advice.claim}:"
-    yield f"    {advice.reason}"
+    figures = f"{'ms per step':>12}{'GB per node':>13}{'GiB':>8}"
+    yield f"{'tensor ranks, same batch':{_NAME + 2}}{figures}  micro-batches"
+    for other in plans:
+        yield _row(other, plan.job, gibibytes)
+    if best.fits(gibibytes):
+        yield f"  take {FLAG} {best.name}"
+    else:
+        yield "  none of these fits"
 
 
 def _row(other: Plan, run: Job, gibibytes: float) -> str:
@@ -144,71 +143,8 @@ def _row(other: Plan, run: Job, gibibytes: float) -> str:
     line = f"{mark} {name:{_NAME}}{figures}{other.memory.peak / _GIB:8.2f}{fits} "
     line += f"{job.micro_batches} × {job.micro_batch_size}"
     if job.tensor > 1:
-        line += f", {exchanged_bytes(job) / _GB:,.1f} GB inside, waits {_ms(time.exchanges)} ms"
+        line += f", {exchanged_bytes(job) / _GB:,.1f} GB inside, waits {1e3 * time.exchanges:,.1f} ms"
     return line
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether tensor ranks pay; `claim` says it in words, and `reason` why."""
-
-    pays: bool
-    claim: str
-    reason: str
-
-
-def verdict(plans: list[Plan], gibibytes: float) -> Verdict:
-    """Whether tensor ranks pay against ranks with whole layers; `plans` are those of `tensor_plans`."""
-    alone = [plan for plan in plans if plan.job.tensor == 1]
-    shared = [plan for plan in plans if plan.job.tensor > 1]
-    fitting = [plan for plan in plans if plan.fits(gibibytes)]
-    if not fitting:
-        least = min(plans, key=lambda plan: plan.memory.peak)
-        needs = f"{FLAG} {least.name} needs least, {least.memory.peak / _GIB:.2f} GiB"
-        return Verdict(False, f"{FLAG} up to {plans[-1].job.tensor} does not help", f"none fits; {needs}")
-    best = least_that_pays(plans, gibibytes)
-    if best.job.tensor == 1:
-        other = min(shared, key=lambda plan: (not plan.fits(gibibytes), plan.time.seconds))
-        return Verdict(False, f"{FLAG} {other.name} does not pay", _why_not(best, other, gibibytes))
-    whole = [plan for plan in alone if plan in fitting]
-    if whole:
-        reason = _gain(min(whole, key=lambda plan: plan.time.seconds), best)
-    elif alone:
-        reason = _cause(min(alone, key=lambda plan: plan.memory.peak))
-    else:
-        samples, job = f"{best.job.samples_per_step:,} samples per step", best.job
-        reason = f"{samples} are too few for {job.ranks:,} data ranks, and enough for {job.data_ranks:,}"
-    return Verdict(True, f"{FLAG} {best.name} pays", reason)
-
-
-def _why_not(plain: Plan, other: Plan, gibibytes: float) -> str:
-    """Why the plan `plain` is better than `other`, which has tensor ranks."""
-    if not other.fits(gibibytes):
-        return "no number of tensor ranks fits with this global batch"
-    waits = f"{_ms(other.time.exchanges)} ms of them waiting for activations"
-    return f"{_ms(other.time.seconds)} ms per step, {waits}; {_ms(plain.time.seconds)} without it"
-
-
-def _gain(plain: Plan, best: Plan) -> str:
-    """What the plan `best` gains over `plain`, which has no tensor ranks."""
-    gain = f"{_ms(best.time.seconds)} ms per step, not {_ms(plain.time.seconds)}"
-    sent, plain_sent = (plan.sent.inter / plan.job.nodes / _GB for plan in (best, plain))
-    if sent < plain_sent:
-        gain += f"; {sent:,.1f} GB from each node to others, not {plain_sent:,.1f}"
-    return gain
-
-
-def _cause(plan: Plan) -> str:
-    """What fills the memory of a rank that has whole layers."""
-    job, memory = plan.job, plan.memory
-    activations = stored_bytes(job) + ends_bytes(job)
-    activations += max(loss_bytes(job), layer_bytes(job) + working_bytes(job))
-    held = {
-        f"activations of {job.micro_batch_size} × {job.model.seq_length:,} tokens": activations,
-        "gathered layers and states": memory.resident,
-    }
-    parts = " and ".join(f"{nbytes / _GIB:.1f} GiB of {name}" for name, nbytes in held.items())
-    return f"a rank with whole layers has {parts}"
 
 
 def exchange_line(job: Job) -> str:
@@ -225,7 +161,3 @@ def assumption_lines(job: Job) -> Iterator[str]:
         yield "  activations of linear maps travel beside products: --tp-comm-overlap"
     else:
         yield "  tensor ranks wait for activations, except for those sent beside products of the backward"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.1f}" if seconds < 1 else f"{1000 * seconds:,.0f}"

@@ -13,7 +13,7 @@ from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.agreement import check_agreement
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.job_store import VARIABLE as SECRET
-from megatron_zpp.distributed.nccl_sockets import choose_nccl_sockets
+from megatron_zpp.distributed.nccl_sockets import SOCKETS, choose_nccl_sockets
 from megatron_zpp.distributed.process_group import backend_of, process_group
 from megatron_zpp.distributed.rendezvous import Rendezvous, rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
@@ -60,7 +60,7 @@ def join(
     exchange = Exchange(rendezvous.store, topology, config.timeout, "preflight")
     activity.now("preflight, comparing settings", limit=limit)
     check_agreement(settings, exchange)
-    sockets = choose_nccl_sockets(config.nccl_sockets, backend_of(config, device), exchange, os.environ)
+    sockets = choose_nccl_sockets(backend_of(config, device), exchange, os.environ)
     activity.now("preflight, joining the process group", limit=limit)
     with process_group(config, topology, device, rendezvous):
         lines = preflight(
@@ -69,8 +69,8 @@ def join(
             exchange,
             activity,
             limit=limit,
-            sockets=sockets.describe(),
+            sockets=SOCKETS if sockets.chosen else "",
         )
         del exchange  # closes its connections to the store
         activity.now("building", patient=True)
-        yield [*sockets.lines(), *lines]
+        yield [*sockets.lines, *lines]

@@ -51,13 +51,7 @@ class Trainer:
         self._splits, self._schedule, self._reporter = run.splits, run.schedule, run.reporter
         self.progress = run.start
         self._saver = _saver_of(run)
-        self._stops = StopConditions(
-            config.training,
-            engine,
-            ranks.signals,
-            ranks.lease,
-            check_interval=config.zero.zero_check_interval,
-        )
+        self._stops = StopConditions(config.training, engine, ranks.signals, ranks.lease)
         self._write_text: Callable[[], str] | None = None
         prompt = config.evaluation.sample_prompt
         if prompt is not None:
@@ -95,16 +89,24 @@ class Trainer:
             self._evaluate("test", last=True)
             self._finish_saving()
         except Stop as stop:
-            if not stop.saves:
-                if self._saver is not None:
-                    self._saver.abandon()
-                return stop
-            self._save()
-            self._finish_saving()
-            unsaved = "" if self._config.checkpoint.save else "; nothing is saved without --save"
-            self._reporter.say(f" exiting at iteration {self.progress.iteration}: {stop}{unsaved}")
-            return stop
+            return self._stopped(stop)
         return None
+
+    def _stopped(self, stop: Stop) -> Stop:
+        """Save, if that is allowed; return the reason why the run ends."""
+        if stop.saves:
+            try:
+                self._save()
+            except Stop as damage:
+                stop = damage
+        if not stop.saves:
+            if self._saver is not None:
+                self._saver.abandon()
+            return stop
+        self._finish_saving()
+        unsaved = "" if self._config.checkpoint.save else "; nothing is saved without --save"
+        self._reporter.say(f" exiting at iteration {self.progress.iteration}: {stop}{unsaved}")
+        return stop
 
     def _train(self) -> None:
         """Take the remaining steps. Raises Stop between two of them or during an evaluation."""
@@ -117,7 +119,6 @@ class Trainer:
                 self._log.watch.resume()
                 with self._engine.sections(STEP):
                     result = self._step(batches)
-                self._stops.check_references(self.progress.iteration)
                 if self.progress.iteration % self._config.logging.log_interval == 0:
                     self._log.interval(self.progress, result)
                 elif self.progress.iteration == first:
@@ -138,6 +139,7 @@ class Trainer:
         self._count_if_skipped()
         if self._saver is not None:
             self._activity.now(f"saves iteration {self.progress.iteration}", patient=True)
+            self._stops.before_save()
             self._saver.save(self.progress)
 
     def _finish_saving(self) -> None:

@@ -26,8 +26,7 @@ class ModelOfUnits(Protocol):
     def units(self) -> list[tuple[str, nn.Module]]:
         """The names and modules whose parameters are gathered together, in forward order.
 
-        Modules with the same parameters read one unit. The matrices of torch's Embedding, and of a module
-        with a true attribute `holds_tables`, are tables: see `FlatLayout.table`.
+        Modules with the same parameters read one unit.
         """
 
     def recomputed_units(self) -> Sequence[range]:
@@ -95,7 +94,7 @@ class UnitBuilder:
         guard: ReadGuard,
     ) -> Unit:
         plan = self._plan
-        owned = layout.shard(plan.shard) if plan.residency.optimizer_sharded else range(layout.numel)
+        owned = layout.shard(plan.shard) if plan.optimizer_sharded else range(layout.numel)
         if plan.sends_from_slots:
             gather_source = full[owned.start : owned.stop]
         else:
@@ -115,7 +114,12 @@ class UnitBuilder:
                 by_place.append(self._replace_parameters(other, names, layout, full, guard))
             else:
                 _put_parameters(other, names, parameters, guard)
-        secondary = self._secondary(layout)
+        part, secondary = plan.secondary_part(layout), None
+        if part is not None:
+            secondary = self._communication.zeros(plan.secondary_gather.hop.stream, part)
+        message = None
+        if plan.difference_format is not None:
+            message = self._communication.zeros(plan.gather.hop.stream, plan.gather.room(layout))
         return Unit(
             names=names,
             parameters=parameters,
@@ -128,7 +132,7 @@ class UnitBuilder:
             master=master,
             gather_source=gather_source,
             secondary=secondary,
-            message=self._message(layout),
+            message=message,
             encoded=self._encoded(layout, Encoded(owned, master, gather_source), secondary, full),
             gaps=tuple(layout.gaps_in(plan.reference_elements(layout))),
             wide_dtype=plan.compute_dtype,
@@ -169,17 +173,6 @@ class UnitBuilder:
             for piece in owned:
                 part = initial[piece.start : piece.start + piece.length]
                 unit.master[piece.destination : piece.destination + piece.length].copy_(part)
-
-    def _secondary(self, layout: FlatLayout) -> Tensor | None:
-        part = self._plan.secondary_part(layout)
-        return (
-            None if part is None else self._communication.zeros(self._plan.secondary_gather.hop.stream, part)
-        )
-
-    def _message(self, layout: FlatLayout) -> Tensor | None:
-        if self._plan.difference_format is None:
-            return None
-        return self._communication.zeros(self._plan.gather.hop.stream, self._plan.gather.room(layout))
 
     def _encoded(
         self, layout: FlatLayout, shard: Encoded, reference: Tensor | None, full: Tensor
@@ -267,13 +260,8 @@ def plan_of(
     `block`: elements to which parameters are aligned beside the blocks of codes; `coded` as in `layouts_of`.
     """
     named_modules = named_units(model)
-    layouts = layouts_of(
-        distinct(named_modules),
-        data_ranks.world_size,
-        zero.shard_multiple,
-        max(zero.largest_block, block),
-        coded,
-    )
+    block = max(zero.largest_block, block)
+    layouts = layouts_of(distinct(named_modules), data_ranks.world_size, block, coded)
     return plan_communication(
         zero,
         data_ranks,
@@ -288,11 +276,10 @@ def plan_of(
 def layouts_of(
     modules: Sequence[tuple[str, Parameters]],
     ranks: int,
-    multiple: int,
     block: int = 1,
     coded: Collection[str] = (),
 ) -> list[FlatLayout]:
-    """The layout of each module's parameters in its unit's flat buffer; `multiple` as in FlatLayout.
+    """The layout of each module's parameters in its unit's flat buffer.
 
     `block`: elements of the largest quantisation block of the run; no two parameters share a block.
     `coded`: the parameters that are held as codes, first in their units.
@@ -305,13 +292,8 @@ def layouts_of(
         held = [f"{name}.{path}" in coded for path, _ in in_order(module)]
         assert held == sorted(held, reverse=True), f"{name}: parameters that are held as codes come first"
         alignment = max(SHARD_MULTIPLE if any(held) else ALIGNMENT, block)
-        table = decayed > 0 and _holds_tables(module)
-        layouts.append(FlatLayout(numels, decayed, ranks, multiple, alignment, sum(held), table, frozen))
+        layouts.append(FlatLayout(numels, decayed, ranks, alignment, sum(held), frozen))
     return layouts
-
-
-def _holds_tables(module: Parameters) -> bool:
-    return isinstance(module, nn.Embedding) or getattr(module, "holds_tables", False)
 
 
 def _decays(parameter: nn.Parameter) -> bool:

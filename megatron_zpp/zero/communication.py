@@ -9,14 +9,9 @@ from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.differences import WeightDifferences
-from megatron_zpp.zero.collectives.gathers import (
-    PlainGather,
-    QuantizedGather,
-    ReferenceGather,
-    TwoHopGather,
-)
+from megatron_zpp.zero.collectives.gathers import PlainGather, QuantizedGather, TwoHopGather
 from megatron_zpp.zero.collectives.group_reductions import FoldedReduceScatter
-from megatron_zpp.zero.collectives.interface import Gather, GroupReduction, Reduction
+from megatron_zpp.zero.collectives.interface import AnyReduction, Gather
 from megatron_zpp.zero.collectives.quantized_reductions import (
     QuantizedOneHopReduceScatter,
     QuantizedTwoHopReduceScatter,
@@ -29,22 +24,16 @@ from megatron_zpp.zero.collectives.reductions import (
     TwoStepAllReduce,
 )
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan
-from megatron_zpp.zero.hop import Buffer, Hop
-from megatron_zpp.zero.reduction_plan import Accumulation, ReductionAlgorithm, ReductionPlan
+from megatron_zpp.zero.hop import Buffer
+from megatron_zpp.zero.reduction_plan import ReductionAlgorithm, ReductionPlan
 
-_REDUCTIONS: dict[ReductionAlgorithm, Callable[..., Reduction]] = {
+_REDUCTIONS: dict[ReductionAlgorithm, Callable[..., AnyReduction]] = {
     ReductionAlgorithm.LIBRARY: LibraryAllReduce,
     ReductionAlgorithm.LOCAL_SUM: LocalSumAllReduce,
     ReductionAlgorithm.TWO_STEP: TwoStepAllReduce,
     ReductionAlgorithm.ONE_HOP: OneHopReduceScatter,
     ReductionAlgorithm.TWO_HOPS: TwoHopReduceScatter,
     ReductionAlgorithm.QUANTIZED_ONE_HOP: QuantizedOneHopReduceScatter,
-    ReductionAlgorithm.QUANTIZED_TWO_HOPS: QuantizedTwoHopReduceScatter,
-}
-_GROUP_REDUCTIONS: dict[ReductionAlgorithm, Callable[..., GroupReduction]] = {
-    ReductionAlgorithm.ONE_HOP: FoldedReduceScatter,
-    ReductionAlgorithm.TWO_HOPS: TwoHopReduceScatter,
-    ReductionAlgorithm.QUANTIZED_ONE_HOP: FoldedReduceScatter,
     ReductionAlgorithm.QUANTIZED_TWO_HOPS: QuantizedTwoHopReduceScatter,
 }
 
@@ -58,8 +47,7 @@ class Communication:
     gather: Gather
     secondary: Gather | None  # hpZ
     differences: WeightDifferences | None  # what crosses nodes in place of `gather`, which is `secondary`
-    reduction: Reduction
-    group_reduction: GroupReduction | None  # `reduction`, where gradients accumulate in groups
+    reduction: AnyReduction  # see `build_reduction`
 
     @property
     def weight_format(self) -> QuantFormat | None:
@@ -94,7 +82,7 @@ def build_communication(
     if plan.difference_format is not None:
         assert operations is not None
         references = plan.secondary_gather
-        gather = secondary = ReferenceGather(references, comm_streams[references.hop.stream])
+        gather = secondary = PlainGather(references, comm_streams[references.hop.stream])
         between = [comm_streams[stream] for stream in plan.gather.hop.streams]
         groups = plan.among_groups
         among = None if groups is None else comm_streams[groups.hop.stream]
@@ -103,17 +91,13 @@ def build_communication(
         gather = build_gather(plan.gather, comm_streams, operations)
     else:
         gather = TwoHopGather(plan, comm_streams, inside, secondary, operations)
-    group_reduction = None
-    if plan.reduction.accumulation is Accumulation.GROUP:
-        group_reduction = build_group_reduction(plan.reduction, comm_streams, operations)
     return Communication(
         plan=plan,
         comm_streams=comm_streams,
         gather=gather,
         secondary=secondary,
         differences=differences,
-        reduction=group_reduction or build_reduction(plan.reduction, comm_streams, operations),
-        group_reduction=group_reduction,
+        reduction=build_reduction(plan.reduction, comm_streams, operations),
     )
 
 
@@ -130,19 +114,13 @@ def build_gather(
 
 def build_reduction(
     plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
-) -> Reduction:
-    """The reduction of a plan, on the streams of its hops."""
-    return _REDUCTIONS[plan.algorithm](plan, _streams_of(plan.hops, comm_streams), operations)
+) -> AnyReduction:
+    """The reduction of a plan, on the streams of its hops and fold.
 
-
-def build_group_reduction(
-    plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
-) -> GroupReduction:
-    """The reduction of a plan whose gradients accumulate in groups, on the streams of its hops and fold."""
+    A Reduction unless there is a fold; a GroupReduction where gradients accumulate in groups.
+    """
     hops = plan.hops if plan.fold is None else (*plan.hops, plan.fold)
-    return _GROUP_REDUCTIONS[plan.algorithm](plan, _streams_of(hops, comm_streams), operations)
-
-
-def _streams_of(hops: Sequence[Hop], comm_streams: Sequence[CommStream]) -> list[list[CommStream]]:
-    """The streams of each hop."""
-    return [[comm_streams[stream] for stream in hop.streams] for hop in hops]
+    streams = [[comm_streams[stream] for stream in hop.streams] for hop in hops]
+    if plan.fold is not None and not plan.algorithm.several_hops:
+        return FoldedReduceScatter(plan, streams, operations)
+    return _REDUCTIONS[plan.algorithm](plan, streams, operations)

@@ -23,33 +23,16 @@ import torch
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import Buffer, CodeFormat, Hop, SentBytes
+from megatron_zpp.zero.hop import Buffer, Hop, SentBytes, eight_bits
 from megatron_zpp.zero.reads import Reads
 from megatron_zpp.zero.reduction_plan import ReductionPlan, may_write_peers
-
-
-@dataclass(frozen=True)
-class Residency:
-    """What a ZeRO stage leaves whole on every rank (ZeRO paper, section 5)."""
-
-    stage: int
-
-    @property
-    def optimizer_sharded(self) -> bool:
-        """Stage 1 and up: master weights and moments."""
-        return self.stage >= 1
-
-    @property
-    def parameters_sharded(self) -> bool:
-        """Stage 3: the compute-precision parameters."""
-        return self.stage >= 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatherPlan:
     """How the parts of a unit that the ranks of a group hold become the whole unit: an all-gather.
 
-    `hop.of` has the format of a unit. A part has `shards` shards: one in the gather over all ranks, more in a
+    A part has `shards` shards: one in the gather over all ranks, more in a
     group that holds the unit as well. A quantised part has a message for each of its shards. Units with
     weights that are held as codes travel as the bytes that they are, whatever the hop's format, but for
     differences of weights.
@@ -59,11 +42,10 @@ class GatherPlan:
     shards: int
     kept: int  # index of the part of the whole that becomes this rank's secondary shard
     layouts: tuple[FlatLayout, ...]
-    largest_format: CodeFormat | None = None  # of any step, where some send more than the hop's format
 
     def part(self, layout: FlatLayout) -> Buffer:
         """What this rank sends of a unit."""
-        return self._buffer(self.hop.of(layout), layout)
+        return self._buffer(self.hop, layout)
 
     def room(self, layout: FlatLayout) -> Buffer:
         """Memory for what this rank sends of a unit in any step."""
@@ -89,7 +71,11 @@ class GatherPlan:
 
     @property
     def _widest(self) -> Hop:
-        return self.hop if self.largest_format is None else replace(self.hop, format=self.largest_format)
+        """The hop with the largest format of any step: raised units send more than others."""
+        format = self.hop.format
+        if not isinstance(format, LloydMaxFormat):
+            return self.hop
+        return replace(self.hop, format=eight_bits(format))
 
     def bytes_sent(self, layout: FlatLayout) -> SentBytes:
         """Bytes that this rank sends in one gather of a unit."""
@@ -107,7 +93,8 @@ class CommunicationPlan:
     """
 
     grid: Topology
-    residency: Residency
+    optimizer_sharded: bool  # stage 1 and up: master weights and moments (ZeRO paper, section 5)
+    parameters_sharded: bool  # stage 3: the parameters as they compute
     layouts: tuple[FlatLayout, ...]
     compute_dtype: torch.dtype
     streams: tuple[tuple[int, ...], ...]
@@ -130,7 +117,7 @@ class CommunicationPlan:
     @property
     def sends_from_slots(self) -> bool:
         """Whether a gather sends a part of the slot that it fills, so that no rank keeps its shard twice."""
-        return not self.residency.parameters_sharded and not self.gather.hop.quantized
+        return not self.parameters_sharded and not self.gather.hop.quantized
 
     def slot(self, layout: FlatLayout) -> Buffer:
         """The memory of a slot for units of this layout."""
@@ -145,7 +132,7 @@ class CommunicationPlan:
     @property
     def gathers_in_place(self) -> bool:
         """Whether the optimizer writes all of a unit into its slot, so that nothing has to be gathered."""
-        whole = not self.residency.optimizer_sharded or self.grid.world_size == 1
+        whole = not self.optimizer_sharded or self.grid.world_size == 1
         return whole and self.sends_from_slots
 
     def secondary_part(self, layout: FlatLayout) -> Buffer | None:
@@ -189,18 +176,12 @@ class CommunicationPlan:
 
     @property
     def difference_format(self) -> LloydMaxFormat | None:
-        """The format in which weight differences of layers cross nodes; None where weights themselves travel.
+        """The format in which weight differences cross nodes; None where weights themselves travel.
 
-        Tables may have more bits, see `Hop`, and a few units in a few steps, see `DifferenceFormats`.
+        A few units have more bits in a few steps, see `DifferenceFormats`.
         """
         format = self.gather.hop.format
         return format if isinstance(format, LloydMaxFormat) else None
-
-    @property
-    def difference_formats(self) -> list[LloydMaxFormat]:
-        """The format of each unit's weight differences; none where weights themselves travel."""
-        formats = (self.gather.hop.of(layout).format for layout in self.layouts)
-        return [format for format in formats if isinstance(format, LloydMaxFormat)]
 
     def gather_source(self, layout: FlatLayout) -> Buffer:
         """What the optimizer writes of a unit for others: a part of a gather, or fp32 weights to compare."""

@@ -1,9 +1,6 @@
-"""Decides in which format the weight differences of each unit travel, step by step.
+"""Decides which units send their weight differences with more bits than the run's format has, step by step.
 
-Most steps send the unit's format, which is that of the run, but for tables. Two things ask for more bits:
-
-    early    with 2 bits, the first steps send 4, because weights change most and least evenly then
-    raised   a unit whose codes fall behind its weights sends 8
+A unit whose codes fall behind its weights is raised: it sends 8 bits.
 
 Let u be the norm of a step's update and e that of what the codes had missed before, so that the difference
 which is coded has a norm of u + e or less. If codes miss the share p of its squares, then e settles at no
@@ -15,34 +12,28 @@ sound run whose learning rate ends at 0.
     step t + 1    all ranks add them up, in the all-reduce of the gradient norm, and the device decides
     step t + 2    the host, which never waits for the device here, reads the decision: 8 bits in this step
 
-A raised unit is coded with its own format as well, to find out whether that suffices again. Where nothing was
-coded, as in a skipped step, the decision before it stays. Decisions depend on whole units, not on how data
-ranks shard them, and all ranks take the same ones. What all tensor ranks have, such as norms, counts once for
-each of them.
+A raised unit is coded with the run's format as well, to find out whether that suffices again. Where nothing
+was coded, as in a skipped step, the decision before it stays. Decisions depend on whole units, not on how
+data ranks shard them, and all ranks take the same ones. What all tensor ranks have, such as norms, counts
+once for each of them.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.ops.formats import LloydMaxFormat
-from megatron_zpp.zero.hop import CodeFormat, eight_bits, with_bits
+from megatron_zpp.zero.hop import CodeFormat, eight_bits
 
 LOST_SHARE = 4 / 9  # of the squares of differences
-EARLY_BITS = 4
 
 
 class DifferenceFormats:
-    """The formats of one run, unit by unit."""
+    """The formats of one run, whose units send codes of `format` unless they are raised."""
 
-    def __init__(
-        self, formats: Sequence[LloydMaxFormat], early_iterations: int, device: torch.device
-    ) -> None:
-        """`formats` has that of each unit; the first `early_iterations` steps have 4 bits."""
-        self._formats, self._early_iterations = list(formats), early_iterations
-        units = len(self._formats)
+    def __init__(self, format: LloydMaxFormat, units: int, device: torch.device) -> None:
+        self.format = format
         on_gpu = device.type == "cuda"
         self.measured = torch.zeros(units, 2, dtype=torch.float64, device=device)
         self._behind = torch.zeros(units, dtype=torch.bool, device=device)  # the newest decision
@@ -50,14 +41,9 @@ class DifferenceFormats:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._raised = [False] * units
 
-    def coded(self, index: int, iteration: int) -> LloydMaxFormat:
-        """The format of unit `index`, were it not raised, in step `iteration`."""
-        format = self._formats[index]
-        return with_bits(format, EARLY_BITS) if iteration < self._early_iterations else format
-
-    def sent(self, index: int, iteration: int) -> CodeFormat:
-        """The format in which unit `index` travels in step `iteration`, the present one."""
-        return eight_bits(self._formats[index]) if self._raised[index] else self.coded(index, iteration)
+    def sent(self, index: int) -> CodeFormat:
+        """The format in which unit `index` travels in the present step."""
+        return eight_bits(self.format) if self._raised[index] else self.format
 
     @property
     def raised(self) -> int:
@@ -89,7 +75,7 @@ class DifferenceFormats:
         """Restore what `state` returned, or a run's start if None. One rank keeps the sums of all."""
         if self._copied is not None:
             self._copied.synchronize()
-        raised = [False] * len(self._formats) if state is None else state["raised"]
+        raised = [False] * len(self._raised) if state is None else state["raised"]
         self._decided.copy_(torch.tensor(raised))
         self._behind.copy_(self._decided)
         self.measured.zero_()

@@ -23,7 +23,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.adamw import build_optimizer
 from megatron_zpp.zero.buffers import Buffers
 from megatron_zpp.zero.build import Initialize, UnitBuilder, named_units, plan_of
-from megatron_zpp.zero.collectives.sums import sum_over_ranks
+from megatron_zpp.zero.collectives.sums import largest_over_ranks, sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.difference_formats import DifferenceFormats
@@ -34,7 +34,7 @@ from megatron_zpp.zero.model_checks import check_decoupled, check_parameters, ch
 from megatron_zpp.zero.model_states import ModelStates
 from megatron_zpp.zero.plan_communication import check_topology
 from megatron_zpp.zero.prefetch import Phase
-from megatron_zpp.zero.product_scaling import ProductScaling, end_step
+from megatron_zpp.zero.product_scaling import ProductScaling
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
@@ -76,8 +76,7 @@ class ZeroEngine:
     gets a line if copy engines were tried and cannot be used, and on rank 0 one that names the buffers which
     `initialize` filled. Parameters whose names are `decoupled` have a
     learning rate of their own. `scaling` has the scales of 8-bit products if they follow from earlier steps.
-    `codes` encodes the weights that are held as codes, by these scales. `early_iterations`: those from the
-    start of a run in which delta2 has 4 bits.
+    `codes` encodes the weights that are held as codes, by these scales.
 
     Raises ValueError for a model that cannot be trained as it is, for a `decoupled` name that it does not
     have, and for settings that these ranks cannot obey. Passes raise RuntimeError where a parameter is read
@@ -103,7 +102,6 @@ class ZeroEngine:
         decoupled: Collection[str] = (),
         scaling: ProductScaling | None = None,
         codes: WeightEncoder | None = None,
-        early_iterations: int = 0,
     ) -> None:
         check_unit(zero, model)
         named_modules = named_units(model)
@@ -119,7 +117,9 @@ class ZeroEngine:
         self._ledger = TrafficLedger(self.grid.data)
         self._clip_grad, self._decouples = optimizer.clip_grad, bool(decoupled)
         dtype = getattr(torch, precision.compute_dtype(device.type))
-        self.copy_engines = self._choose_copy_engines(zero, timeout, say)
+        several = self.grid.data.local_world_size > 1
+        tried = topology if several else self.grid.data  # the trial is that of all ranks of the node
+        self.copy_engines = choose_copy_engines(tried, device, timeout, say)
         plan = plan_of(
             model,
             zero,
@@ -151,7 +151,7 @@ class ZeroEngine:
             comm_stream.ready()
         formats = None
         if plan.difference_format is not None:
-            formats = DifferenceFormats(plan.difference_formats, early_iterations, device)
+            formats = DifferenceFormats(plan.difference_format, len(plan.layouts), device)
         self.weights = Weights(self.units, communication, topology, sections, formats=formats, codes=codes)
         self._optimizer = build_optimizer(
             optimizer, trained, communication, fused_backend, operations, self.weights.sources, decoupled
@@ -175,9 +175,7 @@ class ZeroEngine:
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
-        self.spare = spare_multiprocessors(
-            zero.zero_spare_multiprocessors, self.grid.data, device, os.environ
-        )
+        self.spare = spare_multiprocessors(self.grid.data, device, os.environ)
 
     def accumulate(
         self, batch: Batch, *, index: int, micro_batches: int, weight: float | None = None
@@ -248,12 +246,13 @@ class ZeroEngine:
         rates = (learning_rate, learning_rate if decoupled_rate is None else decoupled_rate)
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         if self.scaling is not None:
-            end_step(self.scaling, self.topology, found_inf)
+            maxima = largest_over_ranks(self.scaling.maxima(), self.topology)
+            self.scaling.end_step(maxima, found_inf)
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
         stepped = self._optimizer.step(rates, divisor * shrink, found_inf)
-        self.weights.publish(stepped, self.iteration, found_inf)
+        self.weights.publish(stepped, found_inf)
         self._gradients.release()
         self.iteration += 1
         self.loss_scale.update(found_inf)
@@ -317,14 +316,6 @@ class ZeroEngine:
     def plan(self) -> CommunicationPlan:
         """How the weights and gradients of this rank travel."""
         return self._communication.plan
-
-    def _choose_copy_engines(
-        self, zero: ZeroConfig, timeout: timedelta | None, say: Callable[[str], None]
-    ) -> bool:
-        """Whether transfers between data ranks of a node use copy engines; all ranks of the job must ask."""
-        several = self.grid.data.local_world_size > 1
-        ranks = self.topology if several else self.grid.data  # the trial is that of all ranks of the node
-        return choose_copy_engines(zero.zero_copy_engines, ranks, self.device, timeout, say)
 
     def _loss(self, batch: Batch) -> Tensor:
         self.spare.reserve()

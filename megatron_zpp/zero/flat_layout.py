@@ -42,10 +42,8 @@ class FlatLayout:
     numels: tuple[int, ...]
     decayed: int
     ranks: int
-    multiple: int = SHARD_MULTIPLE  # of a shard's elements
     alignment: int = ALIGNMENT  # of a parameter's first element
     coded: int = 0  # of the parameters
-    table: bool = False  # whether the matrices are tables: of embeddings, or the output weights
     frozen: bool = False  # whether the parameters are not trained
 
     @cached_property
@@ -84,10 +82,10 @@ class FlatLayout:
     def shard_numel(self) -> int:
         """Elements of one rank's shard."""
         if not self.coded:
-            return _round_up(-(-self.offsets[-1] // self.ranks), self.multiple)
+            return _round_up(-(-self.offsets[-1] // self.ranks), SHARD_MULTIPLE)
         codes, wide = self._codes_and_wide
         least = max(-(-(codes + 2 * wide) // self.ranks), 2 * wide)
-        return _round_up(least, math.lcm(self.multiple, self.alignment))  # a shard may begin with `wide`
+        return _round_up(least, math.lcm(SHARD_MULTIPLE, self.alignment))  # a shard may begin with `wide`
 
     @property
     def numel(self) -> int:

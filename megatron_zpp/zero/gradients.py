@@ -1,19 +1,21 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
 from megatron_zpp.ops.checks import SQUARES_BLOCK
-from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
-from megatron_zpp.zero.collectives.interface import GroupReduction
+from megatron_zpp.zero.collectives.interface import GroupReduction, Reduction, Target
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.sums import sum_squares
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment, segments_of
+from megatron_zpp.zero.reduction_plan import Accumulation
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
@@ -46,8 +48,8 @@ class Gradients:
         plan = communication.plan
         self._units = [unit for unit in units if not unit.frozen]
         self._operations = operations
-        self._reduction, self._group_reduction = communication.reduction, communication.group_reduction
-        self._plan, self._residency = plan.reduction, plan.residency
+        self._reduction = communication.reduction
+        self._plan, self._sharded = plan.reduction, plan.optimizer_sharded
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
         self._slots = dict(zip(units, plan.reduction_slots, strict=True))
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
@@ -161,10 +163,11 @@ class Gradients:
             if produced[0].itemsize > dtype.itemsize:
                 produced = [gradient.to(dtype) for gradient in produced]
             sent = segments_of(unit.layout, produced, _SENT_FROM_THERE)
-            if only or self._group_reduction is None:
-                self._reduce(unit, sent, add=not first, last=last)
+            grouped = self._plan.accumulation is Accumulation.GROUP
+            if grouped and (self._plan.fold is not None or not only):
+                self._accumulate_in_group(unit, sent, first=first, last=last)
             else:
-                self._accumulate_in_group(unit, sent, self._group_reduction, first=first, last=last)
+                self._reduce(unit, sent, add=not first, last=last)
             return
         if first:
             whole = _new_sum(unit.layout, unit.full.device)
@@ -176,21 +179,16 @@ class Gradients:
         unit.grad.accumulate(whole)
         if last:
             sent = (GradSegment(0, whole.to(self._plan.gradient_dtype)),)
-            total = None if self._residency.optimizer_sharded else whole
+            total = None if self._sharded else whole
             unit.grad.accumulated = None
             del whole  # if a 16-bit copy is sent instead, the reduction's sum can take its memory
             self._reduce(unit, sent, add=False, last=True, total=total)
 
     def _accumulate_in_group(
-        self,
-        unit: Unit,
-        sent: tuple[GradSegment, ...],
-        reduction: GroupReduction,
-        *,
-        first: bool,
-        last: bool,
+        self, unit: Unit, sent: tuple[GradSegment, ...], *, first: bool, last: bool
     ) -> None:
         """Start hop 1, and behind a step's last one the other hops: EMPTY or ACCUMULATING -> REDUCING."""
+        reduction = cast(GroupReduction, self._reduction)
         accumulated = unit.grad.accumulated
         if accumulated is None:
             numel = self._plan.accumulator_numel(unit.layout)
@@ -199,9 +197,8 @@ class Gradients:
         if last:
             total = torch.empty_like(unit.master, device=accumulated.device)
             squares = self._new_squares(total, last=True)
-            reduced = reduction.reduce_accumulated(
-                accumulated, total, squares=squares, rotation=self._rotation_of(unit)
-            )
+            target = Target(total, squares=squares, rotation=self._rotation_of(unit))
+            reduced = reduction.reduce_accumulated(accumulated, target)
             unit.grad.reduce(all_of([pending, reduced]), sent, total, squares, accumulated)
         else:
             unit.grad.reduce_in_group(pending, sent, accumulated)
@@ -224,24 +221,22 @@ class Gradients:
         device = sent[0].flat.device
         if add:
             total = unit.gradient
-        elif self._residency.optimizer_sharded:
+        elif self._sharded:
             total = torch.empty_like(unit.master, device=device)
         elif total is None:
             total = torch.empty(unit.layout.numel, device=device)
         squares = self._new_squares(total, last=last)
-        pending = self._reduction.reduce(
-            sent, total, add=add, squares=squares, rotation=self._rotation_of(unit)
-        )
+        target = Target(total, add, squares, self._rotation_of(unit))
+        pending = cast(Reduction, self._reduction).reduce(sent, target)
         unit.grad.reduce(pending, sent, total, squares)
         self._reducing[self._slots[unit]] = unit
 
     def _rotation_of(self, unit: Unit) -> Rotation | None:
         """The rotation of a unit's gradient between nodes in this step; None where there is none."""
-        format = self._plan.hops[-1].of(unit.layout).format
-        if not isinstance(format, LloydMaxFormat):
+        if not self._plan.rotates:
             return None
         signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
-        return Rotation(format, signs, self._gaps[unit.layout])
+        return Rotation(signs, self._gaps[unit.layout])
 
     def _new_squares(self, total: Tensor, *, last: bool) -> Tensor | None:
         """Memory for the sums of squares of a unit's last reduction of a step, if that finds them."""

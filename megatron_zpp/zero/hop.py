@@ -1,28 +1,19 @@
 """One exchange between the ranks of a group: what travels, in which format, over which links."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
-from megatron_zpp.zero.flat_layout import FlatLayout
 
 CodeFormat: TypeAlias = QuantFormat | LloydMaxFormat
 WireFormat: TypeAlias = torch.dtype | CodeFormat
-
-TABLE_BITS = 4  # of Lloyd-Max codes of tables, at least; docs/guide/formats.md has what fewer cost
 
 
 def eight_bits(format: LloydMaxFormat) -> QuantFormat:
     """The format of weight differences that need more bits than Lloyd-Max codes have."""
     return QuantFormat("int8", format.block)
-
-
-def with_bits(format: LloydMaxFormat, least: int) -> LloydMaxFormat:
-    """The format with at least so many bits."""
-    return LloydMaxFormat(max(format.bits, least), format.block)
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,6 @@ class Buffer(NamedTuple):
 class Hop:
     """The group of one exchange, as this rank sees it, and the format in which elements travel.
 
-    Where these are Lloyd-Max codes of fewer bits, units of tables have `TABLE_BITS`: see `of`.
     `streams` are the indices of the group's communication streams in `CommunicationPlan.streams`. Where there
     are two, exchanges take turns on them: over TCP one communicator does not fill a link between nodes, and
     one exchange is on the wire while the messages of another are encoded or decoded.
@@ -67,12 +57,6 @@ class Hop:
     format: WireFormat
     neighbours: int  # other ranks of the group on this node
     next_is_near: bool  # whether the next rank of the ring is on this node
-
-    def of(self, layout: FlatLayout) -> "Hop":
-        """This hop with the format of a unit of this layout."""
-        if not layout.table or not isinstance(self.format, LloydMaxFormat):
-            return self
-        return replace(self, format=with_bits(self.format, TABLE_BITS))
 
     @property
     def stream(self) -> int:
@@ -115,16 +99,3 @@ class Hop:
         """`nbytes` to every other rank."""
         far = len(self.ranks) - 1 - self.neighbours
         return SentBytes(self.neighbours * nbytes, far * nbytes)
-
-
-def make_hop(grid: Topology, streams: tuple[int, ...], ranks: tuple[int, ...], format: WireFormat) -> Hop:
-    """The hop of rank `grid.rank`, which is one of `ranks`."""
-    group_rank, node = ranks.index(grid.rank), grid.node_of(grid.rank)
-    return Hop(
-        streams=streams,
-        ranks=ranks,
-        group_rank=group_rank,
-        format=format,
-        neighbours=sum(grid.node_of(rank) == node for rank in ranks) - 1,
-        next_is_near=grid.node_of(ranks[(group_rank + 1) % len(ranks)]) == node,
-    )

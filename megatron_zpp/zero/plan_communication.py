@@ -15,9 +15,9 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import GRADIENT_BLOCK, ROTATED_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
-from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan, Residency
+from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat, eight_bits, make_hop
+from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat
 from megatron_zpp.zero.reads import Reads
 from megatron_zpp.zero.reduction_plan import (
     Accumulation,
@@ -44,7 +44,7 @@ def plan_communication(
     send. `reads`: how the passes read the units; by default each once in the forward and in the backward.
     """
     zero = zero.among(grid.world_size)
-    residency, layouts, streams = Residency(zero.zero_stage), tuple(layouts), _Streams(grid)
+    layouts, streams = tuple(layouts), _Streams(grid)
     gathers = _plan_gathers(zero, streams, layouts, compute_dtype, copy_engines=copy_engines)
     trained = tuple(layout for layout in layouts if not layout.frozen)
     reduction = _plan_reduction(
@@ -54,7 +54,8 @@ def plan_communication(
     forward, _ = orders = reads.orders
     return CommunicationPlan(
         grid=grid,
-        residency=residency,
+        optimizer_sharded=zero.zero_stage >= 1,
+        parameters_sharded=zero.zero_stage >= 3,
         layouts=layouts,
         compute_dtype=compute_dtype,
         streams=tuple(streams.ranks),
@@ -64,7 +65,7 @@ def plan_communication(
         among_groups=gathers.among_groups,
         reduction=reduction,
         prefetch=zero.prefetched_units,
-        slots=tuple(_slots(layouts, orders, zero.prefetched_units if residency.parameters_sharded else None)),
+        slots=tuple(_slots(layouts, orders, zero.prefetched_units if zero.zero_stage >= 3 else None)),
         slot_stream=gathers.slot_stream,
         reduction_slots=tuple(_slots(layouts, (forward,), 1)),  # for two units in a row
         reads=reads,
@@ -93,7 +94,16 @@ class _Streams:
     def hop(self, streams: int | tuple[int, ...], format: WireFormat) -> Hop:
         """A hop on one stream, or on several in turn."""
         indices = (streams,) if isinstance(streams, int) else streams
-        return make_hop(self.grid, indices, self.ranks[indices[0]], format)
+        grid, ranks = self.grid, self.ranks[indices[0]]
+        group_rank, node = ranks.index(grid.rank), grid.node_of(grid.rank)
+        return Hop(
+            streams=indices,
+            ranks=ranks,
+            group_rank=group_rank,
+            format=format,
+            neighbours=sum(grid.node_of(rank) == node for rank in ranks) - 1,
+            next_is_near=grid.node_of(ranks[(group_rank + 1) % len(ranks)]) == node,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,32 +128,21 @@ def _plan_gathers(
     grid = streams.grid
     group = zero.hpz_ranks(grid.local_world_size)
 
-    def gather(
-        stream: int | tuple[int, ...],
-        format: WireFormat,
-        shards: int,
-        largest_format: CodeFormat | None = None,
-    ) -> GatherPlan:
+    def gather(stream: int | tuple[int, ...], format: WireFormat, shards: int) -> GatherPlan:
         return GatherPlan(
-            hop=streams.hop(stream, format),
-            shards=shards,
-            kept=grid.rank % group,
-            layouts=layouts,
-            largest_format=largest_format,
+            hop=streams.hop(stream, format), shards=shards, kept=grid.rank % group, layouts=layouts
         )
 
     format: WireFormat = compute_dtype
     if zero.zero_quantized_weights:
-        format = _code_format(
-            zero.zero_quantized_weights_format, zero.zero_quantization_block or WEIGHT_BLOCK
-        )
+        format = _code_format(zero.zero_quantized_weights_format, WEIGHT_BLOCK)
     if isinstance(format, LloydMaxFormat):
-        weights = gather(streams.in_turn(grid.cross_node_ranks), format, 1, eight_bits(format))
+        weights = gather(streams.in_turn(grid.cross_node_ranks), format, 1)
         groups = grid.local_world_size // group if zero.zero_stage >= 3 else 1
         among_groups = None
         if groups > 1:
             stream = streams.new(grid.neighbours(groups))
-            among_groups = gather(stream, format, grid.nodes, eight_bits(format))
+            among_groups = gather(stream, format, grid.nodes)
         slot_stream = streams.new(grid.group_peers(groups))
         secondary = gather(slot_stream, compute_dtype, groups * grid.nodes)
         return _Gathers(
@@ -186,7 +185,7 @@ def _plan_reduction(
     algorithm = choose_algorithm(zero.zero_stage, grid, quantized=quantized)
     gradient_dtype = _gradient_dtype(accumulation, compute_dtype, in_bf16)
     inside: WireFormat = gradient_dtype
-    between: WireFormat = _sum_dtype(in_bf16)
+    between: WireFormat = torch.bfloat16 if in_bf16 else torch.float32  # of sums, which 16 bits round
     if quantized:
         inside, between = _gradient_codes(zero)
     fold = None
@@ -261,11 +260,11 @@ def _gradient_codes(zero: ZeroConfig) -> tuple[CodeFormat, CodeFormat]:
 
     Rotated codes are for slow links. Inside nodes 8 bits lose less, and cost less to encode.
     """
-    block, name = zero.zero_quantization_block, zero.zero_quantized_gradients_format
+    name = zero.zero_quantized_gradients_format
     if not zero.rotates_gradients:
-        format = _code_format(name, block or GRADIENT_BLOCK)
+        format = _code_format(name, GRADIENT_BLOCK)
         return format, format
-    return QuantFormat("int8", block or GRADIENT_BLOCK), _code_format(name, block or ROTATED_BLOCK)
+    return QuantFormat("int8", GRADIENT_BLOCK), _code_format(name, ROTATED_BLOCK)
 
 
 def _choose_accumulation(zero: ZeroConfig, grid: Topology) -> Accumulation:
@@ -294,11 +293,6 @@ def _gradient_dtype(accumulation: Accumulation, compute_dtype: torch.dtype, in_b
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _sum_dtype(in_bf16: bool) -> torch.dtype:
-    """The format in which a node's sums of gradients travel to other nodes: 16 bits would round them."""
-    return torch.bfloat16 if in_bf16 else torch.float32
 
 
 def _slots(

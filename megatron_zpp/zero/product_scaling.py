@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
-
-from megatron_zpp.distributed.topology import Topology
 
 
 class ProductScaling(Protocol):
@@ -19,23 +16,15 @@ class ProductScaling(Protocol):
         """The largest finite magnitudes of this rank's tensors in a step."""
 
     def end_step(self, maxima: Tensor, found_inf: Tensor) -> None:
-        """Set the scales of the next step; `maxima` are those of all ranks, `found_inf` skips the step."""
+        """Set the scales of the next step; `maxima` are those of all ranks, `found_inf` skips the step.
+
+        They take an all-reduce beside that of the gradients' norm: no operation sums some numbers and takes
+        maxima of others, and the hops of an all-gather would grow with the ranks
+        (docs/internals/performance.md).
+        """
 
     def state(self) -> dict[str, Any] | None:
         """The state as JSON; None before the first step."""
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
         """The inverse of `state`."""
-
-
-def end_step(scaling: ProductScaling, topology: Topology, found_inf: Tensor) -> None:
-    """Set the scales of the next step on all ranks of the job, which must call it.
-
-    This is an all-reduce beside that of the gradients' norm: no operation sums some numbers and takes maxima
-    of others, and the hops of an all-gather would grow with the ranks (docs/internals/performance.md).
-    """
-    assert topology.is_job
-    maxima = scaling.maxima()
-    if topology.world_size > 1:
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)  # all of them are finite
-    scaling.end_step(maxima, found_inf)

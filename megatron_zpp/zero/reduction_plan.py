@@ -172,7 +172,7 @@ class ReductionPlan:
 
     def _first_hop(self, layout: FlatLayout, micro_batches: int) -> SentBytes:
         """Bytes of the hop inside a group or a node."""
-        first, slices = self.hops[0].of(layout), self.groups * self.nodes
+        first, slices = self.hops[0], self.groups * self.nodes
         if not self.quantized:
             return first.exchange(slices * layout.shard_numel * self.sent_itemsize(micro_batches))
         chunks = map(len, self.chunks(layout.shard_numel))
@@ -192,7 +192,7 @@ class ReductionPlan:
             case ReductionAlgorithm.ONE_HOP | ReductionAlgorithm.QUANTIZED_ONE_HOP:
                 return self._first_hop(layout, micro_batches)
             case ReductionAlgorithm.TWO_HOPS | ReductionAlgorithm.QUANTIZED_TWO_HOPS:
-                second = self.hops[1].of(layout)
+                second = self.hops[1]
                 between = sum(second.nbytes(len(chunk)) for chunk in self.chunks(shard))
                 return self._first_hop(layout, micro_batches) + second.exchange(between)
 
@@ -232,7 +232,7 @@ class ReductionPlan:
                     received_sums=sums,
                 )
             case ReductionAlgorithm.QUANTIZED_ONE_HOP:
-                messages = self._largest(first, ranks)
+                messages = first.buffer(shard, ranks)
                 joined = Buffer(numel, self.compute_dtype)
                 return ReductionBuffers(
                     joined=joined,
@@ -244,7 +244,7 @@ class ReductionPlan:
             case ReductionAlgorithm.QUANTIZED_TWO_HOPS:
                 chunk = self._chunk_numel(shard)
                 messages = first.buffer(self.nodes * chunk, ranks)
-                sums = self._largest(self.hops[1], self.nodes)
+                sums = self.hops[1].buffer(chunk, self.nodes)
                 needs_sum = self.fold is not None or self.rotates
                 return ReductionBuffers(
                     joined=Buffer(numel, self.compute_dtype),
@@ -255,13 +255,6 @@ class ReductionPlan:
                     node_sums=sums,
                     received_sums=sums,
                 )
-
-    def _largest(self, hop: Hop, messages: int) -> Buffer:
-        """So many messages of the unit, or of the chunk, whose codes take most."""
-        buffers = (
-            hop.of(layout).buffer(self._chunk_numel(layout.shard_numel), messages) for layout in self.layouts
-        )
-        return max(buffers, key=lambda buffer: buffer.nbytes)
 
     def _folded(self, numel: int) -> Buffer:
         """What the fold receives of so many elements of each shard."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -25,21 +25,16 @@ class Sections(Protocol):
 class NoSections:
     """Measures nothing."""
 
-    def __call__(self, name: str) -> "NoSections":
+    def __call__(self, name: str) -> AbstractContextManager[None]:
         """See Sections."""
-        return self
+        return _NOTHING
 
-    def paused(self) -> "NoSections":
+    def paused(self) -> AbstractContextManager[None]:
         """See Sections."""
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        pass
+        return _NOTHING
 
 
+_NOTHING = nullcontext()
 UNTIMED = NoSections()
 
 

@@ -9,11 +9,11 @@ have been applied: the ranks that have the same part then write the same codes, 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.collectives.interface import Gather
+from megatron_zpp.zero.collectives.sums import largest_over_ranks
 from megatron_zpp.zero.sharded_unit import Unit
 
 
@@ -95,7 +95,6 @@ def write_all_codes(
 
     Every rank of the job must call it. Without scales of earlier steps each weight is scaled by itself.
     """
-    assert topology.is_job
     coded = [unit for unit in units if unit.encoded is not None]
     codes.begin()
     if not codes.scales_known:
@@ -103,10 +102,7 @@ def write_all_codes(
             assert unit.encoded is not None
             for name, elements in coded_parts(unit):
                 codes.measure(name, unit.encoded.weights[elements.start : elements.stop])
-        maxima = codes.maxima()
-        if topology.world_size > 1:
-            dist.all_reduce(maxima, dist.ReduceOp.MAX)  # all of them are finite
-        codes.start(maxima)
+        codes.start(largest_over_ranks(codes.maxima(), topology))
         codes.begin()
     for unit in coded:
         sources.encode(unit)

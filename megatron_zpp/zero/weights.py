@@ -66,14 +66,14 @@ class Weights:
                 self.prefetcher.changed(index)
         self._codes_present = True
 
-    def publish(self, stepped: Iterable[Unit], iteration: int, found_inf: Tensor) -> None:
-        """Send the new weights of step `iteration`, unit by unit as the optimizer yields them.
+    def publish(self, stepped: Iterable[Unit], found_inf: Tensor) -> None:
+        """Send the new weights of a step, unit by unit as the optimizer yields them.
 
         Those which the next forward reads first are gathered, as many as there are slots.
         """
         if self._codes is not None:
             self._codes.begin()
-        self.prefetcher.gather_after_step(self._exchange(stepped, iteration, found_inf))
+        self.prefetcher.gather_after_step(self._exchange(stepped, found_inf))
 
     def replaced(self, index: int) -> None:
         """The master weights of a unit have been replaced; what its gathers send follows."""
@@ -143,7 +143,7 @@ class Weights:
             return communication.secondary.gather(unit.full, unit.secondary)
         return communication.gather.gather(unit.full, unit.gather_source, unit.secondary)
 
-    def _exchange(self, stepped: Iterable[Unit], iteration: int, found_inf: Tensor) -> Iterator[int]:
+    def _exchange(self, stepped: Iterable[Unit], found_inf: Tensor) -> Iterator[int]:
         """Yield the units whose new weights can be gathered.
 
         Weight differences cross nodes in forward order, unit by unit. They need no slot, so none of them
@@ -161,8 +161,8 @@ class Weights:
                     unit.message,
                     unit.gaps,
                     found_inf,
-                    coded=self.formats.coded(index, iteration),
-                    sent=self.formats.sent(index, iteration),
+                    coded=self.formats.format,
+                    sent=self.formats.sent(index),
                     measured=self.formats.measured[index],
                     then=partial(self.sources.encode, unit) if unit.encoded is not None else None,
                 )

@@ -44,11 +44,9 @@ ALL_ON = {
     "zero_hpz_partition_size": "auto",
 }
 EVERYWHERE = "four bits everywhere behind int8"
-EARLY, EARLY_STEPS = "two and three bits, tables of four, early4", 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "today": {},
     EVERYWHERE: {"zero_quantized_weights_format": "delta4", "zero_quantized_gradients_format": "rotated4"},
-    EARLY: {"zero_quantized_weights_format": "delta2", "zero_quantized_gradients_format": "rotated3"},
 }
 RATES = (1e-2, 3e-2, 1e-2, 5e-3)
 Case = tuple[str, bool, float, int]  # rung, bf16, clipping, nodes
@@ -61,7 +59,6 @@ CASES: list[Case] = [
     if name == "today" or not bf16 or nodes != 2
 ]
 CASES += [(EVERYWHERE, bf16, 1.0, nodes) for bf16 in (False, True) for nodes in (2, 4)]
-CASES += [(EARLY, True, 1.0, 2)]
 
 
 def batches(step: int, ranks: int, index: int = 0) -> list[torch.Tensor]:
@@ -99,8 +96,7 @@ def with_engine(
         engine = engine_of(
             MODEL,
             VOCAB,
-            # Products on fewer multiprocessors of a GPU may add up in another order.
-            zero=ZeroConfig(**zero, zero_spare_multiprocessors="0"),
+            zero=ZeroConfig(**zero),
             optimizer=OptimizerConfig(weight_decay=0.1, adam_beta2=0.95, clip_grad=clip),
             precision=PrecisionConfig(bf16=bf16, fp32=not bf16),  # without either a GPU computes in bf16
             topology=topology,
@@ -108,8 +104,8 @@ def with_engine(
             operations=operations(),
             kernel=ATTENTION,
             seed=SEED,
-            early_iterations=EARLY_STEPS,
         )
+        engine.spare.close()  # products on fewer multiprocessors of a GPU may add up in another order
         for step, learning_rate in enumerate(RATES):
             for index in range(micro_batches):
                 tokens = batches(step, world, index)[rank]
@@ -161,7 +157,6 @@ def emulated_ranks(
         operations=load_operations(flat.master.device.type, require_kernels=False, say=print),
         adamw=AdamWSettings(clip_grad=clip_grad),
         seed=seed,
-        early_iterations=EARLY_STEPS,
     )
 
 
@@ -184,7 +179,7 @@ def test_final_weights_are_those_of_real_ranks() -> None:
 def test_final_weights_of_three_micro_batches_are_those_of_real_ranks() -> None:
     cases: list[Case] = [
         (name, bf16, 1.0, nodes)
-        for name in ("today", EVERYWHERE, EARLY)
+        for name in ("today", EVERYWHERE)
         for bf16 in (False, True)
         for nodes in (2, 4)
     ]
@@ -232,7 +227,7 @@ def test_every_rung_trains_and_keeps_gaps_zero(name: str) -> None:
         assert not buffer[flat.gaps].any()
 
 
-@pytest.mark.parametrize("rung", ["delta4 rotated3", "today", "rotated3 feedback"])
+@pytest.mark.parametrize("rung", ["delta4 rotated2", "today", "rotated2 feedback"])
 def test_a_step_that_is_not_finite_changes_nothing(rung: str) -> None:
     flat = small_flat(RUNGS[rung])
     state = emulated_ranks(flat, RUNGS[rung])
@@ -279,7 +274,7 @@ def test_rotated_codes_are_those_of_the_oracle_in_the_engines_layout() -> None:
     arrived[here] = cross_node.sum([node[here] for node in nodes], 7)
     by_name, sent = flat.by_name(arrived), [flat.by_name(node) for node in nodes]
     units = flat.model.units()
-    for index, ((unit, module), layout) in enumerate(zip(units, layouts_of(units, 1, 256, 256), strict=True)):
+    for index, ((unit, module), layout) in enumerate(zip(units, layouts_of(units, 1, 256), strict=True)):
         names = [f"{unit}.{path}" for path, parameter in in_order(module) if parameter.dim() > 1]
         if not names:
             continue
@@ -297,7 +292,7 @@ def test_rotated_codes_are_those_of_the_oracle_in_the_engines_layout() -> None:
             assert torch.equal(by_name[name].flatten(), expected), name
 
 
-@pytest.mark.parametrize("name", ["delta2 rotated3", EVERYWHERE, EARLY])
+@pytest.mark.parametrize("name", ["delta2 rotated2", EVERYWHERE])
 def test_the_codes_in_plain_torch_are_those_of_the_engines_operations(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,13 +314,13 @@ def test_equal_runs_end_with_equal_bits() -> None:
         size="tiny", steps=6, micro_batch_size=1, precision="fp32", attention="auto", eval_samples=8
     )
     first, again, other = (
-        train(settings, RUNGS["delta2 rotated3"], seed, device=torch.device("cpu"), operations=operations())
+        train(settings, RUNGS["delta2 rotated2"], seed, device=torch.device("cpu"), operations=operations())
         for seed in (0, 0, 1)
     )
     assert first["sha256"] == again["sha256"] != other["sha256"]
     assert first["loss"] == again["loss"]
     assert [step for step, lag in first["reference_lag"] if 0.05 < lag < 2] == [2, 3, 4, 5, 6]
-    assert first["bytes_per_parameter_in_layers"] == 0.6406
+    assert first["bytes_per_parameter_in_layers"] == 0.5156
 
 
 def test_a_nudged_run_begins_with_one_other_weight() -> None:
@@ -356,7 +351,7 @@ def test_bytes_of_rungs() -> None:
     today = {"attention": 4, "mlp": 8, "tables": 1, "small": 0}
     assert RUNGS["today"].bytes_per_parameter(today) == pytest.approx(1 + 2 / 256 + 0.5 + 2 / 128)
     assert RUNGS["delta4 rotated4"].bytes_per_parameter(layers) == 1.015625
-    assert RUNGS["delta2 rotated3"].bytes_per_parameter(layers) == 0.640625
+    assert RUNGS["delta2 rotated2"].bytes_per_parameter(layers) == 0.515625
     assert RUNGS["baseline"].bytes_per_parameter(layers) == 6
     with pytest.raises(ValueError, match=r"weights must be one of .*, got delta5"):
         Rung(weights="delta5")

@@ -110,23 +110,3 @@ def test_a_seed_is_begun_if_all_of_its_runs_can_end(
     assert fake_runs == [("baseline", 0), ("delta4", 0)]
     assert campaign.main([*arguments, "--limit-seconds", "1000"]) == 0
     assert fake_runs[2:] == [(name, seed) for seed in (1, 2) for name in ("baseline", "delta4")]
-
-
-def test_gaps_of_the_training_loss_have_bands() -> None:
-    baseline = {"train": [[30, 4.0], [60, 2.0]]}
-    run = {"train": [[30, 4.04], [60, 2.0]]}
-    assert campaign.training_gaps([(run, baseline), (baseline, baseline)]) == [
-        [30, 0.5, pytest.approx(12.7062 * 0.5, abs=1e-3)],
-        [60, 0.0, 0.0],
-    ]
-    assert campaign.training_gaps([(run, baseline)])[0] == [30, 1.0, None]
-
-
-def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        (["--rungs", "delta5"], "--rungs 'delta5': not one of baseline"),
-        (["--pairs", "0"], "--pairs must be at least 1, got 0"),
-    ):
-        with pytest.raises(SystemExit):
-            campaign.parse(arguments)
-        assert message in capsys.readouterr().err

@@ -1,15 +1,10 @@
 """Command lines of the throughput benchmark: a run that its program refuses would be found on the GPUs."""
 
-import json
-import math
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.plain_training import KINDS
 from benchmarks.throughput import OURS, command, shape_of, summary
 from megatron_zpp.config.root import parse_args
 
@@ -34,15 +29,3 @@ def test_ratios_are_means_of_rounds_with_intervals() -> None:
     assert mean == 3.5
     assert half == pytest.approx(0.5 * 12.706, rel=1e-3)  # Student's t for two rounds
     assert found["stage 3"]["rate_over_dtensor"] == [4.0, 0.0]  # two GPUs share a micro-batch of dtensor's
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "torchao" not in kind and "dtensor" not in kind])
-def test_peers_train(kind: str, tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100"
-    steps = "--micro-batch-size 2 --steps 30 --log-interval 10"
-    argv = ["benchmarks/plain_training.py", "--kind", kind, "--metrics-file", str(metrics)]
-    subprocess.run([sys.executable, *argv, *f"{shape} {steps}".split()], check=True, timeout=300)
-    losses = [json.loads(line)["lm_loss"] for line in metrics.read_text().splitlines()]
-    assert losses == pytest.approx(3 * [math.log(100)], abs=0.1)  # tokens are random

@@ -73,9 +73,9 @@ def test_any_stage_and_world_loads_any_other(tmp_path: Path) -> None:
             assert found == saved
 
 
-def test_runs_with_other_quantisation_blocks_load_each_others_states(tmp_path: Path) -> None:
+def test_runs_with_and_without_quantisation_load_each_others_states(tmp_path: Path) -> None:
     """A block decides where parameters lie; so versions that aligned them otherwise are read, too."""
-    blocks = [{}, *({"zero_quantized_weights": True, "zero_quantization_block": n} for n in (256, 2048))]
+    blocks = [{}, {"zero_quantized_weights": True}]
     saved, places = [], []
     for number, settings in enumerate(blocks):
         engine = small(zero_stage=3, **settings)
@@ -86,7 +86,7 @@ def test_runs_with_other_quantisation_blocks_load_each_others_states(tmp_path: P
             whole = reader.parameters()
         for name, weight in weights_of(engine).items():
             assert torch.equal(whole[name], weight), name
-    assert places[0] != places[1] != places[2] != places[0]
+    assert places[0] != places[1]
     for settings in blocks:
         for path, states in saved:
             engine = small(seed=99, zero_stage=3, **settings)

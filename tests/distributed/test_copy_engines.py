@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.distributed.copy_engine_trial import Steps, choose_copy_engines, decide, descriptor_steps
+from megatron_zpp.distributed.symmetric_memory import check_nccl
 from megatron_zpp.distributed.topology import Topology
 from tests.zero.ranks import on_ranks
 
@@ -18,13 +19,11 @@ CPU = torch.device("cpu")
 Outcome = tuple[bool | str, list[str], list[str]]  # the decision or the error, what was said, steps taken
 
 
-def outcome(
-    topology: Topology, setting: str, steps: Callable[[list[str]], Steps], patience: float = 20.0
-) -> Outcome:
+def outcome(topology: Topology, steps: Callable[[list[str]], Steps], patience: float = 20.0) -> Outcome:
     said: list[str] = []
     taken: list[str] = []
     try:
-        return decide(setting, topology, CPU, steps(taken), said.append, patience), said, taken
+        return decide(topology, CPU, steps(taken), said.append, patience), said, taken
     except ValueError as error:
         return str(error), said, list(taken)  # `steps` may end once the error is handled
 
@@ -65,18 +64,15 @@ def passed_descriptors(topology: Topology, taken: list[str]) -> Steps:
 
 def outcomes(topology: Topology) -> tuple[list[Outcome], float]:
     """Of all scenarios in turn, and the seconds of the last one."""
-    results = [
-        outcome(topology, setting, partial(three_steps, topology, failing))
-        for setting, failing in (("auto", None), ("auto", 1), ("on", 1), ("on", None))
-    ]
-    results.append(outcome(topology, "auto", partial(wait_in_vain, topology)))
+    results = [outcome(topology, partial(three_steps, topology, failing)) for failing in (None, 1)]
+    results.append(outcome(topology, partial(wait_in_vain, topology)))
     passed = partial(passed_descriptors, topology)
-    results.append(outcome(topology, "on", passed))
+    results.append(outcome(topology, passed))
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         if topology.rank == 1:  # as in another container: ranks do not find each other's sockets
             tempfile.tempdir = directory
-        results.append(outcome(topology, "auto", passed))
+        results.append(outcome(topology, passed))
     return results, time.monotonic() - started
 
 
@@ -86,12 +82,11 @@ def test_one_rank_that_fails_decides_for_all_and_one_line_says_why() -> None:
     line = f"warning: transfers inside nodes use NCCL's kernels, not the copy engines: {reason}"
     waited_for = line.replace("the driver says no [rank 1]", "no handle [rank 2]")
     for rank, (found, seconds) in enumerate(ranks):
-        works, falls_back, refuses, insists, waited, passes, blocked = found
+        works, falls_back, waited, passes, blocked = found
         whole = ["first", "second", "third", "cleaned"]
         partly = ["first", "cleaned"] if rank == 1 else ["first", "second", "cleaned"]
-        assert works == insists == (True, [], whole)
+        assert works == (True, [], whole)
         assert falls_back == (False, [line] if rank == 0 else [], partly)
-        assert refuses == (f"--zero-copy-engines on: {reason}", [], partly)
         assert waited == (False, [waited_for] if rank == 0 else [], [])
         assert passes == (True, [], [])
         assert blocked[0] is False
@@ -122,7 +117,7 @@ def waits_for_a_rank_that_failed(topology: Topology) -> Outcome | None:
             taken.append("cleaned")
 
     try:
-        return outcome(topology, "auto", steps, patience=0.5)
+        return outcome(topology, steps, patience=0.5)
     except Killed:
         dist.all_reduce(torch.tensor(0))  # so that the test's own collectives match
         return None
@@ -132,18 +127,15 @@ def test_a_rank_that_others_wait_for_in_vain_ends_the_run_with_its_reason() -> N
     """It does not clean up, because that would wait for the others on a GPU."""
     waiting, failed = on_ranks(2, waits_for_a_rank_that_failed)
     assert waiting is None
-    reason = "RuntimeError: no window [rank 1]; other ranks still wait for it; use --zero-copy-engines off"
-    assert failed == (f"--zero-copy-engines auto: {reason}", [], [])
+    reason = "RuntimeError: no window [rank 1]; other ranks still wait for it; set NCCL_CUMEM_ENABLE=0"
+    assert failed == (f"trial of copy engines: {reason} on all ranks", [], [])
 
 
-@pytest.mark.parametrize(
-    ("topology", "device", "why"),
-    [(Topology(0, 2, 0, 2), "cpu", "on CPUs"), (Topology(0, 2, 0, 1), "cuda", "several ranks per node")],
-)
-def test_runs_that_cannot_have_them_do_not_try(topology: Topology, device: str, why: str) -> None:
+def test_runs_that_cannot_have_them_do_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    for setting in ("auto", "off"):
-        assert not choose_copy_engines(setting, topology, torch.device(device), None, said.append)
+    for topology, device in ((Topology(0, 2, 0, 2), "cpu"), (Topology(0, 2, 0, 1), "cuda")):
+        assert not choose_copy_engines(topology, torch.device(device), None, said.append)
     assert not said
-    with pytest.raises(ValueError, match=f"--zero-copy-engines on: .*{why}"):
-        choose_copy_engines("on", topology, torch.device(device), None, said.append)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    with pytest.raises(RuntimeError, match=r"^NCCL_CUMEM_ENABLE is 0$"):
+        check_nccl()

@@ -92,13 +92,14 @@ def test_values_of_all_ranks_are_combined_and_their_parts_deleted(make: Callable
 def test_a_rank_that_waits_sends_a_request_per_second() -> None:
     store = served()
     made, requests = exchanges(store, 2)
-    threading.Timer(3.5, lambda: made[0].put("late", "value")).start()
+    threading.Timer(2.2, lambda: made[0].put("late", "value")).start()
     started = time.monotonic()
     assert made[1].get("late") == "value"
     assert requests[1].pop("multi_get") <= time.monotonic() - started + 1
     assert requests[1] == Counter({"wait": 1, "compare_set": 1, "add": 1})
 
 
+@pytest.mark.nightly  # in CI a value that is late arrives in the tests beside
 def test_a_store_that_is_stopped_for_long_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of a wait is answered late, as after a suspension of all ranks."""
     monkeypatch.setattr(module, "_CONNECT", timedelta(seconds=1))
@@ -160,22 +161,22 @@ def test_an_abandoned_operation_ends_waits_soon() -> None:
 
 def test_the_time_out_of_a_rank_begins_when_the_ranks_before_it_are_there() -> None:
     store = served()
-    made, _ = exchanges(store, 3, 2.0)
+    made, _ = exchanges(store, 3, 1.2)
     made[0].contribute("part", 0)
-    threading.Timer(0.7, lambda: made[1].contribute("part", 1)).start()
+    threading.Timer(0.5, lambda: made[1].contribute("part", 1)).start()
     started = time.monotonic()
-    with pytest.raises(NoProgress, match=r"rank 2 reported no progress for 0:00:02"):
+    with pytest.raises(NoProgress, match=r"rank 2 reported no progress for 0:00:01.2"):
         made[0].gather("part")
-    assert 2.6 < time.monotonic() - started < _AT_ONCE
+    assert 1.6 < time.monotonic() - started < _AT_ONCE
 
 
 def test_progress_of_any_rank_prolongs_a_wait() -> None:
     store = served()
-    made, _ = exchanges(store, 2, 1.5)
+    made, _ = exchanges(store, 2, 1.0)
     over = threading.Event()
 
     def work() -> None:
-        until = time.monotonic() + 3.5
+        until = time.monotonic() + 2.3
         while time.monotonic() < until and not over.wait(0.05):
             made[1].progress()
         made[1].put("late", "value")

@@ -153,12 +153,9 @@ def test_the_tree_has_one_edge_per_rank_and_no_rank_has_many() -> None:
 
 KILLS = {
     "root": (0, 6, 3),
-    "beside the root": (1, 6, 3),
     "first of node 1": (3, 6, 3),
     "leaf": (4, 6, 3),
-    "root, one rank per node": (0, 3, 1),
     "one rank per node": (2, 3, 1),
-    "one node": (2, 3, 3),
 }
 
 

@@ -1,16 +1,15 @@
-"""--nccl-sockets: when `auto` chooses, what refuses numbers, how ranks agree, and what a run says."""
+"""NCCL's sockets: where ranks choose them, and how they agree."""
 
 import os
 import platform
-import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.nccl_network import (
     NcclSettings,
@@ -26,25 +25,17 @@ from megatron_zpp.distributed.nccl_sockets import (
     RankReport,
     SocketChoice,
     agree,
-    auto_objection,
     choose_nccl_sockets,
-    cores_of_ranks,
-    explicit_objection,
     files_needed,
+    objection_to,
 )
 from megatron_zpp.distributed.topology import Topology
-from tests.support import Run
 from tests.zero.ranks import on_ranks
 
 PORT = Network(active_ports=("mlx5_0 port 1",))
 AWS = Network(vendors=(("eth0", "0x8086"), ("eth1", "0x1d0f")))
 GOOGLE = Network(vendors=(("eth0", "0x1ae0"),))
 PLUGIN = Network(plugin=True)
-FLAGS = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
-    "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 2 --lr 1e-3 --eval-iters 0 "
-    "--num-workers 0 --device cpu --log-interval 1"
-).split()
 
 
 def told(**variables: str) -> NcclSettings:
@@ -72,52 +63,16 @@ def told(**variables: str) -> NcclSettings:
 def test_auto_chooses_only_where_nccl_would_use_tcp_with_one_socket(
     settings: Mapping[str, str], network: Network, objection: str | None
 ) -> None:
-    assert auto_objection(2, told(**settings), network, 1024) == objection
+    assert objection_to(2, told(**settings), network, 1024) == objection
 
 
 def test_open_files_are_counted() -> None:
-    assert files_needed((2, 2), 2) == 2 * 2 * (4 + 1) * 6 * 5 + 256
-    assert auto_objection(2, told(), Network(), 856) is None
-    assert auto_objection(2, told(), Network(), None) is None
+    assert files_needed(2) == 2 * 2 * (4 + 1) * 6 * 5 + 256
+    assert objection_to(2, told(), Network(), 856) is None
+    assert objection_to(2, told(), Network(), None) is None
     objection = "sockets to 1 other nodes need about 856 open files, and ulimit -n is 855"
-    assert auto_objection(2, told(), Network(), 855) == objection
-    refused = explicit_objection((2, 2), 2, told(), 855)
-    assert refused == f"{objection}; raise the hard limit (ulimit -Hn), or give fewer sockets"
-    assert files_needed((2, 2), 128) < 2**14
-
-
-@pytest.mark.parametrize(
-    ("settings", "objection"),
-    [
-        ({}, None),
-        ({"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "0x2"}, None),
-        ({"NCCL_NET": "Socket"}, None),
-        ({"NCCL_SOCKET_NTHREADS": "2"}, "NCCL_SOCKET_NTHREADS is 2 (environment); unset one of them"),
-        ({"NCCL_NSOCKS_PERTHREAD": "x"}, "NCCL_NSOCKS_PERTHREAD is x (environment); unset one of them"),
-        (
-            {"NCCL_NET": "IB"},
-            "NCCL_NET is IB (environment), and only Socket has these numbers; unset one of them",
-        ),
-    ],
-)
-def test_given_numbers_are_refused_only_where_something_contradicts_them(
-    settings: Mapping[str, str], objection: str | None
-) -> None:
-    assert explicit_objection((4, 2), 2, told(**settings), 2048) == objection
-
-
-@pytest.mark.parametrize(
-    ("value", "fix"),
-    [
-        ("4", "must be auto, off or THREADSxSOCKETS, such as 2x2"),
-        ("2x2\n", "must be auto, off or THREADSxSOCKETS, such as 2x2"),
-        ("17x1", "NCCL has at most 16 threads per connection; give 16x1 or less"),
-        ("8x9", "makes 72 sockets per connection, and NCCL has at most 64; give 8x8 or less"),
-    ],
-)
-def test_values_that_nccl_cannot_have_are_refused(value: str, fix: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(f'--nccl-sockets {value}: {fix}')}$"):
-        DistributedConfig(nccl_sockets=value)
+    assert objection_to(2, told(), Network(), 855) == objection
+    assert files_needed(128) < 2**14
 
 
 def test_nccl_conf_is_read_as_nccl_reads_it(tmp_path: Path) -> None:
@@ -188,115 +143,48 @@ def test_interfaces_are_those_that_nccl_may_use(interface: str, wanted: str | No
     assert may_use(interface, wanted) == admitted
 
 
-def report(objection: str | None = None, host: str = "a", cores: str = "ff") -> RankReport:
-    return RankReport(objection, host, cores)
+def agreed(*reports: tuple[str | None, str, str]) -> SocketChoice:
+    """What all do by an objection, the host and the mask of cores of each rank."""
+    return SocketChoice(**agree([asdict(RankReport(*report)) for report in reports]))
 
 
 def test_one_rank_that_objects_keeps_all_from_choosing() -> None:
-    assert agree("auto", [report(), report(host="b")]) == SocketChoice(
-        (2, 2), "NCCL uses TCP and would have one socket (--nccl-sockets auto)"
+    assert agreed((None, "a", "ff"), (None, "b", "ff")) == SocketChoice(
+        True, "NCCL uses TCP and would have one socket"
     )
-    assert agree("auto", [report("x"), report("x", "b")]) == SocketChoice(None, "x")
-    choice = agree("auto", [report(), report("x", "b")])
-    assert choice == SocketChoice(None, "x [rank 1 on b]")
-    assert choice.environment() == {}
-    assert choice.lines() == [" NCCL's sockets: left to NCCL, because x [rank 1 on b]"]
-
-
-def test_given_numbers_are_set_or_refused_for_all() -> None:
-    choice = agree("4x2", [report(cores="1"), report(cores="1")])
-    assert choice.environment() == {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"}
-    assert choice.lines() == [
-        " NCCL's sockets: 4 threads × 2 sockets per connection, because of --nccl-sockets 4x2"
-    ]
-    with pytest.raises(ValueError, match=r"^--nccl-sockets 4x2: x; unset \[rank 1 on b\]$"):
-        agree("4x2", [report(), report("x; unset", "b")])
+    assert agreed(("x", "a", "ff"), ("x", "b", "ff")) == SocketChoice(False, "x")
+    choice = agreed((None, "a", "ff"), ("x", "b", "ff"))
+    assert choice == SocketChoice(False, "x [rank 1 on b]")
+    assert choice.lines == [" NCCL's sockets: left to NCCL, because x [rank 1 on b]"]
 
 
 def test_cores_are_those_that_no_other_rank_of_the_host_uses() -> None:
-    apart = [report(cores="f"), report(cores="f0"), report(host="b", cores="f")]
-    assert cores_of_ranks(apart) == [4, 4, 4]
-    assert cores_of_ranks([report(), report(), report(host="b")]) == [4, 4, 8]
-    assert agree("auto", apart).sockets == (2, 2)
-    choice = agree("auto", [report(host="b"), report(), report(), report()])
-    assert choice == SocketChoice(None, "rank 1 on a has 2.67 cores, and threads for sockets pay from 4 on")
+    assert agreed((None, "a", "f"), (None, "a", "f0"), (None, "b", "f")).chosen
+    assert agreed((None, "a", "ff"), (None, "a", "ff"), (None, "b", "ff")).chosen
+    choice = agreed((None, "b", "ff"), *3 * [(None, "a", "ff")])
+    assert choice == SocketChoice(False, "rank 1 on a has 2.67 cores, and threads for sockets pay from 4 on")
 
 
-def chosen(
-    topology: Topology, value: str, backend: str, environments: list[dict[str, str]]
-) -> tuple[list[str], str]:
-    """A rank's messages and environment afterwards; a real store, and a machine of 64 cores."""
+def chosen(topology: Topology, cases: list[tuple[str, int, dict[str, str]]]) -> list[tuple[list[str], str]]:
+    """A rank's messages and environment after each case; a real store, and a machine of 64 cores."""
     os.sched_getaffinity = lambda process: set(range(64))  # type: ignore[assignment]
-    environment = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"} | environments[topology.rank]
-    store = dist.distributed_c10d._get_default_store()
-    exchange = Exchange(store, topology, timedelta(seconds=60), "test")
-    try:
-        lines = choose_nccl_sockets(value, backend, exchange, environment).lines()
-    except ValueError as error:
-        lines = [str(error)]
-    return lines, " ".join(environment[name] for name in (THREADS, PER_THREAD) if name in environment)
+    store, found = dist.distributed_c10d._get_default_store(), []
+    for number, (backend, local, third) in enumerate(cases):
+        environment = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"} | (
+            third if topology.rank == 2 else {}
+        )
+        nodes = Topology(topology.rank, topology.world_size, topology.rank % local, local)
+        exchange = Exchange(store, nodes, timedelta(seconds=60), f"test {number}")
+        lines = choose_nccl_sockets(backend, exchange, environment).lines
+        set_to = " ".join(environment[name] for name in (THREADS, PER_THREAD) if name in environment)
+        found.append((lines, set_to))
+    return found
 
 
-AGREED = {
-    "auto nccl 2": (
-        {},
-        " NCCL's sockets: 2 threads × 2 sockets per connection, because NCCL uses TCP and would have one "
-        "socket (--nccl-sockets auto)",
-        "2 2",
-    ),
-    "auto nccl 1": (
-        {"NCCL_NET": "IB"},
-        " NCCL's sockets: left to NCCL, because NCCL_NET is IB (environment) [rank 2 on HOST]",
-        "",
-    ),
-    "auto nccl 4": ({}, None, ""),
-    "auto gloo 2": ({}, None, ""),
-    "off nccl 2": ({}, " NCCL's sockets: left to NCCL, because of --nccl-sockets off", ""),
-    "3x4 nccl 4": (
-        {},
-        " NCCL's sockets: 3 threads × 4 sockets per connection, because of --nccl-sockets 3x4",
-        "3 4",
-    ),
-    "3x4 nccl 2": (
-        {"NCCL_NET": "IB"},
-        "--nccl-sockets 3x4: NCCL_NET is IB (environment), and only Socket has these numbers; unset one of "
-        "them [rank 2 on HOST]",
-        "",
-    ),
-    "3x4 gloo 2": (
-        {},
-        "--nccl-sockets 3x4: needs --distributed-backend nccl, and this run uses gloo; omit it",
-        "",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", AGREED)
-def test_ranks_agree_over_the_store(case: str) -> None:
+def test_ranks_agree_over_the_store() -> None:
     """Four ranks, of which the third may have another environment: all decide alike."""
-    value, backend, per_node = case.split()
-    third, line, numbers = AGREED[case]
-    results = on_ranks(4, chosen, value, backend, [{}, {}, third, {}], ranks_per_node=int(per_node))
-    lines = [line.replace("HOST", platform.node())] if line else []
-    assert results == 4 * [(lines, numbers)]
-
-
-def test_runs_over_gloo_say_nothing_of_sockets_and_refuse_numbers(tmp_path: Path) -> None:
-    """Two emulated nodes; the first run takes the default."""
-    runs = {"default": [], "numbers": ["--nccl-sockets", "2x2"]}
-    for name, more in runs.items():
-        with Run(tmp_path / name, 2) as run:
-            for rank in range(2):
-                run.start(rank, *FLAGS, *more, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
-            statuses = run.statuses()
-            if more:
-                assert statuses == {0: 1, 1: 1}
-                (line,) = run.errors()
-                assert (
-                    "error: --nccl-sockets 2x2: needs --distributed-backend nccl, and this run uses" in line
-                )
-                continue
-            assert statuses == {0: 0, 1: 0}, run.err(0)
-            (line,) = (line for line in run.out(0).splitlines() if line.startswith(" preflight: 2 ranks in "))
-            assert " GB/s per rank, at least " in line.partition("between nodes ")[2]
-            assert "socket" not in run.out(0)
+    tcp = "2 threads × 2 sockets per connection, because NCCL uses TCP and would have one socket"
+    left = f"left to NCCL, because NCCL_NET is IB (environment) [rank 2 on {platform.node()}]"
+    cases = [("nccl", 2, {}), ("nccl", 1, {"NCCL_NET": "IB"}), ("nccl", 4, {}), ("gloo", 2, {})]
+    expected = [([f" NCCL's sockets: {tcp}"], "2 2"), ([f" NCCL's sockets: {left}"], ""), ([], ""), ([], "")]
+    assert on_ranks(4, chosen, cases) == [expected] * 4

@@ -1,4 +1,4 @@
-"""--zero-spare-multiprocessors: what auto chooses, and what is refused. tests/gpu looks at the products."""
+"""Multiprocessors that matmuls leave to NCCL: where, and how cuBLAS is told."""
 
 import ctypes
 import threading
@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.nccl_network import NcclSettings, Network, other_network
 from megatron_zpp.distributed.spare_multiprocessors import (
     SpareMultiprocessors,
+    count_for,
     spare_multiprocessors,
 )
 from megatron_zpp.distributed.topology import Topology
@@ -18,36 +17,11 @@ from megatron_zpp.distributed.topology import Topology
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("variables", "network", "reason"),
-    [
-        ({}, Network(), None),
-        ({"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "2"}, Network(), None),
-        ({"NCCL_NET": "IB"}, Network(), "NCCL_NET is IB (environment)"),
-        (
-            {},
-            Network(active_ports=("mlx5_0 port 1",)),
-            "mlx5_0 port 1 is an active port of InfiniBand or RoCE",
-        ),
-    ],
-)
-def test_what_is_tcp(variables: dict[str, str], network: Network, reason: str | None) -> None:
-    """How many sockets NCCL has does not matter here; it does for --nccl-sockets."""
-    settings = NcclSettings({name: (value, "environment") for name, value in variables.items()})
-    assert other_network(settings, network) == reason
-
-
-@pytest.mark.parametrize("setting", ["auto", "0"])
-def test_a_cpu_has_none_to_spare(setting: str) -> None:
-    spare = spare_multiprocessors(setting, Topology(0, 4, 0, 2), CPU, {})
+def test_a_cpu_has_none_to_spare() -> None:
+    spare = spare_multiprocessors(Topology(0, 4, 0, 2), CPU, {})
     assert spare.count == 0
     spare.reserve()
     spare.close()
-
-
-def test_a_number_is_refused_on_a_cpu() -> None:
-    with pytest.raises(ValueError, match=r"^--zero-spare-multiprocessors 4: needs GPUs, .* on a cpu; give 0"):
-        spare_multiprocessors("4", Topology(), CPU, {})
 
 
 class Cublas:
@@ -94,24 +68,16 @@ def test_each_thread_tells_cublas_once_and_all_is_undone(
     assert "carveout" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("count", "library", "message"),
-    [
-        (132, Cublas(), "132: the GPU has 132 multiprocessors; give fewer"),
-        (4, None, "4: needs the library of cuBLAS .*; give 0"),
-    ],
-)
-def test_what_a_gpu_cannot_spare_is_refused(
-    cublas: Cublas, monkeypatch: pytest.MonkeyPatch, count: int, library: Cublas | None, message: str
+def test_only_hopper_over_tcp_with_cublas_has_some_to_spare(
+    cublas: Cublas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert [count_for(able, tcp) for able in ((9, 0), (8, 0)) for tcp in (True, False)] == [4, 0, 0, 0]
+
     def find(name: str) -> Cublas:
-        if library is None:
-            raise OSError(f"{name}: cannot open shared object file")
-        return library
+        raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", find)
-    with pytest.raises(ValueError, match=f"^--zero-spare-multiprocessors {message}"):
-        SpareMultiprocessors(count, CPU)
+    assert count_for((9, 0), True) == 0
 
 
 def test_an_error_of_cublas_ends_the_run(cublas: Cublas, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +86,3 @@ def test_an_error_of_cublas_ends_the_run(cublas: Cublas, monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match=r"cublasSetSmCountTarget\(128\) failed with status 7"):
         spare.reserve()
     torch._C._set_sm_carveout_experimental(None)
-
-
-@pytest.mark.parametrize("value", ["-1", "four", "1.5", "00", "04", "100"])
-def test_what_is_no_number_is_refused(value: str) -> None:
-    with pytest.raises(ValueError, match=rf"^--zero-spare-multiprocessors {value}: must be auto or a number"):
-        ZeroConfig(zero_spare_multiprocessors=value)

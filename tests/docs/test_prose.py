@@ -73,7 +73,3 @@ def test_a_long_sentence_and_a_long_cell_would_be_noticed() -> None:
     text = f"# T\n\n- {long}`a b`.\n- {short}.\n\n| a | {'c' * 121} |\n\n```\n{long}\n```\n<!-- {long}\n-->\n"
     assert [words(s) for p in paragraphs(text) for s in sentences(p)] == [32, 30, 0]
     assert [shown(cell) for row in rows(text) for cell in row] == [1, 121]
-
-
-def test_excepted_pages_exist() -> None:
-    assert all((ROOT / page).exists() for page in EXCEPTED)

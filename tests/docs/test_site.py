@@ -33,7 +33,11 @@ def test_the_readme_is_whole_in_the_site() -> None:
         ("guide/data.md", "[a](#below)", "[a](#below)"),
         ("start.md", "![a](docs/images/quickstart_loss.png)", "![a](images/quickstart_loss.png)"),
         ("internals/benchmarks.md", "[a](../docs/guide/zero.md)", "[a](../guide/zero.md)"),
-        ("internals/benchmarks.md", "[a](results/plan.json)", "[a](../files/benchmarks/results/plan.json)"),
+        (
+            "internals/benchmarks.md",
+            "[a](results/real_run.json)",
+            "[a](../files/benchmarks/results/real_run.json)",
+        ),
         ("guide/zero.md", "```\n[a](../../README.md)\n```", "```\n[a](../../README.md)\n```"),
         ("guide/zero.md", r"| `A\|B` | b |", "| `A|B` | b |"),
         ("guide/zero.md", "<!-- needs 2 GPUs -->\n```bash\nx\n```", '```bash title="needs 2 GPUs"\nx\n```'),

@@ -1,21 +1,17 @@
-"""Runs programs in forks of one process that has already imported them.
+"""Runs programs as a shell would, in forks of the process that has imported them (tests/forkserver.py).
 
 A fork has an exit status, streams, an environment and a memory of its own, as a program has that a person
-starts, but costs milliseconds where importing torch costs seconds. `Programs` is a test's side; `serve` runs
-in the process that forks, which must have no threads.
-
-A line of JSON asks: {"ranks": [{"argv": […], "env": {…}}, …], "cwd": …, "timeout": …}; one answers: a list of
-what each rank did.
+starts, but costs milliseconds where importing torch costs seconds.
 """
 
 import contextlib
 import ctypes
-import json
+import multiprocessing.synchronize
 import os
+import resource
 import runpy
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,8 +19,8 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from tests.forkserver import CONTEXT
 from tests.support import ROOT, environment
 
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -44,118 +40,68 @@ class Done:
     processor: float
 
 
-class Programs:
-    """Starts programs of this repository, named by their path below its root. Use it in a `with` block."""
-
-    def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.server"],
-            cwd=ROOT,
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> "Programs":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.stdin.close()
-        self._server.wait(timeout=120)
-        self._server.stdout.close()
-
-    def run(self, *argv: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 120) -> Done:
-        """One program to its end."""
-        (done,) = self.run_ranks([(argv, env or {})], cwd, timeout)
-        return done
-
-    def run_ranks(
-        self, ranks: Sequence[tuple[Sequence[str], dict[str, str]]], cwd: Path, timeout: float
-    ) -> list[Done]:
-        """Several at once, each with what joins its environment."""
-        request = {
-            "ranks": [{"argv": list(argv), "env": {**environment(), **env}} for argv, env in ranks],
-            "cwd": str(cwd),
-            "timeout": timeout,
-        }
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return [Done(**done) for done in json.loads(self._server.stdout.readline())]
+def run_program(*argv: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 120) -> Done:
+    """A program of this repository, named by its path below the root, to its end."""
+    (done,) = run_ranks([(argv, env or {})], cwd, timeout)
+    return done
 
 
-def serve() -> None:
-    """Answers requests on stdin until it is closed."""
-    import tests.preloaded  # noqa: F401 - once, for all programs
-
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = json.dumps(_run_ranks(request["ranks"], request["cwd"], request["timeout"]))
-        print(answer, flush=True)
-
-
-def _run_ranks(ranks: list[dict[str, Any]], cwd: str, timeout: float) -> list[dict[str, Any]]:
-    started = time.monotonic()
+def run_ranks(ranks: Sequence[tuple[Sequence[str], dict[str, str]]], cwd: Path, timeout: float) -> list[Done]:
+    """Several at once, each with what joins its environment."""
+    began, together = time.monotonic(), CONTEXT.Barrier(len(ranks))
     with tempfile.TemporaryDirectory() as outputs:
-        go, wait = os.pipe()[::-1]  # a rank that ends before another has started would not be of its job
+        places = [Path(outputs) / str(number) for number in range(len(ranks))]
         running = [
-            _fork(rank["argv"], rank["env"], cwd, f"{outputs}/{n}", (go, wait))
-            for n, rank in enumerate(ranks)
+            CONTEXT.Process(target=_run, args=(list(argv), {**environment(), **env}, cwd, place, together))
+            for (argv, env), place in zip(ranks, places, strict=True)
         ]
-        os.close(wait)
-        os.close(go)
-        pids = dict(enumerate(running))
-        ended: dict[int, tuple[int | None, float, float]] = {}
-        while pids:
-            late = time.monotonic() > started + timeout
-            for number, pid in list(pids.items()):
-                found, status, used = os.wait4(pid, os.WNOHANG)
-                if found or late:
-                    code = os.waitstatus_to_exitcode(status) if found else None
-                    ended[number] = (code, time.monotonic() - started, used.ru_utime + used.ru_stime)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGKILL)  # with the workers it may have left
-                    if not found:
-                        os.waitpid(pid, 0)
-                    del pids[number]
-            time.sleep(0.002)
-        return [
-            {
-                "status": ended[n][0],
-                "seconds": ended[n][1],
-                "processor": ended[n][2],
-                "stdout": Path(f"{outputs}/{n}.out").read_text(errors="replace"),
-                "stderr": Path(f"{outputs}/{n}.err").read_text(errors="replace"),
-            }
-            for n in range(len(ranks))
-        ]
+        for process in running:
+            process.start()
+        found = []
+        for process, place in zip(running, places, strict=True):
+            process.join(max(0.0, began + timeout - time.monotonic()))
+            status, seconds = process.exitcode, time.monotonic() - began
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the workers it may have left
+            process.join()
+            said = [place.with_suffix(kind).read_text(errors="replace") for kind in (".out", ".err")]
+            used = place.with_suffix(".used")  # is missing if a signal ended it
+            found.append(Done(status, *said, seconds, float(used.read_text()) if used.exists() else seconds))
+        return found
 
 
-def _fork(argv: list[str], env: dict[str, str], cwd: str, output: str, gate: tuple[int, int]) -> int:
-    """Start a program, which waits until the writing end of `gate`, the first, is closed everywhere."""
-    pid = os.fork()
-    if pid:
-        with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it as well
-            os.setpgid(pid, pid)
-        return pid
-    status = 1
+def _run(
+    argv: list[str],
+    env: dict[str, str],
+    cwd: Path,
+    output: Path,
+    together: multiprocessing.synchronize.Barrier,
+) -> None:
+    """The process of a program; it begins when those of all ranks are there."""
+    os.setpgid(0, 0)
+    for descriptor, name in ((0, os.devnull), (1, f"{output}.out"), (2, f"{output}.err")):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), descriptor)
+    together.wait()  # one that ends before another has started would not be of its job
+    leave, status = os._exit, 1
+
+    def leave_counted(status: int) -> None:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        Path(f"{output}.used").write_text(str(sum(each.ru_utime + each.ru_stime for each in used)))
+        leave(status)
+
+    os._exit = leave_counted
     try:
-        os.setpgid(0, 0)
-        os.close(gate[0])
-        os.read(gate[1], 1)
-        os.close(gate[1])
-        for descriptor, name in ((0, os.devnull), (1, f"{output}.out"), (2, f"{output}.err")):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), descriptor)
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)
+        multiprocessing.set_start_method(None, force=True)  # or workers would come from a server of their own
         _drop_capabilities()
-        status = _run(argv)
+        status = _status_of(argv)
     finally:
         os._exit(status)
 
 
-def _run(argv: list[str]) -> int:
+def _status_of(argv: list[str]) -> int:
     """The exit status that Python gives a script."""
     sys.argv = list(argv)
     try:
@@ -176,7 +122,3 @@ def _drop_capabilities() -> None:
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
     if ctypes.CDLL(None, use_errno=True).capset(header, bytes(24)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
-
-
-if __name__ == "__main__":
-    serve()

@@ -13,7 +13,7 @@ from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.data.format_by_hand import write_by_hand
-from tests.faults.server import Programs
+from tests.faults.server import run_program
 
 NULL = "--tokenizer-type NullTokenizer --vocab-size 256"
 COMMANDS = {
@@ -32,7 +32,7 @@ COMMANDS = {
 }
 
 
-def make_site(site: Path, programs: Programs) -> None:
+def make_site(site: Path) -> None:
     """Fills an empty directory.
 
     text.*          a data set of bytes, as preprocess_data.py leaves it
@@ -56,7 +56,7 @@ def make_site(site: Path, programs: Programs) -> None:
     (site / "file").write_text("a file\n")
     (site / "directory").mkdir()
     saving = [*COMMANDS["pretrain"].split(), "--save", "checkpoints", "--save-interval", "1"]
-    done = programs.run(*saving, cwd=site, timeout=240)
+    done = run_program(*saving, cwd=site, timeout=240)
     assert done.status == 0, done.stderr
     assert provenance_path("text") in {path.name for path in site.iterdir()}
 

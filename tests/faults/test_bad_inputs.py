@@ -1,7 +1,8 @@
 """Every bad input is refused: one line that says what and what to do, at once, and nothing is written.
 
-Most cases run in forks of one process (server.py), whose exit status, streams and files are looked at as a
-person's shell would show them; some of each kind run once more as programs of their own.
+Command lines that are refused as they are read are read here. Other cases run in forks of one process
+(server.py), whose exit status, streams and files are looked at as a person's shell would show them; some of
+each kind run once more as programs of their own.
 """
 
 import re
@@ -14,33 +15,28 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.root import parse_command_line
 from tests.faults.cases import Case, flip
-from tests.faults.command_lines import COMMAND_LINES
+from tests.faults.command_lines import CHECKED, COMMAND_LINES
 from tests.faults.files import FILES
 from tests.faults.launchers import FOUR, LAUNCHERS
-from tests.faults.old_names import OLD_NAMES
 from tests.faults.programs import PROGRAMS
-from tests.faults.server import Done, Programs
+from tests.faults.server import Done, run_program, run_ranks
 from tests.faults.site import COMMANDS, make_site
 from tests.faults.tools import TOOLS
 from tests.support import ROOT, free_port, run
 
-CASES = [*COMMAND_LINES, *OLD_NAMES, *LAUNCHERS, *FILES, *TOOLS, *PROGRAMS]
+CASES = [*COMMAND_LINES[:3], *CHECKED, *LAUNCHERS, *FILES, *TOOLS, *PROGRAMS]
 AS_PROGRAMS = [COMMAND_LINES[0], FILES[0], TOOLS[0], LAUNCHERS[0]]
 PROMPT = 60  # seconds on a machine that is busy; ranks that wait for others do so for three minutes
 PROCESSOR = 5  # seconds, which do not depend on what else the machine does
 
 
 @pytest.fixture(scope="module")
-def programs() -> Iterator[Programs]:
-    with Programs() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def good_site(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path:
+def good_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("good")
-    make_site(site, programs)
+    make_site(site)
     return site
 
 
@@ -66,34 +62,44 @@ def contents(site: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
+def check_words(said: str, case: Case) -> None:
+    """All expected parts, in order."""
+    expected = ".*".join(map(re.escape, case.said.split(" … ")))
+    assert re.search(expected, said), f"{expected!r} is not in {said!r}"
+
+
 def check(done: Done, case: Case) -> None:
     """One line with all expected parts in order."""
     assert done.status == case.status, done.stderr
     assert done.stderr.endswith("\n")
     assert done.stderr.count("\n") == 1, done.stderr
-    said = ".*".join(map(re.escape, case.said.split(" … ")))
-    assert re.search(said, done.stderr), f"{said!r} is not in {done.stderr!r}"
+    check_words(done.stderr, case)
     assert done.seconds < PROMPT
     assert done.processor < PROCESSOR
 
 
-def test_there_are_at_least_as_many_cases_as_promised() -> None:
-    assert len({(case.program, case.argv, case.without, case.said) for case in CASES}) >= 613
-
-
 @pytest.mark.parametrize("program", ["preprocess", "corpus", "tokenizer", "sample"])
-def test_the_good_command_line_works(site: Path, programs: Programs, program: str) -> None:
+def test_the_good_command_line_works(site: Path, program: str) -> None:
     """Otherwise a refusal below could have another cause; `make_site` has run pretrain_gpt.py's."""
-    done = programs.run(*COMMANDS[program].split(), cwd=site, timeout=240)
+    done = run_program(*COMMANDS[program].split(), cwd=site, timeout=240)
     assert done.status == 0, done.stderr
 
 
+@pytest.mark.parametrize("case", COMMAND_LINES, ids=[case.name for case in COMMAND_LINES])
+def test_a_command_line_is_refused_as_it_is_read(case: Case) -> None:
+    _, *argv = case.command
+    with pytest.raises(UsageError) as refused:
+        parse_command_line(argv)
+    assert "\n" not in str(refused.value)
+    check_words(str(refused.value), case)
+
+
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_a_bad_input_is_refused(site: Path, programs: Programs, case: Case) -> None:
+def test_a_bad_input_is_refused(site: Path, case: Case) -> None:
     if case.harm:
         case.harm(site)
     before = contents(site)
-    done = programs.run(*case.command, cwd=site, env=case.env)
+    done = run_program(*case.command, cwd=site, env=case.env)
     check(done, case)
     if case.program == "pretrain":
         assert done.stdout == ""
@@ -121,7 +127,7 @@ def processor_of_children() -> float:
 LAUNCH = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
 
 
-def two_ranks(site: Path, programs: Programs, *extra: tuple[str, ...]) -> list[Done]:
+def two_ranks(site: Path, *extra: tuple[str, ...]) -> list[Done]:
     """Both ranks of one node, each with additional flags."""
     command, port = COMMANDS["pretrain"].split(), str(free_port())
     env = FOUR | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
@@ -129,7 +135,7 @@ def two_ranks(site: Path, programs: Programs, *extra: tuple[str, ...]) -> list[D
         ((*command, *argv), env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank, argv in enumerate(extra)
     ]
-    return programs.run_ranks(ranks, site, timeout=240)
+    return run_ranks(ranks, site, timeout=240)
 
 
 def check_one(ended: list[Done], said: str) -> None:
@@ -139,40 +145,43 @@ def check_one(ended: list[Done], said: str) -> None:
     assert {done.status for done in ended} == {1}
 
 
-def test_each_node_reports_an_error_once(site: Path, programs: Programs) -> None:
+@pytest.mark.parametrize(
+    "case", [COMMAND_LINES[0], *(case for case in CHECKED if case.argv == "--fused-backend apex")]
+)
+def test_each_node_reports_an_error_once(site: Path, case: Case) -> None:
     """One rank, whichever is first, reports an error that both ranks have."""
-    ended = two_ranks(site, programs, *[("--num-layer", "3")] * 2)
+    ended = two_ranks(site, *[tuple(case.argv.split())] * 2)
     (speaker,) = (done for done in ended if done.stderr)
-    check(speaker, COMMAND_LINES[0])
+    check(speaker, case)
     assert {done.status for done in ended} == {2}
 
 
-def test_ranks_with_different_flags_are_refused(site: Path, programs: Programs) -> None:
+def test_ranks_with_different_flags_are_refused(site: Path) -> None:
     """The error names the field that differs; no rank trains or hangs."""
     before = contents(site)
     said = "optimizer.clip_grad differs between ranks: rank 1 and rank 0 … (rank 1: 2.0, rank 0: 1.0)"
-    check_one(two_ranks(site, programs, ("--clip-grad", "1.0"), ("--clip-grad", "2.0")), said)
+    check_one(two_ranks(site, ("--clip-grad", "1.0"), ("--clip-grad", "2.0")), said)
     assert contents(site) == before
 
 
-def test_damage_that_one_rank_reads_ends_all_ranks(site: Path, programs: Programs) -> None:
-    (good, other) = two_ranks(site, programs, *[("--verify-data", "--train-iters", "1")] * 2)
+def test_damage_that_one_rank_reads_ends_all_ranks(site: Path) -> None:
+    (good, other) = two_ranks(site, *[("--verify-data", "--train-iters", "1")] * 2)
     assert (good.status, other.status) == (0, 0)
     assert " verified 10,000 bytes of tokens in " in good.stdout
     flip("text.bin", -1)(site)  # its only chunk is the second rank's to read
     before = contents(site)
-    ended = two_ranks(site, programs, *[("--verify-data",)] * 2)
+    ended = two_ranks(site, *[("--verify-data",)] * 2)
     check_one(ended, "text.bin: damaged between bytes 0 and 10000 … preprocess the data again")
     said = [line for done in ended for line in done.stdout.splitlines() if not line.startswith("[Gloo] ")]
     assert said == []  # except what gloo of torch 2.8 prints itself
     assert contents(site) == before
 
 
-def test_the_server_distinguishes_a_hang_from_an_exit(programs: Programs, tmp_path: Path) -> None:
+def test_a_hang_is_told_from_an_exit(tmp_path: Path) -> None:
     (tmp_path / "hang.py").write_text("import time; time.sleep(60)")
     (tmp_path / "fail.py").write_text("print('x'); 1 / 0")
-    assert programs.run(str(tmp_path / "hang.py"), cwd=tmp_path, timeout=0.3).status is None
-    failed = programs.run(str(tmp_path / "fail.py"), cwd=tmp_path)
+    assert run_program(str(tmp_path / "hang.py"), cwd=tmp_path, timeout=0.3).status is None
+    failed = run_program(str(tmp_path / "fail.py"), cwd=tmp_path)
     assert (failed.status, failed.stdout) == (1, "x\n")
     assert "ZeroDivisionError" in failed.stderr
     assert sys.executable

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.faults.fuzz import fuzz
 from benchmarks.faults.readers import READERS, Reader
 
-EXAMPLES = 150
+EXAMPLES = 50
 
 
 @pytest.mark.parametrize("reader", READERS, ids=[reader.name for reader in READERS])

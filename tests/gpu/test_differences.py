@@ -6,21 +6,18 @@ import pytest
 import torch
 
 from tests.gpu.ranks import GPUS, largest_in_core, on_gpus
+from tests.zero import test_difference_formats as formats
 from tests.zero import test_differences as cases
 from tests.zero.ranks import on_ranks
 from tests.zero.test_quantized import FOUR_BITS, losses
 from tests.zero.zeropp_engines import BF16
 
 GRIDS = largest_in_core((2, 1), (2, 2))
-TWO_AND_THREE_BITS = FOUR_BITS | {
-    "zero_quantized_weights_format": "delta2",
-    "zero_quantized_gradients_format": "rotated3",
-}
 
 
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
 def test_every_node_holds_the_reference_that_its_forward_reads(nodes: int, local: int) -> None:
-    settings = [FOUR_BITS, TWO_AND_THREE_BITS, FOUR_BITS | {"zero_stage": 2, "zero_hpz_partition_size": "1"}]
+    settings = [FOUR_BITS, FOUR_BITS | {"zero_stage": 2, "zero_hpz_partition_size": "1"}]
     cases.check_references(local, on_gpus(nodes, local, cases.references, settings))
 
 
@@ -43,7 +40,7 @@ def test_groups_of_a_node_hold_references_of_equal_bits(tmp_path: Path) -> None:
 
 
 def test_a_skipped_step_moves_no_reference() -> None:
-    assert on_gpus(2, 1, cases.after_a_skipped_step) == [(1.0, True)] * 2
+    assert on_gpus(2, 1, formats.after_a_skipped_step) == [(1.0, 1, True, [1, 1, 1, 0])] * 2
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

@@ -8,13 +8,11 @@ import torch
 
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero import difference_formats
-from tests.benchmarks.test_emulation import EARLY, EVERYWHERE, Case, emulated, with_engine
+from tests.benchmarks.test_emulation import EVERYWHERE, Case, emulated, with_engine
 from tests.gpu.ranks import largest_in_core, on_gpus
 
 NODES = 2
-CASES: list[Case] = [
-    (name, bf16, 1.0, NODES) for name in ("today", EVERYWHERE, EARLY) for bf16 in (False, True)
-]
+CASES: list[Case] = [(name, bf16, 1.0, NODES) for name in ("today", EVERYWHERE) for bf16 in (False, True)]
 
 
 def repeating_sums(enabled: bool) -> None:

@@ -1,4 +1,4 @@
-"""--zero-spare-multiprocessors on a Hopper GPU: products of forward and backward start on fewer."""
+"""Products on a Hopper GPU leave multiprocessors to NCCL: forward and backward start on fewer."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.spare_multiprocessors import SpareMultiprocessors
 from megatron_zpp.distributed.topology import Topology
 from tests.gpu.ranks import on_gpus
 from tests.zero.engines import engine_of
@@ -20,15 +21,15 @@ SMALL = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=2, seq_le
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-def started_blocks(topology: Topology, spare: str, path: str) -> tuple[list[int], list[float]]:
+def started_blocks(topology: Topology, spare: int, path: str) -> tuple[list[int], list[float]]:
     """Thread blocks of each product of a forward and backward, and the first loss and gradient norm."""
     engine = engine_of(
         MODEL,
         VOCAB,
-        zero=ZeroConfig(zero_spare_multiprocessors=spare),
         precision=PrecisionConfig(bf16=True),
         device="cuda",
     )
+    engine.spare = SpareMultiprocessors(spare, engine.device)
     tokens = torch.randint(VOCAB, (4, 1025), generator=torch.Generator().manual_seed(5))
     loss = engine.accumulate(tokens, index=0, micro_batches=1).item()
     numbers = [loss, engine.step(1e-3).grad_norm.item()]
@@ -47,8 +48,8 @@ def started_blocks(topology: Topology, spare: str, path: str) -> tuple[list[int]
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 def test_products_of_both_passes_leave_them(tmp_path: Path) -> None:
-    ((everywhere, numbers),) = on_gpus(1, 1, started_blocks, "0", str(tmp_path / "all.json"))
-    ((fewer, same_numbers),) = on_gpus(1, 1, started_blocks, str(SPARE), str(tmp_path / "fewer.json"))
+    ((everywhere, numbers),) = on_gpus(1, 1, started_blocks, 0, str(tmp_path / "all.json"))
+    ((fewer, same_numbers),) = on_gpus(1, 1, started_blocks, SPARE, str(tmp_path / "fewer.json"))
     have = torch.cuda.get_device_properties(0).multi_processor_count
     assert max(everywhere) == have
     assert len(fewer) >= 3 * (4 * MODEL.num_layers + 1)  # three products of each linear map, and the logits'
@@ -57,7 +58,7 @@ def test_products_of_both_passes_leave_them(tmp_path: Path) -> None:
 
 
 def chosen_between_nodes(topology: Topology) -> int:
-    """What `auto` chooses, with which a step runs and the engine closes."""
+    """What a run chooses, with which a step runs and the engine closes."""
     engine = engine_of(
         SMALL,
         VOCAB,
@@ -73,7 +74,7 @@ def chosen_between_nodes(topology: Topology) -> int:
     return engine.spare.count
 
 
-def test_auto_is_for_several_nodes() -> None:
+def test_only_several_nodes_leave_some() -> None:
     """Ranks of different emulated nodes talk over TCP."""
     assert on_gpus(2, 1, chosen_between_nodes) == [4 if HOPPER else 0] * 2
     assert on_gpus(1, 1, chosen_between_nodes) == [0]

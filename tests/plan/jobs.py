@@ -1,11 +1,19 @@
-"""Jobs to plan, from what a test wants to vary."""
+"""Jobs to plan, from what a test wants to vary; and what --dry-run prints."""
 
+import io
+from contextlib import redirect_stdout
 from typing import Any
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.options import usage_errors
+from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.topology import Topology, planned
 from megatron_zpp.plan.job import Job, units_of
+from megatron_zpp.train.dry_run import dry_run
+from megatron_zpp.train.inputs import check_inputs
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -36,6 +44,7 @@ def job_of(
     micro_batch_size: int = 1,
     micro_batches: int = 1,
     tensor: int = 1,
+    copy_engines: bool = True,
 ) -> Job:
     """A job of bf16 and one rank by default; `tensor` ranks of `local` share each layer."""
     settings = ZeroConfig(**(zero or {}))
@@ -57,4 +66,15 @@ def job_of(
             table_rows=settings.zero_table_rows,
         ),
         tensor=tensor,
+        copy_engines=copy_engines,
     )
+
+
+def printed(*argv: str, speaks: bool = True) -> str:
+    """What a command line with --dry-run prints. Raises ValueError for one that is refused."""
+    config = parse_args(argv)
+    with usage_errors():
+        grid = Grid(planned(config.plan, Topology()), config.distributed.tensor_model_parallel_size)
+    with redirect_stdout(io.StringIO()) as out:
+        dry_run(check_inputs(config, grid.data.world_size, print), grid, speaks=speaks)
+    return out.getvalue()

@@ -3,21 +3,15 @@
 import dataclasses
 import math
 
+import pytest
+
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.plan.advice import (
-    accumulation_advice,
-    at_stage,
-    difference_advice,
-    least_that_pays,
-    plan_of,
-    why,
-    zeropp_plans,
-)
+from megatron_zpp.plan.advice import advice_of, at_stage, least_that_pays, plan_of, zeropp_plans
 from megatron_zpp.plan.fitting import faster_stage, ways_to_fit
-from megatron_zpp.plan.hardware import GPUS, Machine, machine
+from megatron_zpp.plan.hardware import GPUS, USABLE, Machine, machine
 from megatron_zpp.plan.memory import memory_of
 from tests.plan.jobs import FOUR_BITS, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 
@@ -34,37 +28,32 @@ def test_nothing_pays_where_the_compute_hides_all_that_is_sent() -> None:
     plans = zeropp_plans(job, rates(100))
     assert len(plans) == 8
     assert least_that_pays(plans, GPUS["h200"].memory) is plans[0]
-    for plan in plans[1:]:
-        assert why(plans[0], plan, GPUS["h200"].memory).startswith(
-            "does not pay: the compute hides all that is sent"
-        )
 
 
 def test_all_of_it_pays_on_a_slow_link() -> None:
     job = job_of(SMALL, 50304, zero={"zero_stage": 3}, nodes=4, local=8, micro_batch_size=4)
-    plans = {plan.name: plan for plan in zeropp_plans(job, rates(10))}
-    assert least_that_pays(list(plans.values()), GPUS["h200"].memory).name == "all of them"
-    plain, everything = plans["none of them"], plans["all of them"]
+    plain, *_, everything = plans = zeropp_plans(job, rates(10))
+    assert least_that_pays(plans, GPUS["h200"].memory) is everything
+    assert everything.name == (
+        "--zero-quantized-weights --zero-hpz-partition-size auto --zero-quantized-gradients"
+    )
     assert everything.sent.inter < 0.25 * plain.sent.inter
-    assert why(plain, everything, GPUS["h200"].memory).startswith("pays: waits for links")
-    needed = everything.memory.peak / 2**30
-    assert why(plain, everything, needed) == "would pay, but does not fit"
+    less = everything.memory.peak / USABLE / 2**30 - 0.01
+    assert not everything.fits(less)
+    assert least_that_pays(plans, less).fits(less)
 
 
 def test_an_option_that_leaves_the_wait_does_not_pay() -> None:
     """hpZ saves no byte on a link that only the reduction uses (stage 1 has no hpZ)."""
     job = job_of(SMALL, 50304, zero={"zero_stage": 1}, nodes=4, local=8, micro_batch_size=4)
     names = [plan.name for plan in zeropp_plans(job, rates(10))]
-    assert names == ["none of them", "--zero-quantized-weights", "--zero-quantized-gradients", "all of them"]
+    weights, gradients = "--zero-quantized-weights", "--zero-quantized-gradients"
+    assert names == ["none of them", weights, gradients, f"{weights} {gradients}"]
     assert len(zeropp_plans(at_stage(job, 0), rates(10))) == 1
 
 
 def test_a_run_keeps_its_formats_in_every_alternative() -> None:
-    zero = (
-        {"zero_stage": 3, "zero_quantized_gradients_format": "int8", "zero_quantization_block": 64}
-        | QWZ
-        | QGZ
-    )
+    zero = {"zero_stage": 3, "zero_quantized_gradients_format": "int8"} | QWZ | QGZ
     job = job_of(SMALL, 50304, zero=zero, nodes=2, local=4)
     same = [plan for plan in zeropp_plans(job, rates(100)) if plan.job.zero == job.zero]
     assert [plan.name for plan in same] == ["--zero-quantized-weights --zero-quantized-gradients"]
@@ -110,73 +99,52 @@ def test_a_stage_that_fits_and_gathers_less_often_is_offered() -> None:
     assert faster_stage(alone, rates(100), 20) is None
 
 
+HELD = PrecisionConfig(bf16=True, fp8=True, fp8_recipe="delayed", fp8_param_gather=True)
+NODES, NODE = {"nodes": 2, "local": 4}, {"nodes": 1, "local": 8}
+DELTA4, ROTATED4 = "--zero-quantized-weights-format delta4", "--zero-quantized-gradients-format rotated4"
+
+
 def test_accumulation_inside_nodes_is_advised_where_gradients_cross_the_link_every_micro_batch() -> None:
-    job = job_of(SMALL, 50304, zero={"zero_stage": 3}, nodes=2, local=2, micro_batches=4)
-    advice = accumulation_advice(job, math.inf)
-    assert advice is not None
+    job = job_of(SMALL, 50304, zero={"zero_stage": 3}, micro_batches=4, **NODES)
+    (advice,) = advice_of(job, math.inf)
     assert advice.startswith("--zero-gradient-partition-size auto would send ")
-    assert accumulation_advice(job, memory_of(job).peak / 2**30) is None  # it would not fit
-    silent = [
+    for other in (
         dataclasses.replace(job, micro_batches=1),
         dataclasses.replace(job, nodes=1),
         dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_gradient_partition_size="auto")),
         dataclasses.replace(job, zero=ZeroConfig(zero_stage=1)),
-    ]
-    for other in silent:
-        assert accumulation_advice(other, math.inf) is None
-
-
-def test_weight_differences_are_advised_where_all_of_zeropp_is_on() -> None:
-    zero = {"zero_stage": 3} | QWZ | HPZ | QGZ
-    grid = {"nodes": 2, "local": 4}
-    advice = difference_advice(job_of(SMALL, 50304, zero=zero, **grid), math.inf)
-    assert advice is not None
-    assert advice.startswith("--zero-quantized-weights-format delta4 and --zero-quantized-gradients-format")
-    half = difference_advice(
-        job_of(SMALL, 50304, zero=zero | {"zero_quantized_weights_format": "delta4"}, **grid), math.inf
-    )
-    assert half is None  # int4 and rotated4 send as much
-    groups = zero | {"zero_hpz_partition_size": "2"}  # each with a reference
-    assert difference_advice(job_of(SMALL, 50304, zero=groups, **grid), math.inf) is not None
-    for other, its_grid in (
-        (zero, {"nodes": 1, "local": 8}),
-        ({"zero_stage": 3} | QWZ | QGZ, grid),
-        (FOUR_BITS, grid),
     ):
-        assert difference_advice(job_of(SMALL, 50304, zero=other, **its_grid), math.inf) is None
-    assert difference_advice(job_of(SMALL, 50304, zero=zero, **grid), 0.001) is None
+        assert advice_of(other, math.inf) == []
+    assert advice_of(job, memory_of(job).peak / 2**30) == []  # it would not fit
 
 
-HELD = PrecisionConfig(bf16=True, fp8=True, fp8_recipe="delayed", fp8_param_gather=True)
+@pytest.mark.parametrize("precision", [None, HELD])
+def test_weight_differences_are_advised_where_all_of_zeropp_is_on(precision: PrecisionConfig | None) -> None:
+    """Also for weights that are held as codes, without --zero-quantized-weights."""
+    weights, flag = (QWZ, "") if precision is None else ({}, "--zero-quantized-weights ")
+    zero = {"zero_stage": 3} | weights | HPZ | QGZ
 
+    def advised(zero: dict, grid: dict = NODES, gibibytes: float = math.inf) -> list[str]:
+        return advice_of(job_of(SMALL, 50304, zero=zero, precision=precision, **grid), gibibytes)
 
-def test_differences_are_advised_for_weights_that_are_held_as_codes() -> None:
-    """They are half a byte between nodes instead of one; the reference costs 4 bytes per parameter / 4."""
-    zero, grid = {"zero_stage": 3} | HPZ | QGZ, {"nodes": 2, "local": 4}
-    job = job_of(SMALL, 50304, zero=zero, precision=HELD, **grid)
-    advice = difference_advice(job, math.inf)
-    assert advice is not None
-    assert advice.startswith(
-        "--zero-quantized-weights --zero-quantized-weights-format delta4 and "
-        "--zero-quantized-gradients-format rotated4 would send "
-    )
-    for other, its_grid in (
-        (zero, {"nodes": 1, "local": 8}),
-        ({"zero_stage": 3} | QGZ, grid),
-        (FOUR_BITS, grid),
+    (advice,) = advised(zero)
+    assert advice.startswith(f"{flag}{DELTA4} {ROTATED4} would send ")
+    assert len(advised(zero | {"zero_hpz_partition_size": "2"})) == 1  # groups, each with a reference
+    half = zero | QWZ | {"zero_quantized_weights_format": "delta4"}  # int4 and rotated4 send as much
+    for other, grid in (
+        (half, NODES),
+        (zero, NODE),
+        ({"zero_stage": 3} | weights | QGZ, NODES),
+        (FOUR_BITS, NODES),
     ):
-        assert (
-            difference_advice(job_of(SMALL, 50304, zero=other, precision=HELD, **its_grid), math.inf) is None
-        )
+        assert advised(other, grid) == []
+    assert advised(zero, gibibytes=0.001) == []
 
 
 def test_alternatives_of_held_codes_are_differences_that_a_node_can_apply_or_none() -> None:
     job = job_of(SMALL, 50304, zero=FOUR_BITS, precision=HELD, nodes=2, local=4)
     plans = zeropp_plans(job, rates(10))
-    assert [plan.name for plan in plans if plan.job.zero.zero_quantized_weights] == [
-        "--zero-quantized-weights --zero-hpz-partition-size",
-        "all of them",
-    ]
+    assert [plan.job.zero.hpz for plan in plans if plan.job.zero.zero_quantized_weights] == [True, True]
     assert len(plans) == 6
     plain = job_of(SMALL, 50304, zero=FOUR_BITS, nodes=2, local=4)
     for stage in (1, 2, 3):

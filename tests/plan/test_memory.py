@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.plan_rows import h200_rows
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -91,14 +90,13 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
     """If GPUs write each other's memory, gradients are sent without a copy."""
     model = ModelConfig(**SHAPE)
     found = {}
-    for setting in ("auto", "off"):
-        zero = {"zero_stage": 1, "zero_copy_engines": setting}
-        found[setting] = job_of(model, 500, zero=zero, nodes=1, local=2)
-    copied = found["off"].communication.reduction.buffers.joined.nbytes
-    assert copied == 4 * max(layout.numel for layout in found["off"].layouts)
-    assert memory_of(found["off"]).buffers - memory_of(found["auto"]).buffers == copied
-    assert compute_seconds(found["off"], MACHINE, True) > compute_seconds(found["auto"], MACHINE, True)
-    assert not at_stage(found["off"], 3).communication.reduction.peer_writes
+    for used in (True, False):
+        found[used] = job_of(model, 500, zero={"zero_stage": 1}, nodes=1, local=2, copy_engines=used)
+    copied = found[False].communication.reduction.buffers.joined.nbytes
+    assert copied == 4 * max(layout.numel for layout in found[False].layouts)
+    assert memory_of(found[False]).buffers - memory_of(found[True]).buffers == copied
+    assert compute_seconds(found[False], MACHINE, True) > compute_seconds(found[True], MACHINE, True)
+    assert not at_stage(found[False], 3).communication.reduction.peer_writes
     for nodes in (1, 2):
         assert job_of(model, 500, nodes=nodes, local=2).communication.reduction.peer_writes == (nodes == 1)
 
@@ -108,23 +106,17 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
     [
         ({}, {}, BF16, {}),
         ({}, {}, {"fp16": True}, {"untie_embeddings_and_output_weights": True}),
-        ({}, {}, {"fp32": True}, {}),
         ({}, {"recompute_granularity": "selective"}, BF16, {"vocab": 100}),
-        ({}, FULL, BF16, LONG),
         ({}, FULL | {"recompute_num_layers": 3}, BF16, LONG),
         ({}, FULL | {"recompute_method": "block", "recompute_num_layers": 4}, BF16, LONG),
         ({"zero_stage": 2}, {}, BF16, {"micro_batches": 3}),
         ({"zero_stage": 3}, FULL, BF16, {"micro_batches": 2}),
         ({"zero_stage": 3}, {}, BF16, WIDE | {"vocab": 8000}),
-        ({"zero_stage": 1}, {}, BF16, WIDE | {"micro_batches": 2}),
         ({"zero_stage": 2}, {}, {"grad_reduce_in_bf16": True, "fp32": True}, WIDE | {"micro_batches": 2}),
-        ({"zero_stage": 2}, FULL, {"fp32": True}, {"vocab": 3000, "micro_batch_size": 4}),
         ({"zero_stage": 3, "zero_unit": "sublayer"}, FULL, BF16, {"micro_batches": 2}),
         ({"zero_stage": 1, "zero_unit": "sublayer"}, {}, {"fp32": True}, WIDE | {"micro_batches": 2}),
-        (BLOCKS, {}, {"fp32": True}, {}),
         ({"zero_stage": 3} | BLOCKS, {}, {"fp32": True}, WIDE | {"vocab": 8000} | UNTIED),
         ({"zero_stage": 3} | BLOCKS, FULL, BF16, LONG | {"vocab": 200}),
-        ({"zero_stage": 2, "zero_table_rows": 1000}, FULL, {"fp32": True}, LONG | {"vocab": 3000}),
     ],
 )
 def test_a_step_allocates_what_the_plan_says(
@@ -262,12 +254,10 @@ STATES: list[dict[str, Any]] = [
     {"zero_stage": 2} | QWZ | QGZ,
     {"zero_stage": 3, "zero_prefetch_units": 0} | HPZ,
     ALL,
-    FOUR_BITS,
     FOUR_BITS | {"zero_stage": 1, "zero_hpz_partition_size": "1"},
     FOUR_BITS | {"zero_gradient_partition_size": "auto"},
-    ALL | {"zero_quantization_block": 512},
-    *(zero | {"zero_unit": "sublayer"} for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
-    *(zero | BLOCKS for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
+    *(zero | {"zero_unit": "sublayer"} for zero in ({"zero_stage": 1}, FOUR_BITS)),
+    *(zero | BLOCKS for zero in ({"zero_stage": 3}, FOUR_BITS)),
 ]
 MODEL = ModelConfig(**SHAPE | {"seq_length": 16})
 
@@ -308,7 +298,7 @@ def test_every_rank_holds_the_states_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("zero", [*STATES[:4], {"zero_stage": 3} | QWZ, ALL])
+@pytest.mark.parametrize("zero", [*STATES[:4:3], ALL])
 def test_squares_come_with_sums_where_the_plan_says_so(zero: dict, micro_batches: int) -> None:
     precision = PrecisionConfig(**BF16)
     engine = engine_of(MODEL, 300, zero=ZeroConfig(**zero), precision=precision, operations=operations())
@@ -318,33 +308,12 @@ def test_squares_come_with_sums_where_the_plan_says_so(zero: dict, micro_batches
     assert {unit.grad.squares is not None for unit in engine.units} == {planned.returns_squared_norms}
 
 
-def squares_are_there(topology: Topology) -> set[bool]:
-    """Of the units, at stage 0."""
-    engine = engine_of(MODEL, 300, precision=PrecisionConfig(**BF16), topology=topology)
-    engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
-    return {unit.grad.squares is not None for unit in engine.units}
-
-
-@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (1, 3), (2, 1)])
-def test_squares_come_with_whole_sums_where_the_plan_says_so(nodes: int, local: int) -> None:
-    planned = job_of(MODEL, 300, precision=PrecisionConfig(**BF16), nodes=nodes, local=local)
-    for found in on_ranks(nodes * local, squares_are_there, ranks_per_node=local):
-        assert found == {planned.returns_squared_norms}
-
-
-def test_planned_peaks_match_those_of_gpus() -> None:
-    """Within 1% of each stage on NVLink."""
-    rows = h200_rows()
-    assert len(rows) == 7
-    for row in rows:
-        assert row["gib"] == pytest.approx(row["measured_gib"], rel=0.01), row
-
-
 @pytest.mark.parametrize(
     ("width", "precision", "chunks"),
     [
         (256, BF16, 2),  # small ones show the memory of a CPU's bf16 products
-        *((width, FP32, chunks) for width in (32, 256) for chunks in (1, 8)),
+        (32, FP32, 8),
+        (256, FP32, 1),
     ],
 )
 def test_the_loss_in_chunks_takes_what_the_plan_says(width: int, precision: dict, chunks: int) -> None:
@@ -358,7 +327,7 @@ def test_the_loss_in_chunks_takes_what_the_plan_says(width: int, precision: dict
     assert loss_bytes(job, chunk_bytes) == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.parametrize(("width", "chunks"), [(32, 1), (32, 2), (32, 4), (64, 1), (64, 2)])
+@pytest.mark.parametrize(("width", "chunks"), [(32, 1), (32, 4), (64, 2)])
 def test_the_loss_of_8_bit_products_takes_what_the_plan_says(width: int, chunks: int) -> None:
     """Within 5%, in chunks and parts; large ones, because a CPU decodes the factors of a product."""
     model = ModelConfig(**SHAPE | {"hidden_size": width, "seq_length": 256})
@@ -371,16 +340,3 @@ def test_the_loss_of_8_bit_products_takes_what_the_plan_says(width: int, chunks:
     product.factors = factors_of(torch.full((3,), 64.0))
     peak = peak_of(lambda: product.loss(x, weight, targets, 2000, chunk_bytes=chunk_bytes).backward())
     assert loss_bytes(job, chunk_bytes) == pytest.approx(peak, rel=0.05)
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("tokens", [1024, 8192, 65536])
-@pytest.mark.parametrize("preset", ["gpt2-125m", "175b"])
-def test_the_loss_takes_no_more_than_the_plain_one(preset: str, tokens: int, itemsize: int) -> None:
-    """The plain loss has the fp32 logits and the gradients of its softmax and of its input."""
-    model = ModelConfig(model_preset=preset, seq_length=1024, **NO_DROPOUT)
-    precision = PrecisionConfig(**BF16 if itemsize == 2 else FP32)
-    job = job_of(model, 50257, precision=precision, micro_batch_size=tokens // 1024)
-    logits = tokens * job.padded_vocab_size
-    products = itemsize * (logits + (job.padded_vocab_size + tokens) * model.hidden_size)
-    assert loss_bytes(job) <= max(12 * tokens * job.vocab_size, products)

@@ -1,5 +1,7 @@
-"""Plans of tables in blocks of rows: memory of ranks that reduce a tied table's gradient place by place."""
+"""Plans of tables in blocks of rows: their memory on ranks, and which blocks a plan suggests."""
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -7,12 +9,16 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.row_blocks import PLAIN, RowBlockComponents
 from megatron_zpp.plan.activations import loss_bytes
+from megatron_zpp.plan.fitting import in_row_blocks, suggested_rows, ways_to_fit
+from megatron_zpp.plan.hardware import machine
+from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
-from tests.plan.jobs import job_of
+from tests.plan.jobs import NO_DROPOUT, job_of
 from tests.plan.test_memory import BF16, FP32, SHAPE, WIDE, allocated_at_most, peak_of
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
@@ -24,7 +30,7 @@ TABLE = 2 * 8064 * MODEL.hidden_size  # bytes in bf16
 
 
 def zero_of(rows: int | None) -> dict[str, Any]:
-    return {"zero_stage": 3, "zero_table_rows": rows, "zero_copy_engines": "off"}
+    return {"zero_stage": 3, "zero_table_rows": rows}
 
 
 # (rows, precision, micro-batches)
@@ -64,14 +70,14 @@ def test_no_rank_holds_the_gradient_of_a_tied_table() -> None:
                 precision=PrecisionConfig(**precision),
                 local=2,
                 micro_batches=micro_batches,
+                copy_engines=False,
             )
             planned = memory_of(job)
             assert planned.resident == pytest.approx(states, rel=1e-3)
             assert planned.peak - planned.resident == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.parametrize("vocab", [4000, 8000])
-@pytest.mark.parametrize(("precision", "rows"), [(FP32, 512), (FP32, 1000), (BF16, 512)], ids=str)
+@pytest.mark.parametrize(("precision", "rows", "vocab"), [(FP32, 1000, 8000), (BF16, 512, 4000)], ids=str)
 def test_the_loss_takes_what_the_plan_says(precision: dict[str, Any], rows: int, vocab: int) -> None:
     """Within 5%."""
     model, zero = ModelConfig(**SHAPE | {"hidden_size": 64, "seq_length": 256}), {"zero_table_rows": rows}
@@ -83,3 +89,71 @@ def test_the_loss_takes_what_the_plan_says(precision: dict[str, Any], rows: int,
     targets = torch.randint(vocab, (512,))
     peak = peak_of(lambda: output.loss(x, targets, vocab, PLAIN).backward())
     assert loss_bytes(job) == pytest.approx(peak, rel=0.05)
+
+
+BILLION = ModelConfig(model_preset="1.3b", **NO_DROPOUT)
+RATES = machine(PlanConfig(dry_run=True, plan_gpu="h200", plan_link_gbit=400), "bfloat16")
+LARGE = 256_000
+
+
+def billion(vocab_size: int, **settings: Any) -> Job:
+    """1.3B on two nodes."""
+    return job_of(BILLION, vocab_size, **{"zero": {"zero_stage": 3}, "nodes": 2, "local": 8, **settings})
+
+
+def blocks_of(job: Job) -> list[tuple[int, ...]]:
+    """The shapes of the blocks of the table of tokens."""
+    names = [name for name, _ in job.units]
+    return [
+        tuple(module.weight.shape)
+        for name, module in job.units[: names.index("layers.0")]
+        if name == "embedding.tokens"
+    ]
+
+
+def test_blocks_are_among_the_ways_to_fit() -> None:
+    job = billion(LARGE)
+    rows = suggested_rows(job)
+    ways = {way.name: way for way in ways_to_fit(job, RATES)}
+    assert ways[f"--zero-table-rows {rows}"].memory == memory_of(in_row_blocks(job, rows))
+    assert ways[f"--zero-table-rows {rows}"].memory.peak < memory_of(job).peak
+    together = ways["all of these"]
+    assert together.memory.peak == min(way.memory.peak for way in ways.values())
+    assert together.job.zero.zero_table_rows == rows
+    largest = max(layout.numel for layout in together.job.layouts)
+    assert largest < LARGE * BILLION.hidden_size / 10  # no unit is the table
+
+
+def test_a_table_smaller_than_a_layer_stays_whole_and_tensor_ranks_have_no_blocks() -> None:
+    """A layer of this model has 12 × 2048² parameters: as many as 24,576 rows."""
+    assert suggested_rows(billion(24_000)) is None
+    assert suggested_rows(billion(25_200)) is not None
+    assert suggested_rows(billion(LARGE, tensor=2)) is None
+    assert suggested_rows(billion(LARGE, zero={"zero_stage": 3, "zero_table_rows": 5000})) is None
+    assert not any("rows" in way.name for way in ways_to_fit(billion(LARGE, tensor=2), RATES))
+
+
+@pytest.mark.parametrize("vocab_size", [30_000, 128_256, 262_143])
+def test_blocks_make_up_the_table_with_units_of_about_a_third_of_a_layer(vocab_size: int) -> None:
+    """Whole tiles of products; equal blocks, or a smaller one behind them."""
+    job = billion(vocab_size, zero={"zero_stage": 3, "zero_unit": "sublayer"})
+    rows = suggested_rows(job)
+    blocks = blocks_of(in_row_blocks(job, rows))
+    width, third = BILLION.hidden_size, 4 * BILLION.hidden_size
+    assert sum(count for count, _ in blocks) == job.padded_vocab_size
+    assert all(shape == (rows, width) for shape in blocks[:-1])
+    assert 0 < blocks[-1][0] <= rows
+    assert rows % 64 == 0
+    assert third / 2 < rows < third + 64
+
+
+def test_an_engine_accepts_what_is_suggested() -> None:
+    model = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=8, **NO_DROPOUT)
+    for vocab_size in (1000, 3001):
+        job = job_of(model, vocab_size)
+        zero = dataclasses.replace(ZeroConfig(), zero_table_rows=suggested_rows(job))
+        engine = engine_of(model, vocab_size, zero=zero)
+        tokens = torch.randint(vocab_size, (1, 9))
+        engine.accumulate(tokens, index=0, micro_batches=1)
+        assert math.isfinite(engine.step(1e-3).grad_norm)
+        engine.close()

@@ -1,22 +1,23 @@
-"""When a plan says that tensor ranks pay against ranks with whole layers, and when they do not."""
+"""When a plan takes tensor ranks instead of ranks with whole layers, and when it does not."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from benchmarks.plan_tensor import fitted_h100, h100, zero_3
+from benchmarks.plan_rows import h100
+from benchmarks.plan_tensor import fitted_h100, zero_3
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.plan.advice import Plan, plan_of
+from megatron_zpp.plan.advice import Plan, least_that_pays, plan_of
 from megatron_zpp.plan.exchanges import waiting_seconds
 from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.step_time import compute_seconds
-from megatron_zpp.plan.tensor_parallel import Verdict, at_tensor, tensor_lines, tensor_plans, verdict
+from megatron_zpp.plan.tensor_parallel import at_tensor, tensor_lines, tensor_plans
 from megatron_zpp.zero.plan_communication import check_topology
 from tests.plan.jobs import FULL, NO_DROPOUT, QGZ, QWZ, job_of
 
@@ -26,7 +27,7 @@ NODES = {"nodes": 16, "local": 8}
 
 
 def rates(link: float = 400) -> Machine:
-    config = PlanConfig(dry_run=True, plan_gpu="h100", plan_link_gbit=link, plan_compute_share=0.45)
+    config = PlanConfig(dry_run=True, plan_gpu="h100", plan_link_gbit=link)
     return machine(config, "bfloat16")
 
 
@@ -34,22 +35,19 @@ def model(preset: str, **changes: Any) -> ModelConfig:
     return ModelConfig(model_preset=preset, **NO_DROPOUT, **changes)
 
 
-def planned(job: Job) -> tuple[list[Plan], Verdict]:
-    plans = tensor_plans(plan_of("this run", job, rates()), rates(), GPU)
-    return plans, verdict(plans, GPU)
+def planned(job: Job, gpu: Machine | None = None) -> tuple[list[Plan], Plan]:
+    """All plans, and the one to take."""
+    gpu = gpu or rates()
+    plans = tensor_plans(plan_of("this run", job, gpu), gpu, GPU)
+    return plans, least_that_pays(plans, GPU)
 
 
 def test_tensor_ranks_do_not_pay_where_whole_layers_fit_and_nothing_waits() -> None:
     job = job_of(model("1.3b"), 50304, zero=STAGE_3, local=8, micro_batch_size=8)
-    plans, advice = planned(job)
+    plans, best = planned(job)
     assert {plan.job.tensor for plan in plans} == {1, 2, 4, 8}
-    assert not advice.pays
-    assert "does not pay" in advice.claim
-    assert "waiting for activations" in advice.reason
-    lines = list(tensor_lines(plan_of("this run", job, rates()), rates(), GPU))
-    assert len(lines) == 2  # no table
-    assert job_of(model("1.3b"), 50304, local=1).tensor == 1
-    assert not list(tensor_lines(plan_of("", job_of(model("1.3b"), 50304), rates()), rates(), GPU))
+    assert best.job.tensor == 1
+    assert not list(tensor_lines(plan_of("", job, rates()), rates(), GPU))
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -59,33 +57,30 @@ def test_tensor_ranks_do_not_pay_on_the_two_h100s_where_zero_3_was_measured_to_b
     """6.7B at sequence 2048: 332 ms with ZeRO-3 and 336 with T = 2, whose GPUs are 1% slower alone."""
     job = replace(zero_3().job, overlapped=overlapped)
     for gpu in (h100(), fitted_h100(zero_3().alone)):
-        plans = tensor_plans(plan_of("this run", job, gpu), gpu, GPU)
+        plans, best = planned(job, gpu)
         assert [plan.name.split()[0] for plan in plans] == ["1", "2", "2"]
         assert all(plan.fits(GPU) for plan in plans[:2])
-        advice = verdict(plans, GPU)
-        assert not advice.pays
-        assert "does not pay" in advice.claim
+        assert best.job.tensor == 1
 
 
 def test_tensor_ranks_pay_where_the_activations_of_a_sample_do_not_fit() -> None:
     long = model("175b", seq_length=65536)
     job = job_of(long, 50304, zero=STAGE_3, recompute=FULL, **NODES)
-    plans, advice = planned(job)
+    plans, best = planned(job)
     by_size = {plan.job.tensor: plan for plan in plans}
     assert [by_size[size].fits(GPU) for size in (1, 8)] == [False, True]
-    assert advice.pays
-    assert "--tensor-model-parallel-size 8 pays" in advice.claim
-    assert "activations of 1 × 65,536 tokens" in advice.reason
+    assert best is by_size[8]
+    *_, last = tensor_lines(plan_of("", job, rates()), rates(), GPU)
+    assert last == "  take --tensor-model-parallel-size 8"
     assert all(plan.job.samples_per_step == job.samples_per_step for plan in plans)
 
 
 def test_tensor_ranks_pay_where_the_global_batch_is_smaller_than_the_job() -> None:
     """32 samples for 128 ranks: whole layers, and pairs of ranks, would have less than one each."""
     job = job_of(model("13b"), 50304, zero=STAGE_3, recompute=FULL, tensor=8, micro_batch_size=2, **NODES)
-    plans, advice = planned(job)
+    plans, best = planned(job)
     assert {plan.job.tensor for plan in plans} == {4, 8}
-    assert advice.pays
-    assert advice.reason == "32 samples per step are too few for 128 data ranks, and enough for 16"
+    assert best.fits(GPU)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +117,9 @@ def test_the_flags_of_a_plan_change_groups_that_its_data_ranks_cannot_have(
 def test_tensor_ranks_let_a_lower_stage_fit_that_sends_less_between_nodes() -> None:
     """At stage 2 weights are gathered once per step; 175B in 16 bits are 41 GiB for each of eight ranks."""
     job = job_of(model("175b"), 50257, zero=STAGE_3, recompute=FULL, nodes=128, local=8, micro_batches=2)
-    plans, advice = planned(job)
+    plans, best = planned(job)
     plain = plans[0]
-    (best,) = (plan for plan in plans if plan.name == "8 --zero-stage 2 --micro-batch-size 8")
-    assert advice.pays
-    assert best.name in advice.claim
+    assert best.name == "8 --zero-stage 2 --micro-batch-size 8"
     assert plain.fits(GPU)
     assert best.fits(GPU)
     assert best.sent.inter < 0.4 * plain.sent.inter

@@ -13,7 +13,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.hop import SentBytes
-from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of, printed
 from tests.support import pretrain
 from tests.zero.closed_forms import bytes_sent_per_step
 from tests.zero.engines import engine_of
@@ -25,10 +25,6 @@ MODEL = ModelConfig(num_layers=5, hidden_size=64, num_attention_heads=4, seq_len
 STAGE_3 = {"zero_stage": 3}
 ALL = STAGE_3 | QWZ | HPZ | QGZ
 BLOCKS = {"zero_table_rows": 70}  # of 384 rows
-FEWER_BITS = FOUR_BITS | {
-    "zero_quantized_weights_format": "delta2",
-    "zero_quantized_gradients_format": "rotated3",
-}
 
 # (ZeRO, recomputation, micro-batches)
 CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
@@ -46,16 +42,15 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (STAGE_3 | QGZ | {"zero_quantized_gradients_format": "int8"}, {"recompute_granularity": "selective"}, 1),
     (ALL, FULL, 1),
     (FOUR_BITS, FULL, 2),
-    (FEWER_BITS | {"zero_gradient_partition_size": "auto"}, {}, 3),
+    (FOUR_BITS | {"zero_gradient_partition_size": "auto"}, {}, 3),
     *((FOUR_BITS | {"zero_stage": stage, "zero_hpz_partition_size": "1"}, {}, 2) for stage in (1, 2)),
-    (ALL | {"zero_quantization_block": 512}, {}, 1),
     *((ALL | {"zero_gradient_partition_size": size}, FULL, n) for size in ("auto", "1") for n in (1, 4)),
     ({"zero_stage": 1, "zero_gradient_partition_size": "auto"}, {}, 3),
     (STAGE_3 | HPZ | {"zero_gradient_partition_size": "auto"}, {}, 3),
     *(({"zero_unit": "sublayer"} | zero, FULL, 2) for zero in (STAGE_3, ALL, FOUR_BITS)),
     (STAGE_3 | {"zero_unit": "sublayer"}, FULL | {"recompute_num_layers": 2}, 1),
     *(({"zero_stage": stage} | BLOCKS, {}, 2) for stage in (1, 3)),
-    (FEWER_BITS | BLOCKS, {}, 2),
+    (FOUR_BITS | BLOCKS, {}, 2),
     (STAGE_3 | BLOCKS | {"zero_prefetch_units": 3, "zero_unit": "sublayer"}, FULL, 1),
     (ALL | BLOCKS, FULL, 1),
     (FOUR_BITS | BLOCKS | {"zero_gradient_partition_size": "auto"}, FULL, 3),
@@ -148,23 +143,22 @@ def test_the_plan_of_dry_run_is_the_engines() -> None:
         differences = zero.get("zero_quantized_weights_format", "").startswith("delta")
         if differences or zero.get("zero_hpz_partition_size") == "4":
             continue  # needs more ranks
-        settings = ZeroConfig(**zero, zero_copy_engines="off")
         precision = PrecisionConfig(bf16=True)
         engine = engine_of(
             MODEL,
             VOCAB,
-            zero=settings,
+            zero=ZeroConfig(**zero),
             precision=precision,
             operations=operations(),
             recompute=RecomputeConfig(**recompute),
         )
-        job = job_of(MODEL, VOCAB, zero=zero | {"zero_copy_engines": "off"}, recompute=recompute)
+        job = job_of(MODEL, VOCAB, zero=zero, recompute=recompute, copy_engines=False)
         assert engine.plan == job.communication
 
 
 @pytest.mark.parametrize("in_bf16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (1, 8), (8, 1), (2, 2), (3, 2), (2, 8), (24, 16)])
+@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (8, 1), (3, 2), (24, 16)])
 def test_the_plan_without_zeropp_is_the_closed_form(
     nodes: int, local: int, stage: int, in_bf16: bool
 ) -> None:
@@ -205,32 +199,29 @@ def test_the_plan_is_what_a_run_writes_to_its_metrics(tmp_path: Path) -> None:
     done = pretrain(*flags, "--metrics-file", tmp_path / "metrics.jsonl", processes=2)
     assert done.returncode == 0, done.stderr
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    plan = pretrain(*flags, "--dry-run", "--plan-gpus-per-node", "2")
-    assert plan.returncode == 0, plan.stderr
+    plan = printed(*flags, "--dry-run", "--plan-gpus-per-node", "2")
     for name in ("intra_node_bytes", "inter_node_bytes"):
-        line = next(line for line in plan.stdout.splitlines() if name in line)
+        line = next(line for line in plan.splitlines() if name in line)
         assert int(line.split()[1].replace(",", "")) == last[name]
     assert last["intra_node_bytes"] > 0
 
 
-def test_the_plan_counts_the_steps_after_those_of_four_bits(tmp_path: Path) -> None:
-    """A run of two nodes with a warm-up of one iteration: the first of three that are logged has 4 bits."""
+def test_the_plan_counts_the_weight_differences_of_a_run_of_two_nodes(tmp_path: Path) -> None:
     flags = (
         "--mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 3 --hidden-size 32 --bf16 "
-        "--num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 4 --lr 1e-3 "
-        "--lr-warmup-iters 1 --log-interval 1 --eval-iters 0 --num-workers 0 --zero-stage 3 "
-        "--zero-quantized-weights --zero-quantized-weights-format delta2 --zero-hpz-partition-size auto"
+        "--num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 3 --lr 1e-3 "
+        "--log-interval 1 --eval-iters 0 --num-workers 0 --zero-stage 3 "
+        "--zero-quantized-weights --zero-quantized-weights-format delta4 --zero-hpz-partition-size auto"
     ).split()
     nodes = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     done = pretrain(*flags, "--metrics-file", tmp_path / "metrics.jsonl", processes=2, **nodes)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    plan = pretrain(*flags, "--dry-run", "--plan-nodes", "2", "--plan-gpus-per-node", "1")
-    assert plan.returncode == 0, plan.stderr
-    line = next(line for line in plan.stdout.splitlines() if "inter_node_bytes" in line)
+    plan = printed(*flags, "--dry-run", "--plan-nodes", "2", "--plan-gpus-per-node", "1")
+    line = next(line for line in plan.splitlines() if "inter_node_bytes" in line)
     planned = int(line.split()[1].replace(",", ""))
     sent = [record["inter_node_bytes"] for record in records]  # the first step sends key frames, too
-    assert sent[2:] == [planned, planned]
-    assert sent[0] > sent[1] > planned
-    assert [record["raised_units"] for record in records] == [0] * 4
+    assert sent[1:] == [planned, planned]
+    assert sent[0] > planned
+    assert [record["raised_units"] for record in records] == [0] * 3
     assert "| raised units: 0 |" in done.stdout

@@ -6,14 +6,13 @@ They run unchanged but for their resources. Two nodes are one machine; ranks tal
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import Cluster, Job, why_not
-from tests.support import holding, pretrain
+from tests.support import holding, nightly, pretrain
 
 MODEL = (
     "--device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2 --hidden-size 64"
@@ -38,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job that reaches its time limit of a minute beside the others, and is signalled before."""
+    """A job that reaches its time limit of a minute, and is signalled before."""
     directory = tmp_path_factory.mktemp("limited")
     site = directory / "site.sh"  # what a cluster's file for containers looks like
     site.write_text(
@@ -56,29 +55,26 @@ def submit(
     return Job(cluster, directory, script, resources, *flags, PYTHON=sys.executable, **variables)
 
 
-@pytest.fixture(scope="module")
-def driven(
-    cluster: Cluster, limited: Job, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Job]]]:
-    """A job per launcher: a rank is killed, and the job is signalled after it has resumed.
+@pytest.fixture
+def driven(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+    """Starts a job of a launcher: a rank is killed, and the job is signalled after it has resumed.
 
     Neither is late: each start waits for it after three lines.
     """
 
-    def drive(script: str, second_rank: str) -> Job:
+    def drive(script: str) -> Job:
         directory = tmp_path_factory.mktemp("submitted here")
         flags = (*MODEL, *LENGTH, *SAVED)
         hold = directory / "hold"
         variables = {"RANKS_PER_NODE": "1", "MAX_RESTARTS": "1", **holding(hold, after=33)}
         job = submit(cluster, directory, script, TWO_NODES, *flags, **variables)
         job.wait_for("iteration       30/")
-        os.kill(job.rank(second_rank), signal.SIGKILL)
+        os.kill(job.rank(SECOND_RANK[script]), signal.SIGKILL)
         job.wait_for("iteration       50/")
-        job.signal_held(hold, second_rank)
+        job.signal_held(hold, SECOND_RANK[script])
         return job
 
-    with ThreadPoolExecutor() as pool:
-        yield {script: pool.submit(drive, script, rank) for script, rank in SECOND_RANK.items()}
+    return drive
 
 
 def weights(directory: Path) -> dict[str, bytes]:
@@ -96,7 +92,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("driven")
 def test_a_bad_command_line_is_final(cluster: Cluster, tmp_path: Path) -> None:
     flags = (*MODEL, *SAVED, "--train-itters", "5")
     job = submit(cluster, tmp_path, "pretrain_gpt.sbatch", ONE_RANK, *flags)
@@ -143,11 +138,11 @@ def test_a_sweep_requeues_one_of_its_tasks(cluster: Cluster, tmp_path: Path) -> 
     assert (tmp_path / "runs" / "2" / "metrics.jsonl").read_text().count("lm_loss") >= 6
 
 
-@pytest.mark.parametrize("script", SECOND_RANK)
+@pytest.mark.parametrize("script", ["pretrain_gpt.sbatch", nightly("pretrain_gpt_torchrun.sbatch")])
 def test_a_run_that_is_killed_and_requeued_ends_with_the_same_weights(
-    driven: dict[str, Future[Job]], whole: dict[str, bytes], script: str
+    driven: Callable[[str], Job], whole: dict[str, bytes], script: str
 ) -> None:
-    job = driven[script].result()
+    job = driven(script)
     ended, log = job.wait(), job.log()
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
     assert f"launch/slurm: job {job.id}: a rank ended with SIGKILL; restart 1 of 1" in log
@@ -157,6 +152,7 @@ def test_a_run_that_is_killed_and_requeued_ends_with_the_same_weights(
     assert weights(job.directory / "saved") == whole
 
 
+@pytest.mark.nightly
 def test_a_time_limit_requeues_as_often_as_allowed(limited: Job) -> None:
     """The job gets the signal of two time limits in a row; the second one is final."""
     ended, log = limited.wait(), limited.log()

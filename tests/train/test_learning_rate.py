@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from megatron_zpp.config.optimizer import LearningRateConfig
-from megatron_zpp.config.root import parse_args
 from megatron_zpp.train.schedule.learning_rate import LearningRate
-from megatron_zpp.train.setup.build_engine import early_iterations
 
 PEAK, FLOOR = 1e-3, 1e-5
 
@@ -40,18 +38,6 @@ def test_warm_up_starts_at_its_floor_and_reaches_the_peak() -> None:
     assert ours(100) == pytest.approx(1e-4 + (PEAK - 1e-4) / 2)
     assert ours(200) == PEAK
     assert ours(1000) == pytest.approx(FLOOR)
-
-
-@pytest.mark.parametrize("told", ["--lr-warmup-iters 20", "--lr-warmup-fraction 0.2"])
-def test_four_bits_until_twice_the_warm_up(told: str) -> None:
-    flags = (
-        "--tokenizer-type NullTokenizer --vocab-size 9 --mock-data --num-layers 1 --hidden-size 8 --lr 1e-3"
-    )
-    flags += " --num-attention-heads 1 --seq-length 8 --micro-batch-size 3 --train-iters 100"
-    flags += " --zero-stage 2 --zero-quantized-weights --zero-quantized-weights-format"
-    for format, iterations in (("delta2", 40), ("int8", 0)):
-        config = parse_args(f"{flags} {format} {told}".split())
-        assert early_iterations(config, 2) == iterations
 
 
 @pytest.mark.parametrize("told", [{"lr_warmup_fraction": 0.2}, {"lr_warmup_samples": 200}])

@@ -1,4 +1,4 @@
-"""A run whose nodes hold different references ends at a check: one line, exit status 1, nothing saved."""
+"""A run whose nodes hold different references ends before it saves: one line, exit status 1."""
 
 import io
 from contextlib import redirect_stderr
@@ -14,25 +14,21 @@ from tests.zero.ranks import on_ranks
 from tests.zero.test_differences import BOTH, train
 from tests.zero.zeropp_engines import build
 
-INTERVAL = 2
-
 
 def damaged(topology: Topology) -> list[tuple[int, int | None, bool, str]]:
     """(iteration, exit status, whether the run saves, stderr) of each check that ended the run.
 
-    A bit of rank 1's reference flips after the first step; every step is checked as the training loop does.
+    A bit of rank 1's reference flips after the second of three steps, each of which is saved.
     """
     engine, found = build(topology, BOTH), []
-    stops = StopConditions(
-        TrainingConfig(micro_batch_size=1, train_iters=4), engine, StopSignals(), check_interval=INTERVAL
-    )
-    for iteration in range(1, 5):
+    stops = StopConditions(TrainingConfig(micro_batch_size=1, train_iters=4), engine, StopSignals())
+    for iteration in range(3):
         train(engine, range(iteration, iteration + 1))
         if topology.rank == 1 and iteration == 1:
             engine.evaluate(torch.zeros(2, 11, dtype=torch.long))  # waits for the exchange
             engine.units[0].reference.view(torch.int32)[3] ^= 1 << 22
         try:
-            stops.check_references(iteration)
+            stops.before_save()
         except Stop as stop:
             said = io.StringIO()
             with redirect_stderr(said), pytest.raises(SystemExit) as exited:
@@ -42,12 +38,12 @@ def damaged(topology: Topology) -> list[tuple[int, int | None, bool, str]]:
     return found
 
 
-def test_a_damaged_reference_ends_the_run_at_the_next_check() -> None:
+def test_a_damaged_reference_ends_the_run_at_the_next_save() -> None:
     first, second = on_ranks(2, damaged, ranks_per_node=1)
-    assert [check[:3] for check in first] == [check[:3] for check in second] == [(2, 1, False), (4, 1, False)]
+    assert [check[:3] for check in first] == [check[:3] for check in second] == [(1, 1, False), (2, 1, False)]
     said = first[0][3]
     assert said.startswith(
-        "pretrain_gpt.py: error: iteration 2: the reference of weight differences is not that of node 0 in "
+        "pretrain_gpt.py: error: iteration 1: the reference of weight differences is not that of node 0 in "
         "unit 0 (with "
     )
     assert " on ranks 1: memory or the network changed it; nothing is saved; resume from" in said

@@ -6,7 +6,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 PARAMETER_BYTES = 2  # as they compute, and gradients as they are made
@@ -64,68 +63,6 @@ def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: 
         exact = 4 * nodes * shard if sum_bytes < 4 else 0
         return nodes * local * shard * reduce_bytes + 4 * nodes * shard * sum_bytes + exact
     return nodes * local * shard * reduce_bytes if nodes * local > 1 else 0
-
-
-def zeropp_bytes(
-    layouts: Sequence[FlatLayout],
-    nodes: int,
-    *,
-    prefetch: int,
-    weights: QuantFormat | None,
-    gradients: QuantFormat | None,
-    secondary_ranks: int | None,
-) -> int:
-    """What ZeRO++ at stage 3 adds to `model_state_bytes` and `arena_bytes`; less where codes replace weights.
-
-    qwZ publishes messages instead of 16-bit shards, and receives all messages of a unit at once. Between
-    nodes of several ranks the messages of two units for one rank of a node are on their way. hpZ
-    (`secondary_ranks`) keeps a part of each unit that shares its slot: 2 Psi / N bytes (ZeRO++, section 3.2).
-    qgZ has room for the messages of both ways of a hop instead of for 16-bit gradients and fp32 sums.
-    """
-    ranks = layouts[0].ranks
-    total = 0
-    if weights is not None:
-        total += sum(weights.message_bytes(layout.shard_numel) - 2 * layout.shard_numel for layout in layouts)
-        largest = max(weights.message_bytes(layout.shard_numel) for layout in layouts)
-        several = nodes > 1 and ranks > nodes
-        total += ranks * largest + (2 * nodes * largest if several else 0)
-    if secondary_ranks is not None:
-        for layout, units in Counter(layouts).items():
-            if slots(units, prefetch) < units:
-                total += units * (2 * layout.numel // secondary_ranks)
-    if gradients is not None and ranks > 1:
-        total += quantized_reduction_bytes(layouts, nodes, gradients)
-        total -= reduction_bytes(layouts, nodes, reduce_bytes=2, sum_bytes=4)
-    return total
-
-
-def quantized_reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, quant_format: QuantFormat) -> int:
-    """Room for the messages of qgZ: sent and received by hop 1, and two sums and two times received by hop 2.
-
-    Between nodes of one rank two reductions take turns, each with messages and a 16-bit gradient to send.
-    """
-    local = layouts[0].ranks // nodes
-    two_hops = nodes > 1 and local > 1
-    chunk = max(chunk_numel(layout.shard_numel, two_hops, quant_format.block) for layout in layouts)
-    if not two_hops:
-        messages = 2 * layouts[0].ranks * quant_format.message_bytes(chunk)
-        return 2 * messages + 2 * layouts[0].numel if nodes > 1 else messages
-    return 2 * local * quant_format.message_bytes(nodes * chunk) + 4 * nodes * quant_format.message_bytes(
-        chunk
-    )
-
-
-def chunk_numel(shard_numel: int, two_hops: bool, block: int) -> int:
-    """Elements of each shard that a reduction sends together.
-
-    Hops overlap by chunks: several, so that both links are busy most of the time, but of so many elements
-    that a message is worth its latency.
-    """
-    if not two_hops:
-        return shard_numel
-    wanted = max(-(-shard_numel // CHUNKS), SMALLEST_CHUNK)
-    multiple = max(CHUNK_MULTIPLE, block)
-    return min(-(-wanted // multiple) * multiple, shard_numel)
 
 
 def slots(units: int, prefetch: int) -> int:

@@ -39,7 +39,6 @@ def engine_of(
     tensor: int = 1,
     overlapped: bool = False,
     decoupled: Collection[str] = (),
-    early_iterations: int = 0,
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device.
 
@@ -79,7 +78,6 @@ def engine_of(
         fused_backend=fused_backend,
         share=share,
         decoupled=decoupled,
-        early_iterations=early_iterations,
     )
 
 

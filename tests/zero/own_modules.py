@@ -179,6 +179,33 @@ class WithoutElements(Stack):
         return [("activation", self.activation), *super().units(), ("empty", self.empty)]
 
 
+class SharesALayer(Layer):
+    """Has a module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.linear
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.again(self.linear(x)))
+
+
+class TiesUnits(Stack):
+    """Two units with the same parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.last.weight = self.first.weight
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.last(super().hidden(self.first(x)))
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        *layers, head = super().units()
+        return [("first", self.first), *layers, ("last", self.last), head]
+
+
 def stack_of(layer: Callable[[], nn.Module], kind: type[Stack] = Stack) -> Callable[[], Stack]:
     return lambda: kind(layer)
 
@@ -193,6 +220,8 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "LoRA": stack_of(LowRank),
     "buffers": stack_of(WithBuffers),
     "no elements": WithoutElements,
+    "shared layer": stack_of(SharesALayer),
+    "tied units": TiesUnits,
 }
 
 
@@ -217,6 +246,8 @@ def engine_of(
     initialize: Callable[[str, Tensor], None] = initialize,
     say: Callable[[str], None] = lambda line: None,
     device: str = "cpu",
+    decoupled: tuple[str, ...] = (),
+    has_operations: bool = True,
     **zero: Any,
 ) -> ZeroEngine:
     """In fp32, without weight decay."""
@@ -230,8 +261,9 @@ def engine_of(
         precision=PrecisionConfig(fp32=True),
         topology=topology or Topology(),
         device=torch.device(device),
-        operations=load_operations(device, require_kernels=False, say=print),
+        operations=load_operations(device, require_kernels=False, say=print) if has_operations else None,
         say=say,
+        decoupled=decoupled,
     )
 
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.distributed.symmetric_memory import missing_for_copy_engines
+from megatron_zpp.distributed.symmetric_memory import may_have_copy_engines
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
@@ -17,7 +17,7 @@ def this_device() -> torch.device:
 
 def copy_engines(topology: Topology) -> bool:
     """Whether communication streams inside a node can use them; CPUs have none."""
-    return missing_for_copy_engines(topology, this_device()) is None
+    return may_have_copy_engines(topology, this_device())
 
 
 def operations() -> Operations:

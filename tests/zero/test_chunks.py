@@ -10,11 +10,11 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
-from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero import reduction_plan
+from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.rotation import Rotation
-from megatron_zpp.zero.communication import build_group_reduction, build_reduction
+from megatron_zpp.zero.communication import build_reduction
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.hop import SentBytes
@@ -71,17 +71,16 @@ def reduced_in(topology: Topology, group: str, format: str, full: torch.Tensor) 
     comm_streams = streams_of(plan, topology, ledger)
     sent = [GradSegment(0, full[:1000].to(this_device())), GradSegment(1000, full[1000:].to(this_device()))]
     total = torch.full((SHARD,), 7.0, device=this_device())
-    rotation = Rotation(LloydMaxFormat(4), Signs(11, 0, 0), GAPS) if format == "rotated4" else None
+    rotation = Rotation(Signs(11, 0, 0), GAPS) if format == "rotated4" else None
+    reduction = build_reduction(plan, comm_streams, operations())
     if group == "off":
-        reduction = build_reduction(plan, comm_streams, operations())
         for index in range(MICRO_BATCHES):
-            reduction.reduce(sent, total, add=index > 0, rotation=rotation).wait()
+            reduction.reduce(sent, Target(total, index > 0, rotation=rotation)).wait()
     else:
-        groups = build_group_reduction(plan, comm_streams, operations())
         accumulated = torch.full((plan.accumulator_numel(layout),), 7.0, device=this_device())
         for index in range(MICRO_BATCHES):
-            groups.accumulate(sent, accumulated, add=index > 0).wait()
-        groups.reduce_accumulated(accumulated, total, rotation=rotation).wait()
+            reduction.accumulate(sent, accumulated, add=index > 0).wait()
+        reduction.reduce_accumulated(accumulated, Target(total, rotation=rotation)).wait()
     expected = SentBytes()
     for index in range(MICRO_BATCHES):
         expected += plan.bytes_sent(layout, MICRO_BATCHES, last=index == MICRO_BATCHES - 1)

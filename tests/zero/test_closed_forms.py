@@ -1,8 +1,7 @@
 """Memory and traffic: what the engine really holds and sends, against the closed forms."""
 
-import itertools
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -10,15 +9,13 @@ import torch
 from benchmarks.memory_table import model_state_bytes
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.read_guard import Unreadable
 from tests.support import nightly
-from tests.zero.closed_forms import arena_bytes, bytes_sent_per_step, zeropp_bytes
+from tests.zero.closed_forms import arena_bytes
 from tests.zero.engines import engine_of
-from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
 VOCAB = 512
@@ -26,7 +23,6 @@ MODEL = ModelConfig(
     num_layers=6, hidden_size=128, num_attention_heads=4, seq_length=16, hidden_dropout=0, attention_dropout=0
 )
 BF16 = PrecisionConfig(bf16=True)
-STAGES = (0, 1, 2, 3)
 
 
 def build(topology: Topology, stage: int, prefetch: int = 1, precision: PrecisionConfig = BF16) -> ZeroEngine:
@@ -83,7 +79,7 @@ def live_bytes(engine: ZeroEngine) -> int:
 def parts(thing: object) -> Iterator[object]:
     if isinstance(thing, dict):
         yield from thing.values()
-    elif isinstance(thing, (list, tuple, set)):
+    elif isinstance(thing, (list, tuple, set, deque)):
         yield from thing
     elif hasattr(thing, "__dict__"):
         yield from vars(thing).values()
@@ -97,7 +93,7 @@ def measure_memory(
     for stage, prefetch in cases:
         engine = build(topology, stage, prefetch)
         inside, between = [], []
-        for micro_batches in (1, 3, 3, 1):
+        for micro_batches in (1, 3, 1):
             for index in range(micro_batches):
                 accumulate(engine, index, micro_batches)
                 inside.append(live_bytes(engine))
@@ -119,93 +115,12 @@ def measure_memory(
 @pytest.mark.parametrize(("nodes", "local"), [nightly(1, 1), nightly(1, 2), (2, 2)])
 def test_a_rank_holds_what_theory_says(nodes: int, local: int) -> None:
     """On 2 × 2 ranks stage 1 reduces fp32 gradients in two hops; on 1 × 2 at stage 0 each rank gets all."""
-    cases = [(stage, prefetch) for stage in STAGES for prefetch in ((0, 1, 2) if stage == 3 else (1,))]
+    cases = [(0, 1), (1, 1), (2, 1), (3, 0), (3, 2)]
     for measured in on_ranks(nodes * local, measure_memory, cases, ranks_per_node=local):
         for case, (inside, between, theory) in zip(cases, measured, strict=True):
             assert max(inside) <= 1.02 * theory, case
             assert len(set(between)) == 1, case
             assert between[0] < min(inside), case  # gradients are gone between steps
-
-
-ZEROPP: list[dict[str, Any]] = [
-    {"zero_quantized_weights": True},
-    {"zero_hpz_partition_size": "2"},
-    {"zero_quantized_gradients": True},
-    {"zero_quantized_weights": True, "zero_hpz_partition_size": "2"},
-    {"zero_quantized_weights": True, "zero_hpz_partition_size": "2", "zero_quantized_gradients": True},
-]
-
-
-def measure_zeropp_memory(topology: Topology) -> list[tuple[int, float]]:
-    """(live bytes at most, theory) of every case."""
-    torch.set_num_threads(1)
-    measured = []
-    for settings in ZEROPP:
-        zero = ZeroConfig(zero_stage=3, zero_prefetch_units=1, **settings)
-        engine = engine_of(
-            MODEL, VOCAB, zero=zero, precision=BF16, topology=topology, operations=operations()
-        )
-        peak = 0
-        for index in range(2):
-            accumulate(engine, index, 2)
-            peak = max(peak, live_bytes(engine))
-        layouts = [unit.layout for unit in engine.units]
-        theory = sum(layout.numel for layout in layouts) / topology.world_size * (2 + 4 + 12)
-        theory += arena_bytes(layouts, 3, prefetch=1, reduce_bytes=2, nodes=topology.nodes)
-        theory += zeropp_bytes(
-            layouts,
-            topology.nodes,
-            prefetch=1,
-            weights=QuantFormat("int8", WEIGHT_BLOCK) if zero.zero_quantized_weights else None,
-            gradients=QuantFormat("int4", GRADIENT_BLOCK) if zero.zero_quantized_gradients else None,
-            secondary_ranks=zero.hpz_ranks(2) if zero.hpz else None,
-        )
-        measured.append((peak, theory))
-    return measured
-
-
-def test_zeropp_holds_what_theory_says() -> None:
-    for measured in on_ranks(4, measure_zeropp_memory, ranks_per_node=2):
-        for settings, (peak, theory) in zip(ZEROPP, measured, strict=True):
-            assert 0.95 * theory <= peak <= 1.02 * theory, (settings, peak / theory)
-
-
-def measure_traffic(
-    topology: Topology, cases: list[tuple[int, int, int, bool]]
-) -> list[tuple[list[int], int]]:
-    """(bytes sent in each of three steps, closed form) for each case."""
-    measured = []
-    for stage, accumulation, prefetch, reduce_in_bf16 in cases:
-        engine = build(
-            topology, stage, prefetch, PrecisionConfig(bf16=True, grad_reduce_in_bf16=reduce_in_bf16)
-        )
-        sent = []
-        for _ in range(3):
-            step(engine, accumulation)
-            sent.append(sum(engine.take_traffic()))
-        expected = bytes_sent_per_step(
-            [unit.layout for unit in engine.units],
-            stage,
-            accumulation,
-            prefetch=prefetch,
-            reduce_bytes=2 if reduce_in_bf16 or stage >= 2 else 4,
-        )
-        measured.append((sent, expected))
-    return measured
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_ledger_equals_the_closed_form(world: int) -> None:
-    """At stage 0 two ranks sum everywhere, three in two steps."""
-    cases = list(itertools.product((0, 1, 2), (1, 3) if world == 2 else (3,), (1,), (False, True)))
-    cases += [(3, 3, prefetch, prefetch == 1) for prefetch in ((0, 1, 9) if world == 2 else (1,))]
-    for measured in on_ranks(world, measure_traffic, cases):
-        for (stage, accumulation, prefetch, reduce_in_bf16), (sent, expected) in zip(
-            cases, measured, strict=True
-        ):
-            case = f"stage {stage}, {accumulation} micro-batches, prefetch {prefetch}, bf16 {reduce_in_bf16}"
-            # The first step also gathers what was initialised; a step gathers ahead for the next one.
-            assert sent[1:] == [expected, expected], case
 
 
 def volumes(topology: Topology, stage: int) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ import torch
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.plan_communication import check_topology, plan_communication
 from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
 
@@ -49,16 +49,6 @@ def test_other_hpz_sizes_are_refused_with_the_valid_ones(
         check_topology(zero(zero_hpz_partition_size=size), Topology(0, nodes * local, 0, local))
 
 
-@pytest.mark.parametrize(
-    ("rank", "node", "cross_node_ranks"), [(0, [0, 1, 2], [0, 3]), (5, [3, 4, 5], [2, 5])]
-)
-def test_hops_of_a_rank(rank: int, node: list[int], cross_node_ranks: list[int]) -> None:
-    topology = Topology(rank, 6, rank % 3, 3)
-    assert list(topology.node_ranks) == node
-    assert list(topology.cross_node_ranks) == cross_node_ranks
-    assert list(topology.neighbours(2)) == [rank // 2 * 2, rank // 2 * 2 + 1]
-
-
 def test_the_head_of_a_log_says_what_is_on() -> None:
     everything = zero(
         zero_quantized_weights=True,
@@ -95,8 +85,7 @@ def plans_of(
     """Of every rank."""
     world = nodes * local
     inputs = {"compute_dtype": torch.bfloat16, "reduce_in_bf16": False, "copy_engines": False} | more
-    multiple = ZeroConfig(**settings).shard_multiple
-    layouts = [FlatLayout((size,), 1, world, multiple) for size in sizes]
+    layouts = [FlatLayout((size,), 1, world) for size in sizes]
     grid = (Topology(rank, world, rank % local, local) for rank in range(world))
     return [plan_communication(ZeroConfig(**settings), each, layouts, **inputs) for each in grid]
 
@@ -164,19 +153,15 @@ def test_weights_that_the_optimizer_has_whole_are_not_gathered(nodes: int, local
     assert plan.gathers_in_place == (stage == 0 or (stage < 3 and nodes * local == 1))
 
 
-@pytest.mark.parametrize("gradients", ["rotated4", "rotated3"])
-@pytest.mark.parametrize("block", [None, 32, 64, 128, 512, 2048])
-def test_signs_can_begin_where_every_chunk_begins(gradients: str, block: int | None) -> None:
-    """Their numbers must be multiples of 128, whatever the block. A chunk may be an odd part of a shard."""
-    settings = QGZ | {
-        "zero_stage": 2,
-        "zero_quantized_gradients_format": gradients,
-        "zero_quantization_block": block,
-    }
+def test_signs_can_begin_where_every_chunk_begins() -> None:
+    """Their numbers must be multiples of 128. A chunk may be an odd part of a shard."""
+    settings = QGZ | {"zero_stage": 2, "zero_quantized_gradients_format": "rotated4"}
     chunks = 0
     for nodes, local in ((2, 2), (3, 2), (2, 4)):
-        world, multiple = nodes * local, ZeroConfig(**settings).shard_multiple
-        shards = [-(-numel // multiple) * multiple for numel in (1, 4_210_688, 4_210_944, 5_000_000)]
+        world = nodes * local
+        shards = [
+            -(-numel // SHARD_MULTIPLE) * SHARD_MULTIPLE for numel in (1, 4_210_688, 4_210_944, 5_000_000)
+        ]
         for plan in plans_of(settings, nodes, local, sizes=[world * shard for shard in shards]):
             reduction = plan.reduction
             for layout in plan.layouts:

@@ -74,7 +74,7 @@ def differences(topology: Topology, overlapped: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["waiting", "overlapped"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_exchanges_and_products_are_those_of_whole_tensors(ranks: int, overlapped: bool) -> None:
     for found in on_ranks(ranks, differences, overlapped):
         assert len(found) == 11
@@ -170,7 +170,6 @@ def test_every_kind_of_run_learns_what_one_process_does() -> None:
     cases = (
         Case("gpt2", 2, 0, documents=True, overlapped=True),
         Case("llama", 2, 3, "full", accumulate=2, overlapped=True),
-        Case("llama", 2, 2, "selective", overlapped=True),
     )
     first, *others = on_ranks(4, train, cases)
     for other in others:
@@ -179,6 +178,7 @@ def test_every_kind_of_run_learns_what_one_process_does() -> None:
         check(case, found, rel=1e-6)
 
 
+@pytest.mark.nightly  # in CI four ranks exchange in the first test
 def test_four_tensor_ranks_learn_what_one_process_does() -> None:
     case = Case("llama", 4, 1, "full", overlapped=True)
     check(case, on_ranks(4, train, (case,))[0][0], rel=1e-6)

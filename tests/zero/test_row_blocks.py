@@ -128,9 +128,9 @@ def beside_whole_tables(
     ("ranks", "local", "cases"),
     [
         nightly(1, 1, [STAGES[0], AGREEING[-1]], id="1"),
-        pytest.param(2, 2, AGREEING, id="2"),
+        pytest.param(2, 2, [STAGES[0], STAGES[3], *AGREEING[-2:]], id="2"),
         pytest.param(4, 2, IN_GROUPS, id="2x2"),
-        nightly(2, 2, MORE_AGREEING, id="2-more"),
+        nightly(2, 2, [*STAGES[1:3], *MORE_AGREEING], id="2-more"),
         nightly(4, 2, [*AGREEING, *MORE_AGREEING], id="2x2-more"),
     ],
 )
@@ -194,7 +194,7 @@ def test_when_blocks_are_gathered_changes_no_bit(ranks: int, local: int) -> None
 
 def test_all_of_zeropp_trains_blocks_as_it_trains_whole_tables() -> None:
     """Codes of 4 bits of other blocks: as accurate."""
-    cases: list[Case] = [(zero, {"precision": BF16, "recompute": FULL}, 2) for zero in (ALL, DELTA4)]
+    cases: list[Case] = [(DELTA4, {"precision": BF16, "recompute": FULL}, 2)]
     for whole, blocks, _ in on_ranks(4, beside_whole_tables, cases, ranks_per_node=2)[0]:
         assert blocks[:-1] == pytest.approx(whole[:-1], rel=0.02)
 
@@ -236,27 +236,6 @@ def test_any_blocks_load_from_any_others(tmp_path: Path) -> None:
     for found in on_ranks(2, loaded_elsewhere, str(tmp_path), ranks_per_node=2):
         for (saved, loads), result in zip([*RESUMES, *SHARED], found, strict=True):
             assert result == (6 if saved[1] is None else 7, True, True), (saved, loads)
-
-
-def resumed(topology: Topology, directory: str) -> bool:
-    """Whether a run that is resumed is the run that is not."""
-    torch.set_num_threads(1)
-    settings: dict[str, Any] = {"precision": BF16, "recompute": FULL}
-    straight = build(topology, DELTA4, **settings)
-    train(straight, range(4))
-    engine = build(topology, DELTA4, **settings)
-    train(engine, range(2))
-    path = save(Path(directory), engine, Progress(iteration=2))
-    again = build(topology, DELTA4, **settings)
-    load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
-    train(again, range(2, 4))
-    pairs = [(states_of(straight, kind), states_of(again, kind)) for kind in straight.states.kinds]
-    return all(torch.equal(one[name], other[name]) for one, other in pairs for name in one)
-
-
-def test_a_resumed_run_is_the_one_that_was_not_interrupted(tmp_path: Path) -> None:
-    """With the references of weight differences, and what decides on their formats, of each block."""
-    assert on_ranks(4, resumed, str(tmp_path), ranks_per_node=2) == [True] * 4
 
 
 @pytest.mark.parametrize(

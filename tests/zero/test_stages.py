@@ -115,14 +115,22 @@ def same_order(case: Case, world: int) -> bool:
     return world == 1 or case.accumulation == 1 or case.stage >= 2
 
 
-@pytest.mark.parametrize("world", [nightly(1), 2, nightly(3), 4])
-def test_losses_equal_one_process(world: int) -> None:
-    cases = tuple(
-        Case(stage, accumulation, recompute)
-        for stage, accumulation, recompute in itertools.product(STAGES, (1, 3), RECOMPUTE)
-        if recompute in ("stored", "chunks")
-        or (world < 3 and accumulation == 3)  # more ranks have other sizes
-    )
+EACH = tuple(Case(*settings) for settings in itertools.product(STAGES, (1, 3), RECOMPUTE))
+CORNERS = (
+    *(Case(stage, accumulation) for stage in STAGES for accumulation in (1, 3)),
+    *(Case(3, 3, recompute) for recompute in ("selective", "full", "chunks")),
+)
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, CORNERS),
+        (4, tuple(Case(stage, 3, "chunks") for stage in STAGES)),
+        *(nightly(world, EACH) for world in (1, 2, 3, 4)),
+    ],
+)
+def test_losses_equal_one_process(world: int, cases: tuple[Case, ...]) -> None:
     results = on_ranks(world, train, cases)
     assert all(result == results[0] for result in results[1:])  # every rank sees the same
     for case, losses in zip(cases, results[0], strict=True):
@@ -179,7 +187,7 @@ def test_gathers_run_ahead_of_a_recomputed_chunk_and_inside_it() -> None:
     assert len(waits_of_a_backward(6, 1, 0)) == 8
 
 
-NODES = {(2, 3): (Case(2, 1), Case(3, 3)), (3, 2): (Case(1, 3),)}
+NODES = {(3, 2): (Case(1, 3), Case(3, 3))}
 
 
 def train_in_nodes(started: Topology) -> list[list[list[float]]]:
@@ -253,12 +261,13 @@ def test_bf16_reduction_of_fp32_gradients_costs_its_rounding_and_no_more(train: 
 @pytest.mark.parametrize("world", [2, nightly(3)])
 def test_ranks_that_write_each_others_memory_equal_one_process(world: int) -> None:
     """Two ranks with a width at which some gradients begin and end with blocks; units whose end is padded."""
-    widths = (48, 36) if world == 2 else (36,)
+    width = 48 if world == 2 else 36
     cases = tuple(
-        Case(stage, accumulation, hidden_size=hidden, precision=precision)
-        for stage, accumulation, hidden in itertools.product(STAGES, (1, 3), widths)
+        Case(stage, accumulation, hidden_size=width, precision=precision)
+        for stage, accumulation in ((0, 1), (0, 3), (1, 3), (2, 3), (3, 1))
         for precision in ((FP32, BF16) if accumulation == 1 or stage >= 2 else (FP32,))
     )
+    cases += (Case(2, 1, hidden_size=36),)
     results = on_ranks(world, train_writing, cases)
     assert all(result == results[0] for result in results[1:])
     for case, losses in zip(cases, results[0], strict=True):

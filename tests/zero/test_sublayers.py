@@ -104,7 +104,6 @@ MORE_PASSES: list[Case] = [
 IN_BF16: list[Case] = [({"zero_stage": stage}, "full", BF16, 0.0, 2, 1) for stage in range(4)]
 ZEROPP: list[Case] = [(zero, "full", BF16, 1.0, 2, 1) for zero in (HPZ, ALL, DELTA4)]
 MORE_ZEROPP: list[Case] = [(ALL | {"zero_gradient_partition_size": "auto"}, "full", BF16, 1.0, 2, 1)]
-ROTATED: Case = (DELTA4 | {"zero_quantized_gradients_format": "rotated4"}, "full", BF16, 1.0, 2, 1)
 TENSOR: list[Case] = [({"zero_stage": stage}, "full", FP32, 0.0, 2, 2) for stage in (0, 3)]
 
 
@@ -130,7 +129,8 @@ def in_both_units(topology: Topology, cases: list[Case]) -> list[tuple[bool, lis
     ("ranks", "local", "cases"),
     [
         nightly(1, 1, STAGES, id="1"),
-        pytest.param(2, 2, [*STAGES, *PASSES], id="2"),
+        pytest.param(2, 2, [STAGES[1], *PASSES[1:]], id="2"),
+        nightly(2, 2, [*STAGES, PASSES[0]], id="2-stages"),
         pytest.param(4, 2, [ZEROPP[-1], TENSOR[1]], id="2x2"),
         nightly(4, 2, ZEROPP[:-1], id="2x2-ZeRO++"),
         nightly(2, 2, [*IN_BF16, *MORE_PASSES], id="2-more"),
@@ -147,13 +147,6 @@ def test_whole_layers_and_halves_train_to_the_same_bits(ranks: int, local: int, 
         for case, (same, (whole, halves)) in zip(cases, found, strict=True):
             assert same, case
             assert whole == halves, case
-
-
-def test_signs_of_rotations_go_by_unit() -> None:
-    """So rotated gradients have other codes, of the same accuracy."""
-    ((same, (whole, halves)), *_) = on_ranks(4, in_both_units, [ROTATED], ranks_per_node=2)[0]
-    assert not same
-    assert halves == pytest.approx(whole, rel=0.01)
 
 
 def resumed(topology: Topology, directory: str, zero: dict[str, Any]) -> list[bool]:
@@ -178,7 +171,7 @@ def resumed(topology: Topology, directory: str, zero: dict[str, Any]) -> list[bo
     return same
 
 
-@pytest.mark.parametrize("zero", [{"zero_stage": 2}, DELTA4], ids=["stage_2", "delta4"])
+@pytest.mark.parametrize("zero", [DELTA4, nightly({"zero_stage": 2})], ids=["delta4", "stage_2"])
 def test_a_resume_may_change_the_units(zero: dict[str, Any], tmp_path: Path) -> None:
     """Weights, moments and the references of weight differences, bit for bit."""
     for same in on_ranks(4, resumed, str(tmp_path), zero, ranks_per_node=2):

@@ -171,8 +171,8 @@ def check(case: Case, found: Trained, *, rel: float) -> None:
     [(2, 2), *(nightly(*ranks) for ranks in ((1, 2), (2, 1), (4, 1), (4, 2)))],
 )
 def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> None:
-    """In 20 steps, within what the order of fp32 sums leaves. Other numbers of ranks are nightly."""
-    cases = tuple(Case(model, tensor, stage, layers=2, steps=20) for stage in range(4) for model in MODELS)
+    """Within what the order of fp32 sums leaves. Other numbers of ranks are nightly."""
+    cases = tuple(Case(model, tensor, stage, layers=2, steps=6) for stage in range(4) for model in MODELS)
     first, *others = on_ranks(tensor * data, train, cases)
     for other in others:
         assert [(each.losses, each.norms) for each in other] == [(each.losses, each.norms) for each in first]
@@ -181,31 +181,26 @@ def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> Non
 
 
 def test_recomputation_and_accumulation_change_nothing() -> None:
-    cases = tuple(
-        Case(model, 2, stage, recompute, accumulate)
-        for model in MODELS
-        for stage, recompute, accumulate in (
-            (0, "full", 2),
-            (2, "selective", 2),
-            (3, "full", 1),
-            (3, "full", 2),
-        )
+    cases = (
+        Case("gpt2", 2, 0, "full", 2),
+        Case("llama", 2, 2, "selective", 2),
+        Case("gpt2", 2, 3, "full", 1),
+        Case("llama", 2, 3, "full", 2),
     )
     for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):
         check(case, found, rel=1e-6)
 
 
 def test_documents_end_where_they_end_on_one_process() -> None:
-    cases = tuple(Case(model, 2, 3, documents=True) for model in MODELS)
-    for case, found in zip(cases, on_ranks(2, train, cases)[0], strict=True):
-        check(case, found, rel=1e-6)
+    case = Case("llama", 2, 3, documents=True)
+    check(case, on_ranks(2, train, (case,))[0][0], rel=1e-6)
 
 
 def test_16_bits_learn_within_their_rounding() -> None:
     """Losses of all steps; bf16 has 8 bits, fp16 has 11, and an optimizer step of 1e-3 hardly more."""
     cases = (
-        *(Case(model, 2, stage, precision=BF16) for model in MODELS for stage in (0, 3)),
-        Case("gpt2", 2, 0, precision=FP16),
+        Case("gpt2", 2, 0, precision=BF16),
+        Case("llama", 2, 3, precision=BF16),
         Case("llama", 2, 3, precision=FP16),
     )
     for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):
@@ -226,7 +221,7 @@ def test_tensor_ranks_drop_out_of_tokens_of_their_own_and_recomputation_repeats_
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), nightly(8, 4)])
 def test_zeropp_acts_over_data_ranks(ranks: int, ranks_per_node: int) -> None:
     """Two nodes of one or two data ranks each, two tensor ranks per data rank; all ranks see the same."""
-    kinds = (("llama", ALL), ("llama", ALL + FOUR_BITS), ("gpt2", ALL + FOUR_BITS))
+    kinds = (("llama", ALL), ("gpt2", ALL + FOUR_BITS))
     cases = tuple(Case(model, 2, 3, "full", zero=zero) for model, zero in kinds)
     first, *others = on_ranks(ranks, train, cases, ranks_per_node=ranks_per_node)
     assert all([each.losses for each in other] == [each.losses for each in first] for other in others)
@@ -264,12 +259,11 @@ def _skipped(topology: Topology) -> list[float]:
     return skipped
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["waiting", "overlapped"])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_the_ledger_has_what_the_collectives_sent(recompute: str, overlapped: bool) -> None:
+def test_the_ledger_has_what_the_collectives_sent() -> None:
     """Counted apart: each collective of hidden states is called with its bytes recorded."""
-    for counted, sent in on_ranks(2, _traffic, Case("llama", 2, 0, recompute, overlapped=overlapped)):
-        assert counted == sent > 0
+    for found in on_ranks(2, _traffic):
+        for counted, sent in found:
+            assert counted == sent > 0
 
 
 UNSUMMED = Case("gpt2", 2, 0, kernels=True)
@@ -290,13 +284,19 @@ def test_replicated_gradients_are_summed_beside_the_rest_of_the_backward() -> No
     """Where data ranks sum nothing: they are waited for in the step, whose result is that of one process."""
     for found in on_ranks(2, states_of_gradients):
         assert found == [{"REDUCING"}, {"EMPTY"}]
-    check(UNSUMMED, on_ranks(2, train, (UNSUMMED,))[0][0], rel=1e-6)
-    llama = replace(UNSUMMED, model="llama", recompute="full")
-    check(llama, on_ranks(2, train, (llama,))[0][0], rel=1e-6)
+    cases = (UNSUMMED, replace(UNSUMMED, model="llama", recompute="full"))
+    for case, found in zip(cases, on_ranks(2, train, cases)[0], strict=True):
+        check(case, found, rel=1e-6)
 
 
-def _traffic(topology: Topology, case: Case) -> tuple[int, int]:
-    """Bytes inside the node by the ledger, and those given to the collectives, of one step without ZeRO."""
+def _traffic(topology: Topology) -> list[tuple[int, int]]:
+    """Of one step without ZeRO, waiting for exchanges or beside them, with each kind of recomputation."""
+    kinds = [(recompute, overlapped) for recompute in RECOMPUTE for overlapped in (False, True)]
+    return [_sent(topology, Case("llama", 2, 0, kind, overlapped=beside)) for kind, beside in kinds]
+
+
+def _sent(topology: Topology, case: Case) -> tuple[int, int]:
+    """Bytes inside the node by the ledger, and those given to the collectives."""
     engine = build(case, topology)
     group, sent = engine.share.group, 0
 

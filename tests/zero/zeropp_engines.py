@@ -24,7 +24,6 @@ def build(
     zero: dict[str, Any],
     precision: PrecisionConfig = BF16,
     model: ModelConfig = MODEL,
-    early_iterations: int = 0,
 ) -> ZeroEngine:
     """An engine with the settings `zero`, at stage 3 unless they name another one."""
     torch.set_num_threads(1)
@@ -37,5 +36,4 @@ def build(
         topology=topology,
         device=str(this_device()),
         operations=operations(),
-        early_iterations=early_iterations,
     )

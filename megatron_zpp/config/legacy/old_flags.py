@@ -200,8 +200,8 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
     OldFlag(
         name="--zero-delta4-iterations",
         takes=int,
-        why="delta2 has 4 bits until twice the warm-up",
-        otherwise="delta2 has 4 bits until twice the warm-up; omit it",
+        why="delta4 has 4 bits in all iterations",
+        otherwise="delta4 has 4 bits in all iterations; omit it",
     ),
     *(
         OldFlag(
@@ -232,6 +232,13 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         otherwise="set the environment variable WANDB_MODE instead",
     ),
     OldFlag(
+        name="--plan-compute-share",
+        takes=float,
+        why="a plan takes the share of the peak that was measured or fitted for its GPU",
+        otherwise="a plan takes the share of the peak that was measured or fitted for its GPU; omit it, and "
+        "multiply the planned compute by that share / yours",
+    ),
+    OldFlag(
         name="--max-nan-iterations",
         takes=int,
         allowed=(10,),
@@ -257,11 +264,32 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         )
         for name, takes in (("--buddy-snapshots", int), ("--buddy-directory", str))
     ),
+    OldFlag(
+        name="--zero-quantization-block",
+        takes=int,
+        allowed=(256,),
+        why="blocks have 256 elements, and those of unrotated gradients 128",
+        otherwise="blocks have 256 elements, and those of unrotated gradients 128; omit it",
+    ),
+    OldFlag(
+        name="--nccl-sockets",
+        takes=str,
+        allowed=("auto",),
+        why="2x2 where NCCL would use TCP with one socket",
+        otherwise="omit it, and set NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD, which are obeyed",
+    ),
+    *idle(
+        {
+            "copy engines are used if a trial at the start succeeds": "--zero-copy-engines:str",
+            "matmuls always spare what NCCL needs over TCP": "--zero-spare-multiprocessors:str",
+            "references are compared before each checkpoint is saved": "--zero-check-interval:int",
+        }
+    ),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 RETIRED_VALUES = {  # by field: the value that takes the place of each
-    "zero_quantized_weights_format": {"fp8": "int8", "int4": "int8", "delta3": "delta4"},
-    "zero_quantized_gradients_format": {"fp8": "int8"},
+    "zero_quantized_weights_format": {"fp8": "int8", "int4": "int8", "delta3": "delta4", "delta2": "delta4"},
+    "zero_quantized_gradients_format": {"fp8": "int8", "rotated3": "rotated4"},
 }
 
 OLD_FLAGS: tuple[OldFlag, ...] = (

@@ -48,7 +48,7 @@ _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their 
     "distributed": ("tensor_model_parallel_size",),
 }
 _OF_THE_START = {  # they change no number of a run
-    *("zero_prefetch_units", "zero_copy_engines", "zero_check_interval", "zero_spare_multiprocessors"),
+    "zero_prefetch_units",
     "fp8",  # said by matmul_changes
 }
 

@@ -16,7 +16,6 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
-from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.train.setup.device import Device, check_attention
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
@@ -64,7 +63,6 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         decoupled=() if config.learning_rate.decoupled_lr is None else decoupled_of(config.model),
         scaling=scaling,
         codes=codes,
-        early_iterations=early_iterations(config, grid.data.world_size),
     )
 
 
@@ -99,13 +97,6 @@ def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
         fix = f"copies between GPUs fail here; use --no-tp-comm-overlap ({' '.join(str(error).split())})"
         raise option_error(flag, "(on)", fix) from None
     return True
-
-
-def early_iterations(config: Config, ranks: int) -> int:
-    """The iterations in which weight differences have 4 bits or more: twice those of the warm-up."""
-    if not config.zero.sends_differences:
-        return 0
-    return 2 * RunSchedule.from_config(config.training, config.learning_rate, ranks).warmup_iterations
 
 
 def _build_model(

@@ -37,7 +37,7 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     if attention := engine.model.parts.attention.describe():
         lines.append(f" attention: {attention}")
     if spare := engine.spare.count:
-        lines.append(f" matrix products leave {spare} multiprocessors to NCCL (--zero-spare-multiprocessors)")
+        lines.append(f" matrix products leave {spare} multiprocessors to NCCL")
     for split in ("train", "valid", "test"):
         samples = getattr(splits, split)
         if samples is not None:
@@ -65,9 +65,8 @@ def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: Ru
     from megatron_zpp.plan.memory import memory_of
     from megatron_zpp.train.dry_run import job_of
 
-    job = job_of(config, vocab_size, schedule, engine.grid)
-    zero = replace(job.zero, zero_copy_engines="on" if engine.copy_engines else "off")  # what auto chose
-    job, lines, total = replace(job, zero=zero), [], math.inf
+    job = replace(job_of(config, vocab_size, schedule, engine.grid), copy_engines=engine.copy_engines)
+    lines, total = [], math.inf
     if on_gpu:
         total = torch.cuda.get_device_properties(engine.device).total_memory
         memory = memory_of(job)

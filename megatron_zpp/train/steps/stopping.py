@@ -65,11 +65,9 @@ class StopConditions:
         engine: ZeroEngine,
         signals: StopSignals,
         lease: "Lease | None" = None,
-        *,
-        check_interval: int | None = None,
     ) -> None:
-        """`lease` is that of --save, on rank 0; `check_interval` is --zero-check-interval."""
-        self._engine, self._check_interval = engine, check_interval
+        """`lease` is that of --save, on rank 0."""
+        self._engine = engine
         self._training, self._signals, self._lease = training, signals, lease
         self._loss_scale = engine.loss_scale
         self._vote = Vote(len(STOP_SIGNALS) + 2, engine.topology, engine.device)
@@ -88,18 +86,19 @@ class StopConditions:
         if interval and iteration % interval == 0:
             raise Stop(0, f"--exit-interval {interval}")
 
-    def check_references(self, iteration: int) -> None:
-        """Raise Stop if --zero-check-interval ends here and nodes hold other references than node 0."""
-        if self._check_interval and iteration % self._check_interval == 0:
-            differing = self._engine.weights.differing_references()
-            if differing is not None:
-                raise Stop(
-                    FAILED,
-                    f"the reference of weight differences is not that of node 0 in {differing}: memory or "
-                    "the network changed it; nothing is saved; resume from the newest checkpoint, without "
-                    "that node if it happens again",
-                    saves=False,
-                )
+    def before_save(self) -> None:
+        """Raise Stop if nodes hold other references of weight differences than node 0."""
+        if not self._engine.weights.have_references:
+            return
+        differing = self._engine.weights.differing_references()
+        if differing is not None:
+            raise Stop(
+                FAILED,
+                f"the reference of weight differences is not that of node 0 in {differing}: memory or the "
+                "network changed it; nothing is saved; resume from the newest checkpoint, without that node "
+                "if it happens again",
+                saves=False,
+            )
 
     def between_rounds(self) -> None:
         """Raise Stop if an evaluation has to be abandoned."""

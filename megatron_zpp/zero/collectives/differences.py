@@ -14,6 +14,7 @@ So references have equal bits on all nodes, and what the codes lost is in the ne
 too much, `DifferenceFormats` has the unit travel in 8 bits, as linear codes.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,6 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives.in_turn import InTurn
 from megatron_zpp.zero.collectives.rotation import clear
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.hop import CodeFormat
@@ -57,7 +57,7 @@ class WeightDifferences:
         self._operations = operations
         self._nodes, self._node = len(hop.ranks), hop.group_rank
         received = plan.gather.received  # sent on among the groups, so in memory of that stream
-        self._lanes = InTurn([_Lane(stream, (among_groups or stream).zeros(*received)) for stream in between])
+        self._lanes = deque(_Lane(stream, (among_groups or stream).zeros(*received)) for stream in between)
         self._among, self._groups = among_groups, plan.reference_groups
         self._group = 0 if among_groups is None else among_groups.group_rank
         self._messages = None  # of all owners, where a node has several groups
@@ -66,6 +66,10 @@ class WeightDifferences:
             self._messages = among_groups.zeros(*plan.among_groups.received)
         blocks = max(layout.shard_numel for layout in plan.layouts) // hop.format.block
         self._squares = between[0].zeros(2 * blocks, torch.float32)
+
+    def _next_lane(self) -> _Lane:
+        self._lanes.rotate(-1)
+        return self._lanes[-1]
 
     def own_part(self, reference: Tensor) -> Tensor:
         """This rank's shard (n,) of its part of the reference (groups · nodes · n,)."""
@@ -81,7 +85,7 @@ class WeightDifferences:
 
     def publish(self, reference: Tensor) -> Pending:
         """Send this rank's part of the reference itself, at the start of a run."""
-        between, among = self._lanes.next().stream, self._among
+        between, among = self._next_lane().stream, self._among
         own, part = self.own_part(reference), self._nodes_part(reference)
         arrived = between.submit(lambda: between.all_gather(part, own))
         if among is None:
@@ -127,7 +131,7 @@ class WeightDifferences:
         )
         torch.sum(squares, dim=1, dtype=torch.float64, out=measured)
 
-        lane, among = self._lanes.next(), self._among
+        lane, among = self._next_lane(), self._among
         received, read = lane.buffer[: self._nodes * len(codes)], lane.reading
 
         def take(messages: Tensor) -> None:

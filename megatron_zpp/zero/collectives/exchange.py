@@ -1,29 +1,16 @@
 """An exchange of gradients as they are, and the sum of what arrives."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.sums import sum_parts
 from megatron_zpp.zero.grad_segments import GradSegment, join, segments_inside
 from megatron_zpp.zero.reduction_plan import ReductionPlan
-
-
-class Exchange(Protocol):
-    """Brings together what all ranks have of some elements, and sums it in the order of the ranks.
-
-    The volume is that of a reduce-scatter, but 16-bit numbers stay 16 bits on the wire without a rounding in
-    the sum, whose bits are those of one process that accumulates the ranks' batches in turn.
-    """
-
-    def sum(
-        self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None = None
-    ) -> None:
-        """Exchange and sum, on the communication stream; see Reduction.reduce."""
 
 
 def build_exchange(
@@ -33,10 +20,13 @@ def build_exchange(
     joined: Tensor,
     *,
     whole: bool = False,
-) -> Exchange:
+) -> "_OneRank | _PeerWrites | _Buffered":
     """The exchange of the plan's first hop. `joined` is the plan's buffer of that name.
 
-    `whole`: every rank sums all elements, not its shard.
+    It brings together what all ranks have of some elements, and sums it in the order of the ranks; with
+    `whole` every rank sums all elements, not its shard. The volume is that of a reduce-scatter, but 16-bit
+    numbers stay 16 bits on the wire without a rounding in the sum, whose bits are those of one process that
+    accumulates the ranks' batches in turn.
     """
     if len(comm_stream.ranks) == 1:
         return _OneRank(operations)
@@ -51,18 +41,16 @@ class _OneRank:
     def __init__(self, operations: Operations | None) -> None:
         self._operations = operations
 
-    def sum(
-        self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None = None
-    ) -> None:
-        """See Exchange."""
+    def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
+        """Exchange and sum, on the communication stream; see Reduction.reduce."""
         for segment in sent:
             sum_parts(
                 self._operations,
                 segment.flat.view(1, -1),
-                segment.of(total),
-                add=add,
+                segment.of(target.total),
+                add=target.add,
                 own=segment.flat,
-                squares=_blocks_of(segment, squares),
+                squares=_blocks_of(segment, target.squares),
             )
 
 
@@ -81,12 +69,11 @@ class _Buffered:
         self._collective = comm_stream.all_gather if whole else comm_stream.all_to_all
         self._received = comm_stream.zeros(*plan.buffers.received)
 
-    def sum(
-        self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None = None
-    ) -> None:
-        """See Exchange."""
+    def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
+        """Exchange and sum, on the communication stream; see Reduction.reduce."""
         ranks = len(self._comm_stream.ranks)
         full = join(sent, self._joined.view(sent[0].flat.dtype))
+        total, add, squares, _ = target
         received = self._received.view(full.dtype)[: ranks * len(total)]
         self._collective(received, full)
         sum_parts(self._operations, received.view(ranks, -1), total, add=add, squares=squares)
@@ -107,21 +94,20 @@ class _PeerWrites:
             plan.buffers.received.nbytes
         )  # of all ranks, in their order
 
-    def sum(
-        self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None = None
-    ) -> None:
-        """See Exchange."""
+    def sum(self, sent: Sequence[GradSegment], target: Target) -> None:
+        """Exchange and sum, on the communication stream; see Reduction.reduce."""
         group_rank = self._comm_stream.group_rank
-        received = self._write(sent, len(total))
-        for segment in segments_inside(sent, self._summed_by(group_rank, len(total))):
+        numel = len(target.total)
+        received = self._write(sent, numel)
+        for segment in segments_inside(sent, self._summed_by(group_rank, numel)):
             sum_parts(
                 self._operations,
                 received[:, segment.start : segment.start + len(segment.flat)],
-                segment.of(total),
-                add=add,
+                segment.of(target.total),
+                add=target.add,
                 own=segment.flat,
                 group_rank=group_rank,
-                squares=_blocks_of(segment, squares),
+                squares=_blocks_of(segment, target.squares),
             )
 
     def _write(self, sent: Sequence[GradSegment], numel: int) -> Tensor:

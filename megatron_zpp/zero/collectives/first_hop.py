@@ -2,41 +2,26 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.codecs import build_codec
+from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.sums import sum_parts
 from megatron_zpp.zero.grad_segments import GradSegment, join
 from megatron_zpp.zero.reduction_plan import ReductionPlan
 
 
-class FirstHop(Protocol):
-    """Sums what the group's ranks have for this rank, in their order, in fp32.
+class PlainFirstHop:
+    """Gradients as they are: an all-to-all, and a sum of what the ranks have for this one, in their order.
 
     Shards of a unit lie in the order (rank of the node, node), so what a rank of the node sums for its
     cross-node ranks is contiguous. Where a node has several groups, a rank sums its part of each `groups`th
     of the unit, and the results lie one after the other.
     """
-
-    def sum(self, sent: Sequence[GradSegment], target: Tensor, *, add: bool) -> Pending:
-        """Submit the sum of `sent` into the fp32 `target` (groups · nodes · shard_numel,), or add it."""
-
-
-def build_first_hop(plan: ReductionPlan, comm_stream: CommStream, operations: Operations | None) -> FirstHop:
-    """The first hop of a plan that has several, or a fold."""
-    if not plan.quantized:
-        return PlainFirstHop(plan, comm_stream, operations)
-    assert operations is not None
-    return QuantizedFirstHop(plan, comm_stream, operations)
-
-
-class PlainFirstHop:
-    """Gradients as they are: an all-to-all, and a sum."""
 
     def __init__(self, plan: ReductionPlan, comm_stream: CommStream, operations: Operations | None) -> None:
         self._comm_stream, self._operations, self._groups = comm_stream, operations, plan.groups
@@ -44,7 +29,7 @@ class PlainFirstHop:
         self._received = comm_stream.zeros(*plan.buffers.received)
 
     def sum(self, sent: Sequence[GradSegment], target: Tensor, *, add: bool) -> Pending:
-        """See FirstHop."""
+        """Submit the sum of `sent` into the fp32 `target` (groups · nodes · shard_numel,), or add it."""
         return self._comm_stream.submit(lambda: self.sum_now(sent, target, add=add))
 
     def sum_now(self, sent: Sequence[GradSegment], target: Tensor, *, add: bool) -> None:
@@ -69,7 +54,7 @@ class QuantizedFirstHop:
     def sum(
         self, sent: Sequence[GradSegment], target: Tensor, *, add: bool, rotation: Rotation | None = None
     ) -> Pending:
-        """See FirstHop. `target` is laid out by chunks; with a `rotation` there is one."""
+        """See PlainFirstHop. `target` is laid out by chunks; with a `rotation` there is one."""
         groups, nodes = self._plan.groups, self._plan.nodes
         shard_numel = len(target) // (groups * nodes)
         full, pending = self.joined(sent, len(target) * len(self._comm_stream.ranks))
@@ -99,7 +84,7 @@ class QuantizedFirstHop:
 
         `slices` has a row for each owner; the rows of a message lie one after the other.
         """
-        ranks, nbytes = len(self._comm_stream.ranks), self.codec.message_bytes(numel, rotation)
+        ranks, nbytes = len(self._comm_stream.ranks), self.codec.format.message_bytes(numel)
         sent, received = (buffer[: ranks * nbytes] for buffer in (self._sent, self._received))
         self.codec.encode(slices, sent.view(ranks, nbytes), rotation, 0)
         self._comm_stream.all_to_all(received, sent)
@@ -114,8 +99,9 @@ class Fold:
         self._comm_stream, self._operations, self._groups = comm_stream, operations, plan.groups
         self._received = comm_stream.zeros(*plan.buffers.folded)
 
-    def sum_now(self, accumulated: Tensor, total: Tensor, *, squares: Tensor | None = None) -> None:
-        """Sum `accumulated` (groups · n,) of each group into `total` (n,), on the present stream."""
+    def sum_now(self, accumulated: Tensor, target: Target) -> None:
+        """Sum `accumulated` (groups · n,) of each group into the target (n,), on the present stream."""
+        total, _, squares, _ = target
         received = self._received[: len(accumulated)]
         self._comm_stream.all_to_all(received, accumulated)
         sum_parts(self._operations, received.view(self._groups, -1), total, add=False, squares=squares)

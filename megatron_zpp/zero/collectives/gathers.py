@@ -11,10 +11,13 @@ from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan
 
 
 class PlainGather:
-    """Sends shards in the compute format; they land in the buffer that the parameters view."""
+    """Sends parts in the compute format; they land in the buffer that the parameters view.
+
+    A reference of weight differences is fp32 and is cast into its place there. Codes are sent as they are.
+    """
 
     def __init__(self, plan: GatherPlan, comm_stream: CommStream) -> None:
-        self._comm_stream, self._kept = comm_stream, plan.kept
+        self._comm_stream, self._kept, self._ranks = comm_stream, plan.kept, len(plan.hop.ranks)
 
     def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
         """See Gather. Where both are the same memory there is nothing to write."""
@@ -32,44 +35,13 @@ class PlainGather:
         def work() -> None:
             if after is not None:
                 after.wait()
-            self._comm_stream.all_gather(full, gather_source)
-            if keep is not None:
-                keep.copy_(full.view(-1, len(keep))[self._kept])
-
-        return self._comm_stream.submit(work)
-
-
-class ReferenceGather:
-    """Gathers the parts of the reference inside the group that holds it, in the format of the slot.
-
-    An fp32 reference is cast into its place in the slot. Codes of it are sent from where they are.
-    """
-
-    def __init__(self, plan: GatherPlan, comm_stream: CommStream) -> None:
-        self._comm_stream, self._ranks = comm_stream, len(plan.hop.ranks)
-
-    def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
-        """See Gather."""
-        copy(gather_source, master)
-
-    def gather(
-        self,
-        full: Tensor,
-        gather_source: Tensor,
-        keep: Tensor | None = None,
-        after: Pending | None = None,
-    ) -> Pending:
-        """See Gather. `gather_source` is the reference, or its codes."""
-        assert keep is None
-
-        def work() -> None:
-            if after is not None:
-                after.wait()
             part = gather_source
-            if gather_source.dtype != full.dtype:
+            if part.dtype != full.dtype:
                 part = full.view(self._ranks, -1)[self._comm_stream.group_rank]
                 part.copy_(gather_source)
             self._comm_stream.all_gather(full, part)
+            if keep is not None:
+                keep.copy_(full.view(-1, len(keep))[self._kept])
 
         return self._comm_stream.submit(work)
 

@@ -1,7 +1,7 @@
 """What every collective of weights and gradients does, plain or quantised."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -30,29 +30,32 @@ class Gather(Protocol):
         """
 
 
+class Target(NamedTuple):
+    """What a reduction writes.
+
+    `total` is fp32: this rank's shard (n,), or the whole (ranks · n,) for the algorithms of stage 0, which do
+    not add. `squares` (len(total) / SQUARES_BLOCK,) get what `sum_squares` finds in `total` afterwards; given
+    only if the plan `returns_squared_norms`. `rotation` is that of the unit in this step; given only if the
+    plan `rotates`.
+    """
+
+    total: Tensor
+    add: bool = False  # to what is there; else it is overwritten
+    squares: Tensor | None = None
+    rotation: Rotation | None = None
+
+
 class Reduction(Protocol):
     """Sums the gradients of a unit over all ranks."""
 
-    def reduce(
-        self,
-        sent: Sequence[GradSegment],
-        total: Tensor,
-        *,
-        add: bool,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
-        """Sum `sent`, together (ranks · n,), over ranks; overwrite the fp32 `total`, or `add` to it.
+    def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
+        """Sum `sent`, together (ranks · n,), over ranks.
 
-        `total` is this rank's shard (n,), or the whole (ranks · n,) for the algorithms of stage 0. Those do
-        not add, and `sent` may be `total`. Gradients stay where they are until the sum is waited for.
-        `squares` (len(total) / SQUARES_BLOCK,) get what `sum_squares` finds in `total` afterwards; given only
-        if the plan `returns_squared_norms`. `rotation` is that of the unit in this step; given only if
-        the plan `rotates`.
+        At stage 0 `sent` may be the target. Gradients stay where they are until the sum is waited for.
         """
 
 
-class GroupReduction(Reduction, Protocol):
+class GroupReduction(Protocol):
     """A reduction whose first hop and other hops run apart, for gradients that accumulate in groups."""
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
@@ -61,15 +64,8 @@ class GroupReduction(Reduction, Protocol):
         `accumulated` (plan.accumulator_numel,) has the order of elements that suits the other hops.
         """
 
-    def reduce_accumulated(
-        self,
-        accumulated: Tensor,
-        total: Tensor,
-        *,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
-        """The other hops: sum what the groups accumulated into the fp32 `total`. See `reduce`.
+    def reduce_accumulated(self, accumulated: Tensor, target: Target) -> Pending:
+        """The other hops: sum what the groups accumulated, which is scratch memory afterwards."""
 
-        `accumulated` is scratch memory afterwards.
-        """
+
+AnyReduction: TypeAlias = Reduction | GroupReduction

@@ -1,15 +1,15 @@
 """qgZ: reductions of gradients that travel as block-quantised messages (ZeRO++, 2306.10209, section 3.3)."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of, owning
+from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.codecs import BlockCodec, build_codec
 from megatron_zpp.zero.collectives.first_hop import Fold, QuantizedFirstHop
-from megatron_zpp.zero.collectives.in_turn import InTurn
+from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.two_hops import TwoHops
 from megatron_zpp.zero.grad_segments import GradSegment
@@ -23,21 +23,15 @@ class QuantizedOneHopReduceScatter:
         self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations
     ) -> None:
         (in_turn,) = comm_streams
-        self._lanes = InTurn([(stream, QuantizedFirstHop(plan, stream, operations)) for stream in in_turn])
+        self._lanes = deque((stream, QuantizedFirstHop(plan, stream, operations)) for stream in in_turn)
 
-    def reduce(
-        self,
-        sent: Sequence[GradSegment],
-        total: Tensor,
-        *,
-        add: bool,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
+    def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
         """See Reduction."""
-        assert squares is None
-        comm_stream, hop = self._lanes.next()
-        pending = hop.sum(sent, total, add=add, rotation=rotation)
+        assert target.squares is None
+        total, rotation = target.total, target.rotation
+        comm_stream, hop = self._lanes[0]
+        self._lanes.rotate(-1)
+        pending = hop.sum(sent, total, add=target.add, rotation=rotation)
         if rotation is None:
             return pending
         return all_of([pending, comm_stream.submit(lambda: rotation.clear_gaps(total))])
@@ -62,49 +56,30 @@ class QuantizedTwoHopReduceScatter:
         self._node_sum = inside.zeros(*plan.buffers.exact)
         self._hops = TwoHops(inside, between, plan.buffers)
 
-    def reduce(
-        self,
-        sent: Sequence[GradSegment],
-        total: Tensor,
-        *,
-        add: bool,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
+    def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
         """See Reduction."""
-        assert squares is None
-        if self._fold is not None:
-            assert not add
-            accumulated = torch.empty(self._plan.groups * self._nodes * len(total), device=total.device)
-            summed = self.accumulate(sent, accumulated, add=False)
-            reduced = self.reduce_accumulated(accumulated, total, rotation=rotation)
-            return owning(accumulated, all_of([summed, reduced]))
-        full, pending = self._first.joined(sent, len(total) * self._ranks)
-        for chunk in self._plan.chunks(len(total)):
-            slices = full.view(-1, len(total))[:, chunk.start : chunk.stop]
-            pending.append(self._send(self._sum_of_chunk(slices, len(chunk)), total, chunk, add, rotation))
-        return self._cleared(pending, total, rotation)
+        assert target.squares is None
+        assert self._fold is None
+        numel = len(target.total)
+        full, pending = self._first.joined(sent, numel * self._ranks)
+        for chunk in self._plan.chunks(numel):
+            slices = full.view(-1, numel)[:, chunk.start : chunk.stop]
+            pending.append(self._send(self._sum_of_chunk(slices, len(chunk)), target, chunk))
+        return self._cleared(pending, target)
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
         """See GroupReduction."""
         return self._first.sum(sent, accumulated, add=add)
 
-    def reduce_accumulated(
-        self,
-        accumulated: Tensor,
-        total: Tensor,
-        *,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
+    def reduce_accumulated(self, accumulated: Tensor, target: Target) -> Pending:
         """See GroupReduction. `accumulated` is laid out by chunks."""
-        assert squares is None
+        assert target.squares is None
         pending = []
-        for chunk in self._plan.chunks(len(total)):
+        for chunk in self._plan.chunks(len(target.total)):
             slices = self._plan.groups * self._nodes
             sums = accumulated[slices * chunk.start : slices * chunk.stop]
-            pending.append(self._send(self._folded(sums, len(chunk)), total, chunk, False, rotation))
-        return self._cleared(pending, total, rotation)
+            pending.append(self._send(self._folded(sums, len(chunk)), target, chunk))
+        return self._cleared(pending, target)
 
     def _sum_of_chunk(self, slices: Tensor, numel: int) -> Callable[[Tensor, Rotation | None, int], None]:
         """Hop 1 of a chunk of so many elements of each shard; it encodes its sum for hop 2."""
@@ -127,20 +102,16 @@ class QuantizedTwoHopReduceScatter:
             node_sum = accumulated
             if self._fold is not None:
                 node_sum = self._node_sum[: self._nodes * numel]
-                self._fold.sum_now(accumulated, node_sum)
+                self._fold.sum_now(accumulated, Target(node_sum))
             self._second.encode(node_sum.view(self._nodes, -1), messages, rotation, first)
 
         return encode
 
     def _send(
-        self,
-        encode: Callable[[Tensor, Rotation | None, int], None],
-        total: Tensor,
-        chunk: range,
-        add: bool,
-        rotation: Rotation | None,
+        self, encode: Callable[[Tensor, Rotation | None, int], None], target: Target, chunk: range
     ) -> Pending:
         """Hop 2 of a chunk, whose messages `encode` writes."""
+        total, add, _, rotation = target
         shard = total[chunk.start : chunk.stop]
         first = self._plan.first_element(len(total), chunk)
         own = first + self._plan.hops[1].group_rank * len(chunk)
@@ -151,10 +122,11 @@ class QuantizedTwoHopReduceScatter:
         def take(received: Tensor) -> None:
             self._second.sum_into(received.view(self._nodes, -1), shard, rotation, own, add=add)
 
-        nbytes = self._nodes * self._second.message_bytes(len(chunk), rotation)
+        nbytes = self._nodes * self._second.format.message_bytes(len(chunk))
         return self._hops.submit(nbytes, fill, take)
 
-    def _cleared(self, pending: list[Pending], total: Tensor, rotation: Rotation | None) -> Pending:
+    def _cleared(self, pending: list[Pending], target: Target) -> Pending:
+        total, rotation = target.total, target.rotation
         if rotation is None:
             return all_of(pending)
         summed = all_of(pending)

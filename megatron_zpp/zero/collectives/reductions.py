@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of, copy, owning
+from megatron_zpp.distributed.comm_stream import CommStream, Pending, copy
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.exchange import build_exchange
 from megatron_zpp.zero.collectives.first_hop import Fold, PlainFirstHop
-from megatron_zpp.zero.collectives.rotation import Rotation
+from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.sums import sum_parts
 from megatron_zpp.zero.collectives.two_hops import TwoHops
 from megatron_zpp.zero.grad_segments import GradSegment, join
@@ -26,18 +26,11 @@ class LibraryAllReduce:
         joined = plan.buffers.joined
         self._joined = self._comm_stream.zeros(*joined) if joined.numel else None
 
-    def reduce(
-        self,
-        sent: Sequence[GradSegment],
-        total: Tensor,
-        *,
-        add: bool,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
+    def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
         """See Reduction."""
-        assert not add
-        assert squares is None
+        assert not target.add
+        assert target.squares is None
+        total = target.total
 
         def work() -> None:
             full = total if self._joined is None else self._joined[: len(total)]
@@ -57,18 +50,10 @@ class LocalSumAllReduce:
         joined = self._comm_stream.zeros(*plan.buffers.joined)
         self._exchange = build_exchange(plan, self._comm_stream, operations, joined, whole=True)
 
-    def reduce(
-        self,
-        sent: Sequence[GradSegment],
-        total: Tensor,
-        *,
-        add: bool,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
+    def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
         """See Reduction."""
-        assert not add
-        return self._comm_stream.submit(lambda: self._exchange.sum(sent, total, add=False, squares=squares))
+        assert not target.add
+        return self._comm_stream.submit(lambda: self._exchange.sum(sent, target))
 
 
 class TwoStepAllReduce:
@@ -81,25 +66,18 @@ class TwoStepAllReduce:
         self._sums = self._comm_stream.zeros(*plan.buffers.joined)
         self._exchange = build_exchange(plan, self._comm_stream, operations, self._sums)
 
-    def reduce(
-        self,
-        sent: Sequence[GradSegment],
-        total: Tensor,
-        *,
-        add: bool,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
+    def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
         """See Reduction."""
-        assert not add
-        assert squares is None
+        assert not target.add
+        assert target.squares is None
+        total = target.total
         ranks, group_rank = len(self._comm_stream.ranks), self._comm_stream.group_rank
 
         def work() -> None:
             full = self._sums[: len(total)]
             mine, own = (flat.view(ranks, -1)[group_rank] for flat in (total, full))
             exact = own if own.dtype == torch.float32 else mine
-            self._exchange.sum(sent, exact, add=False)
+            self._exchange.sum(sent, Target(exact))
             copy(own, exact)
             self._comm_stream.all_gather(full, own)
             copy(total, full)
@@ -117,17 +95,9 @@ class OneHopReduceScatter:
         joined = self._comm_stream.zeros(*plan.buffers.joined)
         self._exchange = build_exchange(plan, self._comm_stream, operations, joined)
 
-    def reduce(
-        self,
-        sent: Sequence[GradSegment],
-        total: Tensor,
-        *,
-        add: bool,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
+    def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
         """See Reduction."""
-        return self._comm_stream.submit(lambda: self._exchange.sum(sent, total, add=add, squares=squares))
+        return self._comm_stream.submit(lambda: self._exchange.sum(sent, target))
 
 
 class TwoHopReduceScatter:
@@ -146,46 +116,25 @@ class TwoHopReduceScatter:
         self._nodes = plan.nodes
         self._inside, self._first = inside, PlainFirstHop(plan, inside, operations)
         self._fold = Fold(plan, fold[0][0], operations) if fold else None
-        self._groups = plan.groups
         self._exact = inside.zeros(*buffers.exact) if buffers.exact.numel else None
         self._hops = TwoHops(inside, between, buffers)
 
-    def reduce(
-        self,
-        sent: Sequence[GradSegment],
-        total: Tensor,
-        *,
-        add: bool,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
+    def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
         """See Reduction."""
-        if self._fold is not None:
-            assert not add
-            accumulated = torch.empty(self._groups * self._nodes * len(total), device=total.device)
-            summed = self.accumulate(sent, accumulated, add=False)
-            reduced = self.reduce_accumulated(accumulated, total, squares=squares)
-            return owning(accumulated, all_of([summed, reduced]))
+        assert self._fold is None
 
         def fill(sums: Tensor) -> None:
             exact = sums if self._exact is None else self._exact[: len(sums)]
             self._first.sum_now(sent, exact, add=False)
             copy(sums, exact)
 
-        return self._send(fill, total, add, squares)
+        return self._send(fill, target)
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
         """See GroupReduction."""
         return self._first.sum(sent, accumulated, add=add)
 
-    def reduce_accumulated(
-        self,
-        accumulated: Tensor,
-        total: Tensor,
-        *,
-        squares: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Pending:
+    def reduce_accumulated(self, accumulated: Tensor, target: Target) -> Pending:
         """See GroupReduction."""
 
         def fill(sums: Tensor) -> None:
@@ -193,15 +142,14 @@ class TwoHopReduceScatter:
             if self._fold is not None:
                 assert self._exact is not None
                 node_sum = self._exact[: len(sums)]
-                self._fold.sum_now(accumulated, node_sum)
+                self._fold.sum_now(accumulated, Target(node_sum))
             sums.copy_(node_sum)
 
-        return self._send(fill, total, False, squares)
+        return self._send(fill, target)
 
-    def _send(
-        self, fill: Callable[[Tensor], None], total: Tensor, add: bool, squares: Tensor | None
-    ) -> Pending:
+    def _send(self, fill: Callable[[Tensor], None], target: Target) -> Pending:
         """Hop 2 of the node's sums that `fill` writes."""
+        total, add, squares, _ = target
 
         def take(received: Tensor) -> None:
             sum_parts(self._operations, received.view(self._nodes, -1), total, add=add, squares=squares)

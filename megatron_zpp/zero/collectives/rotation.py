@@ -4,20 +4,18 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.signs import Signs
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The format of a unit's codes, its random signs in one step, and where its gradient is zero.
+    """The random signs of a unit in one step, and where its gradient is zero.
 
     Every rank that sends or sums an element must give it the same sign, so elements have numbers that all
     ranks agree on. A rotation mixes the elements of a block. So what is decoded is not zero in the gaps of
     the layout, where it must be.
     """
 
-    format: LloydMaxFormat
     signs: Signs  # of the unit's element 0
     gaps: tuple[range, ...]  # elements of this rank's shard that belong to no parameter
 

@@ -51,3 +51,11 @@ def sum_over_ranks(value: Tensor, topology: Topology) -> Tensor:
         value = value.clone()
         dist.all_reduce(value)  # SUM: gloo's MAX and MIN would lose a NaN
     return value
+
+
+def largest_over_ranks(maxima: Tensor, topology: Topology) -> Tensor:
+    """The largest of finite numbers over all ranks of the job, in place."""
+    assert topology.is_job
+    if topology.world_size > 1:
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    return maxima
