@@ -24,7 +24,6 @@ STOPPED = (
     -signal.SIGUSR1,
 )  # the last three before the imports are done
 MEMORY = Path("/sys/fs/cgroup/memory")  # of version 1
-NAME_OF_MEMORY = "memory_snapshots.txt"  # a run that finds it damaged is refused until it is removed
 Outcome = tuple[str, str]
 Disturb = Callable[[Setting, Path, Whole, random.Random], tuple[str, Outcome]]
 
@@ -149,7 +148,7 @@ class Disturbances(Runs):
             other, setting, run, whole, one_for_all=True
         )
 
-    def _damage(self, files: list[Path], draw: random.Random) -> str:
+    def _damage(self, files: list[Path], draw: random.Random) -> None:
         file = draw.choice(files)
         content = bytearray(file.read_bytes())
         if content and draw.random() < 0.7:
@@ -157,7 +156,6 @@ class Disturbances(Runs):
         else:
             del content[draw.randrange(len(content) + 1) :]
         file.write_bytes(content)
-        return file.name
 
     def _damage_checkpoint(
         self, setting: Setting, run: Path, whole: Whole, draw: random.Random
@@ -174,23 +172,15 @@ class Disturbances(Runs):
     def _damage_cache(
         self, setting: Setting, run: Path, whole: Whole, draw: random.Random
     ) -> tuple[str, Outcome]:
-        """A file of the cached order, tokens or memory, or a hint beside the checkpoints, is damaged."""
+        """A file of the cached order or tokens, or a hint beside the checkpoints, is damaged."""
         job = self._after_a_moment(setting, run, whole, draw)
         job.kill()
-        cached = (run / "cache", *run.glob("megatron_zpp-snapshots-*"))
-        files = [path for place in cached for path in place.rglob("*") if path.is_file()]
+        files = [path for path in (run / "cache").rglob("*") if path.is_file()]
         files += [path for path in (run / "checkpoints").glob("*") if path.is_file()]
-        name = "killed, cache or hint damaged"
         if files:
-            damaged = self._damage(sorted(files), draw)
+            self._damage(sorted(files), draw)
             job = self._start(setting, run, WATCHED)
-            if damaged == NAME_OF_MEMORY and job.wait(PATIENCE) and set(job.statuses.values()) == {1}:
-                said = [line for rank in job.statuses for line in job.stderr(rank).splitlines()]
-                if len(said) != 1 or damaged not in said[0]:
-                    return name, ("not one line", " | ".join(said))
-                (run / "checkpoints" / damaged).unlink()  # as the line asks
-                job = self._start(setting, run, WATCHED)
-        return self._judge(name, job, setting, run, whole)
+        return self._judge("killed, cache or hint damaged", job, setting, run, whole)
 
     def _memory(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:
         """The kernel's OOM killer takes a rank whose memory has a limit."""

@@ -130,13 +130,6 @@ TOGETHER = (
         f"{MOCK} {SHORT} --zero-stage 3 --bf16 {SMALL_UNITS} --keep-last 2 --eval-iters 0 --async-save",
     ),
     Setting(
-        "2 nodes, memory snapshots",
-        2,
-        f"{MOCK} --train-iters 6 --global-batch-size 8 --save-interval 3 --zero-stage 3 --fp32 "
-        "--buddy-snapshots 1 --buddy-directory {run} --keep-last 2 --eval-iters 0",  # {run} is on tmpfs
-        local=1,
-    ),
-    Setting(
         "2 ranks, 8-bit products",
         2,
         f"{MOCK} {SHORT} --zero-stage 3 --bf16 --fp8 --hidden-size 32 --kv-channels 16 --keep-last 2 "

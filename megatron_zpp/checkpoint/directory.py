@@ -112,8 +112,6 @@ def committed_of(directory: Location, iteration: int) -> Location | None:
 
 def _entries(directory: Location) -> list[Location]:
     """What is called like a checkpoint, in the order of names."""
-    if not isinstance(directory, Path):
-        return sorted(directory.glob("iter_*"))
     return sorted(directory.glob("iter_*"))
 
 

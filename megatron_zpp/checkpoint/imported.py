@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_zpp.checkpoint.directory import checkpoint_path
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.checkpoint.read_back import read_back
 from megatron_zpp.checkpoint.states import describe_state_of, tensor_name
 from megatron_zpp.checkpoint.unit_entries import describe_unit
 from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
@@ -119,11 +118,8 @@ def _write(target: Path, model: GPT, weights: Weights, config: dict[str, Any], t
         config=config,
         tokenizer=describe(tokenizer),
     )
-    store = dist.HashStore()
-    exchange = Exchange(store, topology, _TIMEOUT, "import")
-    options = SaveOptions()
-    _, checksums = write_checkpoint(path, tensors, state, exchange, options, beside=tokenizer.files())
-    read_back(path, checksums, Exchange(store, topology, _TIMEOUT, "read back"), options)
+    exchange = Exchange(dist.HashStore(), topology, _TIMEOUT, "import")
+    write_checkpoint(path, tensors, state, exchange, SaveOptions(), beside=tokenizer.files())
     return path
 
 

@@ -32,16 +32,14 @@ def load_checkpoint(
     *,
     with_optimizer: bool,
     on_progress: OnProgress = no_report,
-    partial: bool = False,
 ) -> Progress:
     """Load a checkpoint's states into the engine, and return its progress.
 
-    Every rank reads what it owns, and together the ranks check all files. `partial`: this rank's directory
-    has only the file that this rank wrote, and it reads no other. Raises DamagedFile, and ValueError
+    Every rank reads what it owns, and together the ranks check all files. Raises DamagedFile, and ValueError
     if model or tokenizer differ. After either error the engine's states are undefined until another
     checkpoint is loaded. Nothing is sent, so ranks may fail independently.
     """
-    with CheckpointReader(path, on_progress, partial=partial) as reader:
+    with CheckpointReader(path, on_progress) as reader:
         check_tokenizer(path, reader.state["tokenizer"], tokenizer)
         model = engine.model.config if isinstance(engine.model, GPT) else None
         saved_model = reader.state["config"].get("model")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of
 from megatron_zpp.checkpoint.manifest import read_manifest
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.slices import UNSHARED, Part, Sharing, blocks, fill, same_part
-from megatron_zpp.checkpoint.state_checks import check_state
 from megatron_zpp.checkpoint.states import buffer_name, tensor_name
 from megatron_zpp.checkpoint.unit_entries import (
     local_shape,
@@ -82,14 +82,13 @@ class _Place(NamedTuple):
 class CheckpointReader:
     """A committed checkpoint. Use it in a `with` block.
 
-    `on_progress` is called after every chunk, by any thread. `partial`: the directory may have the files of
-    some ranks only, and no other is read.
+    `on_progress` is called after every chunk, by any thread.
 
     Raises DamagedFile, with file and position, if anything differs from what was written; ValueError for an
     unknown version of the format, and if the directory's name and content have different iterations.
     """
 
-    def __init__(self, path: Location, on_progress: OnProgress = no_report, *, partial: bool = False) -> None:
+    def __init__(self, path: Location, on_progress: OnProgress = no_report) -> None:
         self.path, self._on_progress = path, on_progress
         self._entries = read_manifest(path)
         if STATE not in self._entries:
@@ -99,16 +98,16 @@ class CheckpointReader:
         verify_file(path / STATE, self._checksums(STATE), on_progress=on_progress)
         try:
             self.state: dict[str, Any] = json.loads(read_limited(path / STATE, STATE_LIMIT))
-            check_state(self.state)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            held = Progress.from_json(self.state["progress"]).iteration
+            self.units: list[dict[str, Any]] = self.state["units"]
+            self.ranks: int = self.state["ranks"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
-        named, held = iteration_of(path), self.state["progress"]["iteration"]
+        named = iteration_of(path)
         if named is not None and named != held:
             fix = f"rename it to {checkpoint_name(held)}, or move it away"
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
-        self.units: list[dict[str, Any]] = self.state["units"]
-        self.ranks: int = self.state["ranks"]
-        if self.ranks > len(self._entries) and not partial:
+        if self.ranks > len(self._entries):
             raise DamagedFile(f"{path}: its manifest does not name the files of {self.ranks} ranks")
         self.tensor: int = self.state.get("tensor", 1)
         local = self.ranks // self.state.get("nodes", 1)

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
-from megatron_zpp.config.memory_snapshots import MemorySnapshotsConfig, check_resumes
 from megatron_zpp.config.model import AttentionConfig, ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.options import (
@@ -65,7 +64,6 @@ class Config:
     compilation: CompilationConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
-    memory_snapshots: MemorySnapshotsConfig
     logging: LoggingConfig
     timing: TimingConfig
     plan: PlanConfig
@@ -86,7 +84,6 @@ class Config:
             self.data.dataset_order == "megatron" and training.seed >= 2**32
         ):  # numpy's RandomState has no more
             raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
-        check_resumes(self.memory_snapshots, self.checkpoint)
         if self.learning_rate.decoupled_lr is not None:
             _check_decoupled(self.learning_rate, self.optimizer, zero)
         if precision.fp8:
@@ -127,9 +124,8 @@ class Config:
         )
 
     def shared_settings(self) -> dict[str, Any]:
-        """Return the settings that must be equal on all ranks: all but where a rank logs or keeps copies."""
+        """Return the settings that must be equal on all ranks: all but where a rank logs."""
         shared = self.to_json()
-        del shared["memory_snapshots"]["buddy_directory"]
         logging = shared.pop("logging")
         reduced = ("log_interval", "log_params_norm")  # ranks log these together
         return shared | {"logging": {name: logging[name] for name in reduced}}

@@ -68,14 +68,13 @@ class _Deadline:
 class Rendezvous:
     """The store that all ranks share, the address of this rank, and on rank 0 the addresses of all ranks.
 
-    `lifelines` tell of ranks that end; None for a single rank. `master` is MASTER_ADDR as this rank knows it.
+    `lifelines` tell of ranks that end; None for a single rank.
     """
 
     store: dist.Store  # a JobStore, if there are several ranks
     own: RankAddress
     addresses: tuple[RankAddress, ...]
     lifelines: Lifelines | None = None
-    master: str = "127.0.0.1"
 
 
 def rendezvous(
@@ -149,7 +148,7 @@ def rendezvous(
         raise ValueError(f"RANK 0: {silence}") from None
     if lifelines:
         lifelines.all_present()
-    return Rendezvous(of_start, rank_address, addresses, lifelines, address)
+    return Rendezvous(of_start, rank_address, addresses, lifelines)
 
 
 def _meet_rank_0(

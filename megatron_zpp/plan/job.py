@@ -33,10 +33,10 @@ class Job:
 
     `units` are the modules of one tensor rank's part of the model that read units, on the meta device.
     Layouts, and all that ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled,
-    as by default. `memory_snapshots`: the run takes some. `async_save`: it saves beside the
-    training, with `save_optim` the optimizer's states too. `overlapped`: tensor ranks, if there are several,
-    compute beside their exchanges. `may_offload`: no setting refuses the optimizer on the CPU.
-    `copy_engines`: GPUs of a node use theirs, as is assumed before a run has tried.
+    as by default. `async_save`: the run saves beside the training, with `save_optim` the optimizer's states
+    too. `overlapped`: tensor ranks, if there are several, compute beside their exchanges. `may_offload`: no
+    setting refuses the optimizer on the CPU. `copy_engines`: GPUs of a node use theirs, as is assumed before
+    a run has tried.
     """
 
     model: ModelConfig
@@ -50,7 +50,6 @@ class Job:
     micro_batches: int
     units: Sequence[tuple[str, nn.Module]]
     compiled: bool = False
-    memory_snapshots: bool = False
     async_save: bool = False
     save_optim: bool = True
     tensor: int = 1

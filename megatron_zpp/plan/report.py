@@ -27,7 +27,7 @@ from megatron_zpp.plan.hardware import (
 )
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.memory_snapshots import snapshot_lines
+from megatron_zpp.plan.save_copies import copies_bytes
 from megatron_zpp.plan.step_time import overlap_slowdown, product_time
 from megatron_zpp.plan.tensor_parallel import assumption_lines, exchange_line, tensor_lines
 
@@ -106,7 +106,9 @@ def _verdict(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
     )
     if plan.memory.cpu:
         yield f"  {plan.memory.cpu / 2**30:.2f} GiB of CPU memory for each rank"
-    yield from (f"  {line}" for line in snapshot_lines(plan.job))
+    if plan.job.async_save:
+        copies = copies_bytes(plan.job) / 2**30
+        yield f"  {copies:.2f} GiB of CPU memory of the ranks of each node for --async-save"
     if plan.fits(gpu.memory):
         yield f"  * this run fits: {room}"
         if faster := faster_stage(plan, machine, gpu.memory):

@@ -47,7 +47,6 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -
         ),
         tensor=grid.tensor,
         compiled=_compiles(config.compilation, config.optimizer),
-        memory_snapshots=config.memory_snapshots.buddy_snapshots is not None,
         async_save=config.checkpoint.async_save,
         save_optim=config.checkpoint.save_optim,
         overlapped=not config.precision.fp8,

@@ -12,7 +12,6 @@ from megatron_zpp.reporting.profile import check_profile
 from megatron_zpp.reporting.sinks import check_sinks
 from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.tokenizer.build import build_tokenizer
-from megatron_zpp.train.memory_snapshots import check_memory
 from megatron_zpp.train.resume.start import check_start
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.train.setup.reading import open_data
@@ -46,7 +45,6 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     check_prompt(config.evaluation.sample_prompt, tokenizer)
     splits = open_data(config, schedule, description, say)
     check_start(config.checkpoint, config.model, description)
-    check_memory(config.memory_snapshots)
     check_sinks(config.logging)
     check_profile(config.timing, config.logging)
     return RunInputs(

@@ -12,7 +12,6 @@ from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.reporting.profile import StepProfiler, profile_directory
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
-from megatron_zpp.train.memory_snapshots import memory_snapshots
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.steps.evaluation import evaluate
 from megatron_zpp.train.steps.log_head import head_lines, plan_lines
@@ -52,14 +51,6 @@ class Trainer:
         self._splits, self._schedule, self._reporter = run.splits, run.schedule, run.reporter
         self.progress = run.start
         self._saver = _saver_of(run)
-        self._snapshots = memory_snapshots(
-            run.memory,
-            engine,
-            config,
-            tokenizer=run.tokenizer,
-            reporter=run.reporter,
-            store=ranks.store,
-        )
         self._stops = StopConditions(config.training, engine, ranks.signals, ranks.lease)
         self._write_text: Callable[[], str] | None = None
         prompt = config.evaluation.sample_prompt
@@ -111,7 +102,6 @@ class Trainer:
         if not stop.saves:
             if self._saver is not None:
                 self._saver.abandon()
-            self._end_snapshots(saved=False)
             return stop
         self._finish_saving()
         unsaved = "" if self._config.checkpoint.save else "; nothing is saved without --save"
@@ -123,8 +113,6 @@ class Trainer:
         if self.progress.iteration == 0:
             self._evaluate("valid")
         first = self.progress.iteration + 1
-        if self.progress.iteration < self._schedule.iterations:
-            self._snapshot_if_due()
         with self._batches() as loader:
             batches = iter(loader)
             while self.progress.iteration < self._schedule.iterations:
@@ -144,7 +132,6 @@ class Trainer:
                     self._saver.after_step()
                     if self._saver.due(self.progress):
                         self._save()
-                self._snapshot_if_due()
                 self._stops.after_step(self.progress.iteration, result)
         self._stops.at_the_end()
 
@@ -159,18 +146,6 @@ class Trainer:
         if self._saver is not None:
             self._activity.now("waits for the last save", patient=True)
             self._saver.finish()
-        self._end_snapshots(saved=True)
-
-    def _snapshot_if_due(self) -> None:
-        if self._snapshots is not None and self._snapshots.due(self.progress):
-            self._activity.now(f"copies iteration {self.progress.iteration} to memory", patient=True)
-            self._count_if_skipped()
-            self._snapshots.take(self.progress)
-
-    def _end_snapshots(self, *, saved: bool) -> None:
-        if self._snapshots is not None:
-            self._activity.now("waits for the last memory snapshot", patient=True)
-            self._snapshots.end(saved=saved)
 
     def _batches(self) -> MicroBatches:
         assert self._splits.train is not None  # every run trains
@@ -213,8 +188,6 @@ class Trainer:
         self._mark(f"{where}, optimizer")
         if self._saver is not None:
             self._saver.before_step()
-        if self._snapshots is not None:
-            self._snapshots.before_step()
         self._count_if_skipped()
         with sections(OPTIMIZER):
             rate = self._schedule.learning_rate_at(self.progress)
@@ -296,7 +269,7 @@ def _saver_of(run: Run) -> "Saver | None":
         tokenizer_files=run.tokenizer_files,
         reporter=run.reporter,
         store=run.ranks.store,
-        start=run.start if run.start_is_saved else None,
+        start=run.start,
         lease=run.ranks.lease,
     )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.root import Config
@@ -11,15 +11,11 @@ from megatron_zpp.data.resume import resume_data
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.train.inputs import RunInputs
-from megatron_zpp.train.memory_snapshots import open_memory
 from megatron_zpp.train.resume.start import start_of
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.train.setup.ranks import Ranks
 from megatron_zpp.train.setup.reading import open_data, verify_data
 from megatron_zpp.zero.engine import ZeroEngine
-
-if TYPE_CHECKING:
-    from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +32,6 @@ class Run:
     # Model and its state: new, or loaded from a checkpoint
     engine: ZeroEngine
     start: Progress
-    start_is_saved: bool  # in --load, or it is that of new weights; otherwise it comes from memory
-    memory: "BuddyMemory | None"  # with --buddy-snapshots
     # Log
     reporter: Reporter
     lines: tuple[str, ...]  # on what happened before the first step
@@ -55,9 +49,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "verify-data")
         lines.append(verify_data(splits, exchange))
     ranks.activity.now("loading", patient=True)
-    memory, said = open_memory(config, engine, ranks)
-    lines += said
-    loaded = start_of(config, engine, inputs.tokenizer, ranks.store, inputs.schedule, memory)
+    loaded = start_of(config, engine, inputs.tokenizer, ranks.store, inputs.schedule)
     progress = loaded.progress
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
@@ -93,8 +85,6 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         schedule=schedule,
         engine=engine,
         start=progress,
-        start_is_saved=loaded.saved,
-        memory=memory,
         reporter=reporter,
         lines=(*lines, *loaded.lines, *resumed.lines, *epochs),
     )

@@ -1,5 +1,6 @@
 """Saves and loads engines around a small GPT as a run does, on one rank or inside of `on_ranks`."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,13 @@ def save(
     config: dict[str, Any] | None = None,
     timeout: timedelta = timedelta(seconds=60),
     files: FileWorker | None = None,
+    may_write: Callable[[], None] = lambda: None,
 ) -> Path:
     """A checkpoint of `progress`."""
     path = checkpoint_path(directory, progress.iteration)
     ranks = engine.topology.world_size
     store = dist.HashStore() if ranks == 1 else dist.distributed_c10d._get_default_store()
-    options = SaveOptions(files=files or FileWorker())
+    options = SaveOptions(may_write=may_write, files=files or FileWorker())
     path, checksums = write_checkpoint(
         path,
         shards_of(engine, with_optimizer=with_optimizer),

@@ -1,20 +1,18 @@
 """What is saved comes back, bit for bit, at any stage and on any number of ranks."""
 
-import dataclasses
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from megatron_zpp.checkpoint.load import load_checkpoint
-from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.same_model import check_units
+from megatron_zpp.checkpoint.unit_entries import formats_of_units
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.zero.model_states import WEIGHTS
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.zero.engines import states_of, weights_of
 from tests.zero.ranks import on_ranks
@@ -98,21 +96,6 @@ def test_runs_with_and_without_quantisation_load_each_others_states(tmp_path: Pa
                 assert not any(unit.master[gap.start : gap.stop].any() for gap in unit.layout.gaps())
 
 
-def test_every_rank_reads_its_slices_of_parameters_that_lie_elsewhere(tmp_path: Path) -> None:
-    engine = small()
-    path = save(tmp_path, engine)
-    with CheckpointReader(path) as reader:
-        for unit in engine.units:
-            layout = dataclasses.replace(unit.layout, ranks=3, alignment=512)
-            whole = torch.full((layout.numel,), torch.nan)
-            for rank, shard in enumerate(whole.view(3, -1)):
-                reader.read_shard(WEIGHTS, unit.names, layout, layout.shard(rank), shard)
-            moved = dataclasses.replace(unit, layout=layout)
-            for found, wanted in zip(moved.views(whole), unit.views(unit.master), strict=True):
-                assert torch.equal(found, wanted)
-            assert not any(whole[gap.start : gap.stop].any() for gap in layout.gaps())
-
-
 def test_safetensors_reads_the_files(tmp_path: Path) -> None:
     engine = small()
     train(engine, 1, seed=2)
@@ -139,37 +122,34 @@ def test_without_the_optimizer_only_weights_come_back(tmp_path: Path) -> None:
         load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
 
 
+SPLITS = ({"dim": 0, "runs": [4]}, {"dim": 1, "runs": [4]})
+
+
 def test_another_model_or_tokenizer_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, small())
     with pytest.raises(ValueError, match=r"has shape .*, this model needs"):
         load_checkpoint(path, small(hidden=64), TOKENIZER, with_optimizer=True)
     with pytest.raises(ValueError, match="tokenizer"):
         load_checkpoint(path, small(), {**TOKENIZER, "fingerprint": "0" * 64}, with_optimizer=True)
+    saved, present = ([{"parameters": {"a": {"shape": [4, 4], "split": split}}}] for split in SPLITS)
+    with pytest.raises(ValueError, match=r"split along dimension 0.*load it without tensor parallelism"):
+        check_units(path, saved, present)
 
 
-def loaded_alone(topology: Topology, directory: str) -> list[bool]:
-    """Whether a rank loads its states from a directory that has its own file alone, if it says so."""
-    engine = small(topology=topology, zero_stage=1)
-    train(engine, 1, seed=1)
-    whole = save(Path(directory), engine)
-    alone = Path(directory) / f"{topology.rank}" / whole.name
-    shutil.copytree(whole, alone)
-    entries = read_manifest(alone)
-    others = [name for name in entries if name.startswith("rank_") and f"{topology.rank:05d}" not in name]
-    for name in others:
-        (alone / name).unlink()
-    write_manifest(alone, {name: entry for name, entry in entries.items() if name not in others})
-    other = small(topology=topology, seed=2, zero_stage=1)
-    load_checkpoint(alone, other, TOKENIZER, with_optimizer=True, partial=True)
-    same = [
-        torch.equal(ours, theirs)
-        for kind in engine.states.kinds
-        for ours, theirs in zip(engine.states.shards(kind), other.states.shards(kind), strict=True)
-    ]
-    with pytest.raises(DamagedFile, match="does not name the files of 3 ranks"):
-        load_checkpoint(alone, other, TOKENIZER, with_optimizer=True)
-    return [all(same), len(others) > 1]
+def test_blocks_take_after_the_blocks_that_have_their_rows() -> None:
+    """The formats of weight differences, from a whole table to blocks, and to blocks of another size."""
 
+    def units(*rows: tuple[int, int]) -> list[dict[str, Any]]:
+        entries = [{"shape": [100, 4]} | ({"rows": [*each]} if each != (0, 100) else {}) for each in rows]
+        return [{"parameters": {"table": entry}} for entry in entries]
 
-def test_a_rank_loads_from_its_own_file_where_it_has_no_other(tmp_path: Path) -> None:
-    assert on_ranks(3, loaded_alone, str(tmp_path)) == [[True, True]] * 3
+    whole, halves, others = units((0, 100)), units((0, 50), (50, 50)), units((0, 40), (40, 40), (80, 20))
+    of_whole = {"raised": [True], "measured": [[4.0, 1.0]]}
+    of_halves = {"raised": [False, True], "measured": [[4.0, 1.0], [9.0, 8.0]]}
+    assert formats_of_units(of_whole, whole, halves) == {"raised": [True] * 2, "measured": [[4.0, 1.0]] * 2}
+    assert formats_of_units(of_halves, halves, halves) == of_halves
+    assert formats_of_units(of_halves, halves, others) == {
+        "raised": [False, True, True],
+        "measured": [[4.0, 1.0], [13.0, 9.0], [9.0, 8.0]],
+    }
+    assert formats_of_units(of_halves, halves, whole) == {"raised": [True], "measured": [[13.0, 9.0]]}

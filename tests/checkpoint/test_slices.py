@@ -86,17 +86,6 @@ def test_reads_are_few_and_bounded(case: Case) -> None:
     assert wanted_rows < len(case.elements) + 2 * (found[0].width if found else 1)
 
 
-def test_rows_that_are_wanted_whole_are_read_together() -> None:
-    """A row-parallel weight (5, 8) of two ranks for one: one read per saved rank, or per three rows."""
-    saved, wanted = Sharing({NAME: Split(1, (8,))}, 2), Part(None, 1, 0)
-    (block,) = blocks((5, 8), saved, NAME, wanted, range(40))
-    assert [(read.rank, read.elements) for read in block.reads] == [(0, range(20)), (1, range(20))]
-    found = list(blocks((5, 8), saved, NAME, wanted, range(40), most=24))
-    assert [block.destination for block in found] == [range(24), range(24, 40)]
-    found = list(blocks((5, 8), saved, NAME, wanted, range(3, 38)))
-    assert [block.destination for block in found] == [range(8), range(8, 32), range(32, 40)]
-
-
 @pytest.mark.parametrize(
     ("saved", "wanted", "rank"),
     [

@@ -1,6 +1,5 @@
 """Saves and loads in which one rank is slow, or does nothing for longer than the time-out."""
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -58,17 +57,16 @@ Saved = dict[tuple[int, bool], tuple[Path, Future[list[list[str]]]]]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     """By slow rank, and whether it stalls: the directory and `saved_by` of both ranks. They mostly wait."""
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         runs = {}
-        for slow, stalls in itertools.product((0, 1), (False, True)):
+        for slow, stalls in ((1, False), (0, True), (1, True)):
             directory = tmp_path_factory.mktemp("saves")
             runs[slow, stalls] = directory, pool.submit(on_ranks, 2, saved_by, slow, stalls, str(directory))
         yield runs
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_writer_that_makes_progress_may_take_longer_than_the_time_out(saved: Saved, slow: int) -> None:
-    directory, outcomes = saved[slow, False]
+def test_a_writer_that_makes_progress_may_take_longer_than_the_time_out(saved: Saved) -> None:
+    directory, outcomes = saved[1, False]
     assert outcomes.result() == [["saved", "saved"]] * 2
     assert len(candidates(str(directory))) == 2
 
@@ -102,13 +100,6 @@ def test_the_first_decision_counts_for_all() -> None:
     assert other.abandon("too late") is None
     with pytest.raises(NoProgress):
         other.get("outcome")
-
-
-def test_a_silent_rank_is_named() -> None:
-    one, _ = pair()
-    one.put("written/0", None)
-    with pytest.raises(NoProgress, match=r"rank 1 reported no progress for 0:00:00\.6"):
-        one.gather("written")
 
 
 def test_work_that_never_returns_is_abandoned() -> None:

@@ -133,12 +133,16 @@ def resume_runs(topology: Topology, cases: Iterable[Case]) -> list[Continued]:
     return found
 
 
-def check(found: list[Continued], expected: Iterable[Continued], *, exact: bool = False) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
+def check(runs: list[Continued], saved: Iterable[Continued], *, exact: bool = False) -> None:
+    for ours, theirs in zip(runs, saved, strict=True):
         assert ours.states == theirs.states
         assert (ours.optimizer_steps, ours.loss_scale) == (theirs.optimizer_steps, theirs.loss_scale)
-        assert ours.losses == (theirs.losses if exact else pytest.approx(theirs.losses, rel=1e-6))
-        assert ours.norms == (theirs.norms if exact else pytest.approx(theirs.norms, rel=1e-5))
+        of_fp16 = theirs.loss_scale["scale"] != 1  # whose sums over ranks are rounded
+        for found, expected, close in (
+            (ours.losses, theirs.losses, 1e-3 if of_fp16 else 1e-6),
+            (ours.norms, theirs.norms, 1e-2 if of_fp16 else 1e-5),
+        ):
+            assert found == (expected if exact else pytest.approx(expected, rel=close))
 
 
 def check_parameters(case: Case, saved: Continued) -> None:
@@ -152,49 +156,23 @@ def check_parameters(case: Case, saved: Continued) -> None:
     assert {f"{WEIGHTS}/{name}": digest(whole) for name, whole in parameters.items()} == weights
 
 
-def test_two_tensor_ranks_and_two_data_ranks_resume_anywhere(tmp_path: Path) -> None:
-    models_and_stages = [("gpt2", 3), ("llama", 3), ("gpt2", 1)]
-    cases = [
-        Case(str(tmp_path / f"{number}"), model, 2, stage)
-        for number, (model, stage) in enumerate(models_and_stages)
-    ]
+def test_runs_resume_at_any_number_of_tensor_ranks(tmp_path: Path) -> None:
+    """From two of them with two data ranks each, and from four data ranks, with a loss scale that changed."""
+    cases = [Case(str(tmp_path / "gpt2"), "gpt2", 2, 1), Case(str(tmp_path / "llama"), "llama", 2, 3)]
+    cases.append(Case(str(tmp_path / "whole"), "gpt2", 1, 2, FP16))
     saved = on_ranks(4, save_runs, cases)[0]
 
     def moved(tensor: int, *stages: int) -> list[Case]:
-        return [
-            Case(case.directory, case.model, tensor, stage) for case, stage in zip(cases, stages, strict=True)
-        ]
+        return [replace(case, tensor=tensor, stage=stage) for case, stage in zip(cases, stages, strict=True)]
 
     for case, run in zip(cases, saved, strict=True):
-        assert saved_settings(case.path)[1] == 2  # data ranks
-        check_parameters(case, run)
-    check(on_ranks(1, resume_runs, moved(1, 0, 3, 3))[0], saved)
-    check(on_ranks(2, resume_runs, moved(2, 1, 2, 0))[0], saved)
-    four = [*moved(4, 2, 3, 3), *moved(1, 3, 1, 3), *moved(2, 3, 0, 2)]
-    check(on_ranks(4, resume_runs, four)[0], saved * 3)
-    check(on_ranks(4, resume_runs, cases)[0], saved, exact=True)
-
-
-@pytest.mark.nightly
-def test_runs_without_tensor_ranks_resume_with_them_and_back(tmp_path: Path) -> None:
-    """Also with the state of a loss scale, and from four tensor ranks."""
-    cases = [
-        Case(str(tmp_path / "gpt2"), stage=2),
-        Case(str(tmp_path / "llama"), "llama", stage=3),
-        Case(str(tmp_path / "fp16"), "llama", stage=3, precision=FP16),
-    ]
-    saved = on_ranks(2, save_runs, cases)[0]
-    for case, run in zip(cases, saved, strict=True):
+        assert saved_settings(case.path)[1] == 4 // case.tensor  # data ranks
         check_parameters(case, run)
     assert saved[2].loss_scale["scale"] != 256.0
-    two = [Case(case.directory, case.model, 2, 3, case.precision) for case in cases]
-    found = on_ranks(2, resume_runs, two)[0]
-    check(found[:2], saved[:2])
-    assert (found[2].states, found[2].loss_scale) == (saved[2].states, saved[2].loss_scale)
-    four = [Case(str(tmp_path / "four"), "llama", 4, 3)]
-    saved = on_ranks(4, save_runs, four)[0]
-    check_parameters(four[0], saved[0])
-    check(on_ranks(2, resume_runs, [Case(four[0].directory, "llama", 2, 1)])[0], saved)
+    check(on_ranks(1, resume_runs, moved(1, 3, 0, 1))[0], saved)
+    check(on_ranks(2, resume_runs, moved(2, 0, 2, 3))[0], saved)
+    check(on_ranks(4, resume_runs, [*moved(4, 3, 2, 1)[:2], *moved(1, 3, 1, 2)])[0], saved[:2] + saved)
+    check(on_ranks(4, resume_runs, cases)[0], saved, exact=True)
 
 
 @pytest.mark.nightly

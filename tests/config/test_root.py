@@ -67,6 +67,7 @@ def test_saved_settings_of_retired_flags_are_read() -> None:
     saved["compilation"]["gemm_algorithms"] = "measured"
     saved["precision"] |= {"fp8_products": "measured", "fp8_margin": 2}
     saved["distributed"]["tp_comm_overlap"] = False
+    saved["memory_snapshots"] = {"buddy_snapshots": 5, "buddy_directory": "/dev/shm"}
     saved["model"] |= {"rope_low_freq_factor": None, "rope_original_max_position_embeddings": 8192}
     assert Config.from_json(saved) == config
     saved["model"]["rope_high_freq_factor"] = 2.0

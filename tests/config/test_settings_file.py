@@ -195,6 +195,7 @@ def test_a_preset_beside_the_file_replaces_its_preset_and_its_shape() -> None:
 def test_settings_of_retired_flags_have_no_effect_but_a_note() -> None:
     retired = "precision:\n  bf16: true\n  fp8_products: measured\ngemm-algorithms: measured\n"
     retired += "rope_low_freq_factor: 1\n"
+    retired += "memory_snapshots:\n  buddy_snapshots: 5\n"  # a part of which nothing is left
     assert parse_file(retired, *MINIMAL) == parse_args([*MINIMAL, "--bf16"])
     assert parse_command_line(["--config", "run.yaml", *MINIMAL]).notes == (
         "--config run.yaml: line 3: fp8_products: no effect here: --fp8 always computes the matmuls of "
@@ -203,6 +204,7 @@ def test_settings_of_retired_flags_have_no_effect_but_a_note() -> None:
         "matmuls",
         "--config run.yaml: line 5: rope_low_freq_factor: no effect here: --use-rope-scaling always has this "
         "value",
+        "--config run.yaml: line 7: buddy_snapshots: no effect here: states are copied to --save alone",
     )
 
 

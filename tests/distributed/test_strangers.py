@@ -114,7 +114,7 @@ def test_the_store_has_no_secret(met: Met) -> None:
     key = met.key(0)
     assert key == met.key(1)
     published = met.stranger.get("rank_0") + met.stranger.get("here/1")
-    for secret in (job_key(met.place(0)), key, derived(key, "lifelines"), derived(key, "snapshots")):
+    for secret in (job_key(met.place(0)), key, derived(key, "lifelines")):
         assert secret.hex().encode() not in published
     assert json.loads(met.stranger.get("rank_0")[64:])["root"].keys() == {"port"}
 

@@ -163,13 +163,7 @@ PLACES = [
     bad("--keep-last 2", "--keep-last 2: needs --save"),
     bad("--save new --keep-last 0", "--keep-last 0: must be at least 1"),
     bad("--save new --keep-every 3", "--keep-every 3: needs --keep-last"),
-    bad("--buddy-snapshots 5", "--buddy-snapshots 5: needs --save DIRECTORY and a --load equal to it"),
-    bad("--buddy-snapshots 5 --save new --load other", "--buddy-snapshots 5: needs --save"),
-    bad("--buddy-directory /run", "--buddy-directory /run: needs --buddy-snapshots K"),
-    *(
-        bad(f"--save new --load new --buddy-snapshots 5 {flag}", f"{flag} … omit it or --buddy-snapshots")
-        for flag in ("--finetune", "--no-load-optim", "--no-save-optim", "--ckpt-step 5")
-    ),
+    bad("--buddy-snapshots 5", "--buddy-snapshots 5: not here: states are copied to --save alone; omit it"),
     bad("--finetune", "--finetune (given): needs --load"),
     bad("--ckpt-step 5", "--ckpt-step 5: needs --load"),
     bad("--sample-tokens 5", "--sample-tokens 5: only 64 is possible: a sampled text always has 64 tokens"),
@@ -250,14 +244,6 @@ CHECKED = [  # what the command line alone does not show
         "--device cuda --save new --metrics-file other/new",
         "--device cuda: torch sees no GPU here; use --device cpu",
         env={"CUDA_VISIBLE_DEVICES": ""},
-    ),
-    Case(
-        "--save new --load new --buddy-snapshots 5 --buddy-directory /proc",
-        "--buddy-directory /proc: is on proc; must be in memory, on tmpfs",
-    ),
-    Case(
-        "--save new --load new --buddy-snapshots 5 --buddy-directory /none",
-        "--buddy-directory /none: No such file or directory; name a directory in memory",
     ),
     Case("--vocab-size 99999999999", "--vocab-size 99999999999: … less than 2147483648"),
     bad(

@@ -1,10 +1,8 @@
-"""One holder of a directory: alive, dead, on another host, and two that come at once."""
+"""One holder of a directory of files or objects: alive, dead, on another host, and two that come at once."""
 
 import contextlib
 import errno
 import itertools
-import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +19,9 @@ import pytest
 
 from megatron_zpp.storage import lease as module
 from megatron_zpp.storage.lease import LEASE, Held, Holder, Lease, LeaseLost
+from megatron_zpp.storage.location import Location, ObjectError, location
+from megatron_zpp.storage.objects import path as object_path
+from tests.object_server import BUCKET, ObjectServer, object_server
 from tests.support import ROOT, ended, environment, nightly, wait_until
 
 SECONDS = 0.6
@@ -34,6 +35,20 @@ with Lease(Path(sys.argv[1]), print, 30.0):
 """
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    with object_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["file", "object"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+    if request.param == "file":
+        return tmp_path
+    request.getfixturevalue("server")
+    return location(f"s3://{BUCKET}/{tmp_path.name}")
+
+
 @contextlib.contextmanager
 def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lease."""
@@ -44,29 +59,59 @@ def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def elsewhere(directory: Path, **changes: Any) -> Path:
-    """Makes the lease in `directory` one of another host."""
-    return change(directory / LEASE, host="far", boot="other", **changes)
+def content_of(directory: Location) -> bytes:
+    path = directory / LEASE
+    return path.read_bytes() if isinstance(path, Path) else path.read_whole()[0]
 
 
-def change(path: Path, **changes: Any) -> Path:
-    """Writes the lease with other values."""
-    holder = Holder.decode(path.read_bytes())
+def held_by(directory: Location) -> Holder:
+    """Whom the lease names."""
+    holder = Holder.decode(content_of(directory))
     assert holder
-    path.write_bytes(replace(holder, **changes).encode())
-    return path
+    return holder
 
 
-def test_it_is_given_back(tmp_path: Path) -> None:
-    directory = tmp_path / "new" / "deep"
-    with Lease(directory, print) as lease:
+def put(directory: Location, content: bytes) -> None:
+    path = directory / LEASE
+    if isinstance(path, Path):
+        path.write_bytes(content)
+    else:
+        path.write(content)
+
+
+def change(directory: Location, **changes: Any) -> None:
+    """Write the lease with other values."""
+    put(directory, replace(held_by(directory), **changes).encode())
+
+
+def elsewhere(directory: Location, **changes: Any) -> None:
+    """Make the lease one of another host."""
+    change(directory, host="far", boot="other", **changes)
+
+
+def test_it_is_renewed_and_given_back(directory: Location) -> None:
+    with Lease(directory, print, SECONDS) as lease:
+        first = content_of(directory)
+        wait_until(lambda: held_by(directory).renewed > 1)
+        assert len(content_of(directory)) == len(first)
         lease.check()
+        with pytest.raises(Held, match=r"process \d+ on .*, started 20\d\d-"):
+            Lease(directory, print, SECONDS)
+    assert not (directory / LEASE).exists()
+
+
+def test_a_directory_that_was_made_for_it_goes_with_it(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "deep"
+    with Lease(directory, print):
         assert [path.name for path in directory.iterdir()] == [LEASE]
     assert not directory.exists()  # nothing was saved
     directory.mkdir()
     with Lease(directory, print):
         (directory / "iter_0000001").mkdir()
     assert [path.name for path in directory.iterdir()] == ["iter_0000001"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Not a directory"):
+        Lease(tmp_path / "file" / "below", print)
 
 
 def test_an_error_of_close_when_it_is_given_back_is_no_traceback(
@@ -85,19 +130,13 @@ def test_an_error_of_close_when_it_is_given_back_is_no_traceback(
     assert not raised
 
 
-def test_a_live_process_of_this_host_is_named_at_once(tmp_path: Path) -> None:
+def test_a_process_of_this_host_is_named_at_once_while_it_lives(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         started = time.monotonic()
+        os.kill(process.pid, signal.SIGSTOP)  # it may continue at any time
         with pytest.raises(Held, match=rf"process {process.pid} on .*, started 20\d\d-"):
             Lease(tmp_path, print)
-        os.kill(process.pid, signal.SIGSTOP)  # it may continue at any time
-        with pytest.raises(Held):
-            Lease(tmp_path, print)
         assert time.monotonic() - started < 20
-
-
-def test_a_killed_process_of_this_host_blocks_nobody(tmp_path: Path) -> None:
-    with holder(tmp_path) as process:
         process.kill()  # and not waited for: a zombie
         wait_until(lambda: ended(process.pid))
         said: list[str] = []
@@ -108,12 +147,12 @@ def test_a_killed_process_of_this_host_blocks_nobody(tmp_path: Path) -> None:
 
 def test_a_process_number_that_was_given_again_is_no_holder(tmp_path: Path) -> None:
     lease = Lease(tmp_path, print)
-    path = change(tmp_path / LEASE, lease="x", process_started=1)
+    change(tmp_path, lease="x", process_started=1)
     with Lease(tmp_path, print):
         with pytest.raises(LeaseLost):
             lease.check()
         lease.__exit__()
-        assert path.exists()  # it was not the first one's to remove
+        assert (tmp_path / LEASE).exists()  # it was not the first one's to remove
 
 
 def test_no_damage_names_another_holder() -> None:
@@ -136,20 +175,23 @@ def test_damage_is_no_end_of_a_live_holder(tmp_path: Path) -> None:
         lease.check()
 
 
-def test_a_host_that_is_gone_is_waited_for_once(tmp_path: Path) -> None:
-    Lease(tmp_path, print)
-    elsewhere(tmp_path, lease="x")
-    said: list[str] = []
+def test_a_host_that_is_gone_is_waited_for_once(directory: Location) -> None:
+    first, said = Lease(directory, print), list[str]()
+    elsewhere(directory, lease="x")
     started = time.monotonic()
-    with Lease(tmp_path, said.append, SECONDS):
+    with Lease(directory, said.append, SECONDS):
         assert SECONDS <= time.monotonic() - started < SECONDS + 5
+        with pytest.raises(LeaseLost, match=r"was taken over by process \d+ on "):
+            first.check()
+        first.__exit__()
+        assert held_by(directory).host != "far"  # it was not the first one's to remove
     assert len(said) == 1
     assert "on far, started" in said[0]
 
 
 def test_a_host_that_renews_is_refused(tmp_path: Path) -> None:
     with Lease(tmp_path, print, SECONDS):
-        path = elsewhere(tmp_path, lease="x", renewed=1)
+        elsewhere(tmp_path, lease="x", renewed=1)
         with ThreadPoolExecutor(1) as other:
             taking = other.submit(Lease, tmp_path, print, 5.0)
             for renewed in itertools.count(2):
@@ -159,24 +201,23 @@ def test_a_host_that_renews_is_refused(tmp_path: Path) -> None:
                 time.sleep(0.1)
             with pytest.raises(Held, match="on far"):
                 taking.result()
-        assert json.loads(path.read_text())["lease"] == "x"
+        assert held_by(tmp_path).lease == "x"
 
 
-def test_a_holder_renews_and_finds_out_that_it_was_taken_over(tmp_path: Path) -> None:
-    with Lease(tmp_path, print, SECONDS) as lease:
-        first = (tmp_path / LEASE).read_text()
-        wait_until(lambda: (tmp_path / LEASE).read_text() != first)
-        later = (tmp_path / LEASE).read_text()
-        assert len(later) == len(first)
-        other = tmp_path / "other"
-        other.write_text(later)
-        change(other, lease="0" * 16)
-        os.replace(other, tmp_path / LEASE)
+def test_a_suspended_holder_finds_out_that_it_was_taken_over(directory: Location) -> None:
+    with Lease(directory, print, SECONDS) as lease:
+        other = replace(held_by(directory), lease="0" * 16).encode()
+        if isinstance(directory, Path):
+            (directory / "other").write_bytes(other)
+            os.replace(directory / "other", directory / LEASE)
+        else:
+            put(directory, other)
         wait_until(lambda: lease.lost)
         with pytest.raises(LeaseLost, match=r"was taken over by process \d+ on "):
             lease.check()
-        assert "0" * 16 in (tmp_path / LEASE).read_text()
-    assert (tmp_path / LEASE).exists()
+        time.sleep(SECONDS)
+        assert held_by(directory).lease == "0" * 16  # and it does not renew any more
+    assert (directory / LEASE).exists()
 
 
 def test_a_holder_finds_out_that_another_run_has_come_and_gone(tmp_path: Path) -> None:
@@ -191,41 +232,33 @@ def test_a_holder_finds_out_that_another_run_has_come_and_gone(tmp_path: Path) -
         assert lease.lost
 
 
-def take(directory: Path, barrier: Any, results: Any, over: Any) -> None:
-    barrier.wait()
-    try:
-        with Lease(directory, print, SECONDS):
-            results.put("held")
-            over.wait()
-    except Held:
-        results.put("refused")
-
-
 @pytest.mark.parametrize("stale", [None, nightly("killed elsewhere"), "cut off"])
-def test_of_several_that_come_at_once_one_has_it(tmp_path: Path, stale: str | None) -> None:
+def test_of_several_that_come_at_once_one_has_it(directory: Location, stale: str | None) -> None:
     if stale:
-        lease = Lease(tmp_path, print)
+        lease = Lease(directory, print)
         lease._over.set()
-        elsewhere(tmp_path, lease="x")
+        elsewhere(directory, lease="x")
         if stale == "cut off":
-            (tmp_path / LEASE).write_text("")
-    context, count = multiprocessing.get_context("fork"), 4
-    barrier, results, over = context.Barrier(count), context.SimpleQueue(), context.Event()
-    given = (tmp_path, barrier, results, over)
-    processes = [context.Process(target=take, args=given) for _ in range(count)]
-    for process in processes:
-        process.start()
-    outcomes = sorted(results.get() for _ in processes)
+            put(directory, b"")
+    outcomes, over, barrier = list[str](), threading.Event(), threading.Barrier(4)
+
+    def take() -> None:
+        barrier.wait()
+        try:
+            with Lease(directory, lambda line: None, SECONDS):
+                outcomes.append("held")
+                over.wait(60)
+        except Held:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(outcomes) == 4)
     over.set()
-    for process in processes:
-        process.join()
-    assert outcomes == ["held"] + ["refused"] * (count - 1)
-
-
-def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Not a directory"):
-        Lease(tmp_path / "file" / "below", print)
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["held", *["refused"] * 3]
 
 
 def test_storage_that_does_not_answer_keeps_nobody_from_the_end(
@@ -246,3 +279,25 @@ def test_storage_that_does_not_answer_keeps_nobody_from_the_end(
     assert time.monotonic() - started < 30
     over.set()
     lease._thread.join()
+
+
+def test_a_renewal_whose_answer_was_lost_does_not_lose_the_lease(server: ObjectServer) -> None:
+    directory = location(f"s3://{BUCKET}/answer")
+    with Lease(directory, print, SECONDS) as lease:
+        change(directory, renewed=99)  # ours, as the holder would have written it
+        wait_until(lambda: held_by(directory).renewed != 99)
+        lease.check()
+        assert not lease.lost
+
+
+def test_a_store_without_conditions_is_refused(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = object_path.request
+
+    def unconditional(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
+        kept = {name: value for name, value in arguments.items() if not name.startswith("If")}
+        return whole(url, operation, **kept)
+
+    monkeypatch.setattr(object_path, "request", unconditional)
+    with pytest.raises(ObjectError, match=f"^s3://{BUCKET}/without: the store ignores conditions of"):
+        Lease(location(f"s3://{BUCKET}/without"), print)
+    assert server.keys("without/") == []

@@ -191,20 +191,6 @@ def test_without_the_package_the_line_says_what_to_install(monkeypatch: pytest.M
                 check_writable("--save", f"s3://{BUCKET}/x")
 
 
-def test_a_server_that_is_gone_is_named_after_some_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "ATTEMPTS", 2)
-    monkeypatch.setattr(object_store, "_PAUSE", 0.001)
-    with object_server() as server:
-        server.process.kill()
-        object_store._client.cache_clear()
-        with pytest.raises(ObjectError) as raised:
-            ObjectPath(BUCKET, "x").exists()
-    assert str(raised.value).startswith(f"s3://{BUCKET}/x: the server does not answer (")
-    assert str(raised.value).endswith("; tried 2 times")
-    assert server.environment["AWS_ENDPOINT_URL"] in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
 @pytest.mark.parametrize("lost", [2, 99])
 def test_a_connection_that_is_lost_in_a_body_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, lost: int

@@ -90,22 +90,18 @@ def test_the_block_of_a_dead_process_is_tokenised(
     assert clock.now <= LONG + 5
 
 
-def test_who_waits_for_a_library_leaves_without_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dies", [False, True])
+def test_who_waits_for_a_library_leaves_without_the_lock_or_builds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
     """Otherwise all ranks would need it in turn, only to see that the library is there."""
     clock, library = Clock(monkeypatch, native, "flock"), tmp_path / "library.so"
-    monkeypatch.setattr(Path, "exists", lambda path: clock.now > LONG)
-    assert native.build_once(library, pytest.fail, print, wait_seconds=900) == library
-    assert LONG <= clock.now <= LONG + 1
+    if dies:
+        clock.free_at = LONG
+        native.build_once(library, lambda made: made.touch(), print, wait_seconds=900)
+        assert f"process {os.getpid()} on" in (tmp_path / "library.lock").read_text()
+    else:
+        monkeypatch.setattr(Path, "exists", lambda path: clock.now > LONG)
+        assert native.build_once(library, pytest.fail, print, wait_seconds=900) == library
+    assert LONG <= clock.now <= LONG + (5 if dies else 1)
     assert clock.requests <= LONG
-
-
-def test_who_waits_for_a_library_builds_it_if_the_builder_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch, native, "flock")
-    clock.free_at = LONG
-    native.build_once(tmp_path / "library.so", lambda made: made.touch(), print, wait_seconds=900)
-    assert f"process {os.getpid()} on" in (tmp_path / "library.lock").read_text()
-    assert clock.now <= LONG + 5

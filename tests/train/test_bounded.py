@@ -21,7 +21,7 @@ from megatron_zpp.train.setup.bounded import read_together
 RANKS = 3
 
 
-def together(error: Exception, *, in_memory: bool = False) -> list[Any]:
+def together(error: Exception) -> list[Any]:
     """What each of three ranks returns or raises if the last one has an error."""
     store = dist.HashStore()
 
@@ -33,7 +33,7 @@ def together(error: Exception, *, in_memory: bool = False) -> list[Any]:
 
         exchange = Exchange(store, Topology(number, RANKS, number, RANKS), timedelta(seconds=60), "load")
         try:
-            return read_together(work, exchange, FileWorker(), "--load", "here", in_memory=in_memory)
+            return read_together(work, exchange, FileWorker(), "--load", "here")
         except ValueError as raised:
             return str(raised)
 
@@ -66,11 +66,6 @@ def test_damage_that_a_rank_finds_is_known_to_all_ranks(error: Exception) -> Non
     problems = [problem for _, problem in together(error)]
     assert problems == problems[:1] * RANKS
     assert "file" in problems[0].lower() or MANIFEST in problems[0]
-
-
-def test_memory_that_cannot_be_read_gives_way_to_a_checkpoint() -> None:
-    error = OSError(errno.EIO, "Input/output error", "file")
-    assert [problem for _, problem in together(error, in_memory=True)] == ["file: Input/output error"] * RANKS
 
 
 def test_work_may_take_as_long_as_the_time_out() -> None:

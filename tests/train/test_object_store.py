@@ -3,8 +3,6 @@
 import errno
 import json
 import re
-import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from megatron_zpp.storage.location import ObjectError
 from megatron_zpp.storage.objects import path as object_path
 from megatron_zpp.train.inputs import check_inputs
 from tests.object_server import BUCKET, ObjectServer, object_server
-from tests.support import Run, pretrain
+from tests.support import pretrain
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, train_here
 
@@ -76,26 +74,6 @@ def test_a_run_on_objects_has_the_bits_of_a_run_on_files(
         theirs = shards((tmp_path / "saved" / file).read_bytes(), tmp_path)
         assert ours.keys() == theirs.keys()
         assert all((ours[name].view(np.uint32) == theirs[name].view(np.uint32)).all() for name in ours)
-
-
-@pytest.mark.nightly
-def test_a_killed_run_goes_on_from_memory(server: ObjectServer, corpus: str, tmp_path: Path) -> None:
-    """Which copies in memory are its own is in the object store, until a start without them."""
-    url = f"s3://{BUCKET}/memory"
-    flags = [*RUN, "--data-path", corpus, "--save", url, "--load", url, "--train-iters", "1000000"]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, Run(tmp_path, 1) as run:
-        snapshots = ["--buddy-snapshots", "5", "--buddy-directory", memory]
-        run.start(0, *flags, *snapshots)
-        run.wait_for("iteration       11/")
-        run.send(0, signal.SIGKILL)
-        run.statuses()
-        assert "latest_checkpointed_iteration.txt" not in server.keys("memory/")
-        resumed = pretrain(*flags, *snapshots, "--exit-interval", "5")
-        assert resumed.returncode == 0, resumed.stderr
-        assert " in memory; resuming at iteration " in resumed.stdout
-    assert "memory_snapshots.txt" in server.keys("memory/")
-    assert pretrain(*flags, "--exit-interval", "5").returncode == 0
-    assert "memory_snapshots.txt" not in server.keys("memory/")
 
 
 def test_a_server_that_is_gone_during_a_load_is_not_taken_for_damage(

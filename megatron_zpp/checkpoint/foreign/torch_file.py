@@ -9,7 +9,6 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.foreign.pickled import Global, NotData, Record, read_pickle
+from megatron_zpp.checkpoint.foreign.pickled import NotData, read_pickle
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.regular import open_stream
 
@@ -26,7 +25,6 @@ _PICKLE_LIMIT = 1 << 30  # bytes of the pickle alone; tensors are beside it
 _DIRECTORY_LIMIT = 16 << 20  # bytes of the archive's list of files: 100,000 tensors and more
 MOST_DIMENSIONS = 64  # torch's limit
 LARGEST_SIZE = 1 << 60  # elements
-_OPEN = object()  # a container whose parts are being looked at
 _STORAGES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -124,8 +122,6 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
                 return _read(path, start, file, archive)
     except NotData as error:
         raise NotData(f"{path}: {error}") from None
-    except RecursionError:
-        raise NotData(f"{path}: has values nested deeper than those of any model") from None
     except (*_DAMAGES, zipfile.BadZipFile) as error:
         reason = str(error) or type(error).__name__
         raise DamagedFile(
@@ -197,6 +193,8 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
 
     def storage(value: Any) -> _Storage:
         _, kind, key, _, count = value  # "storage", its class, the name of its file, device, elements
+        if not isinstance(key, str) or f"data/{key}" not in entries:
+            raise NotData("has a tensor whose bytes are not there")
         dtype = _STORAGES[kind.name]
         if (key, dtype) not in storages:
             storages[key, dtype] = found(key, dtype, count)
@@ -211,7 +209,7 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
             raise zipfile.BadZipFile("it ends too early")
         return _Storage(path, begin, info.file_size, dtype, info.CRC)
 
-    return tensors_of(read_pickle(archive.read(entries["data.pkl"]), storage))
+    return read_pickle(archive.read(entries["data.pkl"]), storage, _MAKERS)
 
 
 def _data_start(file: Any, header: int) -> int:
@@ -223,49 +221,22 @@ def _data_start(file: Any, header: int) -> int:
     return header + 30 + int.from_bytes(found[26:28], "little") + int.from_bytes(found[28:30], "little")
 
 
-def tensors_of(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Return the value with StoredTensors in place of the records of tensors, at any depth.
-
-    `seen` has the results of containers by identity: a pickle may have the same one in many places. Raises
-    NotData for a container inside itself.
-    """
-    seen = {} if seen is None else seen
-    if not isinstance(value, dict | list | tuple | Record):
-        return value
-    if id(value) not in seen:
-        seen[id(value)] = _OPEN
-        if isinstance(value, dict):
-            found: Any = {key: tensors_of(inner, seen) for key, inner in value.items()}
-        elif isinstance(value, Record):
-            found = _made(value, seen)
-        else:
-            found = type(value)([tensors_of(inner, seen) for inner in value])
-        seen[id(value)] = found
-    if seen[id(value)] is _OPEN:
-        raise NotData("has a value inside itself, which no model needs")
-    return seen[id(value)]
-
-
-def _made(value: Record, seen: dict[int, Any]) -> Any:
-    """Return the tensor that a record describes; other records as they are."""
-    if not isinstance(value.of, Global):
-        return value
-    if value.of.module == "torch._utils" and value.of.name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
-        return _tensor(*value.arguments[:4])
-    if value.of.module == "torch._utils" and value.of.name.startswith("_rebuild_parameter"):
-        return tensors_of(value.arguments[0], seen)
-    return value
-
-
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> StoredTensor:
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
     if not all(isinstance(one, list | tuple) and len(one) <= MOST_DIMENSIONS for one in (shape, stride)):
         raise NotData(f"has a tensor of more than {MOST_DIMENSIONS} dimensions")
-    numbers: Sequence[Any] = [offset, *shape, *stride]
     if not isinstance(storage, _Storage):
         raise NotData("has a tensor without a storage")
-    if not all(type(one) is int and 0 <= one < LARGEST_SIZE for one in numbers):
+    if not all(type(one) is int and 0 <= one < LARGEST_SIZE for one in (offset, *shape, *stride)):
         raise NotData("has a tensor with a size that none has")
     reach = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     if math.prod(shape) and max(offset + reach, math.prod(shape)) * storage.dtype.itemsize > storage.nbytes:
         raise NotData("has a tensor that is longer than its storage")
     return StoredTensor(storage, tuple(shape), tuple(stride), offset)
+
+
+_MAKERS = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
+}

@@ -34,7 +34,7 @@ _REASONS = {
     "training generates no text; use megatron_zpp.commands.sample, which has flags of its own": """
         --inference- --decode-only- --enable-chunked-prefill --num-speculative-tokens
         --use-same-sampling-seed- --mlp-chunks-""",
-    "use --buddy-snapshots, or --keep-last and --async-save": "--non-persistent-",
+    "use --keep-last and --async-save": "--non-persistent-",
     "checkpoints have one format; omit it": "--ckpt-convert-",
     "restart with launch/local.sh --max-restarts, which resumes; omit it": "--inprocess-",
     "tests inject faults; omit it": "--fault-injector-",

@@ -204,7 +204,7 @@ _REFUSED = {
         --save-activations-interval --save-wgrads-interval --save-dgrads-interval""",
     "the model is dense; omit it": "--save-tokens-per-expert-interval",
     "weights are always the fp32 master weights; omit it": "--load-main-params-from-ckpt",
-    "use --buddy-snapshots": "--replication --replication-jump --replication-factor",
+    "use --async-save": "--replication --replication-jump --replication-factor",
     "initial weights are the same on all ranks; omit it": "--data-parallel-random-init",
     "parameters are always initialised; omit it": "--no-initialization",
     "use --init-method-std for all weights": "--embedding-init-method-std",

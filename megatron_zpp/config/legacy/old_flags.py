@@ -15,6 +15,7 @@ _FEEDBACK = (
     "error feedback did not lower the loss (docs/internals/numerics.md); omit it, or use "
     "--zero-quantized-gradients-format rotated4"
 )
+_NO_SNAPSHOTS = "states are copied to --save alone"
 
 RENAMED = (
     renamed("--batch-size", "training.micro_batch_size", int),
@@ -266,6 +267,15 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
             "ranks wait --distributed-timeout-minutes for one another at the start too": """
                 --preflight-timeout:float""",
         }
+    ),
+    *(
+        OldFlag(
+            name=name,
+            takes=takes,
+            why=_NO_SNAPSHOTS,
+            otherwise=f"{_NO_SNAPSHOTS}; omit it, and save more often with --async-save",
+        )
+        for name, takes in (("--buddy-snapshots", int), ("--buddy-directory", str))
     ),
     OldFlag(
         name="--zero-quantization-block",

@@ -147,6 +147,9 @@ class _File:
                     raise self._error(f"{_line(key)}: {name}: is a section; indent its settings below it")
                 for inner, setting in value.value:
                     yield from self._setting(_name(inner), inner, setting, section=name)
+            elif isinstance(value, yaml.MappingNode) and _all_retired(value):  # a part that is no more
+                for inner, setting in value.value:
+                    yield from self._setting(_name(inner), inner, setting, section=name)
             else:
                 yield from self._setting(name, key, value, section=None)
 
@@ -197,6 +200,10 @@ class _File:
 
 def _name(key: Any) -> str:
     return key.value.replace("-", "_") if isinstance(key.value, str) else "?"
+
+
+def _all_retired(section: Any) -> bool:
+    return bool(section.value) and all(_name(key) in retired_fields() for key, _ in section.value)
 
 
 def _line(node: Any) -> str:

@@ -10,7 +10,6 @@ ranks of the job, so that the state is the same on all of them.
 """
 
 import base64
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -162,22 +161,6 @@ class DelayedScaling:
 def _entry(scales: list[float], history: Tensor) -> dict[str, Any]:
     """The state of one linear map as JSON: three scales and (H, 3) fp32 on the CPU."""
     return {"scales": scales, "history": base64.b64encode(history.numpy().tobytes()).decode()}
-
-
-def check_scaling_state(state: Any) -> None:
-    """Raise ValueError, KeyError, TypeError or AttributeError for what `state` cannot have returned."""
-    if state is None:
-        return
-    lengths = set()
-    for name, entry in state.items():
-        history, scales = _history_of(entry), entry["scales"]
-        lengths.add(len(history))
-        if not (history.isfinite() & (history >= 0)).all():
-            raise ValueError(f"a history of product_scaling that no step leaves: {name}")
-        if len(scales) != 3 or not all(type(scale) is float and 0 < scale < math.inf for scale in scales):
-            raise ValueError(f"scales of product_scaling that no step leaves: {name}")
-    if len(lengths) > 1:
-        raise ValueError(f"histories of product_scaling with {sorted(lengths)} steps")
 
 
 def _history_of(entry: Mapping[str, Any]) -> Tensor:

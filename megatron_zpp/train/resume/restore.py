@@ -1,11 +1,10 @@
-"""The start of a run: the newest memory snapshot or checkpoint that is whole, or new weights."""
+"""The start of a run: the newest checkpoint that is whole, or new weights."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint.directory import (
     LOOKUPS,
     candidates,
-    iteration_of,
     lost_newest,
     named_checkpoint,
     removed_too_often,
@@ -27,10 +25,9 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
-from megatron_zpp.distributed.exchange import Exchange, NoProgress
-from megatron_zpp.storage.checksums import DamagedFile, OnProgress
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.storage.checksums import OnProgress
 from megatron_zpp.storage.location import Location, location
-from megatron_zpp.train.memory_snapshots import held_snapshots
 from megatron_zpp.train.resume.changes import (
     batch_changes,
     mask_changes,
@@ -47,10 +44,6 @@ from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.train.setup.bounded import bounded, read_together
 from megatron_zpp.zero.engine import ZeroEngine
 
-if TYPE_CHECKING:
-    from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
-    from megatron_zpp.memory_snapshots.held import HeldSnapshot
-
 _SCHEDULE_GOES_ON = (
     " --no-load-optim: the learning rate continues its schedule, and the moments start at zero; --finetune "
     "restarts schedule and iteration"
@@ -58,16 +51,11 @@ _SCHEDULE_GOES_ON = (
 
 
 def restore(
-    config: Config,
-    engine: ZeroEngine,
-    tokenizer: dict[str, Any],
-    store: dist.Store,
-    schedule: RunSchedule,
-    memory: "BuddyMemory | None" = None,
+    config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, schedule: RunSchedule
 ) -> Start:
     """Where the run starts, with lines that say so and name what is damaged and was skipped.
 
-    `schedule` is that of a run which starts at iteration 0. `memory` may hold memory snapshots.
+    `schedule` is that of a run which starts at iteration 0.
 
     Raises ValueError when no checkpoint is whole: a run that has some never starts from initial weights.
     """
@@ -79,157 +67,53 @@ def restore(
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
         return Start(named(Progress(), settings, exchange_for), [line])
-    sources, warnings = _sources(settings, engine, memory, exchange_for, files)
-    passed_over: list[tuple[_Source, str]] = []
+    paths = _agreed_candidates(settings, exchange_for("load"), files)
+    passed_over: list[tuple[Location, str]] = []
     numbers, removals = count(), 0
-    while sources:
-        source, number = sources.pop(0), next(numbers)
+    while paths:
+        path, number = paths.pop(0), next(numbers)
         exchange = exchange_for(f"load/{number}")
-        with bounded(exchange, *source.flag(config)):
-            load = _brought(source, exchange, partial(_load, config, source, engine, tokenizer, schedule))
-        in_memory = source.snapshot is not None
-        start, problem = read_together(load, exchange, files, *source.flag(config), in_memory=in_memory)
+        load = partial(_load, config, path, engine, tokenizer, schedule)
+        start, problem = read_together(load, exchange, files, "--load", settings.load)
         if problem is None:
-            if memory is not None:
-                memory.restored(None if source.snapshot is None else source.snapshot.name)
-            if source.path is not None:
-                with bounded(exchange, "--load", settings.load):
-                    if engine.topology.rank == 0:
-                        exchange.put("warnings", files.run(partial(_directory_warnings, settings), exchange))
-                    warnings += exchange.get("warnings")
-            warnings += [f" WARNING: {source} is skipped: {problem}" for source, problem in passed_over]
-            return replace(
-                start,
-                progress=named(start.progress, settings, exchange_for),
-                lines=[*warnings, *start.lines],
-                saved=source.path is not None,
-            )
-        if gone := _removed(source, exchange, files, settings):
+            with bounded(exchange, "--load", settings.load):
+                if engine.topology.rank == 0:
+                    exchange.put("warnings", files.run(partial(_directory_warnings, settings), exchange))
+                warnings = exchange.get("warnings")
+            warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in passed_over]
+            progress = named(start.progress, settings, exchange_for)
+            return Start(progress, [*warnings, *start.lines])
+        if _is_removed(path, exchange, files, settings):
             removals += 1
             if removals == LOOKUPS:
-                raise removed_too_often(gone)
+                raise removed_too_often(path)
             found = _agreed_candidates(settings, exchange_for(f"load/{number}/again"), files)
-            tried = [source.path for source, _ in passed_over]
-            held = [source for source in sources if source.path is None]
-            sources = _in_order([*held, *(_Source(path) for path in found if path not in tried)])
+            tried = [path for path, _ in passed_over]
+            paths = [path for path in found if path not in tried]
             continue
-        passed_over.append((source, problem))
-    if memory is not None:
-        memory.restored(None)
+        passed_over.append((path, problem))
     if passed_over:
-        raise _none_whole(config, passed_over)
-    return Start(named(Progress(), settings, exchange_for), [*warnings, " starting from initial weights"])
+        fix = f"none of its checkpoints is whole: {passed_over[0][1]}; omit --load to start from new weights"
+        raise option_error("--load", settings.load, fix)
+    return Start(named(Progress(), settings, exchange_for), [" starting from initial weights"])
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A checkpoint, or a memory snapshot and the memory that it is in."""
-
-    path: Location | None = None
-    snapshot: "HeldSnapshot | None" = None
-    memory: "BuddyMemory | None" = None
-
-    @property
-    def iteration(self) -> int:
-        """The iteration that it says to be of."""
-        if self.snapshot is not None:
-            return self.snapshot.name.iteration
-        return (None if self.path is None else iteration_of(self.path)) or 0
-
-    def __str__(self) -> str:
-        return str(self.snapshot or self.path)
-
-    def flag(self, config: Config) -> tuple[str, object]:
-        """The flag that it belongs to, and the flag's value."""
-        if self.snapshot is None:
-            return "--load", config.checkpoint.load
-        return "--buddy-snapshots", config.memory_snapshots.buddy_snapshots
-
-    def bring(self, exchange: Exchange) -> Location:
-        """The directory to read. See HeldSnapshot.bring."""
-        if self.snapshot is None or self.memory is None:
-            assert self.path is not None
-            return self.path
-        return self.snapshot.bring(self.memory, exchange)
-
-
-def _sources(
-    config: CheckpointConfig,
-    engine: ZeroEngine,
-    memory: "BuddyMemory | None",
-    exchange_for: Callable[[str], Exchange],
-    files: FileWorker,
-) -> tuple[list[_Source], list[str]]:
-    """What the run may start from, the newest first, and lines on memory snapshots that are not whole.
-
-    Of the same iteration the memory comes first.
-    """
-    found = [_Source(path) for path in _agreed_candidates(config, exchange_for("load"), files)]
-    held, lines = held_snapshots(memory, engine)
-    return _in_order([*(_Source(snapshot=each, memory=memory) for each in held), *found]), lines
-
-
-def _in_order(sources: list[_Source]) -> list[_Source]:
-    return sorted(sources, key=lambda source: source.iteration, reverse=True)  # stable
-
-
-def _removed(
-    source: _Source, exchange: Exchange, files: FileWorker, config: CheckpointConfig
-) -> Location | None:
-    """The path of `source`, which could not be read, if it is no checkpoint any more. All ranks must call it.
+def _is_removed(path: Location, exchange: Exchange, files: FileWorker, config: CheckpointConfig) -> bool:
+    """Whether `path`, which could not be read, is no checkpoint any more. All ranks must call it.
 
     The lease keeps other runs away from --save, but not from the --load of a run that saves elsewhere: the
     run that owns it may remove old checkpoints meanwhile (--keep-last), and has saved newer ones.
     """
-    path = source.path
-    if path is None:
-        return None
     with bounded(exchange, "--load", config.load):
         if exchange.topology.rank == 0:
             exchange.put("removed", files.run(lambda on_progress: not is_committed(path), exchange))
-        return path if exchange.get("removed") else None
-
-
-def _brought(
-    source: _Source, exchange: Exchange, load: Callable[[Location, OnProgress], Start]
-) -> Callable[[OnProgress], Start]:
-    """`load` of the checkpoint's path; copies in the memory of other nodes are fetched first.
-
-    Every rank must call it. Where the copies cannot be fetched, the result raises the error.
-    """
-    try:
-        path = source.bring(exchange)
-    except NoProgress:
-        raise  # it says nothing about the copies
-    except (DamagedFile, OSError) as error:
-        return partial(_fail, error)
-    return partial(load, path)
-
-
-def _fail(error: Exception, on_progress: OnProgress) -> Start:
-    raise error
-
-
-def _none_whole(config: Config, passed_over: list[tuple[_Source, str]]) -> ValueError:
-    load = config.checkpoint.load
-    for source, problem in passed_over:
-        if source.path is not None:
-            fix = f"none of its checkpoints is whole: {problem}; omit --load to start from new weights"
-            return option_error("--load", load, fix)
-    source, problem = passed_over[0]
-    return option_error(
-        "--buddy-snapshots",
-        config.memory_snapshots.buddy_snapshots,
-        f"{source} is not whole: {problem}; --load {load} holds no checkpoint, so the next start, which "
-        "finds nothing in memory, begins with new weights",
-    )
+        return exchange.get("removed")
 
 
 def _agreed_candidates(config: CheckpointConfig, exchange: Exchange, files: FileWorker) -> list[Location]:
     """The checkpoints that rank 0 sees, because a shared file system may show ranks different ones."""
-    if config.load is None:
-        return []
     load = config.load
+    assert load is not None  # a run without starts from new weights
     with bounded(exchange, "--load", load):
         if exchange.topology.rank == 0:
             found = files.run(lambda on_progress: candidates(load, config.ckpt_step), exchange)
@@ -249,25 +133,19 @@ def _directory_warnings(config: CheckpointConfig, on_progress: OnProgress) -> li
 
 def _load(
     config: Config,
-    source: _Source,
+    path: Location,
     engine: ZeroEngine,
     tokenizer: dict[str, Any],
     schedule: RunSchedule,
-    path: Location,
     on_progress: OnProgress,
 ) -> Start:
-    """Load `source`, which is at `path`, on this rank, on a thread of its own."""
+    """Load the checkpoint at `path` on this rank, on a thread of its own."""
     settings = config.checkpoint
     with_optimizer = settings.load_optim and not settings.finetune
     on_gpu = engine.device.type == "cuda"
     with torch.cuda.device(engine.device) if on_gpu else nullcontext():  # a thread begins with device 0
         progress = load_checkpoint(
-            path,
-            engine,
-            tokenizer,
-            with_optimizer=with_optimizer,
-            on_progress=on_progress,
-            partial=source.snapshot is not None and source.snapshot.only_own,
+            path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
         )
     (saved, ranks), present = saved_settings(path), config.to_json()
     changes = model_changes(saved, config.model)
@@ -280,7 +158,7 @@ def _load(
             changes += [_SCHEDULE_GOES_ON]
     without = "" if with_optimizer else " without the optimizer's state"
     line = (
-        f" loaded {source}{without}; resuming at iteration {progress.iteration}, "
+        f" loaded {path}{without}; resuming at iteration {progress.iteration}, "
         f"{progress.consumed_samples} samples"
     )
     if progress.consumed_samples == 0:  # the weights were imported, or no step was taken: nothing can change

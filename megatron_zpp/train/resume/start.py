@@ -1,4 +1,4 @@
-"""Where a run starts: from new weights, or from what restore.py finds in --load and in memory."""
+"""Where a run starts: from new weights, or from what restore.py finds in --load."""
 
 import os
 import secrets
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,20 +23,13 @@ from megatron_zpp.storage.location import is_object, location
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
-if TYPE_CHECKING:
-    from megatron_zpp.memory_snapshots.buddy_memory import BuddyMemory
-
 
 @dataclass(frozen=True)
 class Start:
-    """The progress that a run starts from, and log lines that say where it was loaded from.
-
-    `saved`: --load has a checkpoint of that progress, unless it is that of new weights.
-    """
+    """The progress that a run starts from, and log lines that say where it was loaded from."""
 
     progress: Progress
     lines: list[str]
-    saved: bool = True
 
 
 def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
@@ -69,18 +62,13 @@ def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[st
 
 
 def start_of(
-    config: Config,
-    engine: ZeroEngine,
-    tokenizer: dict[str, Any],
-    store: dist.Store,
-    schedule: RunSchedule,
-    memory: "BuddyMemory | None",
+    config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, schedule: RunSchedule
 ) -> Start:
-    """Where the run starts; with --load or `memory`, what `restore` returns. Every rank must call it."""
-    if config.checkpoint.load is not None or memory is not None:
+    """Where the run starts; with --load, what `restore` returns. Every rank must call it."""
+    if config.checkpoint.load is not None:
         from megatron_zpp.train.resume.restore import restore
 
-        return restore(config, engine, tokenizer, store, schedule, memory)
+        return restore(config, engine, tokenizer, store, schedule)
     exchange_for = partial(Exchange, store, engine.topology, config.distributed.timeout)
     return Start(named(Progress(), config.checkpoint, exchange_for), [" starting from initial weights"])
 

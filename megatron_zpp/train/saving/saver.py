@@ -43,12 +43,12 @@ class Saver:
         tokenizer_files: Mapping[str, bytes],
         reporter: Reporter,
         store: dist.Store,
-        start: Progress | None,
+        start: Progress,
         lease: Lease | None = None,
     ) -> None:
         """`tokenizer` describes the tokenizer, whose files are `tokenizer_files`.
 
-        `start` is the progress from which this process trains; None if --load does not have it.
+        `start` is the progress from which this process trains.
 
         `lease` is that of --save; it is checked before a checkpoint is begun and before it is committed.
         """

@@ -20,14 +20,12 @@ def read_together(
     files: FileWorker,
     flag: str,
     value: object,
-    *,
-    in_memory: bool = False,
 ) -> tuple[Any, str | None]:
     """(what `work` returns on this rank, on all ranks the problem of the first rank that has one, or None).
 
     A problem is damage, which includes missing files. If a file cannot be read on a rank, or a request to an
-    object store failed, all ranks raise ValueError. Of files `in_memory` any error is a problem, because what
-    is there may be read elsewhere. Other errors of `work` are raised. `flag` and `value` as in `bounded`.
+    object store failed, all ranks raise ValueError. Other errors of `work` are raised. `flag` and `value` as
+    in `bounded`.
     """
     result, problem = None, None
     with bounded(exchange, flag, value):
@@ -36,7 +34,7 @@ def read_together(
         except Stuck:
             raise
         except (DamagedFile, OSError) as error:
-            is_damage = in_memory or _is_damaged(error)
+            is_damage = _is_damaged(error)
             reason = one_line(error) if is_damage else _unreadable(error, exchange.topology.rank)
             problem = {"reason": reason, "is_damage": is_damage}
         problem = exchange.first("problem", problem)

@@ -27,18 +27,15 @@ if TYPE_CHECKING:
 class Ranks:
     """What one rank has of all ranks of its run.
 
-    `store` is what all ranks share besides their collectives. Other ranks reach this one at `address`, or if
-    that is a loopback address, at their own `master`, which is MASTER_ADDR. A signal in `signals` ends the
-    run early. `activity` is told what this rank is doing. `lines`, for the log, say how the ranks joined.
-    `lease`, on rank 0, is that of --save.
+    `store` is what all ranks share besides their collectives. A signal in `signals` ends the run early.
+    `activity` is told what this rank is doing. `lines`, for the log, say how the ranks joined. `lease`, on
+    rank 0, is that of --save.
     """
 
     topology: Topology
     store: dist.Store
     signals: StopSignals
     activity: Activity
-    address: str = "127.0.0.1"
-    master: str = "127.0.0.1"
     lines: tuple[str, ...] = ()
     lease: "Lease | None" = None
 
@@ -84,8 +81,6 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
                 store=store,
                 signals=signals,
                 activity=activity,
-                address=rendezvous.own.address,
-                master=rendezvous.master,
                 lines=tuple(lines),
                 lease=lease,
             )

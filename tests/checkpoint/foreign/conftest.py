@@ -1,4 +1,4 @@
-"""Checkpoints that megatron-core wrote, with the logits of its model."""
+"""Fixtures: the command-line tool, and checkpoints that megatron-core wrote, with the logits of its model."""
 
 import fcntl
 import os
@@ -6,15 +6,29 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, environment, free_port
+from megatron_zpp.commands import import_checkpoint
+from tests.support import ROOT, environment
 
 Saved = Callable[[str, int], Path]
+Tool = Callable[..., str]
+TOKENIZER = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "89")  # 90 entries with the end of document
 _PROGRAM = Path(__file__).with_name("megatron_program.py")
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
+    """Run import_checkpoint with arguments, after those of a tokenizer, and return what it prints."""
+
+    def run(*argv: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["import_checkpoint", *TOKENIZER, *map(str, argv)])
+        import_checkpoint.main()
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -23,40 +37,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     pytest.importorskip(
         "megatron.core", reason="megatron-core is not installed; tests/requirements.txt names it"
     )
-
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # all workers share them, as megatron-core takes long to start
         shared = shared.parent
-
-    @cache
-    def make(ranks: int) -> Path:
-        root = shared / f"megatron_{ranks}"
-        with root.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (root / "complete").exists():
-                shutil.rmtree(root, ignore_errors=True)  # of a worker that failed
-                write(root, ranks)
-                (root / "complete").touch()
-        return root
-
-    def write(root: Path, ranks: int) -> None:
-        port = free_port()
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(_PROGRAM), str(root), str(ranks), str(rank), str(port)],
-                cwd=ROOT,
-                env=environment(PYTHONWARNINGS="ignore"),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            errors = [process.communicate(timeout=200)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert not any(process.returncode for process in processes), errors[0][-2000:]
-
-    return lambda family, ranks: make(ranks) / family
+    root = shared / "megatron"
+    with root.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "complete").exists():
+            shutil.rmtree(root, ignore_errors=True)  # of a worker that failed
+            command = [sys.executable, str(_PROGRAM), str(root)]
+            places = environment(PYTHONWARNINGS="ignore")
+            done = subprocess.run(command, cwd=ROOT, env=places, capture_output=True, text=True, timeout=200)
+            assert done.returncode == 0, done.stderr[-2000:]
+            (root / "complete").touch()
+    return lambda family, ranks: root / f"{ranks}" / family

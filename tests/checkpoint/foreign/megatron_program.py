@@ -1,14 +1,15 @@
 """A program of its own: megatron-core's models on CPU ranks save checkpoints and their logits.
 
-python megatron_program.py DIRECTORY TENSOR_RANKS RANK PORT
+python megatron_program.py DIRECTORY
 
-For each family DIRECTORY/FAMILY/dist is a torch_dist checkpoint of Megatron-LM's, DIRECTORY/FAMILY/ranks one
-of the old layout, and DIRECTORY/FAMILY/logits.safetensors has tokens and what the model makes of them.
+For one tensor rank and for two, DIRECTORY/RANKS has a directory for each family: `dist` is a torch_dist
+checkpoint of Megatron-LM's, `ranks` one of the old layout, and logits.safetensors has tokens and what the
+model makes of them. Ranks are forked, since megatron-core takes long to import.
 """
 
 import argparse
 import contextlib
-import os
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,19 +105,29 @@ def build(args: argparse.Namespace) -> torch.nn.Module:
 
 def main() -> None:
     """See the file."""
-    root = Path(sys.argv[1])
-    ranks, rank, port = map(int, sys.argv[2:])
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(port)
     torch.cuda.current_device = lambda: "cpu"  # megatron-core asks for it wherever it runs
     torch.cuda.synchronize = lambda *_: None
-    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # there is no dropout
     filesystem_async._process_memory = lambda: 0  # would need psutil
-    dist.init_process_group("gloo")
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=run, args=(ranks, rank)) for ranks in (1, 2) for rank in range(ranks)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    sys.exit(any(process.exitcode for process in started))
+
+
+def run(ranks: int, rank: int) -> None:
+    """One of so many tensor ranks."""
+    from megatron.core import parallel_state
+
+    root = Path(sys.argv[1]) / f"{ranks}"
+    root.mkdir(parents=True, exist_ok=True)
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel(ranks, 1)
     for family in FAMILIES:
         save(root / family, settings(family, ranks), rank)

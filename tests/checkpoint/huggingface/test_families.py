@@ -58,7 +58,7 @@ def test_import_then_export_returns_every_bit(
     ("family", "stage", "world"),
     [
         ("qwen3", 0, 1),
-        ("llama-tied-scaled", 3, 2),
+        nightly("llama-tied-scaled", 3, 2),
         nightly("mistral", 1, 2),
         nightly("llama-biased", 2, 3),
         nightly("qwen2", 3, 2),
@@ -79,16 +79,6 @@ def test_a_run_starts_from_a_llama(
     check_equal(tensors(tmp_path / "back"), tensors(source))
 
 
-def test_a_flag_that_does_not_fit_is_named(bpe: Path, tmp_path: Path) -> None:
-    source = directory_of("qwen3", bpe, tmp_path / "theirs")
-    flags = [*RUN, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
-    shape = ["--model-preset", str(source), "--rotary-base", "500"]
-    ran = pretrain(*flags, *shape, "--load", f"hf:{source}", "--save", str(tmp_path / "run"))
-    assert ran.returncode == 1
-    assert "--rotary-base 500.0: the model of --load hf:" in ran.stderr
-    assert "give --rotary-base 10000.0" in ran.stderr
-
-
 NOT_GIVEN = (
     "--padded-vocab-size (not given): the model of --load hf:{0} has vocab_size {1}, and the tokenizer {2} "
     "entries; give --padded-vocab-size {1}"
@@ -98,18 +88,23 @@ NOT_GIVEN = (
 @pytest.mark.parametrize(
     ("family", "given", "said"),
     [
-        ("qwen3", None, NOT_GIVEN),
-        ("qwen3", 384, "--padded-vocab-size 384: the model of --load hf:{0} has vocab_size {1}"),
-        ("llama", 384, "and the tokenizer {2} entries; omit it"),
-        ("llama", 7, "--padded-vocab-size 7: must be at least {2}, the tokenizer's entries"),
+        ("qwen3", {}, NOT_GIVEN),
+        (
+            "qwen3",
+            {"padded_vocab_size": 384},
+            "--padded-vocab-size 384: the model of --load hf:{0}",
+        ),
+        ("llama", {"padded_vocab_size": 384}, "and the tokenizer {2} entries; omit it"),
+        ("llama", {"padded_vocab_size": 7}, "must be at least {2}, the tokenizer's entries"),
+        ("qwen3", {"rotary_base": 500.0}, "--rotary-base 500.0: the model of --load hf:{0} has"),
     ],
 )
-def test_the_vocabulary_of_a_run_is_that_of_the_directory(
-    bpe: Path, tmp_path: Path, family: str, given: int | None, said: str
+def test_the_model_of_a_run_is_that_of_the_directory(
+    bpe: Path, tmp_path: Path, family: str, given: dict[str, Any], said: str
 ) -> None:
     source = directory_of(family, bpe, tmp_path / "theirs")
-    model = ModelConfig(model_preset=str(source), seq_length=16, padded_vocab_size=given)
-    with pytest.raises(ValueError, match="--padded-vocab-size") as caught:
+    model = ModelConfig(model_preset=str(source), seq_length=16, **given)
+    with pytest.raises(ValueError, match=r"--padded-vocab-size|--rotary-base") as caught:
         open_weights(str(source), model, describe(HuggingFaceTokenizer(str(source))))
     assert said.format(source, entries(bpe) + SPARE, entries(bpe)) in str(caught.value)
 
