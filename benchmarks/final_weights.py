@@ -1,156 +1,161 @@
-"""Whether two commits train to the same bits: SHA-256 of all states after a fixed set of short CPU runs.
+"""Whether two commits train to the same bits: SHA-256 of all states after a covering set of short CPU runs.
 
 python benchmarks/final_weights.py HEAD                     # the hashes of this commit
 python benchmarks/final_weights.py main~5 HEAD --runs bf16  # both commits; runs with bf16 in their name
+python benchmarks/final_weights.py --list                   # the runs, and exit
 
-Checks a change that must not change numbers: ZeRO stages 0 to 3, ZeRO++ alone and together
-on 2 nodes x 2 ranks, fp32, bf16 and fp16, recomputation, and a resume. Every commit is checked out into a
-separate directory and trains there with this Python, one thread per rank. Compare hashes of one machine
-only, because the bits of a matrix product depend on the processor. A hash covers master weights and moments,
-shard by shard, without the names that a checkpoint gives them. Exit status 1 when commits differ.
+Checks a change that must not change numbers. Every pair of values of two `FACTORS` that can be combined is in
+one run at least. A run takes two steps on its mesh and two more, resumed, on another one, with chunks of 256
+elements where the commit has such a constant. Every commit is checked out into a separate directory and
+trains there with this Python, one thread per rank. Compare hashes of one machine only, because the bits of a
+matrix product depend on the processor. A hash covers master weights and moments, shard by shard, without the
+names that a checkpoint gives them. Exit status 1 when commits differ.
 """
 
 import argparse
-import hashlib
+import json
 import os
-import shlex
-import socket
+import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-import torch
-from safetensors import safe_open
-
 from benchmarks.common import RESULTS, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = shlex.split(
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 1001 --num-layers 3 --hidden-size 96 "
-    "--num-attention-heads 3 --seq-length 33 --micro-batch-size 2 --global-batch-size 16 --lr 1e-2 "
-    "--lr-warmup-iters 2 --train-iters 6 --log-interval 3 --eval-interval 3 --eval-iters 1 --weight-decay 0.1"
-)
-QUANTIZED_WEIGHTS = ("--zero-quantized-weights",)
-SECONDARY_SHARDS = ("--zero-hpz-partition-size", "2")
-QUANTIZED_GRADIENTS = ("--zero-quantized-gradients",)
-ZEROPP = (*QUANTIZED_WEIGHTS, *SECONDARY_SHARDS, *QUANTIZED_GRADIENTS)
-RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+RANKS = Path(__file__).with_name("final_weights_ranks.py")
+SAMPLES = 12  # per step: a multiple of every number of data ranks
+FACTORS: dict[str, dict[str, tuple[str, ...]]] = {  # name, and the flags of each value
+    "mesh": {"1x4": (), "2x2": (), "3x2": ()},
+    "resumed on": {"1x4": (), "2x2": (), "3x2": ()},
+    "tensor": {"1": (), "2": ("--tensor-model-parallel-size", "2")},
+    "stage": {stage: ("--zero-stage", stage) for stage in "0123"},
+    "weights": {
+        "plain": (),
+        "int8": ("--zero-quantized-weights",),
+        "delta4": ("--zero-quantized-weights", "--zero-quantized-weights-format", "delta4"),
+    },
+    "hpZ": {size: ("--zero-hpz-partition-size", size) for size in ("1", "2", "auto")},
+    "gradients": {
+        "plain": (),
+        "int4": ("--zero-quantized-gradients",),
+        "int8": ("--zero-quantized-gradients", "--zero-quantized-gradients-format", "int8"),
+        "rotated4": ("--zero-quantized-gradients", "--zero-quantized-gradients-format", "rotated4"),
+    },
+    "groups": {size: ("--zero-gradient-partition-size", size) for size in ("off", "1", "2", "auto")},
+    "precision": {
+        "fp32": ("--fp32",),
+        "bf16": ("--bf16",),
+        "bf16 sums": ("--bf16", "--grad-reduce-in-bf16"),
+        "fp16": ("--fp16", "--initial-loss-scale", "65536"),
+    },
+    "micro-batches": {"one": (), "several": ()},
+    "recomputation": {
+        "none": (),
+        "full": ("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    },
+    "unit": {"layer": (), "sublayer": ("--zero-unit", "sublayer")},
+    "tables": {
+        "tied": (),
+        "untied": ("--untie-embeddings-and-output-weights",),
+        "rows": ("--zero-table-rows", "300"),
+    },
+    "rates": {"one": (), "two": ("--decoupled-lr", "3e-3")},
+    "model": {"GPT": (), "Llama": ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")},
+}
+Run = dict[str, str]  # a value of each factor
 
 
-def runs() -> dict[str, tuple[int, int, tuple[str, ...]]]:
-    """Nodes, ranks per node and flags of every run, by name."""
-    found: dict[str, tuple[int, int, tuple[str, ...]]] = {}
-    for precision in ("fp32", "bf16"):
-        flag = f"--{precision}"
-        found[f"1 x 1, stage 0, {precision}"] = (1, 1, (flag,))
-        for stage in ("0", "1", "2", "3"):
-            found[f"1 x 2, stage {stage}, {precision}"] = (1, 2, (flag, "--zero-stage", stage))
-        stage_3 = (flag, "--zero-stage", "3")
-        found[f"2 x 2, stage 3, {precision}"] = (2, 2, stage_3)
-        found[f"2 x 2, qwZ, {precision}"] = (2, 2, (*stage_3, *QUANTIZED_WEIGHTS))
-        found[f"2 x 2, hpZ, {precision}"] = (2, 2, (*stage_3, *SECONDARY_SHARDS))
-        found[f"2 x 2, qgZ, {precision}"] = (2, 2, (*stage_3, *QUANTIZED_GRADIENTS))
-        found[f"2 x 2, ZeRO++, {precision}"] = (2, 2, (*stage_3, *ZEROPP))
-    zeropp = ("--bf16", "--zero-stage", "3", *ZEROPP)
-    found["2 x 2, ZeRO++, recomputation, bf16"] = (2, 2, (*zeropp, *RECOMPUTE))
-    formats = ("--zero-quantized-weights-format", "delta4", "--zero-quantized-gradients-format", "rotated4")
-    found["2 x 2, ZeRO++, 4 bits, bf16"] = (2, 2, (*zeropp, *formats))
-    found["2 x 1, ZeRO++, bf16"] = (
-        2,
-        1,
-        ("--bf16", "--zero-stage", "3", *QUANTIZED_WEIGHTS, *QUANTIZED_GRADIENTS),
-    )
-    found["1 x 2, stage 2, fp16"] = (1, 2, ("--fp16", "--initial-loss-scale", "65536", "--zero-stage", "2"))
-    return found
+def possible(run: Run) -> bool:
+    """Whether the run's settings can be combined, on both of its meshes."""
+    stage, weights, hpz, groups = (run[name] for name in ("stage", "weights", "hpZ", "groups"))
+    if stage == "0" and (weights, run["gradients"], groups) != ("plain", "plain", "off"):
+        return False
+    if stage != "3" and hpz != "1":
+        return False
+    if run["tables"] == "rows" and run["tensor"] == "2":
+        return False
+    for mesh in (run["mesh"], run["resumed on"]):
+        nodes, local = map(int, mesh.split("x"))
+        local //= int(run["tensor"])
+        if any(size == "2" and local % 2 for size in (hpz, groups)):
+            return False
+        if weights == "delta4" and (nodes == 1 or (stage == "3" and hpz == "1")):
+            return False
+    return True
 
 
-def train(checkout: Path, nodes: int, local: int, flags: tuple[str, ...], save: Path) -> None:
-    """Train to iteration 3 and, in a second start, to 6. Raises RuntimeError with a rank's output."""
-    ranks = nodes * local
-    argv = [sys.executable, "pretrain_gpt.py", *COMMON, *flags, "--device", "cpu"]
-    argv += ["--save", str(save), "--load", str(save), "--save-interval", "3"]
-    for extra in (["--exit-interval", "3"], []):
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        processes = [
-            subprocess.Popen(
-                [*argv, *extra],
-                cwd=checkout,
-                env={
-                    **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
-                    "PYTHONPATH": str(checkout),
-                    "OMP_NUM_THREADS": "1",
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(ranks),
-                    "LOCAL_RANK": str(rank % local),
-                    "LOCAL_WORLD_SIZE": str(local),
-                    **(rendezvous if ranks > 1 else {}),
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        said = [process.communicate()[0] for process in processes]
-        if any(process.returncode for process in processes):
-            raise RuntimeError("\n".join(text[-2000:] for text in said))
+def covering_runs(seed: int = 0, candidates: int = 400) -> Iterator[Run]:
+    """Runs until every pair of values that a candidate has had is covered; the same ones each time."""
+    draw, covered = random.Random(seed), set[tuple[tuple[str, str], ...]]()
+    while True:
+        drawn = ({name: draw.choice(list(values)) for name, values in FACTORS.items()} for _ in iter(int, 1))
+        found = [run for run, _ in zip(filter(possible, drawn), range(candidates), strict=False)]
+        best = max(found, key=lambda run: len(pairs_of(run) - covered))
+        if pairs_of(best) <= covered:
+            return
+        covered |= pairs_of(best)
+        yield best
 
 
-def digest(save: Path) -> str:
-    """SHA-256 over the tensors of the last checkpoint: rank by rank, their types, shapes and bytes."""
-    newest = max(save.glob("iter_*"))
-    found = hashlib.sha256()
-    for shard in sorted(newest.glob("*.safetensors")):
-        with safe_open(str(shard), framework="pt") as file:
-            for name in sorted(file.keys()):
-                tensor = file.get_tensor(name)
-                found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-                found.update(tensor.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+def pairs_of(run: Run) -> set[tuple[tuple[str, str], ...]]:
+    """All pairs of values of a run."""
+    return set(combinations(run.items(), 2))
 
 
-def hashes(commit: str, selected: dict[str, tuple[int, int, tuple[str, ...]]]) -> dict[str, str]:
+def starts_of(run: Run) -> list[tuple[str, list[str]]]:
+    """The mesh and the flags of each start."""
+    flags = [flag for name, value in run.items() for flag in FACTORS[name][value]]
+    starts = []
+    for mesh in (run["mesh"], run["resumed on"]):
+        nodes, local = map(int, mesh.split("x"))
+        samples = SAMPLES * int(run["tensor"]) // (nodes * local)  # of a data rank
+        size = samples if run["micro-batches"] == "one" else samples // (3 if samples % 3 == 0 else 2)
+        starts.append((mesh, [*flags, "--micro-batch-size", str(size)]))
+    return starts
+
+
+def hashes(commit: str, selected: dict[str, Run]) -> dict[str, str]:
     """The digest of every run of `commit`, or how it failed."""
-    found = {}
     with tempfile.TemporaryDirectory() as scratch:
         checkout = Path(scratch) / "checkout"
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(checkout), commit], check=True)
         try:
-            for number, (name, (nodes, local, flags)) in enumerate(selected.items()):
-                save = Path(scratch) / str(number)
-                try:
-                    train(checkout, nodes, local, flags, save)
-                    found[name] = digest(save)
-                except RuntimeError as error:
-                    found[name] = f"failed: {error}"
-                print(f"{commit}: {name}: {found[name]}", flush=True)
+            found = subprocess.run(
+                [sys.executable, str(RANKS), scratch],
+                input=json.dumps({name: starts_of(run) for name, run in selected.items()}),
+                cwd=checkout,
+                env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
         finally:
             subprocess.run([*git, "remove", "--force", str(checkout)], check=True)
-    return found
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return json.loads(found.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("commits", nargs="+")
+    parser.add_argument("commits", nargs="*")
     parser.add_argument("--runs", default="", help="only those whose name contains this")
+    parser.add_argument("--list", action="store_true")
     parser.add_argument("--name", default="final_weights")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    selected = {name: run for name, run in runs().items() if options.runs in name}
-    if not selected:
-        parser.error(f"--runs {options.runs!r}: no run has that in its name: {', '.join(runs())}")
+    runs = {" ".join(f"{name} {value}," for name, value in run.items())[:-1]: run for run in covering_runs()}
+    selected = {name: run for name, run in runs.items() if options.runs in name}
+    if options.list or not selected or not options.commits:
+        print("\n".join(selected), f"{len(selected)} of {len(runs)} runs", sep="\n")
+        return
     found = {commit: hashes(commit, selected) for commit in options.commits}
     first = found[options.commits[0]]
     differ = [name for name in selected if any(other[name] != first[name] for other in found.values())]
