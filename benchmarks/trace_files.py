@@ -78,7 +78,8 @@ def tracing(owner: type, methods: tuple[str, ...]) -> Iterator[Tracer]:
     tracer, submit = Tracer(), CommStream.submit
 
     def marked_submit(stream: CommStream, work: Callable[[], object]) -> Any:
-        return submit(stream, tracer.marked(work) if sys.getprofile() == tracer else work)
+        noted = sys.getprofile() == tracer
+        return submit(stream, tracer.marked(work) if noted else work)
 
     patches = [patch.object(owner, name, tracer.marked(getattr(owner, name))) for name in methods]
     with patch.object(CommStream, "submit", marked_submit):
