@@ -1,5 +1,6 @@
 """Starts the programs of this repository the way a user would."""
 
+import faulthandler
 import importlib
 import importlib.metadata
 import itertools
@@ -124,6 +125,7 @@ def rank_main(
     for descriptor, kind in ((1, "out"), (2, "err")):
         file = directory / f"{place['RANK']}.{kind}"
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
+    faulthandler.enable()  # a crash in native code says where
     os.environ.clear()
     os.environ.update(place)
     multiprocessing.set_start_method(None, force=True)  # or its workers would come from a server of their own
