@@ -78,6 +78,8 @@ def possible(run: Run) -> bool:
         return False
     if stage != "3" and hpz != "1":
         return False
+    if run["gradients"] != "plain" and run["precision"] == "bf16 sums":
+        return False
     if run["tables"] == "rows" and run["tensor"] == "2":
         return False
     for mesh in (run["mesh"], run["resumed on"]):
