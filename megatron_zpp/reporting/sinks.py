@@ -19,7 +19,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.config.values.urls import check_local_directory
 from megatron_zpp.reporting.metrics import Record
-from megatron_zpp.storage.files import check_writable
+from megatron_zpp.storage.files import check_writable, open_named
 from megatron_zpp.storage.regular import open_stream
 
 
@@ -37,13 +37,13 @@ class MetricsFile:
     """Appends one JSON object per line; NaN and Inf become null, because JSON has neither.
 
     If the file ends within a line, because an earlier start was killed or its disk was full, that line is
-    ended first. A link in place of the file is followed.
+    ended first. A link in place of the file is followed as `open_named` says.
     """
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         cut = _ends_within_a_line(Path(path))
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_named(Path(path), os.O_WRONLY | os.O_APPEND)
         self._file = os.fdopen(descriptor, "a", buffering=1)  # a line is on disk when it is written
         if cut:
             self._file.write("\n")
@@ -247,7 +247,7 @@ def check_sinks(logging: LoggingConfig) -> None:
         check_writable("--metrics-file", str(path.parent))
         if path.is_symlink():
             try:
-                path.open("a").close()
+                os.close(open_named(path, os.O_WRONLY | os.O_APPEND))
             except OSError as error:
                 raise option_error("--metrics-file", path, f"{one_line(error)}; name another file") from None
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from megatron_zpp.storage.location import Location, ObjectError, is_object, location
 
+_MOST_LINKS = 40  # the kernel's limit
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of fsync on a directory on some network file systems
 
 
@@ -43,6 +45,36 @@ def open_new(path: Path, access: int = os.O_WRONLY) -> int:
 def open_shared(path: Path) -> int:
     """Return the descriptor of a file that processes of a group may share. Raises OSError for a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def open_named(path: Path, flags: int) -> int:
+    """Return a descriptor for writing to a file that the user names; it is created if it is missing.
+
+    Links are followed, because the user may have one to another disk, or name /dev/stdout. But in a directory
+    that its group or others can write to, a link is followed only if the user or root owns it:
+    PermissionError for one of another user, who may have planted it. The kernel has such a rule
+    (fs.protected_symlinks), for directories with the sticky bit, and not everywhere. Directories of the path
+    may be links of anybody. Raises OSError as the file system does.
+    """
+    for _ in range(_MOST_LINKS):
+        try:
+            return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError:  # of a link, also of the kernel's rule
+            if not path.is_symlink():
+                raise
+        link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)  # so that nobody replaces it meanwhile
+        try:
+            status, directory = os.fstat(link), os.stat(path.parent)
+            if directory.st_mode & _OTHERS_WRITE and status.st_uid not in (0, os.geteuid()):
+                problem = f"is a link of user {status.st_uid} in a directory that others can write to"
+                raise PermissionError(errno.EACCES, problem, str(path))
+            target = os.readlink("", dir_fd=link)
+        finally:
+            os.close(link)
+        if status.st_dev == os.stat("/proc").st_dev:  # /dev/stdout is a link to one that may lead to a pipe
+            return os.open(path, flags | os.O_CLOEXEC)
+        path = path.parent / target
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
 def write_durably(path: Location, content: bytes) -> None:

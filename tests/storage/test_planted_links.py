@@ -2,6 +2,7 @@
 
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron_zpp.storage.files import (
     write_durably,
     write_text,
 )
+from tests.support import ROOT, environment, run
 
 
 def write_checksummed(shared: Path) -> None:
@@ -111,7 +113,8 @@ def test_a_probe_follows_no_link(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_metrics_follow_the_links_of_the_user(tmp_path: Path) -> None:
+def test_metrics_follow_the_links_of_the_user_in_any_directory(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
     (tmp_path / "second").symlink_to("metrics")
     (tmp_path / "first").symlink_to(tmp_path / "second")
     check_sinks(LoggingConfig(metrics_file=str(tmp_path / "first")))
@@ -122,6 +125,38 @@ def test_metrics_follow_the_links_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "metrics").symlink_to("first")
     with pytest.raises(ValueError, match=r"--metrics-file .*symbolic links.*; name another file"):
         check_sinks(LoggingConfig(metrics_file=str(tmp_path / "first")))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link of another user")
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o755])
+def test_metrics_follow_links_of_others_only_where_others_cannot_make_them(tmp_path: Path, mode: int) -> None:
+    """Also behind a link of the user's own."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    (shared / "planted").symlink_to(tmp_path / "victim")
+    os.lchown(shared / "planted", 12345, 12345)
+    (shared / "mine").symlink_to("planted")
+    for link in ("planted", "mine"):
+        if mode == 0o755:
+            MetricsFile(str(shared / link)).write({"iteration": 1}, 0)
+            continue
+        with pytest.raises(PermissionError, match="is a link of user 12345 in a directory that others can"):
+            MetricsFile(str(shared / link))
+    assert (tmp_path / "victim").exists() == (mode == 0o755)
+
+
+def test_metrics_may_go_to_stdout_whatever_it_is(tmp_path: Path) -> None:
+    """A pipe, to which no path leads, and a file."""
+    code = (
+        "from megatron_zpp.reporting.sinks import MetricsFile\n"
+        "file = MetricsFile('/dev/stdout')\nfile.write({'iteration': 1}, 0)\nfile.close()"
+    )
+    done = run("-c", code)
+    assert (done.stdout, done.stderr) == ('{"iteration": 1}\n', "")
+    with (tmp_path / "out").open("w") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True, cwd=ROOT, env=environment())
+    assert (tmp_path / "out").read_text() == '{"iteration": 1}\n'
 
 
 def test_the_description_of_cached_tokens_follows_no_link(tmp_path: Path) -> None:
