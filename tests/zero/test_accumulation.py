@@ -63,7 +63,7 @@ def curves(topology: Topology, cases: list[tuple[dict[str, Any], int]]) -> list[
     ("nodes", "local", "sizes"),
     [
         (2, 2, ("auto", "1")),
-        (1, 4, ("2",)),
+        nightly(1, 4, ("2",)),
         *(nightly(*grid, ("auto", "1")) for grid in ((1, 2), (2, 1), (4, 1), (2, 3))),
         nightly(2, 4, ("auto", "1", "2")),
     ],
