@@ -23,8 +23,8 @@ RUN = (
 class Executed:
     """What was recorded in the directory `state`, where the files of coverage.py and of JUnit are."""
 
-    def __init__(self, state: Path) -> None:
-        self._state = state.absolute()
+    def __init__(self, state: Path, processes: int) -> None:
+        self._state, self._processes = state.absolute(), processes
         self._state.mkdir(parents=True, exist_ok=True)
         self.seconds: dict[str, float] = {}  # of the tests that passed
         self._tests: dict[str, dict[int, set[str]]] = {}  # that execute a line
@@ -34,7 +34,7 @@ class Executed:
     def record(self, tests: list[str]) -> None:
         """Run tests, all of them by default, under coverage; their lines join those that are known."""
         name = f"tests-{len(self._reports())}"
-        spread = [] if tests else "--numprocesses 3 --dist loadfile --no-loadscope-reorder".split()
+        spread = f"--numprocesses {self._processes} --dist loadfile --no-loadscope-reorder".split()
         command = [sys.executable, "-m", "pytest", "-p", "tests.line_contexts", "--timeout", "600", *spread]
         partial = self._state / f"{name}.partial"
         subprocess.run([*command, f"--junitxml={partial}", *tests], cwd=ROOT, env=self._traced(name))
