@@ -154,15 +154,18 @@ def normalise(
     total_ptr,
     mean_ptr,  # (R) fp32, as is rstd
     rstd_ptr,
+    row,
+    columns,
     width,
     eps,
     ADDS: tl.constexpr,
     CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """The norm of the program's row in fp32, and where it belongs. The sum and statistics are stored."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    """The norm of a row in fp32; the sum and statistics are stored.
+
+    It returns no place for its caller to store at: torch.compile takes what leads to a place for written, and
+    would take all arguments of a call for that.
+    """
     inside = columns < width
     at = row * width + columns
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -182,7 +185,7 @@ def normalise(
     if CENTRED:
         normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(rstd_ptr + row, rstd)
-    return normed, at, inside
+    return normed
 
 
 @triton.jit
@@ -201,13 +204,14 @@ def _forward_kernel(
     CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     # fmt: off
-    normed, at, inside = normalise(
-        x_ptr, added_ptr, weight_ptr, bias_ptr, total_ptr, mean_ptr, rstd_ptr, width, eps,
-        ADDS, CENTRED, BLOCK,
+    normed = normalise(
+        x_ptr, added_ptr, weight_ptr, bias_ptr, total_ptr, mean_ptr, rstd_ptr, row, columns, width, eps,
+        ADDS, CENTRED,
     )
     # fmt: on
-    tl.store(normed_ptr + at, normed, mask=inside)
+    tl.store(normed_ptr + row * width + columns, normed, mask=columns < width)
 
 
 @triton.jit

@@ -133,12 +133,14 @@ def _coded_norm_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     # fmt: off
-    normed, at, inside = normalise(
-        x_ptr, added_ptr, weight_ptr, bias_ptr, total_ptr, mean_ptr, rstd_ptr, width, eps,
-        ADDS, CENTRED, BLOCK,
+    normed = normalise(
+        x_ptr, added_ptr, weight_ptr, bias_ptr, total_ptr, mean_ptr, rstd_ptr, row, columns, width, eps,
+        ADDS, CENTRED,
     )
     # fmt: on
     scaled, sizes = encode(normed, tl.load(factors_ptr + 4 * KIND))
     keep_maximum(maxima_ptr, sizes, KIND)
-    tl.store(by_rows_ptr + at, rounded(scaled, by_rows_ptr.dtype.element_ty), mask=inside)
+    codes = rounded(scaled, by_rows_ptr.dtype.element_ty)
+    tl.store(by_rows_ptr + row * width + columns, codes, mask=columns < width)
