@@ -129,6 +129,7 @@ def test_iteration_0_can_be_named(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "run/iter_0000001", tmp_path / "run/iter_0000000")
     state = tmp_path / "run/iter_0000000" / STATE
     content = json.loads(state.read_text())
+    assert state.read_text() == json.dumps(content, indent=1) + "\n"  # people read it
     content["progress"] |= {"iteration": 0, "consumed_samples": 0, "dataset_progress": None}
     state.write_text(json.dumps(content))
     write_manifest(state.parent, read_manifest(state.parent) | {STATE: checksums_of(state)})

@@ -56,6 +56,9 @@ def test_reads_every_integer_type(by_hand, kind, dtype):
     assert data.pointers[:].tolist() == [n * data.dtype.itemsize for n in (0, 3, 3, 4)]
     assert data.document_indices[:].tolist() == [0, 2, 2, 4]
     assert (data.num_sequences, data.num_documents, data.num_tokens) == (4, 3, 9)
+    assert [part.tolist() for part in data.token_ranges(np.arange(4))] == [[0, 3, 3, 4], [3, 3, 4, 9]]
+    with pytest.raises(IndexError, match="rows 4 to 5 of 5"):
+        data.token_ranges(np.array([4]))
 
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])

@@ -125,6 +125,9 @@ def test_other_tokenizer_and_tokens_outside_the_vocabulary_are_found_at_open(tex
     assert "is 9" in refused(
         DataConfig(train_data_path=(text,)), vocab_size=90, seq_length=500, needed=("train",)
     )
+    train = open_all(DataConfig(train_data_path=(text,)), seed=46, vocab_size=80, needed=("train",)).train
+    with pytest.raises(ValueError, match="is 88, outside the vocabulary of 80"):
+        train.batch(np.arange(9))  # the first 8 were read at open
     write_provenance(text, OURS | {"fingerprint": "b"})
     assert "made with another tokenizer" in refused(DataConfig(data_path=(text,)), tokenizer_description=OURS)
     write_provenance(text, OURS)

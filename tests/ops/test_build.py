@@ -68,7 +68,7 @@ def test_a_library_is_built_once_and_again_when_something_changes(site: Site) ->
     (site.sources / "answer.h").write_text("// a header counts\n")
     second = site.build()
     assert second != first
-    site.cxx.write_text(site.cxx.read_text().replace("exec g++", "echo other compiler; exec g++"))
+    site.cxx.write_text(site.cxx.read_text().replace('exec g++ "$@"', 'g++ "$@" | sed "1s/^/other /"'))
     third = site.build()
     assert third not in (first, second)
     site.sources = site.sources.rename(site.sources.with_name("moved"))  # their place does not count
@@ -148,6 +148,10 @@ def test_missing_tools_are_named(site: Site, tmp_path: Path) -> None:
         site.build()
     site.environ["CXX"] = "no-such-compiler"
     with pytest.raises(BuildError, match="C\\+\\+ compiler no-such-compiler is not installed"):
+        site.build()
+    site.cxx.write_text("#!/bin/sh\necho no licence >&2; exit 1\n")
+    site.environ["CXX"] = str(site.cxx)
+    with pytest.raises(BuildError, match="--version failed: no licence"):
         site.build()
 
 

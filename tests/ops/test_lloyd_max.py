@@ -94,7 +94,7 @@ def test_messages_there_and_back(bits: int, block: int) -> None:
 
 
 def test_an_empty_message_and_odd_sizes() -> None:
-    format = LloydMaxFormat(4, 256)
+    format = LloydMaxFormat()  # 4 bits in blocks of 256
     assert format.message_bytes(0) == 0
     assert (format.message_bytes(256), LloydMaxFormat(2, 256).message_bytes(256)) == (144, 80)
     assert LloydMaxFormat(2, 256).bytes_per_element == 0.2578125

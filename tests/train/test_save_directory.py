@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.checkpoint.directory import TRACKER
 from megatron_zpp.checkpoint.manifest import MARKER
 from megatron_zpp.storage.lease import LEASE, Holder, Lease
 from megatron_zpp.train.saving.run_file import RUN_FILE
@@ -59,11 +60,10 @@ def test_a_checkpoint_that_lost_its_marker_is_named(
     resumed("--train-iters", "2", "--save-interval", "1")
     newest = tmp_path / "checkpoints" / "iter_0000002"
     (newest / MARKER).unlink()
-    resumed("--train-iters", "2", "--no-save-optim")
-    line = (
-        f" WARNING: {newest}, which latest_checkpointed_iteration.txt names, has no COMMITTED, so it is not"
-    )
+    resumed("--train-iters", "1")
+    line = f" WARNING: {newest}, which {TRACKER} names, has no COMMITTED, so it is not"
     assert line in capsys.readouterr().out
+    assert (newest.parent / TRACKER).read_text() == "1\n"
 
 
 def test_a_directory_with_another_iterations_name_is_refused(corpus: str, tmp_path: Path) -> None:
