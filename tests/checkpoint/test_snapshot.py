@@ -1,26 +1,31 @@
 """A save behind the training holds the states of its step, whatever the training does next."""
 
-import torch
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from torch import Tensor
 
 from megatron_zpp.checkpoint.snapshot import Snapshot
+from tests.checkpoint.test_read_back import RUN
+from tests.train.in_process import train_here
 
 
-def test_copies_hold_while_the_tensors_change() -> None:
-    tensors = {f"{index}": torch.full((1 << 20,), float(index)) for index in range(4)}
-    snapshot = Snapshot(tensors)
-    for _ in range(3):
-        snapshot.take(lambda: tensors)
-        snapshot.settle()
-        for tensor in tensors.values():
-            tensor.add_(1)
-        copies = snapshot.wait()
-        assert all(torch.equal(copies[name], tensor - 1) for name, tensor in tensors.items())
+def test_a_step_waits_until_the_states_being_saved_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, saved = Snapshot._copy, []
 
+    def slowly(snapshot: Snapshot, tensors: Mapping[str, Tensor], *, on_gpu: bool) -> None:
+        time.sleep(0.2)  # longer than a step takes
+        copy(snapshot, tensors, on_gpu=on_gpu)
 
-def test_a_step_before_the_first_save_waits_for_nothing() -> None:
-    tensors = {"a": torch.ones(3)}
-    snapshot = Snapshot(tensors)
-    snapshot.settle()
-    tensors["a"].add_(1)
-    snapshot.take(lambda: tensors)
-    assert torch.equal(snapshot.wait()["a"], torch.full((3,), 2.0))
+    monkeypatch.setattr(Snapshot, "_copy", slowly)
+    for number, flags in enumerate(([], ["--async-save"])):
+        save = tmp_path / str(number)
+        run = [*RUN, "--save-interval", "1", "--keep-last", "9", "--train-iters", "3", "--save", str(save)]
+        assert train_here([*run, *flags]).stop is None
+        saved.append([path.read_bytes() for path in sorted(save.glob("iter_*/rank_00000.safetensors"))])
+    assert len({*saved[0]}) == 3
+    assert saved[0] == saved[1]
