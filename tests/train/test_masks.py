@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.data.open import open_splits
+from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS, flags_of
 from tests.support import nightly, pretrain
+from tests.train.in_process import train_here
 
 EOD = 256
 ALL = "--reset-position-ids --reset-attention-mask --eod-mask-loss".split()
@@ -71,7 +74,13 @@ def test_a_masked_run_is_the_same_for_any_stage_ranks_and_kernel(
     assert losses_of(sharded) == pytest.approx(losses_of(alone), rel=1e-5)
 
 
-def test_the_log_says_a_kernel_that_was_forced(flags: list[str]) -> None:
-    done = pretrain(*flags, *NO_DROPOUT, "--train-iters", "1", "--attention-backend", "flash")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "\n attention: flash_attention\n" in done.stdout
+def test_a_kernel_that_was_forced_is_logged_and_tried_with_windows(
+    flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [*flags, *NO_DROPOUT, "--train-iters", "1", "--attention-backend", "flash"]
+    train_here(run)
+    assert "\n attention: flash_attention\n" in capsys.readouterr().out
+    missing = Mock(side_effect=RuntimeError("no such kernel"))
+    monkeypatch.setattr(DotProduct, "sliding_window", missing)
+    with pytest.raises(ValueError, match=r"flash: cannot compute 32 tokens.* --window-size 3,0 in .*no such"):
+        train_here([*run, "--window-size", "3,0"])

@@ -20,6 +20,7 @@ from megatron_zpp.zero import engine as engine_module
 from megatron_zpp.zero import gradients
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import Phase, WeightState
+from megatron_zpp.zero.sharded_unit import GradientState
 from tests.support import nightly
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.ranks import on_ranks
@@ -143,7 +144,8 @@ def test_losses_equal_one_process(world: int, cases: tuple[Case, ...]) -> None:
 def waits_of_a_backward(layers: int, chunk: int, prefetch: int) -> list[tuple[int, bool]]:
     """Every unit that a second step's backward needs, in order, and whether its gather started only then.
 
-    A unit that is needed again at once, as between its recomputation and its backward, is listed once.
+    A unit that is needed again at once, as between its recomputation and its backward, is listed once. When
+    the first unit is needed, reductions of the gradients of those behind it have begun.
     """
     recompute = dataclasses.replace(RECOMPUTE["chunks"], recompute_num_layers=chunk)
     engine = engine_of(
@@ -157,6 +159,7 @@ def waits_of_a_backward(layers: int, chunk: int, prefetch: int) -> list[tuple[in
 
     def record(index: int) -> None:
         if prefetcher._phase is Phase.BACKWARD and not (waits and waits[-1][0] == index):
+            assert index or GradientState.EMPTY not in {unit.grad.state for unit in engine.units[2:]}
             waits.append((index, prefetcher.weights_of(index) is WeightState.SHARDED))
         need(index)
 
