@@ -35,11 +35,16 @@ class Walk:
         self.gathers: list[tuple[int, bool]] = []
         self.waited: list[int] = []  # the units whose gathers the compute has waited for
         self.units = range(len(plan.layouts))
-        self.prefetcher = Prefetcher(plan, self._gather)
+        self.readable = {*self.units}  # those whose weights modules may read
+        self.prefetcher = Prefetcher(plan, self._gather, set_readable=self._set_readable)
 
     def _gather(self, index: int, from_secondary: bool) -> Pending:
         self.gathers.append((index, from_secondary))
         return Pending(lambda: self.waited.append(index))
+
+    def _set_readable(self, index: int, readable: bool) -> None:
+        self.readable ^= {index}
+        assert (index in self.readable) == readable
 
     def weights(self) -> list[WeightState]:
         return [self.prefetcher.weights_of(index) for index in self.units]
@@ -94,6 +99,9 @@ def test_a_gather_of_differences_overtakes_none_that_the_forward_needs_sooner(di
     for index in walk.units:
         walk.prefetcher.before_forward(index)
     assert sorted(walk.taken()) == [(index, False) for index in range(5)]
+    assert walk.readable == {2, 3, 4}
+    walk.prefetcher.gather_after_step(walk.units)
+    assert walk.readable == set()  # with the weights of before the step
 
 
 def test_new_weights_wait_for_their_own_gather_alone() -> None:
