@@ -175,7 +175,9 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--mutants", type=int, default=MUTANTS, help="how many")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time, and one less than the processes that record")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="mutants at a time, and one less than the processes that record"
+    )
     parser.add_argument("--only", nargs="*", default=[], metavar="FILE:LINE")
     parser.add_argument("--survivors", action="store_true", help="repeat all that survived")
     parser.add_argument("--record", nargs="*", metavar="TEST")
