@@ -15,7 +15,6 @@ from tests.zero.engines import states_of
 from tests.zero.own_modules import (
     Layer,
     LowRank,
-    Normalised,
     Stack,
     WithBuffers,
     engine_of,
@@ -56,16 +55,6 @@ def continued(topology: Topology, directory: str, stage: int) -> tuple[list[floa
 def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, ranks: int, stage: int) -> None:
     for saved, loaded in on_ranks(ranks, continued, str(tmp_path), stage):
         assert saved == loaded
-
-
-def test_averages_of_a_batch_norm_are_saved(tmp_path: Path) -> None:
-    engine = engine_of(stack_of(Normalised))
-    steps_of(engine)
-    path, other = save(tmp_path, engine), engine_of(stack_of(Normalised))
-    load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
-    for name, buffer in engine.buffers.persistent().items():
-        assert torch.equal(other.buffers.persistent()[name], buffer), name
-    assert other.model.layers[0].norm.num_batches_tracked == 8  # 2 of initialize, and 6
 
 
 def test_frozen_parameters_are_saved_once_and_without_moments(tmp_path: Path) -> None:

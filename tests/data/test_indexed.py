@@ -115,12 +115,6 @@ def test_bin_of_another_size(by_hand, change):
     assert f"{18 + change} bytes found, 18 needed for the 9 uint16 tokens" in message
 
 
-def test_last_length_is_checked_against_the_bin(by_hand):
-    prefix = by_hand("x", SEQUENCES)
-    patch(f"{prefix}.idx", LENGTHS_AT + 12, b"\4")
-    assert "18 bytes found, 16 needed" in refused(prefix)
-
-
 def test_no_tokens_at_all(by_hand):
     for name, sequences in (("none", []), ("hollow", [[], []])):
         prefix = by_hand(name, sequences)

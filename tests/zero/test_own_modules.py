@@ -13,7 +13,6 @@ from tests.zero.own_modules import (
     LAYERS,
     READS,
     TRAINED,
-    Layer,
     LowRank,
     Normalised,
     Stack,
@@ -264,16 +263,6 @@ def test_an_initialize_that_leaves_something_out_is_refused(left: str, part: boo
 
     with pytest.raises(ValueError, match=rf"^{left}: initialize\('{left}', tensor\) must fill the whole"):
         engine_of(stack_of(WithBuffers), initialize=forgets)
-
-
-def test_a_layer_of_users_sees_its_own_weights() -> None:
-    """The first loss, against the module run alone."""
-    model = Stack(Layer)
-    for name, parameter in model.named_parameters():
-        initialize(name, parameter.data)
-    assert steps_of(engine_of(Stack), steps=1, micro_batches=1) == pytest.approx(
-        [model(*batch_of(0, 0)).item()]
-    )
 
 
 @pytest.mark.parametrize(
