@@ -161,7 +161,7 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
         "evaluations": finals,
         "train": [(stop, round(loss, 5)) for stop, loss in curve],
         "skipped": int(skipped.item()),
-        "parameters": sum(sum(unit.layout.numels) for unit in engine.units),
+        "parameters": sum(each.numel for unit in engine.units for each in unit.layout.placements),
         "seconds": round(time.perf_counter() - started, 1),
     }
 

@@ -33,6 +33,10 @@ class Split:
     runs: tuple[int, ...]
     axis: Axis
 
+    def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the parameter whose parts have the shape `local`."""
+        return (*local[: self.dim], sum(self.runs), *local[self.dim + 1 :])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -47,7 +51,7 @@ class Placement:
     split: Split | None = field(default=None, compare=False)
     rows: range | None = field(default=None, compare=False)
     decays: bool = True  # whether the optimizer applies weight decay
-    decoupled: bool = False  # whether it has the second learning rate
+    decoupled: bool = field(default=False, compare=False)  # whether it has the second learning rate
     coded: bool = False  # whether it is gathered as codes, a byte each
     numel: int = field(init=False)  # the elements of `local_shape`
 
@@ -63,6 +67,10 @@ class Placement:
         if self.split is not None:
             shape[self.split.dim] //= self.split.axis.size
         return tuple(shape)
+
+    def parts(self, rank: int) -> tuple[tuple[Box, Box], ...]:
+        """Where each part of what a rank has is in an array of `local_shape`, and in the whole parameter."""
+        return tuple(_parts(tuple(slice(0, side) for side in self.local_shape), self, rank))
 
 
 @dataclass(frozen=True)
@@ -168,16 +176,23 @@ class Layout:
         codes = sum(size for size, coded in sizes if coded)
         return codes, sum(size for size, _ in sizes) - codes
 
+    def shard(self, mesh: Mesh) -> range:
+        """The elements of a rank's shard."""
+        first = mesh.index(*self.axes) * self.shard_numel
+        return range(first, first + self.shard_numel)
+
     def ranges(self, mesh: Mesh, over: Sequence[Axis] | None = None) -> list[range]:
         """The elements that a rank has where the unit is cut over some of its axes alone: one range, or more.
 
         By default it is cut over all of them: the rank's shard. `over=()`: the whole unit.
         """
+        if over is None:
+            return [self.shard(mesh)]
         found: list[range] = []
-        axes, numel = self.axes if over is None else over, self.shard_numel
+        numel = self.shard_numel
         for shard, place in enumerate(product(*(range(axis.size) for axis in self.axes))):
             there = sum(axis.stride * at for axis, at in zip(self.axes, place, strict=True))
-            if all(axis.index(there) == axis.index(mesh.rank) for axis in axes):
+            if all(axis.index(there) == axis.index(mesh.rank) for axis in over):
                 start = found.pop().start if found and found[-1].stop == shard * numel else shard * numel
                 found.append(range(start, (shard + 1) * numel))
         return found
@@ -203,6 +218,11 @@ class Layout:
             start = piece.at.stop
         if start < elements.stop:
             yield range(start, elements.stop)
+
+
+def within(part: range, whole: range) -> slice:
+    """Where `part` of a buffer is in memory of the elements `whole`."""
+    return slice(part.start - whole.start, part.stop - whole.start)
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

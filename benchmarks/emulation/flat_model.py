@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from benchmarks.emulation.rungs import ATTENTION, KINDS, MLP, SMALL, TABLES
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT
@@ -119,10 +120,10 @@ class FlatModel:
 def _placed(model: GPT, alignment: int) -> tuple[list[_Place], dict[str, slice], int]:
     """Where the parameters lie, the ranges of the kinds, and the elements of a flat buffer."""
     units = model.units()
-    layouts = layouts_of(units, 1, alignment)
+    layouts = layouts_of(units, Mesh(), alignment)
     found: dict[str, list[tuple[str, nn.Module, int, int]]] = {kind: [] for kind in KINDS}
     for index, ((unit, module), layout) in enumerate(zip(units, layouts, strict=True)):
-        for (path, _), offset in zip(in_order(module), layout.offsets, strict=False):
+        for (path, _), offset in zip(in_order(module), layout.offsets, strict=True):
             name = f"{unit}.{path}"
             found[_kind(name, model.get_parameter(name))].append((name, module, index, offset))
     places, kinds, start = [], {}, 0

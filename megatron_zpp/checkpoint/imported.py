@@ -23,11 +23,12 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.placement import Layout, within
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.tokenizer.base import Tokenizer, describe
-from megatron_zpp.zero.build import in_order, layouts_of
-from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.model_states import WEIGHTS
 
@@ -47,8 +48,8 @@ class Weights(Protocol):
     def elements(self, name: str, start: int, stop: int) -> Tensor:
         """Return the elements from `start` to before `stop` of a parameter, flattened, in fp32."""
 
-    def unit_elements(self, names: tuple[str, ...], layout: FlatLayout, elements: range) -> Tensor:
-        """Return elements of the flat buffer of a unit with these parameters; its gaps are zero."""
+    def unit_elements(self, layout: Layout, elements: range) -> Tensor:
+        """Return elements of the flat buffer of a unit; its gaps are zero."""
 
 
 class WholeWeights:
@@ -61,12 +62,12 @@ class WholeWeights:
         """See Weights."""
         return self._flat[name][start:stop]
 
-    def unit_elements(self, names: tuple[str, ...], layout: FlatLayout, elements: range) -> Tensor:
+    def unit_elements(self, layout: Layout, elements: range) -> Tensor:
         """See Weights."""
         found = torch.zeros(len(elements))
-        for piece in layout.parameter_slices(elements):
-            part = self.elements(names[piece.parameter], piece.start, piece.start + piece.length)
-            found[piece.destination :][: piece.length] = part
+        for piece in layout.pieces_in(elements):
+            part = self.elements(piece.placement.name, piece.elements.start, piece.elements.stop)
+            found[within(piece.at, elements)] = part
         return found
 
 
@@ -100,11 +101,9 @@ def imported_config(model: ModelConfig, tokenizer: TokenizerConfig) -> Config:
 
 def _write(target: Path, model: GPT, weights: Weights, config: dict[str, Any], tokenizer: Tokenizer) -> Path:
     modules, tensors, units = model.units(), {}, []
-    for index, ((name, module), layout) in enumerate(zip(modules, layouts_of(modules, 1), strict=True)):
-        parameters = {f"{name}.{path}": parameter for path, parameter in in_order(module)}
-        flat = weights.unit_elements(tuple(parameters), layout, layout.shard(0))
-        tensors[tensor_name(WEIGHTS, index)] = flat
-        units.append(describe_unit(parameters, layout))
+    for index, layout in enumerate(layouts_of(modules, Mesh())):
+        tensors[tensor_name(WEIGHTS, index)] = weights.unit_elements(layout, range(layout.numel))
+        units.append(describe_unit(layout))
     topology, path = Topology(), checkpoint_path(target, 0)
     state = describe_state_of(
         Progress(),

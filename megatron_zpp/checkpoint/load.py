@@ -14,10 +14,10 @@ from megatron_zpp.checkpoint.unit_entries import (
     describe_buffers,
     describe_units,
     formats_of_units,
-    sharing_of,
 )
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.placement import within
 from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
@@ -95,14 +95,12 @@ def _load_buffers(reader: CheckpointReader, engine: ZeroEngine) -> None:
 
 def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Collection[str]) -> None:
     """Read one kind of states; tables of `padded` may have more rows than saved, which are zero, or fewer."""
-    sharing = sharing_of(engine)
 
     def fill(index: int, elements: range, target: Tensor) -> None:
-        unit = engine.units[index]
-        first = unit.first_element
-        for piece in unit.layout.parameter_slices(elements) if padded else ():
-            if unit.names[piece.parameter] in padded:
-                target[piece.destination : piece.destination + piece.length].zero_()
-        reader.read_shard(kind, unit.names, unit.layout, elements, target, sharing, first=first)
+        layout = engine.units[index].layout
+        for piece in layout.pieces_in(elements):
+            if piece.placement.name in padded:
+                target[within(piece.at, elements)].zero_()
+        reader.read_shard(kind, layout, elements, target, engine.plan.grid.mesh)
 
     engine.states.fill(kind, fill)

@@ -2,9 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +14,15 @@ from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of
 from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.shard_file import ShardFile
-from megatron_zpp.checkpoint.slices import UNSHARED, Part, Sharing, blocks, fill, same_part
+from megatron_zpp.checkpoint.slices import fill
 from megatron_zpp.checkpoint.states import buffer_name, tensor_name
-from megatron_zpp.checkpoint.unit_entries import (
-    local_shape,
-    rows_of,
-    split_of,
-)
+from megatron_zpp.checkpoint.unit_entries import placement_of
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.placement import Layout, Piece, Placement, within
 from megatron_zpp.storage.checksums import (
     Checksums,
     DamagedFile,
@@ -38,7 +35,6 @@ from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 
 _RECENT = (
@@ -48,35 +44,12 @@ _REQUESTS = 16  # chunks of objects at once: each waits for the store before its
 STATE_LIMIT = 64 << 20  # bytes of state.json: 200 per parameter for 300,000 parameters, and the settings
 
 
-class _Run(NamedTuple):
-    """Elements of a saved tensor rank's flat buffer of a unit, and the first element where they belong.
-
-    If no tensor rank has saved such a part, elements of the part of the parameter `name` instead.
-    """
-
-    tensor_rank: int | None
-    unit: int
-    name: str  # of the first parameter
-    elements: range
-    destination: int
-
-    def continues_in(self, other: "_Run") -> bool:
-        """Whether one read finds both."""
-        if self.tensor_rank is None or (self.tensor_rank, self.unit) != (other.tensor_rank, other.unit):
-            return False
-        return other.elements.start - self.elements.start == other.destination - self.destination
-
-
 class _Place(NamedTuple):
-    """Where a checkpoint has elements of a tensor rank's part of a parameter: all of them, or a block's.
+    """Where a checkpoint has a parameter, or rows of it: in the flat buffers of a unit, from `offset` on."""
 
-    `offset` is the place of the first one in the flat buffer of the unit. `shape` is that of the parameter.
-    """
-
-    elements: range
+    placement: Placement
     unit: int
     offset: int
-    shape: tuple[int, ...]
 
 
 class CheckpointReader:
@@ -101,7 +74,9 @@ class CheckpointReader:
             held = Progress.from_json(self.state["progress"]).iteration
             self.units: list[dict[str, Any]] = self.state["units"]
             self.ranks: int = self.state["ranks"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            self.tensor: int = self.state.get("tensor", 1)
+            self._places = self._find_places()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
         named = iteration_of(path)
         if named is not None and named != held:
@@ -109,12 +84,8 @@ class CheckpointReader:
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
         if self.ranks > len(self._entries):
             raise DamagedFile(f"{path}: its manifest does not name the files of {self.ranks} ranks")
-        self.tensor: int = self.state.get("tensor", 1)
         local = self.ranks // self.state.get("nodes", 1)
         self._data_ranks = Grid(Topology(0, self.ranks, 0, local), self.tensor).data
-        entries = [(name, entry) for unit in self.units for name, entry in unit["parameters"].items()]
-        splits = {name: split for name, entry in entries if (split := split_of(entry)) is not None}
-        self._sharing = Sharing(splits, self.tensor)
         self._files: dict[int, ShardFile] = {}
         self._recent = RecentChunks(_RECENT)
         threads = thread_count() if isinstance(path, Path) else _REQUESTS
@@ -145,132 +116,72 @@ class CheckpointReader:
 
     def elements(self, kind: str, name: str, elements: range) -> Tensor:
         """Elements of a whole parameter's fp32 weights or moment, (len(elements),) on the CPU."""
+        if len(elements) > sum(entry.size for entry in self._entries.values()):
+            raise DamagedFile(f"{self.path / STATE}: {name} has more elements than the files have bytes")
+        whole = Placement(name=name, shape=self._places[name][0].placement.shape)
         found = torch.empty(len(elements))
-        self._fill(kind, name, UNSHARED.part(name), elements, found)
+        self._fill(kind, Piece(whole, elements, elements), Mesh(), found)
         return found
 
-    def read_shard(
-        self,
-        kind: str,
-        names: Sequence[str],
-        layout: FlatLayout,
-        elements: range,
-        target: Tensor,
-        sharing: Sharing = UNSHARED,
-        *,
-        first: int = 0,
-    ) -> None:
-        """Fill `target` (len(elements),) with elements of the flat buffer of parameters `names` in `layout`.
+    def read_shard(self, kind: str, layout: Layout, elements: range, target: Tensor, mesh: Mesh) -> None:
+        """Fill `target` (len(elements),) with elements of a unit's flat buffer, as the rank of `mesh` has it.
 
         All are fp32 and on the CPU. They are found by parameter and slice, wherever the saved units have
-        them. The buffer has the parts of the reader's tensor rank in `sharing`. Gaps are zero. `first`: the
-        number that the buffer's first element has in its only parameter, of which it is a block.
+        them. Gaps are zero.
         """
         for gap in layout.gaps_in(elements):
-            target[gap.start : gap.stop].zero_()
-        for run in self._runs(names, layout, elements, sharing, first):
-            part = target[run.destination : run.destination + len(run.elements)]
-            if run.tensor_rank is None:
-                self._fill(kind, run.name, sharing.part(run.name), run.elements, part)
-            else:
-                self._read_into(kind, run.unit, run.tensor_rank, run.elements.start, part)
+            target[within(gap, elements)].zero_()
+        for piece in layout.pieces_in(elements):
+            self._fill(kind, piece, mesh, target[within(piece.at, elements)])
 
     def read_buffer(self, name: str, target: Tensor) -> None:
         """Fill `target`, on the CPU and contiguous, with a saved buffer of its shape and dtype."""
         self._file(0).read_into(buffer_name(name), 0, target.view(-1), self._pool.map)
 
-    def _runs(
-        self, names: Sequence[str], layout: FlatLayout, elements: range, sharing: Sharing, first: int
-    ) -> Iterator[_Run]:
-        """Where the files have these elements; parameters that are adjacent in both form one run."""
-        last = None
-        for piece in layout.parameter_slices(elements):
-            name, start = names[piece.parameter], first + piece.start
-            rank = same_part(self._sharing.part(name), sharing.part(name))
-            for run in self._runs_of(name, range(start, start + piece.length), rank, piece.destination):
-                if last and last.continues_in(run):
-                    last = last._replace(elements=range(last.elements.start, run.elements.stop))
-                    continue
-                if last:
-                    yield last
-                last = run
-        if last:
-            yield last
+    def _fill(self, kind: str, piece: Piece, mesh: Mesh, target: Tensor) -> None:
+        """Fill `target` with a piece of what the rank of `mesh` has.
 
-    def _runs_of(self, name: str, elements: range, rank: int | None, destination: int) -> Iterator[_Run]:
-        """Where the files have these elements of a parameter; if no `rank` has saved them, themselves."""
-        if rank is None:
-            yield _Run(None, self._places[name][0].unit, name, elements, destination)
-            return
-        for place in self._places[name]:
-            start = max(elements.start, place.elements.start)
-            stop = min(elements.stop, place.elements.stop)
-            if start < stop:
-                moved = place.offset - place.elements.start
-                found = range(start + moved, stop + moved)
-                yield _Run(rank, place.unit, name, found, destination + start - elements.start)
+        With as many tensor ranks as saved, each reads its own copy of a parameter that is not split, so that
+        it reads one file alone. Otherwise all read the copy of tensor rank 0, so that they agree whatever the
+        copies are.
+        """
+        copy = mesh.index(mesh.tensor) if mesh.tensor_ranks == self.tensor else 0
+        for placement, unit, offset in self._places[piece.placement.name]:
+            read_into = partial(self._read_into, kind, unit, offset)
+            fill(target, piece, mesh.rank, placement, read_into, copy=copy)
 
-    def _fill(self, kind: str, name: str, wanted: Part, elements: range, found: Tensor) -> None:
-        """Fill `found` with elements of a part of a parameter."""
-        rank = same_part(self._sharing.part(name), wanted)
-
-        def read_into(tensor_rank: int, first: int, target: Tensor) -> None:
-            for run in self._runs_of(name, range(first, first + len(target)), tensor_rank, 0):
-                part = target[run.destination : run.destination + len(run.elements)]
-                self._read_into(kind, run.unit, tensor_rank, run.elements.start, part)
-
-        if rank is not None:
-            read_into(rank, elements.start, found)
-        else:
-            shape = self._places[name][0].shape
-            fill(found, elements, blocks(shape, self._sharing, name, wanted, elements), read_into)
-
-    def _read_into(self, kind: str, unit: int, tensor_rank: int, first: int, target: Tensor) -> None:
-        """Fill `target` with elements of a tensor rank's flat buffer of a unit, from `first` on."""
+    def _read_into(
+        self, kind: str, unit: int, offset: int, tensor_rank: int, first: int, target: Tensor
+    ) -> None:
+        """Fill `target` with elements of a tensor rank's flat buffer of a unit, from offset + `first` on."""
         shard, filled = self.units[unit]["shard_numel"], 0
         if self.units[unit].get("frozen") and kind not in (WEIGHTS, REFERENCE):
             target.zero_()  # what was not trained had no moments
             return
         while filled < len(target):
-            index, start = divmod(first + filled, shard)
+            index, start = divmod(offset + first + filled, shard)
             count = min(shard - start, len(target) - filled)
             owner = self._data_ranks.owner_of(index) * self.tensor + tensor_rank
             part = target[filled : filled + count]
             self._file(owner).read_into(tensor_name(kind, unit), start, part, self._pool.map)
             filled += count
 
-    @cached_property
-    def _places(self) -> dict[str, list[_Place]]:
+    def _find_places(self) -> dict[str, list[_Place]]:
+        """Where each parameter is."""
         places: dict[str, list[_Place]] = {}
         for index, unit in enumerate(self.units):
             for name, entry in unit["parameters"].items():
-                shape = tuple(entry["shape"])
-                first = rows_of(entry).start * math.prod(shape[1:])
-                elements = range(first, first + math.prod(local_shape(entry, self.tensor)))
-                places.setdefault(name, []).append(_Place(elements, index, entry["offset"], shape))
+                placement = placement_of(name, entry, self.tensor)
+                places.setdefault(name, []).append(_Place(placement, index, entry["offset"]))
         return places
 
     def parameters(self) -> dict[str, Tensor]:
         """All weights by the model's names, whole and in fp32, for a program of one process."""
-        whole: dict[str, Tensor] = {}
-        for index, unit in enumerate(self.units):
-            shapes = {name: local_shape(entry, self.tensor) for name, entry in unit["parameters"].items()}
-            offsets = {name: entry["offset"] for name, entry in unit["parameters"].items()}
-            stop = max((offsets[name] + math.prod(shape) for name, shape in shapes.items()), default=0)
-            if stop > sum(entry.size for entry in self._entries.values()):
-                raise DamagedFile(f"{self.path / STATE}: a unit of {stop} elements, more than its files hold")
-            flats = torch.empty(self.tensor, stop)
-            for rank, flat in enumerate(flats):
-                self._read_into(WEIGHTS, index, rank, 0, flat)
-            for name, shape in shapes.items():
-                parts = [flat[offsets[name] :][: math.prod(shape)].view(shape) for flat in flats]
-                split, entry = self._sharing.splits.get(name), unit["parameters"][name]
-                if "rows" in entry:
-                    table = whole.setdefault(name, torch.empty(entry["shape"]))
-                    table[rows_of(entry).start : rows_of(entry).stop] = parts[0]
-                else:
-                    whole[name] = parts[0].clone() if split is None else split.join(parts)
-        return whole
+        shapes = {name: places[0].placement.shape for name, places in self._places.items()}
+        return {
+            name: self.elements(WEIGHTS, name, range(math.prod(shape))).view(shape)
+            for name, shape in shapes.items()
+        }
 
     def check_rest(self, reader: int, readers: int) -> None:
         """Check what has not been read yet of every `readers`th file of shards, starting at file `reader`.

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.checkpoint.unit_entries import split_of
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
 from megatron_zpp.config.sources.checkpoint_arguments import MODEL
@@ -46,12 +45,6 @@ def check_units(
         )
     padded_otherwise = set()
     for name, entry in ours.items():
-        saved_split, split = split_of(theirs[name]), split_of(entry)
-        if saved_split and split and saved_split.dim != split.dim:
-            raise ValueError(
-                f"{path}: {name} is split along dimension {saved_split.dim}, and this model splits dimension "
-                f"{split.dim}; load it without tensor parallelism, and save it again"
-            )
         if theirs[name]["shape"] != entry["shape"]:
             shapes = tuple(theirs[name]["shape"]), tuple(entry["shape"])
             if name in TABLES and shapes[0][1:] == shapes[1][1:] and _same_vocabulary(saved_model, model):

@@ -1,21 +1,12 @@
 """What state.json says of units and their parameters; see states.py."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
 from megatron_zpp.checkpoint.shard_file import DTYPES
-from megatron_zpp.checkpoint.slices import Sharing
-from megatron_zpp.distributed.split import RowBlock, Split
+from megatron_zpp.mesh import Axis
+from megatron_zpp.placement import Layout, Placement, Split
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.flat_layout import FlatLayout
-
-
-def row_count(entry: Mapping[str, Any]) -> int:
-    """Rows of the whole parameter; 1 of a scalar."""
-    return entry["shape"][0] if entry["shape"] else 1
 
 
 def formats_of_units(
@@ -49,28 +40,23 @@ def formats_of_units(
     }
 
 
-def sharing_of(engine: ZeroEngine) -> Sharing:
-    """How the engine's tensor ranks share parameters, as seen by this rank."""
-    return Sharing(engine.share.splits, engine.grid.tensor, engine.grid.tensor_rank)
-
-
-def split_of(entry: Mapping[str, Any]) -> Split | None:
-    """How tensor ranks share a parameter of `units`. Raises as `Split.from_json`."""
-    return Split.from_json(entry["split"]) if "split" in entry else None
+def placement_of(name: str, entry: Mapping[str, Any], tensor: int) -> Placement:
+    """Where a parameter of `units` is. Raises ValueError, KeyError or TypeError for other values."""
+    split = None
+    shape, runs = tuple(entry["shape"]), tuple(entry.get("split", {}).get("runs", ()))
+    if "split" in entry:
+        dim = entry["split"]["dim"]
+        whole = type(dim) is int and 0 <= dim < len(shape) and sum(runs) == shape[dim]
+        if not whole or not all(type(run) is int and run > 0 for run in runs):
+            raise ValueError(f"not a split of {name} {shape}: {entry['split']!r}")
+        split = Split(dim, runs, Axis(1, tensor))
+    return Placement(name=name, shape=shape, split=split, rows=rows_of(entry) if "rows" in entry else None)
 
 
 def rows_of(entry: Mapping[str, Any]) -> range:
     """The rows of a parameter of `units` that its unit has: all of them, unless it has a block of a table."""
-    first, count = entry.get("rows") or (0, row_count(entry))
+    first, count = entry.get("rows") or (0, (*entry["shape"], 1)[0])
     return range(first, first + count)
-
-
-def local_shape(entry: Mapping[str, Any], tensor: int) -> tuple[int, ...]:
-    """The shape of what each of `tensor` ranks has of a parameter of `units`, in one of them."""
-    split = split_of(entry)
-    if "rows" in entry:
-        return (entry["rows"][1], *entry["shape"][1:])
-    return tuple(entry["shape"]) if split is None else split.local_shape(entry["shape"], tensor)
 
 
 def describe_buffers(engine: ZeroEngine) -> dict[str, dict[str, Any]]:
@@ -83,37 +69,17 @@ def describe_buffers(engine: ZeroEngine) -> dict[str, dict[str, Any]]:
 
 def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
     """The offsets, whole shapes and splits of each unit's parameters, and the elements of its shards."""
-    splits, tensor = engine.share.splits, engine.grid.tensor
-    return [
-        describe_unit(
-            dict(zip(unit.names, unit.parameters, strict=True)), unit.layout, splits, tensor, unit.block
-        )
-        for unit in engine.units
-    ]
+    return [describe_unit(unit.layout) for unit in engine.units]
 
 
-def describe_unit(
-    parameters: Mapping[str, Tensor],
-    layout: FlatLayout,
-    splits: Mapping[str, Split] = MappingProxyType({}),
-    tensor: int = 1,
-    block: RowBlock | None = None,
-) -> dict[str, Any]:
-    """The same of one unit; `parameters` are a tensor rank's, in the order of its flat buffer.
-
-    `block`: which rows of a table the only parameter is.
-    """
+def describe_unit(layout: Layout) -> dict[str, Any]:
+    """The same of one unit."""
     described: dict[str, dict[str, Any]] = {}
-    for (name, parameter), offset in zip(parameters.items(), layout.offsets, strict=False):
-        split = splits.get(name)
-        if block is not None:
-            shape, rows = block.whole_shape(parameter.shape), [block.first, len(parameter)]
-            described[name] = {"shape": list(shape), "offset": offset, "rows": rows}
-            continue
-        if split is None or tensor == 1:
-            described[name] = {"shape": list(parameter.shape), "offset": offset}
-            continue
-        whole = split.whole_shape(parameter.shape, tensor)
-        described[name] = {"shape": list(whole), "offset": offset, "split": split.to_json()}
+    for placement, offset in zip(layout.placements, layout.offsets, strict=True):
+        entry = described[placement.name] = {"shape": list(placement.shape), "offset": offset}
+        if placement.rows is not None:
+            entry["rows"] = [placement.rows.start, len(placement.rows)]
+        if placement.split is not None:
+            entry["split"] = {"dim": placement.split.dim, "runs": list(placement.split.runs)}
     unit = {"shard_numel": layout.shard_numel, "parameters": described}
     return unit | {"frozen": True} if layout.frozen else unit

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.distributed.slurm import TORCHRUN_VARIABLES, launcher_variables
+from megatron_zpp.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,12 @@ class Topology:
     def nodes(self) -> int:
         """The number of nodes."""
         return self.world_size // self.local_world_size
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh of the job whose data ranks these are."""
+        (rank,) = self.job_ranks([self.rank])
+        return Mesh(nodes=self.nodes, local_ranks=self.local_world_size, tensor_ranks=self.stride, rank=rank)
 
     def node_of(self, rank: int) -> int:
         """Return the node of `rank`: launchers number ranks node by node."""

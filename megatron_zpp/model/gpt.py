@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.distributed.split import RowBlock
 from megatron_zpp.model.attention import mask_of
 from megatron_zpp.model.components import ModelComponents, embedding
 from megatron_zpp.model.layer import Layer
@@ -195,22 +194,17 @@ class GPT(nn.Module):
         of_a_layer, first = units_of_a_layer(self.cut_layers), len(self._embedding_units())
         return recomputed_units(self.config.num_layers, self.recompute, of_a_layer, first)
 
+    @torch.no_grad()
     def initialize(self, seed: int) -> "GPT":
         """Fills every parameter with its initial value."""
         for unit, module in self.units():
             for path, parameter in module.named_parameters():
-                self._initialize(f"{unit}.{path}", parameter, getattr(module, "row_block", None), seed)
+                rows, entries = getattr(module, "block_rows", None), getattr(module, "table_entries", 0)
+                whole = parameter if rows is None else parameter.new_empty(entries, *parameter.shape[1:])
+                self.initialize_parameter(f"{unit}.{path}", whole, seed)
+                if rows is not None:
+                    parameter.copy_(whole[rows.start : rows.stop])
         return self
-
-    @torch.no_grad()
-    def _initialize(self, name: str, parameter: Tensor, block: RowBlock | None, seed: int) -> None:
-        """Fill a parameter, or the rows of it that are a `block`."""
-        if block is None:
-            self.initialize_parameter(name, parameter, seed)
-        else:
-            whole = parameter.new_empty(block.whole_shape(parameter.shape))
-            self.initialize_parameter(name, whole, seed)
-            parameter.copy_(whole[block.first : block.first + len(parameter)])
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, seed: int) -> None:

@@ -14,6 +14,7 @@ Where the tables are tied, a block of the lookup and a block of the loss have th
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.distributed.split import RowBlock
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import Head
 from megatron_zpp.model.loss import CHUNK_BYTES, IGNORED, LossKernels, add_product, chunk_rows, wide
@@ -47,7 +47,7 @@ class RowBlockComponents(ModelComponents):
 
     def output(self, width: int, entries: int) -> nn.Module:
         """See ModelComponents."""
-        return OutputBlocks([_new(shape, block) for shape, block in _blocks(entries, width, self.rows)])
+        return OutputBlocks(_blocks(entries, width, self.rows))
 
     def head_class(self, plain: type[nn.Module]) -> Any:
         """See ModelComponents."""
@@ -57,7 +57,7 @@ class RowBlockComponents(ModelComponents):
         """See ModelComponents."""
         assert isinstance(head, RowBlockHead)
         assert isinstance(table, RowBlockTable)
-        head.output = OutputBlocks([(block.weight, block.row_block) for block in table.each()])
+        head.output = OutputBlocks([block.weight for block in table.each()])
 
     def units(self, name: str, module: nn.Module, *, tied: bool) -> list[tuple[str, nn.Module]]:
         """See ModelComponents."""
@@ -71,26 +71,26 @@ class RowBlockComponents(ModelComponents):
         return units
 
 
-class LookupBlock(nn.Module):
+class _Block(nn.Module):
+    """`block_rows` of a table of `table_entries` rows."""
+
+    def __init__(self, weight: nn.Parameter, block_rows: range, table_entries: int) -> None:
+        super().__init__()
+        self.weight, self.block_rows, self.table_entries = weight, block_rows, table_entries
+
+
+class LookupBlock(_Block):
     """Some rows of the table of tokens."""
 
     read_by_backward = False
 
-    def __init__(self, weight: nn.Parameter, row_block: RowBlock) -> None:
-        super().__init__()
-        self.weight, self.row_block = weight, row_block
-
     def forward(self, found: Tensor, ids: Tensor) -> Tensor:
         """`found` (…, D), with the rows of those `ids` (…) that the block has in their places."""
-        return _PlaceRows.apply(found, self.weight, ids - self.row_block.first)
+        return _PlaceRows.apply(found, self.weight, ids - self.block_rows.start)
 
 
-class OutputBlock(nn.Module):
+class OutputBlock(_Block):
     """Some rows of the output weights."""
-
-    def __init__(self, weight: nn.Parameter, row_block: RowBlock) -> None:
-        super().__init__()
-        self.weight, self.row_block = weight, row_block
 
     def forward(
         self,
@@ -102,8 +102,8 @@ class OutputBlock(nn.Module):
         """(…, D) -> the logits of these rows, (…, R); with targets (N) of x (N, D), see `_Statistics`."""
         if targets is None:
             return F.linear(x, self.weight)
-        first, rows = self.row_block.first, self.weight.shape[0]
-        entries = min(max(vocab_size - first, 0), rows)
+        first = self.block_rows.start
+        entries = min(max(vocab_size - first, 0), len(self.block_rows))
         return _Statistics.apply(x, self.weight, targets - first, entries, passes or PLAIN)
 
 
@@ -115,9 +115,7 @@ class RowBlockTable(nn.Module):
     def __init__(self, entries: int, width: int, rows: int) -> None:
         super().__init__()
         self.width = width
-        self.blocks = nn.ModuleList(
-            LookupBlock(*_new(shape, block)) for shape, block in _blocks(entries, width, rows)
-        )
+        self.blocks = _modules(LookupBlock, _blocks(entries, width, rows))
 
     def each(self) -> Iterator[LookupBlock]:
         """The blocks, in the order of their rows."""
@@ -134,9 +132,9 @@ class RowBlockTable(nn.Module):
 class OutputBlocks(nn.Module):
     """The output weights, in blocks."""
 
-    def __init__(self, weights: list[tuple[nn.Parameter, RowBlock]]) -> None:
+    def __init__(self, weights: list[nn.Parameter]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(OutputBlock(weight, block) for weight, block in weights)
+        self.blocks = _modules(OutputBlock, weights)
 
     def each(self) -> Iterator[OutputBlock]:
         """See RowBlockTable."""
@@ -301,12 +299,14 @@ def _chunks(x: Tensor, weight: Tensor, passes: BlockPasses) -> list[slice]:
     return [slice(first, first + rows) for first in range(0, len(x), rows)]
 
 
-def _blocks(entries: int, width: int, rows: int) -> Iterator[tuple[tuple[int, int], RowBlock]]:
-    """The shapes of blocks, and which rows they have."""
-    for first in range(0, entries, rows):
-        yield (min(rows, entries - first), width), RowBlock(first, entries)
+def _blocks(entries: int, width: int, rows: int) -> list[nn.Parameter]:
+    """The rows of a table, block by block."""
+    made = [torch.empty(min(rows, entries - first), width) for first in range(0, entries, rows)]
+    return [nn.Parameter(weight if weight.is_meta else weight.normal_()) for weight in made]
 
 
-def _new(shape: tuple[int, int], block: RowBlock) -> tuple[nn.Parameter, RowBlock]:
-    weight = torch.empty(shape)
-    return nn.Parameter(weight if weight.is_meta else weight.normal_()), block
+def _modules(kind: type[_Block], weights: list[nn.Parameter]) -> nn.ModuleList:
+    """A module for each block of a table."""
+    stops = list(accumulate(map(len, weights)))
+    blocks = zip(weights, stops, strict=True)
+    return nn.ModuleList(kind(weight, range(stop - len(weight), stop), stops[-1]) for weight, stop in blocks)

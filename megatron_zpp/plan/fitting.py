@@ -75,7 +75,7 @@ def suggested_rows(job: Job) -> int | None:
     Blocks are equal if fewer than twice as many can be.
     """
     entries, width = job.padded_vocab_size, job.model.hidden_size
-    layer = sum(sum(layout.numels) for layout in job.layer_layouts)
+    layer = sum(each.numel for layout in job.layer_layouts for each in layout.placements)
     whole = job.tensor > 1 or job.precision.fp8_output_layer
     if whole or job.zero.zero_table_rows is not None or entries * width <= layer:
         return None

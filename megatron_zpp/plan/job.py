@@ -19,9 +19,9 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.parallel.layers import TensorParallelComponents, splits_of
 from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
 from megatron_zpp.model.row_blocks import RowBlockComponents
+from megatron_zpp.placement import Layout
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.reads import Reads, distinct, reads_of
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
@@ -117,11 +117,22 @@ class Job:
         return getattr(torch, self.precision.compute_dtype("cuda"))
 
     @cached_property
-    def layouts(self) -> list[FlatLayout]:
+    def layouts(self) -> list[Layout]:
         """The layouts of the units, in forward order."""
         share = ALONE if self.tensor == 1 else TensorShare(UnconnectedGroup(self.tensor))
-        block = max(self.zero.largest_block, share.block)
-        return layouts_of(distinct(self.units), self.data_ranks, block, self.coded)
+        block, grid = max(self.zero.largest_block, share.block), self._grids[0]
+        splits = {
+            f"{unit}.{name}": split
+            for unit, module in self.units
+            for name, split in splits_of(module).items()
+        }
+        return layouts_of(distinct(self.units), grid.mesh, block, splits, self.coded)
+
+    @cached_property
+    def _grids(self) -> list[Topology]:
+        """The data ranks as those of node 0 see them, by their first tensor ranks."""
+        ranks = range(0, self.local, self.tensor)
+        return [Grid(Topology(rank, self.ranks, rank, self.local), self.tensor).data for rank in ranks]
 
     @property
     def coded(self) -> set[str]:
@@ -136,7 +147,7 @@ class Job:
         }
 
     @property
-    def layer_layouts(self) -> list[FlatLayout]:
+    def layer_layouts(self) -> list[Layout]:
         """The layouts of the units of one layer."""
         first = self.first_layer
         return self.layouts[first : first + units_of_a_layer(self.zero.cuts_layers)]
@@ -159,8 +170,7 @@ class Job:
         if self.tensor == 1:
             return [0] * len(self.layouts)
         return [
-            sum(weight.numel() for name, weight in module.named_parameters() if name not in splits_of(module))
-            for _, module in self.units
+            sum(each.numel for each in layout.placements if each.split is None) for layout in self.layouts
         ]
 
     @property
@@ -177,14 +187,14 @@ class Job:
         return [
             plan_communication(
                 self.zero,
-                Grid(Topology(rank, self.ranks, rank, self.local), self.tensor).data,
+                grid,
                 self.layouts,
                 compute_dtype=self.dtype,
                 reduce_in_bf16=self.precision.grad_reduce_in_bf16,
                 copy_engines=self.copy_engines,
                 reads=self.reads,
             )
-            for rank in range(0, self.local, self.tensor)
+            for grid in self._grids
         ]
 
     @property

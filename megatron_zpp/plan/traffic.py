@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_zpp.distributed.comm_stream import Pending
+from megatron_zpp.placement import Layout
 from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.hop import SentBytes
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
 
@@ -42,8 +42,8 @@ class Pass:
 class _Gathers:
     """How many times one pass gathers a unit of each layout."""
 
-    world: Counter[FlatLayout] = field(default_factory=Counter)  # over all ranks
-    secondary: Counter[FlatLayout] = field(default_factory=Counter)  # inside hpZ groups
+    world: Counter[Layout] = field(default_factory=Counter)  # over all ranks
+    secondary: Counter[Layout] = field(default_factory=Counter)  # inside hpZ groups
 
 
 def traffic_of(job: Job) -> list[Pass]:
@@ -114,15 +114,15 @@ def _visit(prefetcher: Prefetcher, job: Job, forward: bool) -> None:
             prefetcher.before_forward(again)
 
 
-def _early_reductions(job: Job) -> Counter[FlatLayout]:
+def _early_reductions(job: Job) -> Counter[Layout]:
     """Units whose gradients a backward reduces place by place, without the last place."""
-    early: Counter[FlatLayout] = Counter()
+    early: Counter[Layout] = Counter()
     for unit, layout in enumerate(job.layouts):
         early[layout] += job.communication.reductions(unit) - 1
     return +early
 
 
-def _reduced(job: Job, units: Counter[FlatLayout], last: bool) -> SentBytes:
+def _reduced(job: Job, units: Counter[Layout], last: bool) -> SentBytes:
     """Bytes that all ranks send to reduce these units in one micro-batch, a step's `last` or another one."""
     return _by_all_ranks(
         job, units, lambda plan, unit: plan.reduction.bytes_sent(unit, job.micro_batches, last=last)
@@ -138,7 +138,7 @@ def _gathered(job: Job, gathers: _Gathers) -> SentBytes:
 
 
 def _by_all_ranks(
-    job: Job, units: Counter[FlatLayout], sent: Callable[[CommunicationPlan, FlatLayout], SentBytes]
+    job: Job, units: Counter[Layout], sent: Callable[[CommunicationPlan, Layout], SentBytes]
 ) -> SentBytes:
     of_a_node = (sent(plan, unit) * times for plan in job.node_communication for unit, times in units.items())
     return sum(of_a_node, SentBytes()) * (job.nodes * job.tensor)

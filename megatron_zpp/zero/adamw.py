@@ -1,6 +1,6 @@
 """AdamW (1711.05101, algorithm 2): by the project's kernel, by torch's fused one, and by NVIDIA apex."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,14 +34,15 @@ def build_optimizer(
     backend: Literal["apex", "torch"],
     operations: Operations | None,
     sources: GatherSources,
-    decoupled: Collection[str] = (),
+    *,
+    decouples: bool = False,
 ) -> Optimizer:
     """AdamW of the fused backend; without `operations`, by torch's own kernel.
 
-    Raises ValueError for `decoupled` parameters where the optimizer has one learning rate.
+    Raises ValueError if it `decouples` parameters, where the optimizer has one learning rate.
     """
     offloaded = units[0].master.device != units[0].gather_source.device
-    if decoupled and (backend == "apex" or offloaded):
+    if decouples and (backend == "apex" or offloaded):
         fix = "needs --fused-backend torch and no --zero-offload-optimizer"
         raise option_error("--decoupled-lr", "(given)", fix)
     if backend == "apex":
@@ -53,7 +54,7 @@ def build_optimizer(
     )
     if offloaded:
         return OffloadedOptimizer(rule, units)
-    return DeviceOptimizer(rule, units, sources, decoupled)
+    return DeviceOptimizer(rule, units, sources)
 
 
 class KernelAdamW:

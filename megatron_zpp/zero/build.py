@@ -1,6 +1,7 @@
 """Makes the units of a model: lays out its parameters, allocates the buffers, fills in initial weights."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, cast
 
 import torch
@@ -8,13 +9,15 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.placement import ALIGNMENT, SHARD_MULTIPLE, Layout, Placement, Split, within
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.flat_layout import ALIGNMENT, SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.read_guard import ReadGuard
 from megatron_zpp.zero.reads import Parameters, distinct, parts_of, reads_of
 from megatron_zpp.zero.sharded_unit import Encoded, Unit
+from megatron_zpp.zero.tensor_parallel import TensorShare
 from megatron_zpp.zero.weight_codes import WeightEncoder
 
 Initialize = Callable[[str, Tensor], None]
@@ -89,12 +92,12 @@ class UnitBuilder:
         name: str,
         module: Parameters,
         others: Sequence[Parameters],
-        layout: FlatLayout,
+        layout: Layout,
         full: Tensor,
         guard: ReadGuard,
     ) -> Unit:
         plan = self._plan
-        owned = layout.shard(plan.shard) if plan.optimizer_sharded else range(layout.numel)
+        owned, reference = plan.owned(layout), plan.reference_elements(layout)
         if plan.sends_from_slots:
             gather_source = full[owned.start : owned.stop]
         else:
@@ -106,14 +109,13 @@ class UnitBuilder:
             master = gather_source
         else:
             master = torch.zeros(len(owned), device=self._device)
-        names = tuple(f"{name}.{path}" for path, _ in in_order(module))
-        parameters = self._replace_parameters(module, names, layout, full, guard)
+        parameters = self._replace_parameters(module, layout, full, guard)
         by_place = [parameters]
         for other in others:
             if plan.reduces_places and not layout.frozen:
-                by_place.append(self._replace_parameters(other, names, layout, full, guard))
+                by_place.append(self._replace_parameters(other, layout, full, guard))
             else:
-                _put_parameters(other, names, parameters, guard)
+                _put_parameters(other, layout, parameters, guard)
         part, secondary = plan.secondary_part(layout), None
         if part is not None:
             secondary = self._communication.zeros(plan.secondary_gather.hop.stream, part)
@@ -121,11 +123,9 @@ class UnitBuilder:
         if plan.difference_format is not None:
             message = self._communication.zeros(plan.gather.hop.stream, plan.gather.room(layout))
         return Unit(
-            names=names,
             parameters=parameters,
             by_place=tuple(by_place),
             guard=guard,
-            block=getattr(module, "row_block", None),
             layout=layout,
             owned=owned,
             full=full,
@@ -134,12 +134,12 @@ class UnitBuilder:
             secondary=secondary,
             message=message,
             encoded=self._encoded(layout, Encoded(owned, master, gather_source), secondary, full),
-            gaps=tuple(layout.gaps_in(plan.reference_elements(layout))),
+            gaps=tuple(within(gap, reference) for gap in layout.gaps_in(reference)),
             wide_dtype=plan.compute_dtype,
         )
 
     def _replace_parameters(
-        self, module: Parameters, names: tuple[str, ...], layout: FlatLayout, full: Tensor, guard: ReadGuard
+        self, module: Parameters, layout: Layout, full: Tensor, guard: ReadGuard
     ) -> tuple[nn.Parameter, ...]:
         """Make the module's parameters views of a slot.
 
@@ -148,34 +148,31 @@ class UnitBuilder:
         """
         made, dtype = [], self._plan.compute_dtype
         wide = full[layout.wide.start :].view(dtype) if layout.coded else full
-        for index, (_, parameter) in enumerate(in_order(module)):
-            offset, stop = layout.offsets[index], layout.offsets[index] + parameter.numel()
+        for placement, offset in zip(layout.placements, layout.offsets, strict=True):
+            elements, shape = range(offset, offset + placement.numel), placement.local_shape
             # .data has its own version counter: filling the slot again must not count as a change
-            if index < layout.coded:
+            if placement.coded:
                 assert self._codes is not None
-                self._codes.attach(names[index], full[offset:stop].view(parameter.shape).data)
-                view = torch.full((), torch.nan, dtype=dtype, device=full.device).expand(parameter.shape)
+                self._codes.attach(placement.name, full[offset : elements.stop].view(shape).data)
+                view = torch.full((), torch.nan, dtype=dtype, device=full.device).expand(shape)
             else:
-                start = layout.wide.start
-                view = wide[offset - start : stop - start].view(parameter.shape)
+                view = wide[within(elements, layout.wide)].view(shape)
             made.append(nn.Parameter(view.data, requires_grad=not layout.frozen))
-        _put_parameters(module, names, made, guard)
+        _put_parameters(module, layout, made, guard)
         return tuple(made)
 
     def _initialize_master(self, unit: Unit, drawn: "_InitialValues") -> None:
         """Fill this rank's part of each parameter that it owns a part of."""
-        for index, parameter in enumerate(unit.parameters):
-            owned = [piece for piece in unit.layout.parameter_slices(unit.owned) if piece.parameter == index]
-            if not owned:
-                continue
-            shape = parameter.shape if unit.block is None else unit.block.whole_shape(parameter.shape)
-            initial = drawn.values(unit.names[index], shape).flatten()[unit.first_element :]
-            for piece in owned:
-                part = initial[piece.start : piece.start + piece.length]
-                unit.master[piece.destination : piece.destination + piece.length].copy_(part)
+        for piece in unit.layout.pieces_in(unit.owned):
+            initial = drawn.values(piece.placement.name, piece.placement.shape)
+            owned = unit.master[within(piece.at, unit.owned)]
+            for block in piece.blocks(self._plan.grid.mesh.rank):
+                part = owned[within(block.elements, piece.elements)].view(block.shape)
+                for here, there in block.parts:
+                    part[here].copy_(initial[there])
 
     def _encoded(
-        self, layout: FlatLayout, shard: Encoded, reference: Tensor | None, full: Tensor
+        self, layout: Layout, shard: Encoded, reference: Tensor | None, full: Tensor
     ) -> Encoded | None:
         """What this rank encodes of a unit: its `shard`, or its part of the `reference` of differences."""
         if not layout.coded:
@@ -209,12 +206,12 @@ class _InitialValues:
 
 
 def _put_parameters(
-    module: Parameters, names: Sequence[str], parameters: Sequence[nn.Parameter], guard: ReadGuard
+    module: Parameters, layout: Layout, parameters: Sequence[nn.Parameter], guard: ReadGuard
 ) -> None:
     """Give the module these parameters in place of its own ones."""
-    for (path, _), name, parameter in zip(in_order(module), names, parameters, strict=True):
+    for (path, _), placement, parameter in zip(in_order(module), layout.placements, parameters, strict=True):
         owner, _, leaf = path.rpartition(".")
-        guard.put(module.get_submodule(owner), leaf, parameter, name)
+        guard.put(module.get_submodule(owner), leaf, parameter, placement.name)
 
 
 def fill(initialize: Initialize, name: str, tensor: Tensor) -> None:
@@ -249,19 +246,20 @@ def plan_of(
     zero: ZeroConfig,
     data_ranks: Topology,
     *,
-    block: int,
+    share: TensorShare,
     coded: Collection[str],
+    decoupled: Collection[str],
     compute_dtype: torch.dtype,
     reduce_in_bf16: bool,
     copy_engines: bool,
 ) -> CommunicationPlan:
     """How the weights and gradients of `model` travel among `data_ranks`.
 
-    `block`: elements to which parameters are aligned beside the blocks of codes; `coded` as in `layouts_of`.
+    `share`: how tensor ranks share the model; `coded` and `decoupled` as in `layouts_of`.
     """
     named_modules = named_units(model)
-    block = max(zero.largest_block, block)
-    layouts = layouts_of(distinct(named_modules), data_ranks.world_size, block, coded)
+    block = max(zero.largest_block, share.block)
+    layouts = layouts_of(distinct(named_modules), data_ranks.mesh, block, share.splits, coded, decoupled)
     return plan_communication(
         zero,
         data_ranks,
@@ -275,24 +273,51 @@ def plan_of(
 
 def layouts_of(
     modules: Sequence[tuple[str, Parameters]],
-    ranks: int,
+    mesh: Mesh,
     block: int = 1,
+    splits: Mapping[str, Split] = MappingProxyType({}),
     coded: Collection[str] = (),
-) -> list[FlatLayout]:
+    decoupled: Collection[str] = (),
+) -> list[Layout]:
     """The layout of each module's parameters in its unit's flat buffer.
 
     `block`: elements of the largest quantisation block of the run; no two parameters share a block.
-    `coded`: the parameters that are held as codes, first in their units.
+    `splits`: how tensor ranks share parameters; modules have one rank's parts. `coded`: the parameters that
+    are held as codes, first in their units. `decoupled`: those with the second learning rate. A module with
+    some rows of a table says which, as `block_rows`, and how many rows the table has, as `table_entries`.
     """
     layouts = []
-    for name, module in modules:
-        parameters = [parameter for _, parameter in in_order(module)]
-        numels = tuple(parameter.numel() for parameter in parameters)
-        decayed, frozen = sum(map(_decays, parameters)), not any(each.requires_grad for each in parameters)
-        held = [f"{name}.{path}" in coded for path, _ in in_order(module)]
-        assert held == sorted(held, reverse=True), f"{name}: parameters that are held as codes come first"
-        alignment = max(SHARD_MULTIPLE if any(held) else ALIGNMENT, block)
-        layouts.append(FlatLayout(numels, decayed, ranks, alignment, sum(held), frozen))
+    for unit, module in modules:
+        rows, entries = getattr(module, "block_rows", None), getattr(module, "table_entries", 0)
+        placements = []
+        for path, parameter in in_order(module):
+            name, shape = f"{unit}.{path}", tuple(parameter.shape)
+            split = splits.get(name)
+            if split is not None:
+                shape = split.whole_shape(shape)
+            if rows is not None:
+                shape = (entries, *shape[1:])
+            placements.append(
+                Placement(
+                    name=name,
+                    shape=shape,
+                    split=split,
+                    rows=rows,
+                    decays=_decays(parameter),
+                    decoupled=name in decoupled,
+                    coded=name in coded,
+                )
+            )
+        held = [placement.coded for placement in placements]
+        assert held == sorted(held, reverse=True), f"{unit}: parameters that are held as codes come first"
+        layouts.append(
+            Layout(
+                placements=tuple(placements),
+                axes=mesh.shards,
+                alignment=max(SHARD_MULTIPLE if any(held) else ALIGNMENT, block),
+                frozen=not any(parameter.requires_grad for parameter in module.parameters()),
+            )
+        )
     return layouts
 
 

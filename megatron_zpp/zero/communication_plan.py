@@ -22,7 +22,7 @@ import torch
 
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat
-from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.placement import Layout
 from megatron_zpp.zero.hop import Buffer, Hop, SentBytes, eight_bits
 from megatron_zpp.zero.reads import Reads
 from megatron_zpp.zero.reduction_plan import ReductionPlan, may_write_peers
@@ -41,17 +41,17 @@ class GatherPlan:
     hop: Hop
     shards: int
     kept: int  # index of the part of the whole that becomes this rank's secondary shard
-    layouts: tuple[FlatLayout, ...]
+    layouts: tuple[Layout, ...]
 
-    def part(self, layout: FlatLayout) -> Buffer:
+    def part(self, layout: Layout) -> Buffer:
         """What this rank sends of a unit."""
         return self._buffer(self.hop, layout)
 
-    def room(self, layout: FlatLayout) -> Buffer:
+    def room(self, layout: Layout) -> Buffer:
         """Memory for what this rank sends of a unit in any step."""
         return self._buffer(self._widest, layout)
 
-    def _buffer(self, hop: Hop, layout: FlatLayout) -> Buffer:
+    def _buffer(self, hop: Hop, layout: Layout) -> Buffer:
         if layout.coded and not isinstance(self.hop.format, LloydMaxFormat):
             return Buffer(self.shards * layout.shard_numel, torch.uint8)
         return hop.buffer(layout.shard_numel, self.shards)
@@ -77,7 +77,7 @@ class GatherPlan:
             return self.hop
         return replace(self.hop, format=eight_bits(format))
 
-    def bytes_sent(self, layout: FlatLayout) -> SentBytes:
+    def bytes_sent(self, layout: Layout) -> SentBytes:
         """Bytes that this rank sends in one gather of a unit."""
         return self.hop.ring((len(self.hop.ranks) - 1) * self.part(layout).nbytes)
 
@@ -95,7 +95,7 @@ class CommunicationPlan:
     grid: Topology
     optimizer_sharded: bool  # stage 1 and up: master weights and moments (ZeRO paper, section 5)
     parameters_sharded: bool  # stage 3: the parameters as they compute
-    layouts: tuple[FlatLayout, ...]
+    layouts: tuple[Layout, ...]
     compute_dtype: torch.dtype
     streams: tuple[tuple[int, ...], ...]
     gather: GatherPlan  # over all ranks; or between nodes, where `inside_gather` is its second hop
@@ -109,17 +109,16 @@ class CommunicationPlan:
     reduction_slots: tuple[int, ...]
     reads: Reads
 
-    @property
-    def shard(self) -> int:
-        """The index of the shard that this rank owns of each unit."""
-        return self.grid.shard_of(self.grid.rank)
+    def owned(self, layout: Layout) -> range:
+        """The elements of a unit that this rank's optimizer changes."""
+        return layout.shard(self.grid.mesh) if self.optimizer_sharded else range(layout.numel)
 
     @property
     def sends_from_slots(self) -> bool:
         """Whether a gather sends a part of the slot that it fills, so that no rank keeps its shard twice."""
         return not self.parameters_sharded and not self.gather.hop.quantized
 
-    def slot(self, layout: FlatLayout) -> Buffer:
+    def slot(self, layout: Layout) -> Buffer:
         """The memory of a slot for units of this layout."""
         return Buffer(layout.numel, torch.uint8 if layout.coded else self.compute_dtype)
 
@@ -135,7 +134,7 @@ class CommunicationPlan:
         whole = not self.optimizer_sharded or self.grid.world_size == 1
         return whole and self.sends_from_slots
 
-    def secondary_part(self, layout: FlatLayout) -> Buffer | None:
+    def secondary_part(self, layout: Layout) -> Buffer | None:
         """This rank's secondary shard of a unit; None where it has none.
 
         Units that do not take turns in slots are gathered once per step and need none.
@@ -146,7 +145,7 @@ class CommunicationPlan:
             return None
         return self.secondary.part(layout)
 
-    def reference_codes(self, layout: FlatLayout) -> Buffer | None:
+    def reference_codes(self, layout: Layout) -> Buffer | None:
         """The codes of this rank's part of the reference, where weights are held as codes; else None.
 
         None also where the rank writes them into the unit's slot, which no other unit takes.
@@ -155,7 +154,7 @@ class CommunicationPlan:
             return None
         return self.secondary_gather.part(layout)
 
-    def reference_elements(self, layout: FlatLayout) -> range:
+    def reference_elements(self, layout: Layout) -> range:
         """The elements of a unit whose reference this rank holds; none where weights themselves travel.
 
         With one group to a node, what it and its cross-node ranks own.
@@ -183,7 +182,7 @@ class CommunicationPlan:
         format = self.gather.hop.format
         return format if isinstance(format, LloydMaxFormat) else None
 
-    def gather_source(self, layout: FlatLayout) -> Buffer:
+    def gather_source(self, layout: Layout) -> Buffer:
         """What the optimizer writes of a unit for others: a part of a gather, or fp32 weights to compare."""
         if self.difference_format is not None:
             return Buffer(layout.shard_numel, torch.float32)
@@ -224,7 +223,7 @@ class CommunicationPlan:
         inside, secondary = self.inside_gather, self.secondary
         return inside is not None and secondary is not None and inside.hop.ranks == secondary.hop.ranks
 
-    def gather_bytes_sent(self, layout: FlatLayout) -> SentBytes:
+    def gather_bytes_sent(self, layout: Layout) -> SentBytes:
         """Bytes that this rank sends to gather new weights of a unit."""
         if self.difference_format is not None:
             among = SentBytes() if self.among_groups is None else self.among_groups.bytes_sent(layout)
@@ -235,7 +234,7 @@ class CommunicationPlan:
         inside = self.secondary_gather if through_secondary else self.inside_gather
         return self.gather.bytes_sent(layout) + inside.bytes_sent(layout)
 
-    def gather_decodes(self, layout: FlatLayout) -> int:
+    def gather_decodes(self, layout: Layout) -> int:
         """Elements that this rank decodes to gather new weights of a unit."""
         if self.difference_format is not None:
             return len(self.reference_elements(layout))
@@ -287,7 +286,7 @@ class CommunicationPlan:
         return sum(part.nbytes for part in map(self.secondary_part, self.layouts) if part is not None)
 
     @cached_property
-    def _layouts_in_turn(self) -> set[FlatLayout]:
+    def _layouts_in_turn(self) -> set[Layout]:
         """Layouts of which there are more units than slots."""
         slots = Counter(layout for layout, _ in {*zip(self.layouts, self.slots, strict=True)})
         return {layout for layout, units in Counter(self.layouts).items() if slots[layout] < units}

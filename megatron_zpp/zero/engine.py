@@ -124,7 +124,8 @@ class ZeroEngine:
             model,
             zero,
             self.grid.data,
-            block=share.block,
+            share=share,
+            decoupled=decoupled,
             coded=() if codes is None else codes.names,
             compute_dtype=dtype,
             reduce_in_bf16=precision.grad_reduce_in_bf16,
@@ -141,7 +142,7 @@ class ZeroEngine:
         self._communication = communication = build_communication(plan, make_comm_stream, operations)
         self.units = UnitBuilder(
             communication, device, offload_optimizer=zero.zero_offload_optimizer, codes=codes
-        ).build(named_modules, share.initialize(initialize))
+        ).build(named_modules, initialize)
         self.buffers = Buffers(model, initialize, device, topology.world_size)
         if self.buffers.filled and topology.rank == 0:  # a constructor may have computed other values
             names = ", ".join(self.buffers.filled)
@@ -154,9 +155,15 @@ class ZeroEngine:
             formats = DifferenceFormats(plan.difference_format, len(plan.layouts), device)
         self.weights = Weights(self.units, communication, topology, sections, formats=formats, codes=codes)
         self._optimizer = build_optimizer(
-            optimizer, trained, communication, fused_backend, operations, self.weights.sources, decoupled
+            optimizer,
+            trained,
+            communication,
+            fused_backend,
+            operations,
+            self.weights.sources,
+            decouples=self._decouples,
         )
-        self.states = ModelStates(self.units, self.weights, self._optimizer, topology, plan.shard)
+        self.states = ModelStates(self.units, self.weights, self._optimizer, topology, plan.grid.mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share

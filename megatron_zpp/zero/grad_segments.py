@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
+from megatron_zpp.placement import SHARD_MULTIPLE, Layout
 
 
 class GradSegment(NamedTuple):
@@ -37,7 +37,7 @@ def join(parts: Sequence[GradSegment], room: Tensor) -> Tensor:
     return whole
 
 
-def segments_of(layout: FlatLayout, produced: list[Tensor], large: int) -> tuple[GradSegment, ...]:
+def segments_of(layout: Layout, produced: list[Tensor], large: int) -> tuple[GradSegment, ...]:
     """The whole gradient of a unit, gaps included, from those of its parameters.
 
     A gradient of `large` elements or more is a segment itself. Others are copied, neighbours into one
@@ -57,9 +57,7 @@ def segments_of(layout: FlatLayout, produced: list[Tensor], large: int) -> tuple
     return (*segments, *_copy(layout, range(start, layout.numel), copied, produced))
 
 
-def _copy(
-    layout: FlatLayout, elements: range, indices: list[int], produced: list[Tensor]
-) -> list[GradSegment]:
+def _copy(layout: Layout, elements: range, indices: list[int], produced: list[Tensor]) -> list[GradSegment]:
     """One segment with these elements, which holds the gradients of these parameters; none if it is empty."""
     if not elements:
         return []

@@ -9,11 +9,11 @@ from megatron_zpp.distributed.comm_stream import Pending, all_of
 from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
+from megatron_zpp.placement import Layout, within
 from megatron_zpp.zero.collectives.interface import GroupReduction, Reduction, Target
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.sums import sum_squares
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment, segments_of
 from megatron_zpp.zero.reduction_plan import Accumulation
 from megatron_zpp.zero.sharded_unit import Unit
@@ -55,15 +55,15 @@ class Gradients:
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self._first = self._last = True
         self._iteration = 0
-        self._gaps = {  # those of this rank's shard
-            layout: tuple(layout.gaps_in(layout.shard(plan.shard))) for layout in set(plan.layouts)
+        shards = {layout: layout.shard(plan.grid.mesh) for layout in set(plan.layouts)}
+        self._gaps = {
+            layout: tuple(within(gap, shard) for gap in layout.gaps_in(shard))
+            for layout, shard in shards.items()
         }
         self._numbers = {unit: index for index, unit in enumerate(units)}
         self._share = share
-        self._replicated = {unit: share.replicated(unit.names) for unit in units}
-        self._counted_elsewhere = {
-            unit: share.counted_elsewhere(unit.layout, self._replicated[unit], unit.owned) for unit in units
-        }
+        self._replicated = {unit: share.replicated(unit.layout) for unit in units}
+        self._counted_elsewhere = {unit: share.counted_elsewhere(unit.layout, unit.owned) for unit in units}
 
     def begin(self, *, first: bool, last: bool, iteration: int) -> None:
         """Prepare for the backward of step `iteration`'s first, last or another micro-batch.
@@ -245,9 +245,9 @@ class Gradients:
         return torch.empty(len(total) // SQUARES_BLOCK, device=total.device)
 
 
-def _new_sum(layout: FlatLayout, device: torch.device) -> Tensor:
+def _new_sum(layout: Layout, device: torch.device) -> Tensor:
     """A buffer (n,) for whole gradients: the parameters' parts are not filled, the gaps are zero."""
     whole = torch.empty(layout.numel, device=device)
-    for gap in layout.gaps():
+    for gap in layout.gaps_in(range(layout.numel)):
         whole[gap.start : gap.stop].zero_()
     return whole

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.placement import within
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.optimizer import Optimizer
 from megatron_zpp.zero.sharded_unit import Unit
@@ -16,16 +18,13 @@ WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 
 
 class ModelStates:
-    """Weights, optimizer states and the references of weight differences: this rank's shard of each unit.
-
-    `shard` is the place of this rank's shard among those of its tensor rank's data ranks.
-    """
+    """Weights, optimizer states and the references of weight differences: this rank's shard of each unit."""
 
     def __init__(
-        self, units: list[Unit], weights: Weights, optimizer: Optimizer, topology: Topology, shard: int
+        self, units: list[Unit], weights: Weights, optimizer: Optimizer, topology: Topology, mesh: Mesh
     ) -> None:
         self._units, self._weights, self._optimizer = units, weights, optimizer
-        self._topology, self._shard = topology, shard
+        self._topology, self._mesh = topology, mesh
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -39,11 +38,9 @@ class ModelStates:
         At stage 0, where every rank has the whole, the shard that it would have at other stages. Frozen units
         have no optimizer states: (0,).
         """
-        flats = zip(self._units, self._flats(kind), strict=True)
-        owned = (unit.layout.shard(self._shard) for unit in self._units)
         return [
-            flat[shard.start : shard.stop] if unit.whole else flat
-            for (unit, flat), shard in zip(flats, owned, strict=True)
+            flat[within(unit.layout.shard(self._mesh), unit.owned)]
+            for unit, flat in zip(self._units, self._flats(kind), strict=True)
         ]
 
     def load(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
@@ -74,9 +71,9 @@ class ModelStates:
         """(unit, elements, their part of its buffer), each to be written before the next one is asked for."""
         for index, (unit, flat) in enumerate(zip(self._units, self._flats(kind), strict=True)):
             self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
-            stop = min(unit.owned.stop, unit.layout.offsets[-1])
-            if unit.owned.start < stop and len(flat):
-                elements = range(unit.owned.start, stop)
+            pieces = list(unit.layout.pieces_in(unit.owned))
+            if pieces and len(flat):
+                elements = range(unit.owned.start, pieces[-1].at.stop)
                 yield index, elements, flat[: len(elements)]
             if kind == WEIGHTS:
                 self._weights.replaced(index)

@@ -4,7 +4,7 @@ An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer
 `UpdateRule`; an optimizer that looks at more than one element, as Muon does at matrices, is an Optimizer.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -68,14 +68,10 @@ class DeviceOptimizer(Generic[Scalars]):
         rule: UpdateRule[Scalars],
         units: list[Unit],
         sources: GatherSources | None = None,
-        decoupled: Collection[str] = (),
     ) -> None:
-        """`decoupled` names parameters with the second learning rate.
-
-        Their units, and those with weights that are held as codes, need `sources`.
-        """
+        """Units with decoupled parameters, or with weights that are held as codes, need `sources`."""
         self._rule, self._units, self._sources = rule, units, sources
-        self._runs = [_runs_of(unit, decoupled) for unit in units]
+        self._runs = [_runs_of(unit) for unit in units]
         self.state_names, self.accepts_16bit_gradients = rule.state_names, rule.accepts_16bit_gradients
         self.states = [zero_states(unit, rule.state_names) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
@@ -89,13 +85,12 @@ class DeviceOptimizer(Generic[Scalars]):
                 self._step_runs(unit, states, runs, rates, divisor, found_inf)
                 yield unit
                 continue
-            decayed = unit.layout.decayed_in(unit.owned)
             for segment in unit.gradients:
                 shard = ShardSegment(
                     segment.of(unit.master),
                     tuple(segment.of(state) for state in states.values()),
                     self._gather_source_segment(unit, segment),
-                    min(max(decayed - segment.start, 0), len(segment.flat)),
+                    min(max(unit.decayed - segment.start, 0), len(segment.flat)),
                 )
                 self._rule.step(shard, segment.flat, scalars)
             if unit.layout.coded:
@@ -112,7 +107,6 @@ class DeviceOptimizer(Generic[Scalars]):
         found_inf: Tensor,
     ) -> None:
         """Step a unit whose parameters have two learning rates, then write its gather source as a whole."""
-        decayed = unit.layout.decayed_in(unit.owned)
         for run in runs:
             scalars = self._rule.scalars(self.steps, rates[run.decoupled], divisor, found_inf)
             for segment in segments_inside(unit.gradients, run.elements):
@@ -121,7 +115,7 @@ class DeviceOptimizer(Generic[Scalars]):
                     part.of(unit.master),
                     tuple(part.of(state) for state in states.values()),
                     None,
-                    min(max(decayed - part.start, 0), len(part.flat)),
+                    min(max(unit.decayed - part.start, 0), len(part.flat)),
                 )
                 self._rule.step(shard, part.flat, scalars)
         if not unit.gathers_from_master:
@@ -173,7 +167,7 @@ class OffloadedOptimizer(Generic[Scalars]):
         for index, unit in enumerate(self._units):
             arrived[index].synchronize()
             states, gather_source = tuple(self.states[index].values()), self._gather_sources[index]
-            shard = ShardSegment(unit.master, states, gather_source, unit.layout.decayed_in(unit.owned))
+            shard = ShardSegment(unit.master, states, gather_source, unit.decayed)
             self._rule.step(shard, self._gradients[index], scalars)
             new = unit.master if gather_source is None else gather_source
             torch.cuda.current_stream().wait_event(self._copy(new, unit.gather_source))
@@ -194,13 +188,13 @@ class _Run(NamedTuple):
     decoupled: bool
 
 
-def _runs_of(unit: Unit, decoupled: Collection[str]) -> list[_Run]:
+def _runs_of(unit: Unit) -> list[_Run]:
     """The runs of this rank's shard; empty if no parameter of it is decoupled, as for most units."""
     starts: list[tuple[int, bool]] = []
-    for piece in unit.layout.parameter_slices(unit.owned):
-        second = unit.names[piece.parameter] in decoupled
+    for piece in unit.layout.pieces_in(unit.owned):
+        second = piece.placement.decoupled
         if not starts or starts[-1][1] != second:
-            starts.append((piece.destination if starts else 0, second))
+            starts.append((piece.at.start - unit.owned.start if starts else 0, second))
     if not any(second for _, second in starts):
         return []
     stops = [start for start, _ in starts[1:]] + [len(unit.owned)]

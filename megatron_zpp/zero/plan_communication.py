@@ -15,8 +15,8 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import GRADIENT_BLOCK, ROTATED_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
+from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat
 from megatron_zpp.zero.reads import Reads
 from megatron_zpp.zero.reduction_plan import (
@@ -30,7 +30,7 @@ from megatron_zpp.zero.reduction_plan import (
 def plan_communication(
     zero: ZeroConfig,
     grid: Topology,
-    layouts: Sequence[FlatLayout],
+    layouts: Sequence[Layout],
     *,
     compute_dtype: torch.dtype,
     reduce_in_bf16: bool,
@@ -120,7 +120,7 @@ class _Gathers:
 def _plan_gathers(
     zero: ZeroConfig,
     streams: _Streams,
-    layouts: tuple[FlatLayout, ...],
+    layouts: tuple[Layout, ...],
     compute_dtype: torch.dtype,
     *,
     copy_engines: bool,
@@ -174,7 +174,7 @@ def _plan_gathers(
 def _plan_reduction(
     zero: ZeroConfig,
     streams: _Streams,
-    layouts: tuple[FlatLayout, ...],
+    layouts: tuple[Layout, ...],
     compute_dtype: torch.dtype,
     *,
     in_bf16: bool,
@@ -296,7 +296,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _slots(
-    layouts: Sequence[FlatLayout], orders: Sequence[Sequence[tuple[int, ...]]], ahead: int | None
+    layouts: Sequence[Layout], orders: Sequence[Sequence[tuple[int, ...]]], ahead: int | None
 ) -> Iterator[int]:
     """A slot for each unit; None: each has its own.
 
@@ -306,7 +306,7 @@ def _slots(
     if ahead is None:
         yield from range(len(layouts))
         return
-    numbers: dict[FlatLayout, int] = {}
+    numbers: dict[Layout, int] = {}
     kinds = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
     most = [1] * len(numbers)
     for order in orders:

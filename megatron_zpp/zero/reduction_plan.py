@@ -9,7 +9,7 @@ import torch
 
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat
-from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
+from megatron_zpp.placement import SHARD_MULTIPLE, Layout
 from megatron_zpp.zero.hop import Buffer, Hop, SentBytes
 
 CHUNKS, SMALLEST_CHUNK = 4, 2**18  # chunks of a shard at most; elements of a chunk at least
@@ -77,7 +77,7 @@ class ReductionPlan:
 
     algorithm: ReductionAlgorithm
     hops: tuple[Hop, ...]
-    layouts: tuple[FlatLayout, ...]
+    layouts: tuple[Layout, ...]
     compute_dtype: torch.dtype
     gradient_dtype: torch.dtype
     accumulation: Accumulation
@@ -126,7 +126,7 @@ class ReductionPlan:
         """Shards that the first hop sums side by side: those of the cross-node ranks."""
         return len(self.hops[1].ranks) if self.algorithm.several_hops else 1
 
-    def accumulator_numel(self, layout: FlatLayout) -> int:
+    def accumulator_numel(self, layout: Layout) -> int:
         """Elements of a unit's gradient that this rank accumulates where it is not its shard."""
         match self.accumulation:
             case Accumulation.WHOLE:
@@ -159,7 +159,7 @@ class ReductionPlan:
         """
         return self.nodes * (self.hops[0].group_rank * shard_numel + chunk.start)
 
-    def bytes_sent(self, layout: FlatLayout, micro_batches: int, *, last: bool = True) -> SentBytes:
+    def bytes_sent(self, layout: Layout, micro_batches: int, *, last: bool = True) -> SentBytes:
         """Bytes that this rank sends to reduce a unit's gradient of one micro-batch.
 
         Where gradients accumulate in groups, all but the `last` micro-batch of a step take the first hop
@@ -170,7 +170,7 @@ class ReductionPlan:
         sent = self._all_hops(layout, micro_batches)
         return sent if self.fold is None else sent + self.fold.exchange(4 * self.nodes * layout.shard_numel)
 
-    def _first_hop(self, layout: FlatLayout, micro_batches: int) -> SentBytes:
+    def _first_hop(self, layout: Layout, micro_batches: int) -> SentBytes:
         """Bytes of the hop inside a group or a node."""
         first, slices = self.hops[0], self.groups * self.nodes
         if not self.quantized:
@@ -179,7 +179,7 @@ class ReductionPlan:
         messages = (self.groups * first.nbytes(self.nodes * chunk) for chunk in chunks)
         return first.exchange(sum(messages))
 
-    def _all_hops(self, layout: FlatLayout, micro_batches: int) -> SentBytes:
+    def _all_hops(self, layout: Layout, micro_batches: int) -> SentBytes:
         first, shard, itemsize = self.hops[0], layout.shard_numel, self.sent_itemsize(micro_batches)
         others = len(first.ranks) - 1
         match self.algorithm:

@@ -36,14 +36,14 @@ has come is in `grad`, which gradients.py alone changes.
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending
-from megatron_zpp.distributed.split import RowBlock
-from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.placement import Layout
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.read_guard import ReadGuard
 
@@ -137,9 +137,8 @@ class Encoded(NamedTuple):
 class Unit:
     """Parameters that are gathered together, as this rank holds them."""
 
-    names: tuple[str, ...]  # of the parameters, as the model calls them
     parameters: tuple[nn.Parameter, ...]
-    layout: FlatLayout
+    layout: Layout
     owned: range  # the elements that this rank's optimizer changes
     full: Tensor
     master: Tensor
@@ -147,13 +146,17 @@ class Unit:
     secondary: Tensor | None
     message: Tensor | None
     encoded: Encoded | None
-    gaps: tuple[range, ...]  # elements of the reference that belong to no parameter
+    gaps: tuple[slice, ...]  # elements of the reference that belong to no parameter
     wide_dtype: torch.dtype  # of the parameters that are not held as codes
     # The parameters of each place whose gradients are reduced by themselves; those of the first place first.
     by_place: tuple[tuple[nn.Parameter, ...], ...]
     guard: ReadGuard  # of all of them
-    block: RowBlock | None = None  # which rows of a table the unit's only parameter is
     grad: UnitGradient = field(default_factory=UnitGradient)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the parameters, as the model calls them."""
+        return tuple(placement.name for placement in self.layout.placements)
 
     @property
     def whole(self) -> bool:
@@ -164,11 +167,6 @@ class Unit:
     def frozen(self) -> bool:
         """Whether its parameters are gathered and not trained: no gradient, no optimizer state."""
         return self.layout.frozen
-
-    @property
-    def first_element(self) -> int:
-        """The number that the first element of the unit's parameter has in a table; else 0."""
-        return 0 if self.block is None else self.block.first_element(self.parameters[0].shape)
 
     @property
     def reference(self) -> Tensor:
@@ -197,10 +195,15 @@ class Unit:
         """The parameters' parts of a buffer (n,), each in its parameter's shape."""
         return [
             flat[offset : offset + parameter.numel()].view(parameter.shape)
-            for offset, parameter in zip(self.layout.offsets, self.parameters, strict=False)
+            for offset, parameter in zip(self.layout.offsets, self.parameters, strict=True)
         ]
+
+    @cached_property
+    def decayed(self) -> int:
+        """How many of the `owned` elements, the first ones, have weight decay."""
+        others = (piece.at for piece in self.layout.pieces_in(self.owned) if not piece.placement.decays)
+        return next(others, range(self.owned.stop, self.owned.stop)).start - self.owned.start
 
     def segments(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of a buffer like `master` with and without weight decay."""
-        decayed = self.layout.decayed_in(self.owned)
-        return flat[:decayed], flat[decayed:]
+        return flat[: self.decayed], flat[self.decayed :]

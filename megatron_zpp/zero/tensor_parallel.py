@@ -1,19 +1,16 @@
 """What the engine does for a model that tensor ranks share: cut parameters, sum and count replicated ones."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.formats import SQUARES_BLOCK
-from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.placement import Layout, Split, within
 from megatron_zpp.zero.grad_segments import GradSegment
-
-Initialize = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -37,26 +34,11 @@ class TensorShare:
         """Elements to which parameters are aligned, so that no block of squares has both kinds; 1: any."""
         return 1 if self.group is None else SQUARES_BLOCK
 
-    def initialize(self, initialize: Initialize) -> Initialize:
-        """`initialize`, which fills whole parameters, for this rank's parts of them."""
-
-        def fill(name: str, part: Tensor) -> None:
-            split = self.splits.get(name)
-            if split is None or self.group is None:
-                initialize(name, part)
-                return
-            size, rank = self.group.size, self.group.rank
-            whole = torch.empty(split.whole_shape(part.shape, size), dtype=part.dtype, device=part.device)
-            initialize(name, whole)
-            part.copy_(split.part(whole, size, rank))
-
-        return fill
-
-    def replicated(self, names: Sequence[str]) -> tuple[int, ...]:
-        """Which of the parameters `names` all ranks of the group have whole; none without a group."""
+    def replicated(self, layout: Layout) -> tuple[int, ...]:
+        """Which parameters of a unit all ranks of the group have whole; none without a group."""
         if self.group is None:
             return ()
-        return tuple(index for index, name in enumerate(names) if name not in self.splits)
+        return tuple(index for index, each in enumerate(layout.placements) if each.split is None)
 
     def start_sum(self, gradients: Sequence[Tensor], replicated: Sequence[int]) -> "ReplicatedSum | None":
         """Start to sum those of a unit's `gradients` that are `replicated` over the group, in fp32."""
@@ -68,19 +50,16 @@ class TensorShare:
         torch._foreach_copy_(_views(joined, parts), parts)
         return ReplicatedSum(self.group, self.group.start_sum(joined), parts)
 
-    def counted_elsewhere(self, layout: FlatLayout, replicated: Sequence[int], owned: range) -> list[range]:
+    def counted_elsewhere(self, layout: Layout, owned: range) -> list[range]:
         """The blocks of squares of the `owned` elements that another rank of the group counts."""
         if self.group is None or self.group.rank == 0:
             return []
         found: list[range] = []
-        for index in replicated:
-            start = max(layout.offsets[index], owned.start) - owned.start
-            stop = min(layout.offsets[index + 1], owned.stop) - owned.start
-            if start < stop:
-                blocks = range(start // SQUARES_BLOCK, -(-stop // SQUARES_BLOCK))
-                if found and found[-1].stop == blocks.start:
-                    blocks = range(found.pop().start, blocks.stop)
-                found.append(blocks)
+        for piece in layout.pieces_in(owned):
+            if piece.placement.split is None:
+                at = within(piece.at, owned)
+                start, stop = at.start // SQUARES_BLOCK, -(-at.stop // SQUARES_BLOCK)
+                found.append(range(found.pop().start if found and found[-1].stop == start else start, stop))
         return found
 
 
@@ -91,7 +70,7 @@ class ReplicatedSum:
         """`parts` are what is summed, and where the sums go."""
         self._group, self._started, self._parts = group, started, list(parts)
 
-    def into(self, segments: Sequence[GradSegment], layout: FlatLayout, replicated: Sequence[int]) -> None:
+    def into(self, segments: Sequence[GradSegment], layout: Layout, replicated: Sequence[int]) -> None:
         """Let the sums go to where `segments` of the unit's gradient have the `replicated` parameters."""
         self._parts = [
             flat[offset - start : offset - start + part.numel()].view(part.shape)

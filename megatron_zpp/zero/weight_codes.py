@@ -1,7 +1,7 @@
 """Parameters that are held and gathered as 8-bit codes, one byte each (--fp8-param-gather).
 
 The scales of the codes are the model's matter: `WeightEncoder` is what the engine needs of it. A unit with
-such parameters lies in its slot as flat_layout.py says. After each step every rank encodes its shard of the
+such parameters lies in its slot as placement.py says. After each step every rank encodes its shard of the
 master weights. Where weight differences cross nodes, it encodes its part of the reference when all messages
 have been applied: the ranks that have the same part then write the same codes, and no codes cross nodes.
 """
@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.placement import within
 from megatron_zpp.zero.collectives.interface import Gather
 from megatron_zpp.zero.collectives.sums import largest_over_ranks
 from megatron_zpp.zero.sharded_unit import Unit
@@ -68,24 +69,20 @@ class GatherSources:
         assert self._codes is not None
         assert unit.encoded is not None
         owned, weights, codes = unit.encoded
-        for name, elements in coded_parts(unit):
-            part = slice(elements.start, elements.stop)
+        for name, part in coded_parts(unit):
             self._codes.encode(name, weights[part], codes[part])
-        wide = unit.layout.wide_in(owned)
-        if wide:
-            room = codes[wide.start : wide.start + 2 * len(wide)].view(unit.wide_dtype)
-            room.copy_(weights[wide.start : wide.stop])
+        if unit.layout.wide.start in owned:
+            wide = within(unit.layout.wide, owned)
+            room = codes[wide.start : 2 * wide.stop - wide.start].view(unit.wide_dtype)
+            room.copy_(weights[wide])
 
 
-def coded_parts(unit: Unit) -> Iterator[tuple[str, range]]:
+def coded_parts(unit: Unit) -> Iterator[tuple[str, slice]]:
     """The names of the coded parameters of which this rank encodes a part, and its elements of `encoded`."""
     assert unit.encoded is not None
-    for piece in unit.layout.parameter_slices(unit.encoded.elements):
-        if piece.parameter < unit.layout.coded:
-            yield (
-                unit.names[piece.parameter],
-                range(piece.destination, piece.destination + piece.length),
-            )
+    for piece in unit.layout.pieces_in(unit.encoded.elements):
+        if piece.placement.coded:
+            yield piece.placement.name, within(piece.at, unit.encoded.elements)
 
 
 def write_all_codes(
@@ -100,8 +97,8 @@ def write_all_codes(
     if not codes.scales_known:
         for unit in coded:
             assert unit.encoded is not None
-            for name, elements in coded_parts(unit):
-                codes.measure(name, unit.encoded.weights[elements.start : elements.stop])
+            for name, part in coded_parts(unit):
+                codes.measure(name, unit.encoded.weights[part])
         codes.start(largest_over_ranks(codes.maxima(), topology))
         codes.begin()
     for unit in coded:

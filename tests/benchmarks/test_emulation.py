@@ -20,6 +20,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.library import load_operations
@@ -274,11 +275,11 @@ def test_rotated_codes_are_those_of_the_oracle_in_the_engines_layout() -> None:
     arrived[here] = cross_node.sum([node[here] for node in nodes], 7)
     by_name, sent = flat.by_name(arrived), [flat.by_name(node) for node in nodes]
     units = flat.model.units()
-    for index, ((unit, module), layout) in enumerate(zip(units, layouts_of(units, 1, 256), strict=True)):
+    for index, ((unit, module), layout) in enumerate(zip(units, layouts_of(units, Mesh(), 256), strict=True)):
         names = [f"{unit}.{path}" for path, parameter in in_order(module) if parameter.dim() > 1]
         if not names:
             continue
-        n = layout.offsets[len(names)]
+        n = (*layout.offsets, layout.numel)[len(names)]
         messages = torch.empty(2, LloydMaxFormat(4, 256).message_bytes(n), dtype=torch.uint8)
         for node, message in zip(sent, messages, strict=True):
             whole = torch.zeros(n)

@@ -79,7 +79,7 @@ def test_functions_begin_where_their_bodies_do() -> None:
 
 
 def test_samples_are_valid_and_the_same_each_time(capsys: pytest.CaptureFixture[str]) -> None:
-    file = "megatron_zpp/zero/flat_layout.py"
+    file = "megatron_zpp/placement.py"
     lines = [(file, line) for line in range(200)]
     mutants = sample(lines)
     assert "seed 48: 100 of" in capsys.readouterr().out

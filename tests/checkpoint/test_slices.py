@@ -3,102 +3,90 @@
 import math
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.checkpoint.slices import Block, Part, Sharing, blocks, fill, same_part
-from megatron_zpp.distributed.split import Split
-
-NAME = "weight"
+from megatron_zpp.checkpoint.slices import fill
+from megatron_zpp.mesh import Axis
+from megatron_zpp.placement import Piece, Placement, Split
 
 
 @dataclass(frozen=True)
 class Case:
-    """A parameter, who saved it, and the elements of a reader's part."""
+    """A parameter as it was saved, and the piece of a reader's part."""
 
-    shape: tuple[int, ...]
-    saved: Sharing
-    wanted: Part
-    elements: range
+    saved: Placement
+    piece: Piece
+    rank: int
     most: int  # elements of a read
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """T does not have to divide T', and the reader's runs may differ from the saved ones."""
+    """T does not have to divide T', and the reader may split other runs, or another dimension."""
     saved_ranks, ranks = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     multiple = math.lcm(saved_ranks, ranks)
     runs = tuple(multiple * n for n in draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    shape = draw(st.lists(st.integers(1, 5).map(lambda n: n * ranks), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
     shape[dim] = sum(runs)
-    split = Split(dim, runs)
-    whole_on = draw(st.sampled_from(["neither", "saved", "wanted"]))
-    saved = Sharing({} if whole_on == "saved" else {NAME: split}, saved_ranks)
-    other = Split(dim, draw(st.sampled_from([runs, runs[::-1], (sum(runs),)])))
-    wanted = Part(None if whole_on == "wanted" else other, ranks, draw(st.integers(0, ranks - 1)))
-    numel = math.prod(shape) // (1 if wanted.split is None else ranks)
-    start = draw(st.integers(0, numel))
-    elements = range(start, draw(st.integers(start, numel)))
-    return Case(tuple(shape), saved, wanted, elements, draw(st.integers(1, 60)))
+    saved, wanted = Split(dim, runs, Axis(1, saved_ranks)), Split(dim, runs[::-1], Axis(1, ranks))
+    other = draw(st.integers(0, len(shape) - 1))
+    if other != dim:
+        wanted = Split(other, (shape[other],), Axis(1, ranks))
+    saved_split, split = draw(
+        st.sampled_from([(saved, wanted), (None, wanted), (saved, None), (saved, saved)])
+    )
+    placement = Placement(name="w", shape=tuple(shape), split=split)
+    start = draw(st.integers(0, placement.numel))
+    elements = range(start, draw(st.integers(start, placement.numel)))
+    rank = draw(st.integers(0, (1 if split is None else split.axis.size) - 1))
+    piece = Piece(placement, elements, elements)
+    return Case(
+        Placement(name="w", shape=tuple(shape), split=saved_split), piece, rank, draw(st.integers(1, 60))
+    )
 
 
-def part_of(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    cut = whole if part.split is None else part.split.part(whole, part.ranks, part.rank)
-    return cut.flatten()
-
-
-def blocks_of(case: Case) -> list[Block]:
-    return list(blocks(case.shape, case.saved, NAME, case.wanted, case.elements, most=case.most))
+def part_of(whole: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor:
+    split = placement.split
+    if split is None:
+        return whole.flatten()
+    parts = [run.chunk(split.axis.size, split.dim)[rank] for run in whole.split(split.runs, split.dim)]
+    return torch.cat(parts, split.dim).flatten()
 
 
 @given(cases())
 def test_any_part_is_assembled_from_any_others(case: Case) -> None:
-    whole = torch.arange(math.prod(case.shape), dtype=torch.float32).view(case.shape)
-    parts = [part_of(whole, case.saved.part(NAME, rank)) for rank in range(case.saved.ranks)]
+    """No read is longer than `most`, or than a row, beside those that go straight to where they belong."""
+    saved, elements = case.saved, case.piece.elements
+    whole = torch.arange(math.prod(saved.shape), dtype=torch.float32).view(saved.shape)
+    ranks = 1 if saved.split is None else saved.split.axis.size
+    parts = [part_of(whole, saved, rank) for rank in range(ranks)]
+    found = torch.full((len(elements),), -1.0)
+    reads = []
 
     def read_into(rank: int, first: int, target: torch.Tensor) -> None:
         assert target.is_contiguous()
         target.copy_(parts[rank][first : first + len(target)])  # raises unless it has so many
+        if target.untyped_storage().data_ptr() != found.untyped_storage().data_ptr():
+            reads.append(len(target))
 
-    found = torch.full((len(case.elements),), -1.0)
-    fill(found, case.elements, iter(blocks_of(case)), read_into)
-    assert torch.equal(found, part_of(whole, case.wanted)[case.elements.start : case.elements.stop])
-
-
-@given(cases())
-def test_reads_are_few_and_bounded(case: Case) -> None:
-    """At most one read of a saved rank per block of rows, of no more than `most` elements or one row."""
-    found = blocks_of(case)
-    split = case.wanted.split or case.saved.splits[NAME]
-    if math.prod(case.shape[: split.dim]) == 1:
-        assert sum(len(read.elements) for block in found for read in block.reads) == len(case.elements)
-        assert len(found) <= 2 * 3 * case.saved.ranks  # three runs at most on either side
-        return
-    for block in found:
-        ranks = [read.rank for read in block.reads]
-        assert len(set(ranks)) == len(ranks)
-        rows = len(block.destination) // block.width
-        assert all(len(read.elements) <= case.most or rows == 1 for read in block.reads)
-    wanted_rows = sum(len(block.destination) for block in found)
-    assert wanted_rows < len(case.elements) + 2 * (found[0].width if found else 1)
+    fill(found, case.piece, case.rank, saved, read_into, most=case.most)
+    wanted = part_of(whole, case.piece.placement, case.rank)
+    assert torch.equal(found, wanted[elements.start : elements.stop])
+    assert max(reads, default=0) <= max(case.most, math.prod(saved.local_shape[1:]))
 
 
-@pytest.mark.parametrize(
-    ("saved", "wanted", "rank"),
-    [
-        (Part(Split(0, (8,)), 2, 0), Part(Split(0, (8,)), 2, 1), 1),
-        (Part(None, 2, 0), Part(None, 2, 1), 1),
-        (Part(None, 4, 0), Part(None, 2, 1), 0),
-        (Part(Split(0, (8,)), 1, 0), Part(None, 1, 0), 0),
-        (Part(None, 1, 0), Part(None, 4, 3), 0),
-        (Part(Split(0, (8,)), 4, 0), Part(Split(0, (8,)), 2, 1), None),
-        (Part(Split(0, (8,)), 2, 0), Part(Split(0, (4, 4)), 2, 1), None),
-        (Part(None, 1, 0), Part(Split(0, (8,)), 2, 1), None),
-        (Part(Split(0, (8,)), 2, 0), Part(None, 1, 0), None),
-    ],
-)
-def test_the_same_part_is_read_as_it_is(saved: Part, wanted: Part, rank: int | None) -> None:
-    assert same_part(saved, wanted) == rank
+def test_copies_of_the_whole_are_read_from_one_tensor_rank() -> None:
+    asked = []
+    whole, elements = Placement(name="w", shape=(4, 3)), range(2, 9)
+    fill(
+        torch.empty(7),
+        Piece(whole, elements, elements),
+        1,
+        whole,
+        lambda *read: asked.append(read[:2]),
+        copy=1,
+    )
+    assert asked == [(1, 2), (1, 3)]

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.distributed.split import RowBlock
 from megatron_zpp.model import loss as loss_module
 from megatron_zpp.model.loss import IGNORED, chunk_rows, keeps_gradient, linear_cross_entropy
 from megatron_zpp.model.row_blocks import PLAIN, BlockPasses, OutputBlocks
@@ -39,12 +38,7 @@ def in_blocks(
 ) -> Tensor:
     """The loss of blocks of the `weight`, which gets their gradients."""
     parts = weight.split(rows)
-    blocks = OutputBlocks(
-        [
-            (nn.Parameter(part.detach()), RowBlock(index * rows, len(weight)))
-            for index, part in enumerate(parts)
-        ]
-    )
+    blocks = OutputBlocks([nn.Parameter(part.detach()) for part in parts])
     for block, part in zip(blocks.each(), parts, strict=True):
         del block.weight
         block.weight = part  # not a leaf

@@ -278,8 +278,11 @@ def of_tensor_ranks(topology: Topology) -> tuple[list[Any], Any, list[bytes]]:
     engine = engine_of(topology, HELD, "--tensor-model-parallel-size", "2", *FIRST)
     numbers = [take_step(engine, step)[1] for step in range(2)]
     found, known, scales = multiplied(engine), states_of(engine, REFERENCE), scales_of(engine)
+    placements = {each.name: each for unit in engine.units for each in unit.layout.placements}
     for name, codes in found.items():
-        part = engine.share.splits[name].part(known[name], 2, engine.grid.tensor_rank)
+        part = torch.empty_like(codes, dtype=torch.float32)
+        for here, there in placements[name].parts(engine.topology.rank):
+            part[here] = known[name][there]
         assert torch.equal(codes, nearest(part * torch.tensor(scales[name]), E4M3)), name
     result = numbers, state_of(engine), list(raw(found).values())
     engine.close()

@@ -6,14 +6,14 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.placement import Layout
 
 PARAMETER_BYTES = 2  # as they compute, and gradients as they are made
 CHUNKS, SMALLEST_CHUNK, CHUNK_MULTIPLE = 4, 2**18, 256  # of a shard; elements
 
 
 def arena_bytes(
-    layouts: Sequence[FlatLayout],
+    layouts: Sequence[Layout],
     stage: int,
     *,
     prefetch: int,
@@ -31,16 +31,16 @@ def arena_bytes(
     their gradients are sent from where they are made.
     """
     total = 0
-    local = layouts[0].ranks // nodes
+    local = layouts[0].shards // nodes
     scatters = stage > 0 or not calls_library(nodes, local)
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * PARAMETER_BYTES
         total += min(2, units) * layout.numel * (reduce_bytes if scatters else PARAMETER_BYTES)
-    if layouts[0].ranks > 1 and (scatters or reduce_bytes != 4):
+    if layouts[0].shards > 1 and (scatters or reduce_bytes != 4):
         total += max(layout.numel for layout in layouts) * reduce_bytes
     if stage == 0 and (nodes, local) == (1, 2):  # every rank receives all gradients
-        total += layouts[0].ranks * max(layout.numel for layout in layouts) * reduce_bytes
+        total += layouts[0].shards * max(layout.numel for layout in layouts) * reduce_bytes
     elif scatters:
         total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=4)
     return total
@@ -51,13 +51,13 @@ def calls_library(nodes: int, local: int) -> bool:
     return nodes > 1 or local == 1
 
 
-def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
+def reduction_bytes(layouts: Sequence[Layout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
     """Buffers in which reductions of unquantised gradients receive, one unit at a time.
 
     In two hops: what the ranks of the node send, two units' sums and what two hops 2 receive, in turn, and an
     fp32 sum before it is rounded to less.
     """
-    local = layouts[0].ranks // nodes
+    local = layouts[0].shards // nodes
     shard = max(layout.shard_numel for layout in layouts)
     if min(nodes, local) > 1:
         exact = 4 * nodes * shard if sum_bytes < 4 else 0
@@ -84,7 +84,7 @@ def gathers_per_step(units: int, stage: int, accumulation: int, *, prefetch: int
 
 
 def bytes_sent_per_step(
-    layouts: Sequence[FlatLayout],
+    layouts: Sequence[Layout],
     stage: int,
     accumulation: int,
     *,
@@ -102,8 +102,8 @@ def bytes_sent_per_step(
     """
     total, sent_bytes = 0, min(reduce_bytes, PARAMETER_BYTES) if accumulation == 1 else reduce_bytes
     for layout, units in Counter(layouts).items():
-        share = (layout.ranks - 1) * layout.shard_numel
-        local = layout.ranks // nodes
+        share = (layout.shards - 1) * layout.shard_numel
+        local = layout.shards // nodes
         if stage == 0 and calls_library(nodes, local):
             reduced = share * 2 * reduce_bytes
         elif stage == 0:
@@ -117,13 +117,13 @@ def bytes_sent_per_step(
 
 
 def reduction_sends(
-    layout: FlatLayout, nodes: int, *, reduce_bytes: int, sum_bytes: int, sent_bytes: int | None = None
+    layout: Layout, nodes: int, *, reduce_bytes: int, sum_bytes: int, sent_bytes: int | None = None
 ) -> tuple[int, int]:
     """Bytes that each rank sends to reduce a unit's gradients as they are: in its node, to other nodes.
 
     `sent_bytes` is the size of those of a step's only micro-batch, which stage 1 sends as they are made.
     """
-    local, shard, sent = layout.ranks // nodes, layout.shard_numel, sent_bytes or reduce_bytes
+    local, shard, sent = layout.shards // nodes, layout.shard_numel, sent_bytes or reduce_bytes
     if min(nodes, local) > 1:
         return (local - 1) * nodes * shard * sent, (nodes - 1) * shard * sum_bytes
     return (local - 1) * shard * sent, (nodes - 1) * local * shard * sent

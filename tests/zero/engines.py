@@ -90,19 +90,16 @@ def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
             dist.all_gather(shards, shard.to(engine.device))
         else:
             shards = [shard]
-        parts = []  # the unit's parameters on each tensor rank
         for rank in range(grid.tensor):
             owners = (grid.data.owner_of(index) for index in range(grid.data.world_size))
             flat = torch.cat([shards[owner * grid.tensor + rank] for owner in owners])
-            parts.append(unit.views(flat.clone()))
-        for name, *of_ranks in zip(unit.names, *parts, strict=True):
-            split = engine.share.splits.get(name)
-            if split is None:
-                assert all(torch.equal(part, of_ranks[0]) for part in of_ranks), (
-                    f"{name} differs between ranks"
-                )
-            whole = of_ranks[0] if split is None else split.join(of_ranks)
-            states[name] = whole if unit.first_element == 0 else torch.cat([states[name], whole])
+            for placement, part in zip(unit.layout.placements, unit.views(flat), strict=True):
+                if placement.name not in states:
+                    states[placement.name] = torch.full(placement.shape, torch.nan, device=flat.device)
+                for here, there in placement.parts(rank):
+                    place = states[placement.name][there]
+                    assert place.isnan().all() or torch.equal(place, part[here]), "differs between ranks"
+                    place.copy_(part[here])
     return states
 
 

@@ -15,11 +15,11 @@ from megatron_zpp.zero import reduction_plan
 from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.communication import build_reduction
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.hop import SentBytes
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.reduction_plan import ReductionPlan
+from tests.zero.layouts import layout_of
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 
@@ -51,7 +51,7 @@ def reduced_of_equal_chunks(topology: Topology, group: str) -> numpy.ndarray:
 
 @patch.object(reduction_plan, "SMALLEST_CHUNK", 256)
 def reduced_in(topology: Topology, group: str, format: str, full: torch.Tensor) -> numpy.ndarray:
-    layout = FlatLayout((topology.world_size * SHARD,), 1, topology.world_size)
+    layout = layout_of(topology.mesh, topology.world_size * SHARD)
     zero = ZeroConfig(
         zero_stage=2,
         zero_quantized_gradients=True,

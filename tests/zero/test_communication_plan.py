@@ -9,10 +9,12 @@ import torch
 
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.placement import SHARD_MULTIPLE
 from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.plan_communication import check_topology, plan_communication
 from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
+from tests.zero.layouts import layout_of
 
 
 def zero(**settings: object) -> ZeroConfig:
@@ -85,7 +87,7 @@ def plans_of(
     """Of every rank."""
     world = nodes * local
     inputs = {"compute_dtype": torch.bfloat16, "reduce_in_bf16": False, "copy_engines": False} | more
-    layouts = [FlatLayout((size,), 1, world) for size in sizes]
+    layouts = [layout_of(Mesh(nodes=nodes, local_ranks=local), size) for size in sizes]
     grid = (Topology(rank, world, rank % local, local) for rank in range(world))
     return [plan_communication(ZeroConfig(**settings), each, layouts, **inputs) for each in grid]
 

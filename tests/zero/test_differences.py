@@ -13,13 +13,13 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from megatron_zpp.zero.plan_communication import check_topology, plan_communication
 from megatron_zpp.zero.reference_check import first_holder
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
 from tests.zero.engines import states_of
+from tests.zero.layouts import layout_of
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import BF16, MODEL, VOCAB, build
 
@@ -220,7 +220,7 @@ def test_ranks_are_compared_with_those_that_hold_the_same_part(groups: int, tens
     parts = {}
     for rank in range(2 * local):
         grid = Grid(Topology(rank, 2 * local, rank % local, local), tensor)
-        layouts = [FlatLayout((5000,), 1, 8)]
+        layouts = [layout_of(grid.data.mesh, 5000)]
         plan = plan_communication(
             zero,
             grid.data,
@@ -231,7 +231,7 @@ def test_ranks_are_compared_with_those_that_hold_the_same_part(groups: int, tens
         )
         part = (plan.reference_elements(layouts[0]), grid.tensor_rank)
         assert len(part[0]) == layouts[0].numel // (4 // groups)
-        assert layouts[0].shard(plan.shard).start in part[0]
+        assert plan.owned(layouts[0]).start in part[0]
         parts.setdefault(part, []).append(rank)
         assert first_holder(rank % local, groups=groups, tensor=tensor) == parts[part][0]
     assert len(parts) == 4 // groups * tensor

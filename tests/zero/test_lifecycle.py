@@ -6,18 +6,21 @@ import torch
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.prefetch import Phase, Prefetcher, WeightState
 from megatron_zpp.zero.sharded_unit import GradientState, UnitGradient
+from tests.zero.layouts import layout_of
 
 SHARDED, GATHERING, GATHERED = WeightState.SHARDED, WeightState.GATHERING, WeightState.GATHERED
-LAYER = FlatLayout((5000,), 1, 4)
+MESH = Mesh(nodes=2, local_ranks=2)
+LAYER = layout_of(MESH, 5000)
 
 
-def plan_of(units: int, *, last: FlatLayout = LAYER, **zero: object) -> CommunicationPlan:
+def plan_of(units: int, *, last: Layout = LAYER, **zero: object) -> CommunicationPlan:
     return plan_communication(
         ZeroConfig(**zero),
         Topology(1, 4, 1, 2),
@@ -86,7 +89,7 @@ def test_a_gather_of_differences_overtakes_none_that_the_forward_needs_sooner(di
     walk = Walk(
         plan_of(
             5,
-            last=FlatLayout((64,), 1, 4),
+            last=layout_of(MESH, 64),
             zero_stage=3,
             zero_hpz_partition_size="auto",
             **formats if differences else {},

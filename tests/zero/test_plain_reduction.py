@@ -12,16 +12,18 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.placement import Layout
 from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.collectives.sums import sum_squares
 from megatron_zpp.zero.communication import build_communication, build_reduction
 from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.hop import SentBytes
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.reduction_plan import ReductionAlgorithm, ReductionPlan
 from tests.support import nightly
+from tests.zero.layouts import layout_of
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 from tests.zero.shared_memory import SharedMemoryStream
@@ -77,16 +79,16 @@ POISONED = 1  # the unit of which the last rank has a NaN in the last round
 ROUNDS = 3  # the first one overwrites, the others add
 
 
-def layouts(world: int) -> list[FlatLayout]:
-    return [FlatLayout((size,), 1, world) for size in SIZES]
+def layouts(world: int) -> list[Layout]:
+    return [layout_of(Mesh(nodes=world), size) for size in SIZES]
 
 
-def gradients(rank: int, index: int, layout: FlatLayout, dtype: torch.dtype, turn: int) -> torch.Tensor:
+def gradients(rank: int, index: int, layout: Layout, dtype: torch.dtype, turn: int) -> torch.Tensor:
     """Of one rank."""
     seed = 1000 * turn + 10 * rank + index
     full = torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
     full[::97] *= 30
-    if turn == ROUNDS - 1 and index == POISONED and rank == layout.ranks - 1:
+    if turn == ROUNDS - 1 and index == POISONED and rank == layout.shards - 1:
         full[3] = float("nan")
     return full
 

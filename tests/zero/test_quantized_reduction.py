@@ -12,14 +12,15 @@ from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.placement import Layout
 from megatron_zpp.zero import reduction_plan
 from megatron_zpp.zero.collectives.interface import Target
 from megatron_zpp.zero.communication import build_reduction
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.reduction_plan import ReductionPlan
 from tests.support import nightly
+from tests.zero.layouts import layout_of
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 
@@ -47,7 +48,7 @@ REDUCED = (
 )
 
 
-def plan_of(topology: Topology, quant_format: QuantFormat, layout: FlatLayout) -> ReductionPlan:
+def plan_of(topology: Topology, quant_format: QuantFormat, layout: Layout) -> ReductionPlan:
     """The plan of a reduction of fp32 gradients in this format."""
     plan = plan_communication(
         ZeroConfig(zero_stage=2, zero_quantized_gradients=True),
@@ -85,7 +86,7 @@ def reduce(topology: Topology) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
 
 
 def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.ndarray]:
-    layout = FlatLayout((topology.world_size * case.shard_numel,), 1, topology.world_size)
+    layout = layout_of(topology.mesh, topology.world_size * case.shard_numel)
     assert layout.shard_numel == case.shard_numel
     plan, ledger = plan_of(topology, case.format, layout), TrafficLedger(topology)
     comm_streams = streams_of(plan, topology, ledger)

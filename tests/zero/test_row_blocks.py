@@ -245,7 +245,7 @@ def test_blocks_take_turns_in_few_slots(model: ModelConfig, units: int) -> None:
     """Two slots for blocks of equal size, at most one for the last block, whatever the number of blocks."""
     engine = build(Topology(), STAGE_3, model=model)
     assert len(engine.units) == units
-    blocks = [index for index, unit in enumerate(engine.units) if unit.block is not None]
+    blocks = [index for index, unit in enumerate(engine.units) if unit.layout.placements[0].rows is not None]
     full = {
         engine.plan.slots[index] for index in blocks if engine.units[index].parameters[0].shape[0] == ROWS
     }

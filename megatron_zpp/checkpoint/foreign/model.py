@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.foreign.names import our_names, split_of
 from megatron_zpp.checkpoint.foreign.pickled import NotData
 from megatron_zpp.checkpoint.foreign.torch_file import FLOATS, StoredTensor
+from megatron_zpp.placement import Placement
 
 _LARGEST_COPY = 1 << 24  # elements of a tensor that all ranks have, up to which the copies are compared
 
@@ -104,8 +105,8 @@ def join_ranks(
 def _joined(path: Path, theirs: str, ours: str, parts: list[ForeignTensor], gated: bool) -> ForeignTensor:
     split = split_of(ours, parts[0].shape, len(parts), gated=gated)
     if split is not None:
-        shape = split.whole_shape(parts[0].shape, len(parts))
-        return ForeignTensor(shape, lambda: split.join([part.read() for part in parts]))
+        whole = Placement(name=ours, shape=split.whole_shape(parts[0].shape), split=split)
+        return ForeignTensor(whole.shape, lambda: _join(whole, parts))
 
     def read() -> Tensor:
         first = parts[0].read()
@@ -117,6 +118,16 @@ def _joined(path: Path, theirs: str, ours: str, parts: list[ForeignTensor], gate
         return first
 
     return ForeignTensor(parts[0].shape, read)
+
+
+def _join(whole: Placement, parts: list[ForeignTensor]) -> Tensor:
+    """The parameter of whose parts each tensor rank has one."""
+    read = [part.read() for part in parts]
+    joined = read[0].new_empty(whole.shape)
+    for rank, part in enumerate(read):
+        for here, there in whole.parts(rank):
+            joined[there] = part[here]
+    return joined
 
 
 def as_float(path: Path, name: str, tensor: Tensor) -> Tensor:

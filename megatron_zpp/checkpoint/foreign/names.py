@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_zpp.distributed.split import Split
+from megatron_zpp.mesh import Axis
+from megatron_zpp.placement import Split
 
 TOKENS, POSITIONS, OUTPUT = "embedding.tokens.weight", "embedding.positions.weight", "head.output.weight"
 TIED_COPY = "(tied output)"  # a second copy of the token embedding, on the last pipeline stage
@@ -119,12 +120,13 @@ def split_of(ours: str, shape: tuple[int, ...], ranks: int, *, gated: bool) -> S
     None for parameters of which all have copies. The rows of attention.qkv are whole query groups, rank after
     rank. With a gated MLP each rank has its rows of the gate, then those of the value.
     """
+    axis = Axis(1, ranks)
     part = re.sub(r"^layers\.\d+\.", "", ours)
     if part in (TOKENS, OUTPUT, TIED_COPY) or part.startswith("attention.qkv."):
-        return Split(0, (shape[0] * ranks,))
+        return Split(0, (shape[0] * ranks,), axis)
     if part.startswith("mlp.input."):
         runs = 2 if gated else 1
-        return Split(0, (shape[0] * ranks // runs,) * runs)
+        return Split(0, (shape[0] * ranks // runs,) * runs, axis)
     if part in ("attention.output.weight", "mlp.output.weight"):
-        return Split(1, (shape[1] * ranks,))
+        return Split(1, (shape[1] * ranks,), axis)
     return None

@@ -6,7 +6,6 @@ from typing import Any
 from megatron_zpp.checkpoint.huggingface.architecture import check_flags, check_vocabulary, read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
-from megatron_zpp.checkpoint.unit_entries import sharing_of
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import HUGGINGFACE
 from megatron_zpp.zero.engine import ZeroEngine
@@ -24,12 +23,9 @@ def open_weights(directory: str, model: ModelConfig, tokenizer: dict[str, Any]) 
 
 def load_weights(directory: str, engine: ZeroEngine, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
     """Put them into the engine. Sends nothing: ranks may fail independently."""
-    sharing = sharing_of(engine)
     with open_weights(directory, model, tokenizer) as weights:
 
         def read(index: int, elements: range) -> Any:
-            unit = engine.units[index]
-            first = unit.first_element
-            return weights.unit_elements(unit.names, unit.layout, elements, sharing, first=first)
+            return weights.unit_elements(engine.units[index].layout, elements, engine.topology.rank)
 
         engine.states.load(WEIGHTS, read)

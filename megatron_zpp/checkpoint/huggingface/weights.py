@@ -21,12 +21,12 @@ from megatron_zpp.checkpoint.huggingface.names import (
     TransformersTensor,
     names_of,
 )
-from megatron_zpp.checkpoint.slices import UNSHARED, Sharing, blocks, fill
+from megatron_zpp.checkpoint.slices import fill
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.values.json_file import read_json_object, shown_key
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.placement import Layout, Placement, within
 from megatron_zpp.storage.regular import UnfitFile, open_regular
-from megatron_zpp.zero.flat_layout import FlatLayout
 
 _DTYPES = ("F32", "BF16", "F16")  # all of which fp32 holds exactly
 _TABLES = (TOKENS, OUTPUT)
@@ -79,33 +79,17 @@ class HuggingFaceWeights:
             begin = end
         return found
 
-    def unit_elements(
-        self,
-        names: tuple[str, ...],
-        layout: FlatLayout,
-        elements: range,
-        sharing: Sharing = UNSHARED,
-        *,
-        first: int = 0,
-    ) -> Tensor:
-        """Return elements of the flat buffer of a unit with these parameters; its gaps are zero.
-
-        The buffer has the parts of the reader's tensor rank in `sharing`. `first`: the number that its first
-        element has in its only parameter, of which it is a block.
-        """
+    def unit_elements(self, layout: Layout, elements: range, rank: int = 0) -> Tensor:
+        """Return elements of the flat buffer of a unit, as a rank of the job has it; its gaps are zero."""
         found = torch.zeros(len(elements))
-        for piece in layout.parameter_slices(elements):
-            name, target = names[piece.parameter], found[piece.destination :][: piece.length]
-            start, part = first + piece.start, sharing.part(name)
-            wanted = range(start, start + piece.length)
+        for piece in layout.pieces_in(elements):
+            name = piece.placement.name
 
-            def read_into(rank: int, first: int, target: Tensor, name: str = name) -> None:
+            def read_into(_: int, first: int, target: Tensor, name: str = name) -> None:
                 target.copy_(self.elements(name, first, first + len(target)))
 
-            if part.split is None:
-                read_into(0, wanted.start, target)
-            else:
-                fill(target, wanted, blocks(self.shapes[name], UNSHARED, name, part, wanted), read_into)
+            whole = Placement(name=name, shape=self.shapes[name])
+            fill(found[within(piece.at, elements)], piece, rank, whole, read_into)
         return found
 
     def parameters(self) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.mesh import Axis
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT, Head
 from megatron_zpp.model.layer import Layer
@@ -30,6 +30,7 @@ from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, 
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
 from megatron_zpp.model.partial_softmax import local_statistics
+from megatron_zpp.placement import Split
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -54,23 +55,24 @@ class TensorParallelComponents(ModelComponents):
 
     def column(self, inputs: int, outputs: int, *, bias: bool, runs: tuple[int, ...] = ()) -> nn.Linear:
         """See ModelComponents."""
-        shared = Split(0, runs or (outputs,))
+        shared = self._split(0, runs or (outputs,))
         module = ColumnParallel(inputs, outputs // self.group.size, bias, self)
         return _split(module, weight=shared, **({"bias": shared} if bias else {}))
 
     def row(self, inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
         """See ModelComponents."""
         module = RowParallel(inputs // self.group.size, outputs, bias, self)
-        return _split(module, weight=Split(1, (inputs,)))
+        return _split(module, weight=self._split(1, (inputs,)))
 
     def vocabulary(self, entries: int, width: int) -> nn.Embedding:
         """See ModelComponents."""
         module = VocabularyParallelEmbedding(entries // self.group.size, width, self)
-        return _split(module, weight=Split(0, (entries,)))
+        return _split(module, weight=self._split(0, (entries,)))
 
     def output(self, width: int, entries: int) -> nn.Linear:
         """See ModelComponents."""
-        return _split(super().output(width, entries // self.group.size), weight=Split(0, (entries,)))
+        module = super().output(width, entries // self.group.size)
+        return _split(module, weight=self._split(0, (entries,)))
 
     def hidden_shape(self, batch: int, tokens: int, width: int) -> tuple[int, ...]:
         """See ModelComponents."""
@@ -83,6 +85,9 @@ class TensorParallelComponents(ModelComponents):
     def head_class(self, plain: type[nn.Module]) -> Any:
         """See ModelComponents."""
         return VocabularyParallelHead
+
+    def _split(self, dim: int, runs: tuple[int, ...]) -> Split:
+        return Split(dim, runs, Axis(1, self.group.size))
 
 
 def _split(module: Any, **splits: Split) -> Any:

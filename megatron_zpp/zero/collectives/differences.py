@@ -102,7 +102,7 @@ class WeightDifferences:
         weights: Tensor,
         reference: Tensor,
         message: Tensor,
-        gaps: tuple[range, ...],
+        gaps: tuple[slice, ...],
         skip: Tensor,
         *,
         coded: LloydMaxFormat,

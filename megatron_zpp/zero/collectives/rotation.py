@@ -17,7 +17,7 @@ class Rotation:
     """
 
     signs: Signs  # of the unit's element 0
-    gaps: tuple[range, ...]  # elements of this rank's shard that belong to no parameter
+    gaps: tuple[slice, ...]  # elements of this rank's shard that belong to no parameter
 
     def signs_from(self, element: int) -> Signs:
         """The signs of elements with the numbers from `element` on."""
@@ -28,7 +28,7 @@ class Rotation:
         clear(shard, self.gaps)
 
 
-def clear(flat: Tensor, gaps: tuple[range, ...]) -> None:
+def clear(flat: Tensor, gaps: tuple[slice, ...]) -> None:
     """Set these elements of `flat` (n,) to zero. There are few where sizes are multiples of a block."""
     for gap in gaps:
-        flat[gap.start : gap.stop].zero_()
+        flat[gap].zero_()
