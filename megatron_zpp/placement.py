@@ -128,7 +128,7 @@ class Layout:
     table: bool = False  # whether the matrices are tables: of embeddings, or the output weights
     frozen: bool = False  # whether the parameters are not trained
 
-    @property
+    @cached_property
     def coded(self) -> bool:
         """Whether some parameters are gathered as codes."""
         return any(placement.coded for placement in self.placements)

@@ -46,7 +46,8 @@ def test_a_mesh_without_context_ranks_is_a_topology_of_data_ranks(sizes: tuple[i
         owners = [data.owner_of(shard) for shard in range(data.world_size)]
         assert mesh.ranks(mesh.tensor) == tuple(grid.tensor_ranks)
         assert mesh.ranks(*mesh.shards) == tuple(data.job_ranks(owners))
-        assert mesh.index(*mesh.shards) == data.shard_of(data.rank)
+        assert owners[mesh.index(*mesh.shards)] == data.rank
+        assert mesh == data.mesh
         assert mesh.ranks(*mesh.samples) == tuple(data.job_ranks(range(data.world_size)))
         assert mesh.ranks(mesh.local) == tuple(data.job_ranks(data.node_ranks))
         assert mesh.ranks(mesh.node) == tuple(data.job_ranks(data.cross_node_ranks))

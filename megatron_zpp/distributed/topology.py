@@ -73,18 +73,8 @@ class Topology:
         """The ranks that have this rank's local rank on every node."""
         return range(self.rank % self.local_world_size, self.world_size, self.local_world_size)
 
-    def shard_of(self, rank: int) -> int:
-        """The index of the shard of a unit that `rank` owns.
-
-        Rank p of node k owns shard p · nodes + k. So what the cross-node ranks of a rank own together is
-        contiguous, and so is what one rank of a node sums for all of them: neither hop of a gather or a
-        reduction has to reorder anything.
-        """
-        node, local_rank = divmod(rank, self.local_world_size)
-        return local_rank * self.nodes + node
-
     def owner_of(self, shard: int) -> int:
-        """The rank that owns a shard: the inverse of `shard_of`."""
+        """The rank that owns a shard: rank p of node k owns shard p · nodes + k, as `Mesh.shards` says."""
         local_rank, node = divmod(shard, self.nodes)
         return node * self.local_world_size + local_rank
 

@@ -201,8 +201,9 @@ class Unit:
     @cached_property
     def decayed(self) -> int:
         """How many of the `owned` elements, the first ones, have weight decay."""
-        others = (piece.at for piece in self.layout.pieces_in(self.owned) if not piece.placement.decays)
-        return next(others, range(self.owned.stop, self.owned.stop)).start - self.owned.start
+        pieces = self.layout.pieces_in(self.owned)
+        others = (piece.at.start for piece in pieces if not piece.placement.decays)
+        return next(others, self.owned.stop) - self.owned.start
 
     def segments(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of a buffer like `master` with and without weight decay."""

@@ -9,7 +9,6 @@ from safetensors import safe_open
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.checkpoint.same_model import check_units
 from megatron_zpp.checkpoint.unit_entries import formats_of_units
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.topology import Topology
@@ -120,18 +119,12 @@ def test_without_the_optimizer_only_weights_come_back(tmp_path: Path) -> None:
         load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
 
 
-SPLITS = ({"dim": 0, "runs": [4]}, {"dim": 1, "runs": [4]})
-
-
 def test_another_model_or_tokenizer_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, small())
     with pytest.raises(ValueError, match=r"has shape .*, this model needs"):
         load_checkpoint(path, small(hidden=64), TOKENIZER, with_optimizer=True)
     with pytest.raises(ValueError, match="tokenizer"):
         load_checkpoint(path, small(), {**TOKENIZER, "fingerprint": "0" * 64}, with_optimizer=True)
-    saved, present = ([{"parameters": {"a": {"shape": [4, 4], "split": split}}}] for split in SPLITS)
-    with pytest.raises(ValueError, match=r"split along dimension 0.*load it without tensor parallelism"):
-        check_units(path, saved, present)
 
 
 def test_blocks_take_after_the_blocks_that_have_their_rows() -> None:

@@ -24,7 +24,7 @@ from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 
 SHARD, MICRO_BATCHES = 5 * 256, 2
-GAPS = (range(300, 310), range(SHARD - 4, SHARD))  # the last chunk has one
+GAPS = (slice(300, 310), slice(SHARD - 4, SHARD))  # the last chunk has one
 FORMATS = ("int4", "rotated4")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def _joined(path: Path, theirs: str, ours: str, parts: list[ForeignTensor], gate
 def _join(whole: Placement, parts: list[ForeignTensor]) -> Tensor:
     """The parameter of whose parts each tensor rank has one."""
     read = [part.read() for part in parts]
-    joined = read[0].new_empty(whole.shape)
+    joined = torch.empty(whole.shape, dtype=reduce(torch.promote_types, (part.dtype for part in read)))
     for rank, part in enumerate(read):
         for here, there in whole.parts(rank):
             joined[there] = part[here]

@@ -31,4 +31,4 @@ class Rotation:
 def clear(flat: Tensor, gaps: tuple[slice, ...]) -> None:
     """Set these elements of `flat` (n,) to zero. There are few where sizes are multiples of a block."""
     for gap in gaps:
-        flat[gap].zero_()
+        flat[gap.start : gap.stop].zero_()
