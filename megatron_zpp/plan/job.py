@@ -122,9 +122,7 @@ class Job:
         share = ALONE if self.tensor == 1 else TensorShare(UnconnectedGroup(self.tensor))
         block, grid = max(self.zero.largest_block, share.block), self._grids[0]
         splits = {
-            f"{unit}.{name}": split
-            for unit, module in self.units
-            for name, split in splits_of(module).items()
+            name: split for unit, module in self.units for name, split in splits_of(module, unit).items()
         }
         return layouts_of(distinct(self.units), grid.mesh, block, splits, self.coded)
 

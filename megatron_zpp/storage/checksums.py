@@ -128,8 +128,9 @@ class VerifiedFile:
                 self._recent.put(self.path, index, whole)
             part[:] = whole[begin - first : end - first]
 
+        chunks = range(start // size, -(-stop // size))
         if start < stop:
-            list(run(read, range(start // size, -(-stop // size))))
+            list((run if len(chunks) > 1 else map)(read, chunks))  # a thread would only add its turn
 
     def check(self, chunks: Iterable[int], run: Runner = map) -> None:
         """Read and verify chunks by number. Each thread of `run` needs memory for one chunk."""

@@ -34,15 +34,14 @@ def build_optimizer(
     backend: Literal["apex", "torch"],
     operations: Operations | None,
     sources: GatherSources,
-    *,
-    decouples: bool = False,
 ) -> Optimizer:
     """AdamW of the fused backend; without `operations`, by torch's own kernel.
 
-    Raises ValueError if it `decouples` parameters, where the optimizer has one learning rate.
+    Raises ValueError for decoupled parameters where the optimizer has one learning rate.
     """
     offloaded = units[0].master.device != units[0].gather_source.device
-    if decouples and (backend == "apex" or offloaded):
+    decoupled = any(placement.decoupled for unit in units for placement in unit.layout.placements)
+    if decoupled and (backend == "apex" or offloaded):
         fix = "needs --fused-backend torch and no --zero-offload-optimizer"
         raise option_error("--decoupled-lr", "(given)", fix)
     if backend == "apex":

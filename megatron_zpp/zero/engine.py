@@ -155,13 +155,7 @@ class ZeroEngine:
             formats = DifferenceFormats(plan.difference_format, len(plan.layouts), device)
         self.weights = Weights(self.units, communication, topology, sections, formats=formats, codes=codes)
         self._optimizer = build_optimizer(
-            optimizer,
-            trained,
-            communication,
-            fused_backend,
-            operations,
-            self.weights.sources,
-            decouples=self._decouples,
+            optimizer, trained, communication, fused_backend, operations, self.weights.sources
         )
         self.states = ModelStates(self.units, self.weights, self._optimizer, topology, plan.grid.mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients

@@ -96,11 +96,11 @@ def _split(module: Any, **splits: Split) -> Any:
     return module
 
 
-def splits_of(model: nn.Module) -> dict[str, Split]:
+def splits_of(model: nn.Module, prefix: str = "") -> dict[str, Split]:
     """How tensor ranks share the parameters of a model, by name; they all have the others whole."""
     return {
         f"{name}.{parameter}": split
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(prefix=prefix)
         for parameter, split in getattr(module, "tensor_splits", {}).items()
     }
 
