@@ -213,8 +213,8 @@ def _measured_model(preset: str = "1.3b") -> ModelConfig:
 
 def counted_otherwise(job: Job) -> int:
     """Bytes of peer buffers, negative: the plan has them, and torch's count of a peak does not."""
-    reduction = job.communication.reduction
-    return -reduction.buffers.received.nbytes if reduction.peer_writes else 0
+    rooms = job.communication.rooms if job.communication.peer_writes else None
+    return 0 if rooms is None else -sum(room.received for room in rooms.near)
 
 
 def h200() -> Machine:

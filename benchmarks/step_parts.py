@@ -33,7 +33,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 def parts_of_trace(path: Path, steps: int) -> dict[str, float]:
     """Milliseconds of a step by part, from a trace of `steps` whole steps."""
-    return grad_segments(
+    return parts_of_events(
         [
             event
             for event in read_trace(path)["traceEvents"]
@@ -43,7 +43,7 @@ def parts_of_trace(path: Path, steps: int) -> dict[str, float]:
     )
 
 
-def grad_segments(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
+def parts_of_events(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
     """Milliseconds of a step by part, from the GPU's events, whose times are in microseconds."""
     if not events:
         return dict.fromkeys(PARTS, 0.0)

@@ -11,7 +11,7 @@ import argparse
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.gradients import Gradients
+from megatron_zpp.zero.optimizer import DeviceOptimizer
 from megatron_zpp.zero.weights import Weights
 from tests.zero.zeropp_engines import VOCAB, build
 
@@ -44,7 +45,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 Passed = dict[Path, set[str]]  # the functions of each file
-GRADIENT, WEIGHT = (Gradients, ("gradient_arrived", "wait")), (Weights, ("publish",))
+Marked = Sequence[tuple[type, str]]  # methods
+GRADIENT: Marked = ((Gradients, "gradient_arrived"), (Gradients, "wait"))
+WEIGHT: Marked = ((DeviceOptimizer, "update"), (Weights, "updated"))
 
 
 class Tracer:
@@ -73,7 +76,7 @@ class Tracer:
 
 
 @contextmanager
-def tracing(owner: type, methods: tuple[str, ...]) -> Iterator[Tracer]:
+def tracing(methods: Marked) -> Iterator[Tracer]:
     """Notes what these methods call, and the work that they submit to communication streams."""
     tracer, submit = Tracer(), CommStream.submit
 
@@ -81,7 +84,7 @@ def tracing(owner: type, methods: tuple[str, ...]) -> Iterator[Tracer]:
         noted = sys.getprofile() == tracer
         return submit(stream, tracer.marked(work) if noted else work)
 
-    patches = [patch.object(owner, name, tracer.marked(getattr(owner, name))) for name in methods]
+    patches = [patch.object(owner, name, tracer.marked(getattr(owner, name))) for owner, name in methods]
     with patch.object(CommStream, "submit", marked_submit):
         for each in patches:
             each.start()
@@ -90,7 +93,7 @@ def tracing(owner: type, methods: tuple[str, ...]) -> Iterator[Tracer]:
             each.stop()
 
 
-def step(zero: dict[str, Any], marked: tuple[type, tuple[str, ...]]) -> Passed:
+def step(zero: dict[str, Any], marked: Marked) -> Passed:
     """What a step of two micro-batches passes, after one that made the buffers."""
     engine = build(Topology(0, 4, 0, 2), zero)
     tokens = torch.randint(0, VOCAB, (2, 11))
@@ -101,7 +104,7 @@ def step(zero: dict[str, Any], marked: tuple[type, tuple[str, ...]]) -> Passed:
         engine.step(1e-3)
 
     train()
-    with tracing(*marked) as tracer:
+    with tracing(marked) as tracer:
         train()
     engine.close()
     return tracer.passed

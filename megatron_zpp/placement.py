@@ -125,7 +125,6 @@ class Layout:
     axes: tuple[Axis, ...]
     multiple: int = SHARD_MULTIPLE  # of a shard's elements
     alignment: int = ALIGNMENT  # of a parameter's first element
-    table: bool = False  # whether the matrices are tables: of embeddings, or the output weights
     frozen: bool = False  # whether the parameters are not trained
 
     @cached_property
@@ -147,7 +146,7 @@ class Layout:
         least = max(-(-(codes + 2 * wide) // self.shards), 2 * wide)
         return _round_up(least, math.lcm(self.multiple, self.alignment))  # a shard may begin with the wide
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole buffer, gaps and padding included."""
         return self.shard_numel * self.shards

@@ -53,8 +53,10 @@ def test_a_mesh_without_context_ranks_is_a_topology_of_data_ranks(sizes: tuple[i
         assert mesh.ranks(mesh.node) == tuple(data.job_ranks(data.cross_node_ranks))
         for size in (size for size in range(1, local + 1) if local % size == 0):
             groups, places = mesh.local.cut(size)
-            assert mesh.ranks(places) == tuple(data.job_ranks(data.neighbours(size)))
-            assert mesh.ranks(groups) == tuple(data.job_ranks(data.group_peers(size)))
+            first = data.rank // size * size
+            assert mesh.ranks(places) == tuple(data.job_ranks(range(first, first + size)))
+            peers = data.node_ranks[data.local_rank % size :: size]
+            assert mesh.ranks(groups) == tuple(data.job_ranks(peers))
 
 
 def test_what_is_no_mesh_and_no_part_of_an_axis_is_refused() -> None:

@@ -1,13 +1,17 @@
-"""Pieces of units, beside arrays that are cut by numpy."""
+"""Pieces of units, beside arrays that are cut by numpy; what padding costs, and units held as codes."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_zpp.mesh import Axis, Mesh
-from megatron_zpp.placement import Layout, Placement, Split
+from megatron_zpp.placement import ALIGNMENT, SHARD_MULTIPLE, Layout, Placement, Split
+from tests.zero.layouts import layout_of
 
 MESHES = [
     Mesh(),
@@ -98,3 +102,46 @@ def test_a_piece_has_few_blocks() -> None:
             assert len(blocks) <= 5
             found = [numbers[there].ravel() for block in blocks for _, there in block.parts]
             assert np.array_equal(np.concatenate(found), np.arange(start, stop))
+
+
+coded = st.lists(st.integers(1, 60).map(lambda number: 256 * number), min_size=1, max_size=6)
+wides = st.lists(st.integers(0, 5000), max_size=6)
+meshes = st.integers(1, 17).map(lambda ranks: Mesh(nodes=ranks))
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=30), meshes)
+def test_padding_is_small(numels: list[int], mesh: Mesh) -> None:
+    layout = layout_of(mesh, *numels)
+    assert layout.shard_numel % SHARD_MULTIPLE == 0
+    assert layout.numel < sum(numels) + ALIGNMENT * len(numels) + SHARD_MULTIPLE * mesh.world_size
+
+
+@given(coded, wides, meshes, st.sampled_from((256, 512)))
+def test_a_coded_unit_is_gathered_as_bytes(codes: list[int], wide: list[int], mesh: Mesh, block: int) -> None:
+    """What every rank writes of its shard, one after the other, is each parameter in its own format."""
+    layout = layout_of(mesh, *codes, *wide, coded=len(codes), alignment=block)
+    assert all(start % block == 0 for start in layout.offsets)
+    first = layout.wide.start
+    gathered = torch.full((layout.numel, 2), -1)  # by byte: parameter and byte of it
+    for rank in range(mesh.world_size):
+        owned = layout.shard(mesh.at(rank))
+        for piece in layout.pieces_in(owned):
+            numbers, at = torch.tensor(piece.elements), piece.at.start
+            if not piece.placement.coded:
+                assert layout.wide.start in owned
+                assert piece.at.stop <= layout.wide.stop
+                numbers = torch.stack((2 * numbers, 2 * numbers + 1), 1).flatten()
+                at = first + 2 * (at - first)
+            assert at in owned  # so that this rank sends them
+            assert at + len(numbers) <= owned.stop
+            gathered[at : at + len(numbers), 0] = int(piece.placement.name)
+            gathered[at : at + len(numbers), 1] = numbers
+    for parameter, (placement, start) in enumerate(zip(layout.placements, layout.offsets, strict=True)):
+        size = 1 if placement.coded else 2
+        start = start if placement.coded else first + 2 * (start - first)
+        found = gathered[start : start + size * placement.numel]
+        assert (found[:, 0] == parameter).all()
+        assert torch.equal(found[:, 1], torch.arange(size * placement.numel))
+    codes_numel, wide_numel = (sum(-(-n // block) * block for n in numels) for numels in (codes, wide))
+    least = max(codes_numel + 2 * wide_numel, 2 * wide_numel * mesh.world_size)
+    assert layout.numel < least + block * mesh.world_size

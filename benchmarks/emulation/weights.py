@@ -8,11 +8,11 @@ from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel, UnitRun
 from benchmarks.emulation.rungs import Rung, Weights
+from megatron_zpp.exchange.differences import apply, encode
+from megatron_zpp.exchange.route import eight_bits
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives.differences import apply, encode
 from megatron_zpp.zero.difference_formats import DifferenceFormats
-from megatron_zpp.zero.hop import eight_bits
 
 
 class WeightExchange(Protocol):

@@ -101,6 +101,6 @@ def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Colle
         for piece in layout.pieces_in(elements):
             if piece.placement.name in padded:
                 target[within(piece.at, elements)].zero_()
-        reader.read_shard(kind, layout, elements, target, engine.plan.grid.mesh)
+        reader.read_shard(kind, layout, elements, target, engine.plan.mesh)
 
     engine.states.fill(kind, fill)

@@ -59,9 +59,9 @@ class ZeroConfig(Options):
     )
     zero_hpz_partition_size: str = option(
         "1",
-        "hpZ: gather weights for backward and recomputation within groups of this many ranks, which hold a "
-        "secondary shard each. auto: the ranks of a node (nodes of one rank then hold all weights); 1: off. "
-        "Costs memory: all 16-bit weights / group size.",
+        "hpZ: gather weights between nodes once per step, and at each use within groups of this many ranks, "
+        "which hold a secondary shard each. auto: the ranks of a node (nodes of one rank then hold all "
+        "weights); 1: off. Costs memory: all 16-bit weights / group size.",
         needs="--zero-stage 3",
     )
     zero_gradient_partition_size: str = option(

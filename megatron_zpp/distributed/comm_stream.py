@@ -125,7 +125,11 @@ class CommStream:
         if self._thread is None:
             work()
             return Pending()
-        self._newest = self._thread.submit(work)
+
+        def run() -> None:
+            work()  # whose result a future would keep
+
+        self._newest = self._thread.submit(run)
         return Pending(self._newest.result)
 
     def settle(self) -> None:
@@ -168,14 +172,6 @@ class CommStream:
     def record_write(self, peer: int, nbytes: int) -> None:
         """Record in the ledger that this rank wrote `nbytes` to the buffer of group rank `peer`."""
         self._ledger.to_every_peer([self.ranks[peer]], nbytes)
-
-    def all_reduce(self, full: Tensor) -> None:
-        """Sum `full` over ranks in place, in its own dtype."""
-        if self._group is None:
-            return
-        share = full.nbytes // len(self.ranks)
-        self._ledger.around_the_ring(self.ranks, 2 * (len(self.ranks) - 1) * share)
-        dist.all_reduce(full, group=self._group, async_op=True).wait()
 
 
 def copy(target: Tensor, source: Tensor) -> None:

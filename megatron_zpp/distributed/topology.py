@@ -78,16 +78,6 @@ class Topology:
         local_rank, node = divmod(shard, self.nodes)
         return node * self.local_world_size + local_rank
 
-    def neighbours(self, size: int) -> range:
-        """Return this rank's group of `size` consecutive ranks; `size` must divide the world size."""
-        first = self.rank // size * size
-        return range(first, first + size)
-
-    def group_peers(self, size: int) -> range:
-        """The ranks of this rank's node with its place in their groups of `size` consecutive ranks."""
-        first = self.node_ranks.start + self.local_rank % size
-        return range(first, self.node_ranks.stop, size)
-
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Topology":
         """Read torchrun's variables, or those of a SLURM task; without any, return a single rank.

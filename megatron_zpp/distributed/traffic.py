@@ -1,28 +1,26 @@
 """Counts the bytes that this rank sends, by the link that they cross."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron_zpp.distributed.topology import Topology
 
 
-@dataclass
 class TrafficLedger:
     """Bytes sent since the last `take`: to ranks of this node, and to ranks of other nodes."""
 
-    topology: Topology
-    intra_node: int = 0
-    inter_node: int = 0
+    def __init__(self, topology: Topology) -> None:
+        self._rank, self._near = topology.rank, topology.node_ranks
+        self.intra_node = self.inter_node = 0
 
     def around_the_ring(self, ranks: Sequence[int], nbytes: int) -> None:
         """Count `nbytes` to the next of `ranks`, the only one to which ring collectives send."""
-        group_rank = ranks.index(self.topology.rank)
+        group_rank = ranks.index(self._rank)
         self._count(ranks[(group_rank + 1) % len(ranks)], nbytes)
 
     def to_every_peer(self, ranks: Sequence[int], nbytes: int) -> None:
         """Count `nbytes` to each of the other `ranks`, as an all-to-all sends them."""
         for peer in ranks:
-            if peer != self.topology.rank:
+            if peer != self._rank:
                 self._count(peer, nbytes)
 
     def inside_node(self, nbytes: int) -> None:
@@ -36,7 +34,7 @@ class TrafficLedger:
         return taken
 
     def _count(self, peer: int, nbytes: int) -> None:
-        if self.topology.node_of(peer) == self.topology.node_of(self.topology.rank):
+        if peer in self._near:
             self.intra_node += nbytes
         else:
             self.inter_node += nbytes

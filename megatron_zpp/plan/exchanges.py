@@ -19,10 +19,10 @@ copies between GPUs the other exchanges of maps are beside products too, of all 
 
 from dataclasses import dataclass
 
+from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.model.recomputation import segments
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.job import Job
-from megatron_zpp.zero.hop import SentBytes
 
 _STATISTICS = 3 * 4  # bytes per token: fp32 maximum, sum of exponentials, target's logit
 

@@ -21,8 +21,7 @@ from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
 from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.build import layouts_of
-from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.plan_communication import plan_communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.reads import Reads, distinct, reads_of
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
@@ -185,7 +184,7 @@ class Job:
         return [
             plan_communication(
                 self.zero,
-                grid,
+                grid.mesh,
                 self.layouts,
                 compute_dtype=self.dtype,
                 reduce_in_bf16=self.precision.grad_reduce_in_bf16,
@@ -196,22 +195,26 @@ class Job:
         ]
 
     @property
+    def owned(self) -> int:
+        """Elements that the optimizer of a rank changes."""
+        return sum(len(weights.owned) for weights in self.communication.weights)
+
+    @property
     def sums_gradients(self) -> bool:
         """Whether the optimizer takes fp32 sums, and not the gradients of the backward directly."""
-        weights_in_dtype = self.communication.gather.hop.quant_format is None
-        accepts_16bit = weights_in_dtype and not self.zero.zero_offload_optimizer
+        accepts_16bit = self.communication.weight_codes is None and not self.zero.zero_offload_optimizer
         return self.communication.sums_gradients(self.micro_batches, accepts_16bit=accepts_16bit)
 
     @property
     def reduces_as_made(self) -> bool:
         """Whether gradients are reduced during the backward, before any sum over micro-batches."""
-        every = self.communication.reduction.every_micro_batch
+        every = self.communication.every_micro_batch
         return self.sums_gradients and (every or self.micro_batches == 1)
 
     @property
     def returns_squared_norms(self) -> bool:
         """Whether reductions compute the squares for the norm, which then needs no further pass."""
-        return self.sums_gradients and self.communication.reduction.returns_squared_norms
+        return self.sums_gradients and self.communication.returns_squared_norms
 
 
 class UnconnectedGroup(TensorGroup):

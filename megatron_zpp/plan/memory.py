@@ -50,18 +50,16 @@ class Memory:
 
 def memory_of(job: Job) -> Memory:
     """The memory of each rank, which is the same on all ranks."""
-    owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
-    offloaded = job.zero.zero_offload_optimizer
-    communication = job.communication
-    quantized = communication.gather.hop.quantized
-    differences = communication.difference_format is not None  # on the GPU, from fp32 weights
-    master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or quantized else 0
+    owned, offloaded, communication = job.owned, job.zero.zero_offload_optimizer, job.communication
+    differences = communication.differences is not None  # on the GPU, from fp32 weights
+    coded = differences or communication.weight_codes is not None
+    master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or coded else 0
     optimizer = (8 + master_bytes) * owned
     parts = {
         "weights": communication.weight_bytes + (4 * owned if offloaded and differences else 0),
         "optimizer": 0 if offloaded else optimizer,
         "buffers": communication.arena_bytes + _peer_rows_bytes(job),
-        "zeropp": communication.secondary_bytes,
+        "zeropp": communication.kept_bytes,
     }
     candidates = _peak_candidates(job)
     peak_at, highest = max(candidates.items(), key=lambda item: item[1])
@@ -171,32 +169,30 @@ def _sent_bytes(job: Job) -> float:
 
     A gradient as it was made or, for a sum over micro-batches, its 16-bit copy or the shard that results.
     """
-    reduce_bytes = job.communication.reduction.gradient_dtype.itemsize
+    reduce_bytes = job.communication.gradient_dtype.itemsize
     if job.reduces_as_made:
         return min(job.dtype.itemsize, reduce_bytes)
     if not job.sums_gradients:
         return 0
-    if job.zero.zero_stage >= 1:
-        return 4 / job.data_ranks
+    total = sum(layout.numel for layout in job.layouts)
+    if job.owned < total:
+        return 4 * job.owned / total
     return reduce_bytes if reduce_bytes < 4 else 0
 
 
 def _gradients(job: Job, *, whole: bool) -> int:
     """Bytes of the optimizer's gradients, or (`whole`) of their sums between micro-batches."""
     if not job.sums_gradients:
-        return job.dtype.itemsize * sum(layout.numel for layout in job.layouts)
+        return job.dtype.itemsize * job.owned  # on one rank
     accumulated = job.communication.accumulator_bytes
-    if whole and accumulated:
-        return accumulated
-    sharded = job.zero.zero_stage >= 1
-    return 4 * sum(layout.shard_numel if sharded else layout.numel for layout in job.layouts)
+    return accumulated if whole and accumulated else 4 * job.owned
 
 
 def _source_itemsize(job: Job) -> float:
     """Bytes per element of what a rank's gathers send, if that is not the master weights."""
-    if job.communication.difference_format is not None:
+    if job.communication.differences is not None:
         return 0  # differences are computed from fp32 weights
-    quant_format = job.communication.gather.hop.quant_format
+    quant_format = job.communication.weight_codes
     if quant_format is not None:
         return quant_format.block_bytes / quant_format.block
     return 0 if job.dtype.itemsize == 4 else job.dtype.itemsize

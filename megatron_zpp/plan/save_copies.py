@@ -10,7 +10,7 @@ def copies_bytes(job: Job) -> int:
 
     An offloaded optimizer has weights and moments on the CPU, and the reference on the GPU.
     """
-    kinds = 3 if job.communication.difference_format is None else 4  # weights, two moments; the reference
+    kinds = 3 if job.communication.differences is None else 4  # weights, two moments; the reference
     kinds = kinds if job.save_optim else 1
     shards = [4 * layout.shard_numel for layout in job.layouts]
     plain = min(kinds, 3) if job.zero.zero_offload_optimizer else 0

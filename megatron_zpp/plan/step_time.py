@@ -23,6 +23,9 @@ other jobs on the links, slow ranks, reading of data, evaluation, checkpoints.
 
 from dataclasses import dataclass
 
+import torch
+
+from megatron_zpp.exchange.route import SentBytes, plain
 from megatron_zpp.model.flops import attended_tokens, layer_matrices
 from megatron_zpp.plan.exchanges import exchanged, exchanged_bytes, recomputed_layers, waiting_seconds
 from megatron_zpp.plan.hardware import (
@@ -39,8 +42,6 @@ from megatron_zpp.plan.hardware import (
 )
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import Pass, total
-from megatron_zpp.zero.hop import SentBytes
-from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float
     """Seconds of one pass with `working` seconds of compute and kernels."""
     between = one.alone.inter / job.nodes / min(machine.link, machine.exchange)
     hops = between, _inside_seconds(job, machine, one.alone)
-    in_turn = job.communication.reduction.algorithm is ReductionAlgorithm.TWO_HOPS  # qgZ overlaps
+    in_turn = _in_turn(job)
     alone = sum(hops) if in_turn else max(hops)
     gathers = one.gathered.inter / job.nodes / machine.gather
     reductions = one.reduced.inter / job.nodes / machine.exchange
@@ -147,17 +148,17 @@ def _recomputed_flops(job: Job) -> float:
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     """Seconds to decode messages of weights, to cast references, and to copy, encode and sum gradients."""
     plan, itemsize, nbytes = job.communication, job.dtype.itemsize, 0.0
-    if differences := plan.difference_format:  # the reference is read and written
+    if differences := plan.differences:  # the reference is read and written
         # each gather casts the reference, or it is read once more and its codes are written
         cast = 5 * one.decoded if job.precision.fp8_param_gather else (4 + itemsize) * one.cast
         nbytes += one.decoded * (differences.bytes_per_element + 8) + cast
-    elif weights := plan.gather.hop.quant_format:
+    elif weights := plan.weight_codes:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
-        sent_bytes = plan.reduction.sent_itemsize(job.micro_batches)
-        if not job.reduces_as_made:
+        sent_bytes = _sent_itemsize(job)
+        if not (plan.gradients and job.reduces_as_made):  # added to fp32 sums
             nbytes += one.summed * (itemsize + 8)
-        elif not plan.reduction.sends_in_place:
+        elif not plan.sends_in_place:
             nbytes += one.summed * (itemsize + sent_bytes)
         if one.reduced != SentBytes():
             nbytes += one.summed * _reduced_bytes(job, sent_bytes)
@@ -166,25 +167,33 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
 
 def _reduced_bytes(job: Job, sent_bytes: int) -> float:
     """Bytes per element of the whole gradient that a reduction reads and writes in memory."""
-    reduction = job.communication.reduction
-    if reduction.algorithm is ReductionAlgorithm.LOCAL_SUM:
-        return job.data_ranks * sent_bytes + 4
+    plan = job.communication
     nbytes = sent_bytes + 8 / job.data_ranks
-    if reduction.quantized:
-        codes = reduction.hops[0].code_format
-        nbytes += 2 * codes.block_bytes / codes.block
-    elif reduction.algorithm is ReductionAlgorithm.TWO_HOPS:
-        nbytes += 2 * reduction.hops[1].nbytes(1) / job.data_local
+    first, last = plan.gradients[0].format, plan.gradients[-1].format
+    if not isinstance(first, torch.dtype):
+        nbytes += 2 * first.bytes_per_element
+    elif _in_turn(job):
+        nbytes += 2 * plain(last).itemsize / job.data_local
     return nbytes
+
+
+def _in_turn(job: Job) -> bool:
+    """Whether the stages of a reduction run one after the other; those of qgZ overlap by chunk."""
+    return len(job.communication.gradients) > 1 and not job.communication.quantizes_gradients
+
+
+def _sent_itemsize(job: Job) -> int:
+    """Bytes per element of gradients that travel in a dtype."""
+    largest = job.communication.gradient_dtype.itemsize
+    return min(largest, job.dtype.itemsize) if job.micro_batches == 1 else largest
 
 
 def _optimizer_seconds(job: Job, machine: Machine) -> float:
     """Seconds of the norm, which reads the gradients unless their squares are known, and of AdamW."""
-    owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
-    gradient = 4 if job.sums_gradients else job.dtype.itemsize
+    owned, gradient = job.owned, 4 if job.sums_gradients else job.dtype.itemsize
     norm = 0.0 if job.returns_squared_norms else gradient * owned / machine.memory_rate
     written: float = job.dtype.itemsize
-    if differences := job.communication.difference_format:
+    if differences := job.communication.differences:
         written = 8 + differences.bytes_per_element  # weights and reference are read, and codes written
     elif job.precision.fp8_param_gather:
         written = 5  # master weights are read again, and codes written; the rest is small

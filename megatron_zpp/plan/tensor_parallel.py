@@ -14,13 +14,13 @@ from megatron_zpp.config.shapes.tensor_parallel import FLAG, check_tensor_ranks,
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.plan.advice import Plan, at_stage, least_that_pays, plan_of
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes
 from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.zero.plan_communication import check_topology
 
 _GB, _GIB = 1e9, 2**30
 _NAME = 40  # columns of the name of a row
@@ -107,7 +107,7 @@ def _zero_of(job: Job, size: int) -> ZeroConfig:
     """
     zero = job.zero if size == 1 else dataclasses.replace(job.zero, zero_table_rows=None)
     try:
-        check_topology(zero, Grid(Topology(0, job.ranks, 0, job.local), size).data)
+        check_routes(zero, Grid(Topology(0, job.ranks, 0, job.local), size).data.mesh)
     except ValueError:
         gradients = zero.zero_gradient_partition_size
         grouped = zero.hpz or (zero.sends_differences and zero.zero_stage == 3)

@@ -6,15 +6,15 @@ recomputation. What tensor ranks exchange is not among the bytes: plan/exchanges
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from megatron_zpp.distributed.comm_stream import Pending
-from megatron_zpp.placement import Layout
+from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.hop import SentBytes
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
+from megatron_zpp.zero.weight_plan import WeightPlan
 
 _DIFFERENT = 3  # micro-batches whose gathers may differ: the first, one for all others, the last
 
@@ -40,17 +40,19 @@ class Pass:
 
 @dataclass
 class _Gathers:
-    """How many times one pass gathers a unit of each layout."""
+    """How many times one pass fills slots and brings what is kept, by unit."""
 
-    world: Counter[Layout] = field(default_factory=Counter)  # over all ranks
-    secondary: Counter[Layout] = field(default_factory=Counter)  # inside hpZ groups
+    filled: Counter[int] = field(default_factory=Counter)
+    brought: Counter[int] = field(default_factory=Counter)
 
 
 def traffic_of(job: Job) -> list[Pass]:
     """The passes of one optimizer step in the middle of a run."""
     walked = min(job.micro_batches, _DIFFERENT)
     order = [(forward, index) for index in range(walked) for forward in (True, False)]
-    early, units, none = _early_reductions(job), Counter(job.layouts), SentBytes()
+    plan, none = job.communication, SentBytes()
+    early = Counter({unit: plan.reductions_of(unit) - 1 for unit in range(len(plan.weights))})
+    units = Counter(range(len(plan.weights)))
     passes = []
     for (forward, index), gathers in zip(order, _gathers_of(job, order), strict=True):
         last = index == walked - 1
@@ -61,9 +63,9 @@ def traffic_of(job: Job) -> list[Pass]:
                 times=job.micro_batches - walked + 1 if between else 1,
                 gathered=_gathered(job, gathers),
                 reduced=none if forward else _reduced(job, early, False) + _reduced(job, units, last),
-                alone=none if forward else _reduced(job, Counter(job.layouts[:1]), last),
-                decoded=sum(job.communication.gather_decodes(unit) * n for unit, n in gathers.world.items()),
-                cast=_cast(job.communication, gathers),
+                alone=none if forward else _reduced(job, Counter([0]), last),
+                decoded=_decoded(plan, gathers),
+                cast=_cast(plan, gathers),
                 summed=0 if forward else sum(layout.numel for layout in job.layouts),
             )
         )
@@ -78,20 +80,24 @@ def total(passes: list[Pass]) -> SentBytes:
 def _gathers_of(job: Job, order: list[tuple[bool, int]]) -> list[_Gathers]:
     """The gathers of these passes: of a forward or not, and of which micro-batch.
 
-    Gathers that the previous step's optimizer starts count as those of the first forward.
+    Those that the optimizer of the step before starts count as those of the first forward.
     """
-    if job.zero.zero_stage == 0 or job.data_ranks == 1:
+    plan = job.communication
+    if plan.gathers_in_place:
         return [_Gathers() for _ in order]
     now = _Gathers()
 
-    def gather(index: int, from_secondary: bool) -> Pending:
-        (now.secondary if from_secondary else now.world)[job.layouts[index]] += 1
+    def gather(index: int) -> Pending:
+        now.filled[index] += 1
         return Pending()
 
-    prefetcher = Prefetcher(job.communication, gather)
+    prefetcher = Prefetcher(plan, gather)
     for _ in range(2):  # the second step starts in the state that the first one left
         gathered, now = [], _Gathers()
-        prefetcher.gather_after_step(range(len(job.layouts)))
+        prefetcher.begin_step()
+        for index, weights in enumerate(plan.weights):
+            now.brought[index] += bool(weights.bring)
+            prefetcher.updated(index)
         for forward, _index in order:
             _visit(prefetcher, job, forward)
             gathered.append(now)
@@ -114,39 +120,57 @@ def _visit(prefetcher: Prefetcher, job: Job, forward: bool) -> None:
             prefetcher.before_forward(again)
 
 
-def _early_reductions(job: Job) -> Counter[Layout]:
-    """Units whose gradients a backward reduces place by place, without the last place."""
-    early: Counter[Layout] = Counter()
-    for unit, layout in enumerate(job.layouts):
-        early[layout] += job.communication.reductions(unit) - 1
-    return +early
-
-
-def _reduced(job: Job, units: Counter[Layout], last: bool) -> SentBytes:
+def _reduced(job: Job, units: Counter[int], last: bool) -> SentBytes:
     """Bytes that all ranks send to reduce these units in one micro-batch, a step's `last` or another one."""
     return _by_all_ranks(
-        job, units, lambda plan, unit: plan.reduction.bytes_sent(unit, job.micro_batches, last=last)
+        job,
+        lambda plan: (
+            plan.reduced(weights, job.micro_batches, last=last) * times
+            for weights, times in _alike(plan, units).items()
+        ),
     )
 
 
 def _gathered(job: Job, gathers: _Gathers) -> SentBytes:
     """Bytes that all ranks send for these gathers."""
-    sent = _by_all_ranks(job, gathers.world, lambda plan, unit: plan.gather_bytes_sent(unit))
-    return sent + _by_all_ranks(
-        job, gathers.secondary, lambda plan, unit: plan.secondary_gather.bytes_sent(unit)
-    )
+
+    def sent(plan: CommunicationPlan) -> Iterator[SentBytes]:
+        for weights, times in _alike(plan, gathers.brought).items():
+            yield weights.brought * times
+        for weights, times in _alike(plan, gathers.filled).items():
+            yield weights.filled * times
+
+    return _by_all_ranks(job, sent)
 
 
-def _by_all_ranks(
-    job: Job, units: Counter[Layout], sent: Callable[[CommunicationPlan, Layout], SentBytes]
-) -> SentBytes:
-    of_a_node = (sent(plan, unit) * times for plan in job.node_communication for unit, times in units.items())
+def _by_all_ranks(job: Job, sent: Callable[[CommunicationPlan], Iterable[SentBytes]]) -> SentBytes:
+    of_a_node = (nbytes for plan in job.node_communication for nbytes in sent(plan))
     return sum(of_a_node, SentBytes()) * (job.nodes * job.tensor)
+
+
+def _alike(plan: CommunicationPlan, units: Counter[int]) -> Counter[WeightPlan]:
+    """How often units of equal plans are gathered."""
+    found: Counter[WeightPlan] = Counter()
+    for unit, times in units.items():
+        found[plan.weights[unit]] += times
+    return +found
+
+
+def _decoded(plan: CommunicationPlan, gathers: _Gathers) -> int:
+    """Elements that a rank decodes: of what is kept when it is brought, else of the slot."""
+    brought, filled = (_alike(plan, units) for units in (gathers.brought, gathers.filled))
+    kept = sum(len(weights.kept_elements) * times for weights, times in brought.items() if weights.decodes)
+    return kept + sum(
+        weights.layout.numel * times
+        for weights, times in filled.items()
+        if weights.decodes and not weights.bring
+    )
 
 
 def _cast(plan: CommunicationPlan, gathers: _Gathers) -> int:
     """Elements that a rank casts: its part of the reference, in every gather."""
-    if plan.difference_format is None:
-        return 0
-    every = gathers.world + gathers.secondary
-    return sum(len(plan.reference_elements(unit)) * times for unit, times in every.items())
+    return sum(
+        len(weights.kept_elements) * times
+        for weights, times in _alike(plan, gathers.filled).items()
+        if weights.differences is not None
+    )

@@ -11,6 +11,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.model.attention import (
     TORCH_BACKENDS,
     check_flash3_settings,
@@ -22,7 +23,6 @@ from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
-from megatron_zpp.zero.plan_communication import check_topology
 
 
 def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -> Job:
@@ -62,7 +62,7 @@ def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
     """Print the plan if this process `speaks` for the others. Raises ValueError if the run would."""
     config, schedule = inputs.config, inputs.schedule
     with usage_errors():
-        check_topology(config.zero, grid.data)
+        check_routes(config.zero, grid.data.mesh)
     config.recompute.check_device("cuda")
     compiles = _compiles(config.compilation, config.optimizer)
     decoupled = config.learning_rate.decoupled_lr is not None

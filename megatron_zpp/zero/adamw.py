@@ -1,6 +1,5 @@
 """AdamW (1711.05101, algorithm 2): by the project's kernel, by torch's fused one, and by NVIDIA apex."""
 
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.optimizer import (
     DeviceOptimizer,
     OffloadedOptimizer,
@@ -30,7 +29,7 @@ MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # the states of AdamW, as 
 def build_optimizer(
     config: OptimizerConfig,
     units: list[Unit],
-    communication: Communication,
+    plan: CommunicationPlan,
     backend: Literal["apex", "torch"],
     operations: Operations | None,
     sources: GatherSources,
@@ -47,9 +46,7 @@ def build_optimizer(
     if backend == "apex":
         return ApexAdamW(config, units, sources)
     rule: UpdateRule = (
-        TorchAdamW(config)
-        if operations is None
-        else KernelAdamW(config, operations, communication.weight_format)
+        TorchAdamW(config) if operations is None else KernelAdamW(config, operations, plan.weight_codes)
     )
     if offloaded:
         return OffloadedOptimizer(rule, units)
@@ -178,13 +175,14 @@ class ApexAdamW:
         )
         self._adam.state.update(adam_states)
 
-    def step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
-        """See Optimizer.step."""
+    def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
+        """See Optimizer.begin_step. All units change here."""
         if not found_inf.item():
             self._step(rates[0], divisor)
-        for unit in self._units:
-            self._sources.write(unit)
-            yield unit
+
+    def update(self, index: int) -> None:
+        """See Optimizer.update."""
+        self._sources.write(self._units[index])
 
     def _step(self, learning_rate: float, divisor: Tensor) -> None:
         for unit, part, weight in self._weights:

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.rooms import Buffer
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import ALIGNMENT, SHARD_MULTIPLE, Layout, Placement, Split, within
-from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.plan_communication import plan_communication
+from megatron_zpp.zero.communication import Communication, Legs
+from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.read_guard import ReadGuard
 from megatron_zpp.zero.reads import Parameters, distinct, parts_of, reads_of
 from megatron_zpp.zero.sharded_unit import Encoded, Unit
 from megatron_zpp.zero.tensor_parallel import TensorShare
-from megatron_zpp.zero.weight_codes import WeightEncoder
+from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder
+from megatron_zpp.zero.weight_plan import WeightPlan
 
 Initialize = Callable[[str, Tensor], None]
 
@@ -45,9 +45,11 @@ class UnitBuilder:
         device: torch.device,
         *,
         offload_optimizer: bool,
+        sources: GatherSources,
         codes: WeightEncoder | None = None,
     ) -> None:
         """`codes`: what encodes the weights that are held as codes, where some are."""
+        self._sources = sources
         self._communication, self._plan = communication, communication.plan
         self._device, self._offload, self._codes = device, offload_optimizer, codes
 
@@ -60,20 +62,22 @@ class UnitBuilder:
         """
         plan, drawn = self._plan, _InitialValues(initialize, self._device)
         slots: dict[int, Tensor] = {}
-        for slot, layout in zip(plan.slots, plan.layouts, strict=True):
+        for slot, weights in zip(plan.slots, plan.weights, strict=True):
             if slot not in slots:
-                slots[slot] = self._communication.zeros(plan.slot_stream, plan.slot(layout))
+                slots[slot] = self._slot(weights)
         units: list[Unit] = []
         parts = [parts_of(module) for _, module in modules]
-        for (name, first), places, slot, layout in zip(
-            distinct(modules), plan.reads.places, plan.slots, plan.layouts, strict=True
+        for (name, first), places, slot, weights in zip(
+            distinct(modules), plan.reads.places, plan.slots, plan.weights, strict=True
         ):
             at = [plan.reads.units[place].index(len(units)) for place in places]
             others = [parts[place][index] for place, index in zip(places[1:], at[1:], strict=True)]
             guard = ReadGuard(name, sum(len(unit.guard) for unit in units))
-            unit = self._unit(name, first, others, layout, slots[slot], guard)
+            unit = self._unit(
+                first, others, weights, self._communication.legs[len(units)], slots[slot], guard
+            )
             self._initialize_master(unit, drawn)
-            write_gather_source(self._communication, unit)
+            self._sources.replace(unit)
             units.append(unit)
         self._make_empty_parameters(modules)
         return units
@@ -84,25 +88,40 @@ class UnitBuilder:
             for path, parameter in module.named_parameters():
                 if parameter.is_meta:
                     owner, _, leaf = path.rpartition(".")
-                    made = torch.empty(parameter.shape, dtype=self._plan.compute_dtype, device=self._device)
+                    made = torch.empty(parameter.shape, dtype=self._plan.made, device=self._device)
                     setattr(module.get_submodule(owner), leaf, nn.Parameter(made, parameter.requires_grad))
+
+    def _slot(self, weights: WeightPlan) -> Tensor:
+        if weights.fill:
+            return self._communication.filled_memory(weights.fill, weights.slot)
+        return torch.zeros(weights.slot.numel, dtype=weights.slot.dtype, device=self._device)
 
     def _unit(
         self,
-        name: str,
         module: Parameters,
         others: Sequence[Parameters],
-        layout: Layout,
+        weights: WeightPlan,
+        legs: Legs,
         full: Tensor,
         guard: ReadGuard,
     ) -> Unit:
-        plan = self._plan
-        owned, reference = plan.owned(layout), plan.reference_elements(layout)
-        if plan.sends_from_slots:
-            gather_source = full[owned.start : owned.stop]
+        plan, layout, memory = self._plan, weights.layout, self._communication.sent_memory
+        owned = weights.owned
+        kept, own_kept = None, None
+        if legs.bring is not None:
+            assert legs.fill is not None
+            in_slot = weights.kept_in_slot
+            kept = legs.fill.own(full) if in_slot else memory(weights.fill, weights.kept)
+            own_kept = legs.bring.own(kept)
+        if not weights.first:
+            gather_source = full
+        elif not weights.sends_from_target:
+            gather_source = memory(weights.first, weights.gather_source)
+        elif own_kept is not None:
+            gather_source = own_kept
         else:
-            source = plan.gather_source(layout)
-            gather_source = self._communication.zeros(plan.gather.hop.stream, source)
+            assert legs.fill is not None
+            gather_source = legs.fill.own(full)
         if self._offload:
             master = torch.zeros(len(owned), pin_memory=self._device.type == "cuda")
         elif gather_source.dtype == torch.float32:
@@ -116,26 +135,22 @@ class UnitBuilder:
                 by_place.append(self._replace_parameters(other, layout, full, guard))
             else:
                 _put_parameters(other, layout, parameters, guard)
-        part, secondary = plan.secondary_part(layout), None
-        if part is not None:
-            secondary = self._communication.zeros(plan.secondary_gather.hop.stream, part)
-        message = None
-        if plan.difference_format is not None:
-            message = self._communication.zeros(plan.gather.hop.stream, plan.gather.room(layout))
+        differs, elements = weights.differences is not None, weights.kept_elements
         return Unit(
             parameters=parameters,
             by_place=tuple(by_place),
             guard=guard,
             layout=layout,
-            owned=owned,
+            plan=weights,
             full=full,
             master=master,
             gather_source=gather_source,
-            secondary=secondary,
-            message=message,
-            encoded=self._encoded(layout, Encoded(owned, master, gather_source), secondary, full),
-            gaps=tuple(within(gap, reference) for gap in layout.gaps_in(reference)),
-            wide_dtype=plan.compute_dtype,
+            kept=kept,
+            own_kept=own_kept,
+            message=memory(weights.bring, weights.message) if differs else None,
+            encoded=self._encoded(weights, Encoded(owned, master, gather_source), kept, full),
+            gaps=tuple(within(gap, elements) for gap in layout.gaps_in(elements)),
+            wide_dtype=plan.made,
         )
 
     def _replace_parameters(
@@ -146,7 +161,7 @@ class UnitBuilder:
         Those that are held as codes get parameters of NaN without memory, to which autograd gives gradients,
         since a parameter's gradient has its format. The model multiplies the codes.
         """
-        made, dtype = [], self._plan.compute_dtype
+        made, dtype = [], self._plan.made
         wide = full[layout.wide.start :].view(dtype) if layout.coded else full
         for placement, offset in zip(layout.placements, layout.offsets, strict=True):
             elements, shape = range(offset, offset + placement.numel), placement.local_shape
@@ -166,26 +181,25 @@ class UnitBuilder:
         for piece in unit.layout.pieces_in(unit.owned):
             initial = drawn.values(piece.placement.name, piece.placement.shape)
             owned = unit.master[within(piece.at, unit.owned)]
-            for block in piece.blocks(self._plan.grid.mesh.rank):
+            for block in piece.blocks(self._plan.mesh.rank):
                 part = owned[within(block.elements, piece.elements)].view(block.shape)
                 for here, there in block.parts:
                     part[here].copy_(initial[there])
 
     def _encoded(
-        self, layout: Layout, shard: Encoded, reference: Tensor | None, full: Tensor
+        self, weights: WeightPlan, shard: Encoded, reference: Tensor | None, full: Tensor
     ) -> Encoded | None:
         """What this rank encodes of a unit: its `shard`, or its part of the `reference` of differences."""
-        if not layout.coded:
+        if not weights.layout.coded:
             return None
-        if self._plan.difference_format is None:
+        if weights.differences is None:
             return shard
         assert reference is not None
-        elements = self._plan.reference_elements(layout)
-        own = self._plan.reference_codes(layout)
-        if own is None:
+        elements = weights.kept_elements
+        if not weights.in_turn:
             return Encoded(elements, reference, full[elements.start : elements.stop])
-        codes = self._communication.zeros(self._plan.secondary_gather.hop.stream, own)
-        return Encoded(elements, reference, codes)
+        codes = Buffer(len(elements), torch.uint8)
+        return Encoded(elements, reference, self._communication.sent_memory(weights.fill, codes))
 
 
 class _InitialValues:
@@ -224,18 +238,6 @@ def fill(initialize: Initialize, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: initialize({name!r}, tensor) must fill the whole tensor, in place")
 
 
-def write_gather_source(communication: Communication, unit: Unit) -> None:
-    """Write what the next gather of a unit sends, from its master weights.
-
-    Codes of weights follow when their scales are known, which depend on the weights of all ranks.
-    """
-    if communication.differences is not None:
-        communication.gather.write_gather_source(unit.master, unit.gather_source)
-        communication.differences.write_key_frame(unit.gather_source, unit.reference)
-    elif not unit.layout.coded:
-        communication.gather.write_gather_source(unit.master, unit.gather_source)
-
-
 def named_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """`model.units()`, of a model that is a ModelOfUnits."""
     return cast(ModelOfUnits, model).units()  # torch declares no protocol that includes nn.Module
@@ -244,7 +246,7 @@ def named_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def plan_of(
     model: nn.Module,
     zero: ZeroConfig,
-    data_ranks: Topology,
+    mesh: Mesh,
     *,
     share: TensorShare,
     coded: Collection[str],
@@ -252,22 +254,24 @@ def plan_of(
     compute_dtype: torch.dtype,
     reduce_in_bf16: bool,
     copy_engines: bool,
+    inside_nodes: Collection[str] = (),
 ) -> CommunicationPlan:
-    """How the weights and gradients of `model` travel among `data_ranks`.
+    """How the weights and gradients of `model` travel.
 
     `share`: how tensor ranks share the model; `coded` and `decoupled` as in `layouts_of`.
     """
     named_modules = named_units(model)
     block = max(zero.largest_block, share.block)
-    layouts = layouts_of(distinct(named_modules), data_ranks.mesh, block, share.splits, coded, decoupled)
+    layouts = layouts_of(distinct(named_modules), mesh, block, share.splits, coded, decoupled)
     return plan_communication(
         zero,
-        data_ranks,
+        mesh,
         layouts,
         compute_dtype=compute_dtype,
         reduce_in_bf16=reduce_in_bf16,
         copy_engines=copy_engines,
         reads=reads_of(named_modules, cast(ModelOfUnits, model).recomputed_units()),
+        inside_nodes=[at for at, (name, _) in enumerate(distinct(named_modules)) if name in inside_nodes],
     )
 
 

@@ -1,200 +1,145 @@
-"""How the weights and gradients of a run travel, as values.
+"""How the weights and gradients of a run travel, as values: routes, slots and the order of reads.
 
-A plan needs no tensors and no process groups. The engine builds its streams, collectives and buffers from it,
---dry-run reads the same plan, and tests compare the traffic ledger with it.
-
-    collective              group                      algorithm
-    gather of weights       all ranks                  all-gather; on several nodes of several ranks in two
-                                                       hops, between nodes and then inside them; of weight
-                                                       differences, between nodes and, if a node has several
-                                                       hpZ groups, among the ranks of equal group rank
-    secondary gather (hpZ)  --zero-hpz-partition-size  all-gather
-    reduction of gradients  see ReductionAlgorithm     one of ReductionAlgorithm
-
-zero/plan_communication.py decides.
+A plan needs no tensors and no process groups, so one process can plan for every rank of any mesh. The engine
+builds its streams, exchanges and buffers from it, --dry-run reads the same plan, and tests compare the
+traffic ledger with it.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 
 import torch
 
-from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.exchange.rooms import (
+    ReductionRooms,
+    accumulating,
+    lanes,
+    message_room,
+    reduction_rooms,
+)
+from megatron_zpp.exchange.route import (
+    Route,
+    SentBytes,
+    When,
+    as_made,
+    axes_of,
+    gradient_route,
+    sent,
+)
+from megatron_zpp.mesh import Axis, Mesh
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.placement import Layout
-from megatron_zpp.zero.hop import Buffer, Hop, SentBytes, eight_bits
 from megatron_zpp.zero.reads import Reads
-from megatron_zpp.zero.reduction_plan import ReductionPlan, may_write_peers
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatherPlan:
-    """How the parts of a unit that the ranks of a group hold become the whole unit: an all-gather.
-
-    A part has `shards` shards: one in the gather over all ranks, more in a
-    group that holds the unit as well. A quantised part has a message for each of its shards. Units with
-    weights that are held as codes travel as the bytes that they are, whatever the hop's format, but for
-    differences of weights.
-    """
-
-    hop: Hop
-    shards: int
-    kept: int  # index of the part of the whole that becomes this rank's secondary shard
-    layouts: tuple[Layout, ...]
-
-    def part(self, layout: Layout) -> Buffer:
-        """What this rank sends of a unit."""
-        return self._buffer(self.hop, layout)
-
-    def room(self, layout: Layout) -> Buffer:
-        """Memory for what this rank sends of a unit in any step."""
-        return self._buffer(self._widest, layout)
-
-    def _buffer(self, hop: Hop, layout: Layout) -> Buffer:
-        if layout.coded and not isinstance(self.hop.format, LloydMaxFormat):
-            return Buffer(self.shards * layout.shard_numel, torch.uint8)
-        return hop.buffer(layout.shard_numel, self.shards)
-
-    @cached_property
-    def largest_part(self) -> Buffer:
-        """What this rank sends of the largest unit."""
-        return max(map(self.part, self.layouts), key=lambda part: part.nbytes)
-
-    @cached_property
-    def received(self) -> Buffer:
-        """All messages of the largest unit. Parts in a dtype are received where the parameters are."""
-        if not self.hop.quantized:
-            return Buffer(0, torch.uint8)
-        messages = len(self.hop.ranks) * self.shards
-        return self._widest.buffer(max(layout.shard_numel for layout in self.layouts), messages)
-
-    @property
-    def _widest(self) -> Hop:
-        """The hop with the largest format of any step: raised units send more than others."""
-        format = self.hop.format
-        if not isinstance(format, LloydMaxFormat):
-            return self.hop
-        return replace(self.hop, format=eight_bits(format))
-
-    def bytes_sent(self, layout: Layout) -> SentBytes:
-        """Bytes that this rank sends in one gather of a unit."""
-        return self.hop.ring((len(self.hop.ranks) - 1) * self.part(layout).nbytes)
+from megatron_zpp.zero.weight_plan import WeightPlan, weight_plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationPlan:
     """How the weights and gradients of this rank's run travel, and the memory that this takes.
 
-    `slots` has the slot of each unit, in forward order: the buffer that holds its gathered parameters. Units
-    with equal slots have equal layouts and take turns. Units with equal `reduction_slots` have one reduction
-    under way at a time. `streams` has the ranks of each communication stream; every rank makes its streams in
-    this order. `slot_stream` is the stream in whose memory slots lie.
+    `weights` and `slots` have an entry for each unit, in forward order. A slot is the buffer that holds a
+    unit's gathered parameters; units with equal slots have equal layouts and take turns. Units with equal
+    `reduction_slots` have one reduction under way at a time. `gradients` is the route of all trained units,
+    `made` the format in which a backward makes them, and `gradient_dtype` the largest one in which they enter
+    a reduction, or are encoded.
     """
 
-    grid: Topology
-    optimizer_sharded: bool  # stage 1 and up: master weights and moments (ZeRO paper, section 5)
-    parameters_sharded: bool  # stage 3: the parameters as they compute
-    layouts: tuple[Layout, ...]
-    compute_dtype: torch.dtype
-    streams: tuple[tuple[int, ...], ...]
-    gather: GatherPlan  # over all ranks; or between nodes, where `inside_gather` is its second hop
-    inside_gather: GatherPlan | None  # the parts that the nodes sent, inside the node
-    secondary: GatherPlan | None  # hpZ
-    among_groups: GatherPlan | None  # messages of weight differences, to the other groups of a node
-    reduction: ReductionPlan
+    mesh: Mesh
+    weights: tuple[WeightPlan, ...]
+    gradients: Route
+    made: torch.dtype
+    gradient_dtype: torch.dtype
+    copy_engines: bool  # whether these move what ranks of one node send
     prefetch: int  # units gathered ahead of the one that computes
     slots: tuple[int, ...]
-    slot_stream: int
     reduction_slots: tuple[int, ...]
     reads: Reads
 
-    def owned(self, layout: Layout) -> range:
-        """The elements of a unit that this rank's optimizer changes."""
-        return layout.shard(self.grid.mesh) if self.optimizer_sharded else range(layout.numel)
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Those of all units."""
+        return tuple(each.layout for each in self.weights)
+
+    @cached_property
+    def trained(self) -> tuple[Layout, ...]:
+        """Those of units with gradients."""
+        return tuple(layout for layout in self.layouts if not layout.frozen)
 
     @property
-    def sends_from_slots(self) -> bool:
-        """Whether a gather sends a part of the slot that it fills, so that no rank keeps its shard twice."""
-        return not self.parameters_sharded and not self.gather.hop.quantized
-
-    def slot(self, layout: Layout) -> Buffer:
-        """The memory of a slot for units of this layout."""
-        return Buffer(layout.numel, torch.uint8 if layout.coded else self.compute_dtype)
+    def data_ranks(self) -> int:
+        """Ranks that share the states of a unit."""
+        return self.layouts[0].shards
 
     @property
-    def secondary_gather(self) -> GatherPlan:
-        """`secondary` of a plan that has secondary shards."""
-        assert self.secondary is not None
-        return self.secondary
+    def weight_codes(self) -> QuantFormat | None:
+        """The format of the messages that the optimizer writes; None where it writes weights."""
+        return next((each.codes for each in self.weights if each.codes is not None), None)
+
+    @property
+    def differences(self) -> LloydMaxFormat | None:
+        """The format in which weight differences travel; None where weights themselves do.
+
+        A few units have more bits in a few steps, see `DifferenceFormats`.
+        """
+        return next((each.differences for each in self.weights if each.differences is not None), None)
 
     @property
     def gathers_in_place(self) -> bool:
         """Whether the optimizer writes all of a unit into its slot, so that nothing has to be gathered."""
-        whole = not self.optimizer_sharded or self.grid.world_size == 1
-        return whole and self.sends_from_slots
+        return not any(each.first for each in self.weights)
 
-    def secondary_part(self, layout: Layout) -> Buffer | None:
-        """This rank's secondary shard of a unit; None where it has none.
+    @cached_property
+    def every_micro_batch(self) -> bool:
+        """Whether gradients are summed over ranks after every backward; else once per step.
 
-        Units that do not take turns in slots are gathered once per step and need none.
+        One rank alone adds up the micro-batches in the sum that the optimizer takes.
         """
-        if self.difference_format is not None:
-            return Buffer(len(self.reference_elements(layout)), torch.float32)
-        if self.secondary is None or layout not in self._layouts_in_turn:
-            return None
-        return self.secondary.part(layout)
+        return not self.gradients or self.gradients[0].when is When.MICRO_BATCH
 
-    def reference_codes(self, layout: Layout) -> Buffer | None:
-        """The codes of this rank's part of the reference, where weights are held as codes; else None.
+    @cached_property
+    def accumulates_in_groups(self) -> bool:
+        """Whether the ranks of a group sum every micro-batch, and all ranks once per step."""
+        return accumulating(self.gradients) > 0
 
-        None also where the rank writes them into the unit's slot, which no other unit takes.
+    @cached_property
+    def quantizes_gradients(self) -> bool:
+        """Whether gradients travel as codes."""
+        return any(stage.codes for stage in self.gradients)
+
+    @cached_property
+    def rotates(self) -> bool:
+        """Whether the stage between nodes sends rotated gradients."""
+        return bool(self.gradients) and isinstance(self.gradients[-1].format, LloydMaxFormat)
+
+    @cached_property
+    def returns_squared_norms(self) -> bool:
+        """Whether the sums of squares for the gradient norm come with the sums, without a pass of their own.
+
+        A pass of quantised reductions, beside the compute, would cost more than one before the step.
         """
-        if self.difference_format is None or not layout.coded or layout not in self._layouts_in_turn:
-            return None
-        return self.secondary_gather.part(layout)
-
-    def reference_elements(self, layout: Layout) -> range:
-        """The elements of a unit whose reference this rank holds; none where weights themselves travel.
-
-        With one group to a node, what it and its cross-node ranks own.
-        """
-        if self.difference_format is None:
-            return range(0)
-        part = self.secondary_gather.shards * layout.shard_numel
-        first = self.secondary_gather.hop.group_rank * part
-        return range(first, first + part)
+        return not self.quantizes_gradients
 
     @property
-    def reference_groups(self) -> int:
-        """The groups of a node that have a reference each: rank r is in group r modulo their number.
+    def accumulator_cut(self) -> tuple[Axis, ...]:
+        """The axes over which gradients have been summed where groups accumulate them."""
+        return axes_of(self.gradients[: accumulating(self.gradients)])
 
-        So what the ranks of one group rank own is contiguous, and is the part whose reference they hold.
-        """
-        return 1 if self.among_groups is None else len(self.among_groups.hop.ranks)
-
-    @property
-    def difference_format(self) -> LloydMaxFormat | None:
-        """The format in which weight differences cross nodes; None where weights themselves travel.
-
-        A few units have more bits in a few steps, see `DifferenceFormats`.
-        """
-        format = self.gather.hop.format
-        return format if isinstance(format, LloydMaxFormat) else None
-
-    def gather_source(self, layout: Layout) -> Buffer:
-        """What the optimizer writes of a unit for others: a part of a gather, or fp32 weights to compare."""
-        if self.difference_format is not None:
-            return Buffer(layout.shard_numel, torch.float32)
-        return self.gather.part(layout)
+    def accumulator_numel(self, layout: Layout) -> int:
+        """Elements that this rank accumulates of a unit's gradient, beside what the optimizer takes."""
+        if self.every_micro_batch and not self.accumulates_in_groups:
+            return 0
+        return sum(map(len, layout.ranges(self.mesh, self.accumulator_cut)))
 
     def sums_gradients(self, micro_batches: int, *, accepts_16bit: bool) -> bool:
         """Whether the optimizer takes fp32 sums, and not the gradients of a step's only micro-batch as made.
 
         `accepts_16bit`: whether the optimizer takes gradients in 16 bits.
         """
-        alone = self.grid.world_size == 1 and not self.reduction.quantized
-        return not (alone and micro_batches == 1 and accepts_16bit)
+        return not (self.data_ranks == 1 and micro_batches == 1 and accepts_16bit)
 
     @property
     def reduces_places(self) -> bool:
@@ -202,91 +147,149 @@ class CommunicationPlan:
 
         Otherwise they are added when the last of them is there, and reduced once.
         """
-        return self.grid.world_size > 1 and self.reduction.every_micro_batch
+        return bool(self.gradients) and self.every_micro_batch
 
-    def reductions(self, unit: int) -> int:
+    def reductions_of(self, unit: int) -> int:
         """How often a backward reduces the gradient of a unit where it does so after every micro-batch."""
         return len(self.reads.places[unit]) if self.reduces_places else 1
 
-    def with_peer_writes(self, possible: bool) -> "CommunicationPlan":
-        """The plan where ranks of a node can, or cannot, write each other's memory."""
-        writes = possible and may_write_peers(self.grid, self.reduction.algorithm)
-        writes = writes and self.reduction.fold is None
-        return replace(self, reduction=replace(self.reduction, peer_writes=writes))
+    def reduced(self, unit: WeightPlan, micro_batches: int, *, last: bool) -> SentBytes:
+        """Bytes that this rank sends to reduce a unit in one micro-batch, a step's `last` one or not."""
+        route = as_made(self.gradients, self.made, micro_batches)
+        when = (When.MICRO_BATCH, When.STEP) if last else (When.MICRO_BATCH,)
+        stages = range(len(route))
+        sums = unit.summed if last else SentBytes()
+        count = [at for at in stages if route[at].when in when]
+        return sent(route, unit.layout, self.mesh, count=count) + sums
 
     @property
-    def fills_secondary(self) -> bool:
-        """Whether the hop between nodes fills the secondary shards, from which the node gathers the unit.
+    def peer_writes(self) -> bool:
+        """Whether ranks write gradients into each other's memory: those of one node, in one stage."""
+        if not self.copy_engines or len(self.gradients) != 1 or self.quantizes_gradients:
+            return False
+        return self.mesh.share_a_node(self.mesh.ranks(*self.gradients[0].axes))
 
-        They are the same part of a unit where an hpZ group is a node.
-        """
-        inside, secondary = self.inside_gather, self.secondary
-        return inside is not None and secondary is not None and inside.hop.ranks == secondary.hop.ranks
+    @property
+    def sends_in_place(self) -> bool:
+        """Whether gradients are sent and summed from where the backward made them."""
+        return not self.gradients or self.peer_writes
 
-    def gather_bytes_sent(self, layout: Layout) -> SentBytes:
-        """Bytes that this rank sends to gather new weights of a unit."""
-        if self.difference_format is not None:
-            among = SentBytes() if self.among_groups is None else self.among_groups.bytes_sent(layout)
-            return self.gather.bytes_sent(layout) + among + self.secondary_gather.bytes_sent(layout)
-        if self.inside_gather is None:
-            return self.gather.bytes_sent(layout)
-        through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
-        inside = self.secondary_gather if through_secondary else self.inside_gather
-        return self.gather.bytes_sent(layout) + inside.bytes_sent(layout)
-
-    def gather_decodes(self, layout: Layout) -> int:
-        """Elements that this rank decodes to gather new weights of a unit."""
-        if self.difference_format is not None:
-            return len(self.reference_elements(layout))
-        if self.gather.hop.quant_format is None:
-            return 0
-        if self.fills_secondary and self.secondary_part(layout) is not None:
-            return layout.numel // self.grid.local_world_size
-        return layout.numel
+    @property
+    def rooms(self) -> ReductionRooms | None:
+        """The buffers of reductions; None where nothing is sent."""
+        if not self.gradients:
+            return None
+        return reduction_rooms(
+            self.gradients, self.trained, self.mesh, self.made, peer_writes=self.peer_writes
+        )
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of slots, and of what this rank's gathers send where that is not a part of them."""
-        slots = {slot: self.slot(layout) for slot, layout in zip(self.slots, self.layouts, strict=True)}
-        total = sum(buffer.nbytes for buffer in slots.values())
-        if not self.sends_from_slots:
-            total += sum(self.gather.room(layout).nbytes for layout in self.layouts)
-        own = map(self.reference_codes, self.layouts)
-        return total + sum(codes.nbytes for codes in own if codes is not None)
+        slots = {slot: each.slot for slot, each in zip(self.slots, self.weights, strict=True)}
+        return sum(slot.nbytes for slot in slots.values()) + sum(each.own_bytes for each in self.weights)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of secondary shards, or of this rank's parts of the references."""
+        return sum(each.kept.nbytes for each in self.weights)
 
     @property
     def accumulator_bytes(self) -> int:
-        """Bytes of the sums of gradients over micro-batches that this rank keeps during a step.
+        """Bytes of the sums of gradients over micro-batches that this rank keeps during a step."""
+        return 4 * sum(map(self.accumulator_numel, self.trained))
 
-        `Accumulation.SHARD` keeps them in the gradient that the optimizer takes.
-        """
-        return 4 * sum(map(self.reduction.accumulator_numel, self.reduction.layouts))
+    def message_room(self, stages: Route) -> int:
+        """Bytes of the largest message that this rank brings to these stages of the weights' routes."""
+        return message_room(stages, [len(each.owned) for each in self.weights if stages == each.first])
 
     @property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of gathers and reductions."""
-        gathers = self.relayed.nbytes
-        weights = self.inside_gather or self.gather
-        gathers += len(weights.hop.streams) * weights.received.nbytes
-        if self.among_groups is not None:
-            gathers += self.among_groups.received.nbytes
-        return gathers + self.reduction.buffers.nbytes
+        relayed = 0
+        for stages in {each.first for each in self.weights if each.first}:
+            room, shards = self.message_room(stages), 1
+            for at, stage in enumerate(stages):
+                shards *= stage.ranks
+                turns = max(2 if at + 1 < len(stages) else 1, lanes(stages, at, self.mesh))
+                relayed += turns * shards * room
+        return relayed + (0 if self.rooms is None else self.rooms.nbytes)
 
-    @property
-    def relayed(self) -> Buffer:
-        """Two parts of the largest unit in turn: messages on their way from other nodes."""
-        if self.inside_gather is None or not self.gather.hop.quantized:
-            return Buffer(0, torch.uint8)
-        part = self.inside_gather.largest_part
-        return Buffer(2 * part.numel, part.dtype)
 
-    @property
-    def secondary_bytes(self) -> int:
-        """Bytes of all secondary shards of this rank."""
-        return sum(part.nbytes for part in map(self.secondary_part, self.layouts) if part is not None)
+def plan_communication(
+    zero: ZeroConfig,
+    mesh: Mesh,
+    layouts: Sequence[Layout],
+    *,
+    compute_dtype: torch.dtype,
+    reduce_in_bf16: bool,
+    copy_engines: bool,
+    reads: Reads | None = None,
+    inside_nodes: Collection[int] = (),
+) -> CommunicationPlan:
+    """The plan of a rank for units of these layouts.
 
-    @cached_property
-    def _layouts_in_turn(self) -> set[Layout]:
-        """Layouts of which there are more units than slots."""
-        slots = Counter(layout for layout, _ in {*zip(self.layouts, self.slots, strict=True)})
-        return {layout for layout, units in Counter(self.layouts).items() if slots[layout] < units}
+    Weights travel in `compute_dtype` or quantised, gradients quantised, in bf16 (`reduce_in_bf16`), or as
+    `gradient_route` says. `reads`: how the passes read the units; by default each once in the forward and in
+    the backward. `inside_nodes`: the units that each node holds by itself.
+    """
+    zero = zero.among(layouts[0].shards)
+    reads = reads or Reads(tuple((unit,) for unit in range(len(layouts))))
+    forward, _ = orders = reads.orders
+    gradients = gradient_route(zero, mesh, compute_dtype, in_bf16=reduce_in_bf16)
+    gradient_dtype = compute_dtype
+    if gradients:
+        sums = torch.float32 if gradients[0].when is When.STEP else compute_dtype  # over micro-batches
+        gradient_dtype = torch.bfloat16 if reduce_in_bf16 else sums
+    inside = tuple(axis for axis in mesh.shards if axis != mesh.node)
+    kinds = [
+        (layout, () if zero.zero_stage == 0 else inside if unit in inside_nodes else mesh.shards)
+        for unit, layout in enumerate(layouts)
+    ]
+    slots = tuple(_slots(kinds, orders, zero.prefetched_units if zero.zero_stage >= 3 else None))
+    units, slots_of = Counter(kinds), Counter(kind for kind, _ in {*zip(kinds, slots, strict=True)})
+    return CommunicationPlan(
+        mesh=mesh,
+        weights=tuple(
+            weight_plan(
+                zero, mesh, kind[0], compute_dtype, axes=kind[1], in_turn=slots_of[kind] < units[kind]
+            )
+            for kind in kinds
+        ),
+        gradients=gradients,
+        made=compute_dtype,
+        gradient_dtype=gradient_dtype,
+        copy_engines=copy_engines,
+        prefetch=zero.prefetched_units,
+        slots=slots,
+        reduction_slots=tuple(_slots(kinds, (forward,), 1)),  # for two units in a row
+        reads=reads,
+    )
+
+
+def _slots(
+    kinds: Sequence[Hashable], orders: Sequence[Sequence[tuple[int, ...]]], ahead: int | None
+) -> Iterator[int]:
+    """A slot for each unit; None: each has its own.
+
+    Units of one kind take turns in as many as they are, at most, among the units of any place and of the
+    `ahead` places with other units that follow it in one of the `orders` in which units are read.
+    """
+    if ahead is None:
+        yield from range(len(kinds))
+        return
+    most = Counter(set(kinds))
+    for order in orders:
+        for at in range(len(order)):
+            near = dict.fromkeys(order[at : at + 2 * (ahead + 1)])  # no order has a unit more than twice
+            units = chain.from_iterable(islice(near, ahead + 1))
+            for kind, count in Counter(kinds[unit] for unit in units).items():
+                most[kind] = max(most[kind], count)
+    slots: dict[Hashable, list[int]] = {kind: [] for kind in most}
+    turns, made = Counter[Hashable](), 0
+    for kind in kinds:
+        if len(slots[kind]) < most[kind]:
+            slots[kind].append(made)
+            made += 1
+        yield slots[kind][turns[kind] % most[kind]]
+        turns[kind] += 1

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.exchange.route import CodeFormat, eight_bits
 from megatron_zpp.ops.formats import LloydMaxFormat
-from megatron_zpp.zero.hop import CodeFormat, eight_bits
 
 LOST_SHARE = 4 / 9  # of the squares of differences
 

@@ -19,26 +19,26 @@ from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
+from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.sums import largest_over_ranks, sum_over_ranks
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.adamw import build_optimizer
 from megatron_zpp.zero.buffers import Buffers
 from megatron_zpp.zero.build import Initialize, UnitBuilder, named_units, plan_of
-from megatron_zpp.zero.collectives.sums import largest_over_ranks, sum_over_ranks
-from megatron_zpp.zero.communication import build_communication
+from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
-from megatron_zpp.zero.model_checks import check_decoupled, check_parameters, check_unit
+from megatron_zpp.zero.model_checks import check_names, check_parameters, check_unit
 from megatron_zpp.zero.model_states import ModelStates
-from megatron_zpp.zero.plan_communication import check_topology
 from megatron_zpp.zero.prefetch import Phase
 from megatron_zpp.zero.product_scaling import ProductScaling
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
-from megatron_zpp.zero.weight_codes import WeightEncoder
+from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder
 from megatron_zpp.zero.weights import Weights
 
 LEAST_WEIGHT = 1e-9  # of a step's losses: less than one token of any batch
@@ -74,13 +74,14 @@ class ZeroEngine:
     how tensor ranks share the model, which has this rank's parts of its parameters then. `operations`
     has the kernels for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say`
     gets a line if copy engines were tried and cannot be used, and on rank 0 one that names the buffers which
-    `initialize` filled. Parameters whose names are `decoupled` have a
-    learning rate of their own. `scaling` has the scales of 8-bit products if they follow from earlier steps.
+    `initialize` filled. Parameters whose names are `decoupled` have a learning rate of their own. The units
+    `inside_nodes` are sharded among the ranks of a node alone: each node holds them by itself, so their
+    weights do not cross nodes. `scaling` has the scales of 8-bit products if they follow from earlier steps.
     `codes` encodes the weights that are held as codes, by these scales.
 
-    Raises ValueError for a model that cannot be trained as it is, for a `decoupled` name that it does not
-    have, and for settings that these ranks cannot obey. Passes raise RuntimeError where a parameter is read
-    while its unit is not gathered, and on several ranks where a forward changes a persistent buffer.
+    Raises ValueError for a model that cannot be trained as it is, for a name that it does not have, and for
+    settings that these ranks cannot obey. Passes raise RuntimeError where a parameter is read while its unit
+    is not gathered, and on several ranks where a forward changes a persistent buffer.
     """
 
     def __init__(
@@ -100,32 +101,35 @@ class ZeroEngine:
         sections: Sections = UNTIMED,
         say: Callable[[str], None] = print,
         decoupled: Collection[str] = (),
+        inside_nodes: Collection[str] = (),
         scaling: ProductScaling | None = None,
         codes: WeightEncoder | None = None,
     ) -> None:
         check_unit(zero, model)
         named_modules = named_units(model)
         check_parameters(model, named_modules)
-        check_decoupled(decoupled, named_modules)
+        check_names(decoupled, inside_nodes, named_modules)
         self.model, self.topology, self.device, self.share = model, topology, device, share
         self.scaling, self.sections = scaling, sections
         self.grid = Grid(topology, 1 if share.group is None else share.group.size)
-        check_topology(zero, self.grid.data)
+        check_routes(zero, self.grid.data.mesh)
         if zero.quantizes and operations is None:
             fix = f'codes need them; give load_operations("{device.type}", require_kernels=False, say=print)'
             raise option_error("operations", operations, fix)
-        self._ledger = TrafficLedger(self.grid.data)
+        self._ledger = TrafficLedger(topology)
         self._clip_grad, self._decouples = optimizer.clip_grad, bool(decoupled)
         dtype = getattr(torch, precision.compute_dtype(device.type))
         several = self.grid.data.local_world_size > 1
         tried = topology if several else self.grid.data  # the trial is that of all ranks of the node
         self.copy_engines = choose_copy_engines(tried, device, timeout, say)
+        mesh = self.grid.data.mesh
         plan = plan_of(
             model,
             zero,
-            self.grid.data,
+            mesh,
             share=share,
             decoupled=decoupled,
+            inside_nodes=inside_nodes,
             coded=() if codes is None else codes.names,
             compute_dtype=dtype,
             reduce_in_bf16=precision.grad_reduce_in_bf16,
@@ -133,36 +137,51 @@ class ZeroEngine:
         )
         make_comm_stream = partial(
             CommStream,
-            topology=self.grid.data,
+            topology=topology,
             device=device,
             ledger=self._ledger,
             timeout=timeout,
             copy_engines=self.copy_engines,
         )
-        self._communication = communication = build_communication(plan, make_comm_stream, operations)
+        self._communication = communication = Communication(plan, make_comm_stream, operations)
+        sources = GatherSources(operations, codes)
         self.units = UnitBuilder(
-            communication, device, offload_optimizer=zero.zero_offload_optimizer, codes=codes
+            communication,
+            device,
+            offload_optimizer=zero.zero_offload_optimizer,
+            sources=sources,
+            codes=codes,
         ).build(named_modules, initialize)
         self.buffers = Buffers(model, initialize, device, topology.world_size)
         if self.buffers.filled and topology.rank == 0:  # a constructor may have computed other values
             names = ", ".join(self.buffers.filled)
             say(f" buffers with the values of initialize, not of their module's constructor: {names}")
-        trained = [unit for unit in self.units if not unit.frozen]
+        self._trained = [index for index, unit in enumerate(self.units) if not unit.frozen]
+        trained = [self.units[index] for index in self._trained]
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
         formats = None
-        if plan.difference_format is not None:
-            formats = DifferenceFormats(plan.difference_format, len(plan.layouts), device)
-        self.weights = Weights(self.units, communication, topology, sections, formats=formats, codes=codes)
-        self._optimizer = build_optimizer(
-            optimizer, trained, communication, fused_backend, operations, self.weights.sources
+        if (differences := plan.differences) is not None:
+            formats = DifferenceFormats(differences, len(plan.weights), device)
+        self.weights = Weights(
+            self.units,
+            communication,
+            topology,
+            sections,
+            sources,
+            operations=operations,
+            formats=formats,
+            codes=codes,
         )
-        self.states = ModelStates(self.units, self.weights, self._optimizer, topology, plan.grid.mesh)
+        self._optimizer = build_optimizer(
+            optimizer, trained, plan, fused_backend, operations, self.weights.sources
+        )
+        self.states = ModelStates(self.units, self.weights, self._optimizer, topology, plan.mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
         )
-        self._sums = StepSums(trained, self._gradients, self.grid, share, sections)
+        self._sums = StepSums(trained, self._gradients, self.grid, sections)
         self._exchanges = ExchangeCounter(share, self._ledger, dtype)
         self._hooks = register_hooks(
             [module for _, module in named_modules],
@@ -252,8 +271,11 @@ class ZeroEngine:
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        stepped = self._optimizer.step(rates, divisor * shrink, found_inf)
-        self.weights.publish(stepped, found_inf)
+        self._optimizer.begin_step(rates, divisor * shrink, found_inf)
+        self.weights.begin_step()
+        for number, index in enumerate(self._trained):
+            self._optimizer.update(number)
+            self.weights.updated(index, found_inf)
         self._gradients.release()
         self.iteration += 1
         self.loss_scale.update(found_inf)

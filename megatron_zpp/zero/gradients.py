@@ -1,21 +1,18 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
+from megatron_zpp.exchange.codecs import Rotation
+from megatron_zpp.exchange.reductions import Target
+from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
+from megatron_zpp.exchange.sums import sum_squares
 from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.placement import Layout, within
-from megatron_zpp.zero.collectives.interface import GroupReduction, Reduction, Target
-from megatron_zpp.zero.collectives.rotation import Rotation
-from megatron_zpp.zero.collectives.sums import sum_squares
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.grad_segments import GradSegment, segments_of
-from megatron_zpp.zero.reduction_plan import Accumulation
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
@@ -29,10 +26,10 @@ SIGNS_SEED = 0
 class Gradients:
     """Takes each unit's gradients when its backward is done.
 
-    The plan's `Accumulation` says what is sent when. SHARD: gradients are reduced after every micro-batch.
-    GROUP: hop 1 of every micro-batch adds into what a group keeps; the other hops run once per step, unit by
-    unit, behind the last micro-batch's backward. WHOLE: gradients accumulate whole and are reduced behind the
-    last backward. Where there is nothing to sum they stay as they are.
+    The route of the gradients says what is sent when. If no stage runs after every micro-batch, gradients
+    accumulate whole and are reduced behind the last backward. If all do, so are gradients. If some do, each
+    micro-batch adds to what a group keeps, and the other stages run once per step, unit by unit, behind the
+    last backward. Where there is nothing to sum gradients stay as they are.
     """
 
     def __init__(
@@ -48,14 +45,14 @@ class Gradients:
         plan = communication.plan
         self._units = [unit for unit in units if not unit.frozen]
         self._operations = operations
-        self._reduction = communication.reduction
-        self._plan, self._sharded = plan.reduction, plan.optimizer_sharded
+        self._reduction, self._plan = communication.reduction, plan
+        self._gather_sums = {unit: legs.sums for unit, legs in zip(units, communication.legs, strict=True)}
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
         self._slots = dict(zip(units, plan.reduction_slots, strict=True))
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self._first = self._last = True
         self._iteration = 0
-        shards = {layout: layout.shard(plan.grid.mesh) for layout in set(plan.layouts)}
+        shards = {layout: layout.shard(plan.mesh) for layout in set(plan.layouts)}
         self._gaps = {
             layout: tuple(within(gap, shard) for gap in layout.gaps_in(shard))
             for layout, shard in shards.items()
@@ -63,7 +60,10 @@ class Gradients:
         self._numbers = {unit: index for index, unit in enumerate(units)}
         self._share = share
         self._replicated = {unit: share.replicated(unit.layout) for unit in units}
-        self._counted_elsewhere = {unit: share.counted_elsewhere(unit.layout, unit.owned) for unit in units}
+        self._accumulator_numel = {layout: plan.accumulator_numel(layout) for layout in shards}
+        self._counted_elsewhere = {
+            unit: share.counted_elsewhere(unit.layout, unit.plan.shard) for unit in units
+        }
 
     def begin(self, *, first: bool, last: bool, iteration: int) -> None:
         """Prepare for the backward of step `iteration`'s first, last or another micro-batch.
@@ -103,22 +103,24 @@ class Gradients:
             unit.grad.wait()
 
     def squares_of(self, unit: Unit) -> Tensor:
-        """The sums of the squares of each block of a unit's gradient, which is SUMMED.
+        """The sums of the squares of each block of this rank's shard of a gradient, which is SUMMED.
 
         Those of blocks that another tensor rank counts are 0.
         """
         sums = unit.grad.squares
         if sums is None:
-            counts = [len(segment.flat) // SQUARES_BLOCK for segment in unit.gradients]
+            shard = range(unit.owned.stop - unit.owned.start)[unit.shard]
+            segments = list(segments_inside(unit.gradients, shard))
+            counts = [len(segment.flat) // SQUARES_BLOCK for segment in segments]
             sums = torch.empty(sum(counts), device=unit.full.device)
-            for segment, its_sums in zip(unit.gradients, sums.split(counts), strict=True):
+            for segment, its_sums in zip(segments, sums.split(counts), strict=True):
                 sum_squares(self._operations, segment.flat, its_sums)
         for blocks in self._counted_elsewhere[unit]:
             sums[blocks.start : blocks.stop].zero_()
         return sums
 
     def counted_elsewhere(self, unit: Unit) -> list[range]:
-        """The elements of this rank's part of a unit that another tensor rank counts in sums over ranks."""
+        """The elements of this rank's shard that another tensor rank counts in sums over ranks."""
         blocks = self._counted_elsewhere[unit]
         return [range(each.start * SQUARES_BLOCK, each.stop * SQUARES_BLOCK) for each in blocks]
 
@@ -144,7 +146,7 @@ class Gradients:
             produced.append(parameter.grad)
             parameter.grad = None
         replicated = self._replicated[unit]
-        summing = self._share.start_sum(produced, replicated)
+        summing = self._share.start_sum(produced, replicated) if replicated else None
         only = first and last
         if only and not self._sums:
             segments = segments_of(unit.layout, produced, _STEPPED_THERE)
@@ -163,8 +165,7 @@ class Gradients:
             if produced[0].itemsize > dtype.itemsize:
                 produced = [gradient.to(dtype) for gradient in produced]
             sent = segments_of(unit.layout, produced, _SENT_FROM_THERE)
-            grouped = self._plan.accumulation is Accumulation.GROUP
-            if grouped and (self._plan.fold is not None or not only):
+            if self._plan.accumulates_in_groups and not (only and self._reduction.at_once):
                 self._accumulate_in_group(unit, sent, first=first, last=last)
             else:
                 self._reduce(unit, sent, add=not first, last=last)
@@ -179,7 +180,7 @@ class Gradients:
         unit.grad.accumulate(whole)
         if last:
             sent = (GradSegment(0, whole.to(self._plan.gradient_dtype)),)
-            total = None if self._sharded else whole
+            total = whole if len(unit.owned) == unit.layout.numel else None
             unit.grad.accumulated = None
             del whole  # if a 16-bit copy is sent instead, the reduction's sum can take its memory
             self._reduce(unit, sent, add=False, last=True, total=total)
@@ -187,18 +188,18 @@ class Gradients:
     def _accumulate_in_group(
         self, unit: Unit, sent: tuple[GradSegment, ...], *, first: bool, last: bool
     ) -> None:
-        """Start hop 1, and behind a step's last one the other hops: EMPTY or ACCUMULATING -> REDUCING."""
-        reduction = cast(GroupReduction, self._reduction)
+        """Start the stage of every micro-batch, in the last one all: EMPTY or ACCUMULATING -> REDUCING."""
+        reduction = self._reduction
         accumulated = unit.grad.accumulated
         if accumulated is None:
-            numel = self._plan.accumulator_numel(unit.layout)
+            numel = self._accumulator_numel[unit.layout]
             accumulated = torch.empty(numel, device=sent[0].flat.device)
         pending = reduction.accumulate(sent, accumulated, add=not first)
         if last:
             total = torch.empty_like(unit.master, device=accumulated.device)
-            squares = self._new_squares(total, last=True)
-            target = Target(total, squares=squares, rotation=self._rotation_of(unit))
-            reduced = reduction.reduce_accumulated(accumulated, target)
+            squares = self._new_squares(unit, last=True)
+            target = Target(total[unit.shard], squares=squares, rotation=self._rotation_of(unit))
+            reduced = self._to_all(unit, total, reduction.reduce_accumulated(accumulated, target))
             unit.grad.reduce(all_of([pending, reduced]), sent, total, squares, accumulated)
         else:
             unit.grad.reduce_in_group(pending, sent, accumulated)
@@ -213,21 +214,20 @@ class Gradients:
         last: bool,
         total: Tensor | None = None,
     ) -> None:
-        """Start the sum over ranks, at stage 0 into `total`, if it is given: -> REDUCING.
+        """Start the sum over ranks, into `total` if it is given: -> REDUCING.
 
         Adds to what earlier micro-batches and places left, or begins a new sum. `last`: no other one follows
         in the step.
         """
-        device = sent[0].flat.device
         if add:
             total = unit.gradient
-        elif self._sharded:
-            total = torch.empty_like(unit.master, device=device)
         elif total is None:
-            total = torch.empty(unit.layout.numel, device=device)
-        squares = self._new_squares(total, last=last)
-        target = Target(total, add, squares, self._rotation_of(unit))
-        pending = cast(Reduction, self._reduction).reduce(sent, target)
+            total = torch.empty_like(unit.master, device=sent[0].flat.device)
+        squares = self._new_squares(unit, last=last)
+        target = Target(total[unit.shard], add, squares, self._rotation_of(unit))
+        pending = self._reduction.reduce(sent, target)
+        if last:
+            pending = self._to_all(unit, total, pending)
         unit.grad.reduce(pending, sent, total, squares)
         self._reducing[self._slots[unit]] = unit
 
@@ -238,11 +238,16 @@ class Gradients:
         signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
         return Rotation(signs, self._gaps[unit.layout])
 
-    def _new_squares(self, total: Tensor, *, last: bool) -> Tensor | None:
+    def _to_all(self, unit: Unit, total: Tensor, reduced: Pending) -> Pending:
+        """Gather the sums that this rank's optimizer takes, if they are more than its shard."""
+        leg = self._gather_sums[unit]
+        return reduced if leg is None else leg.run(total[unit.shard], total, after=reduced)
+
+    def _new_squares(self, unit: Unit, *, last: bool) -> Tensor | None:
         """Memory for the sums of squares of a unit's last reduction of a step, if that finds them."""
         if not (last and self._plan.returns_squared_norms):
             return None
-        return torch.empty(len(total) // SQUARES_BLOCK, device=total.device)
+        return torch.empty(unit.layout.shard_numel // SQUARES_BLOCK, device=unit.full.device)
 
 
 def _new_sum(layout: Layout, device: torch.device) -> Tensor:

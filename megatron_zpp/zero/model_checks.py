@@ -80,17 +80,25 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"{name}: is {parameter.dtype}; make it a buffer")
 
 
-def check_decoupled(decoupled: Collection[str], units: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raise ValueError unless all names of `decoupled` are those of parameters of `units`.
+def check_names(
+    decoupled: Collection[str], inside_nodes: Collection[str], units: Sequence[tuple[str, nn.Module]]
+) -> None:
+    """Raise ValueError unless these are all names of parameters of `units`, and of units.
 
-    A parameter that several units share has its name in the first of them.
+    What several units share has its name in the first of them.
     """
-    known = [name for unit, module in distinct(units) for name, _ in module.named_parameters(unit)]
-    for name in decoupled:
+    first = distinct(units)
+    parameters = [name for unit, module in first for name, _ in module.named_parameters(unit)]
+    _check_known("decoupled", decoupled, parameters, "parameter of the model's units")
+    _check_known("inside_nodes", inside_nodes, [unit for unit, _ in first], "unit of the model")
+
+
+def _check_known(argument: str, names: Collection[str], known: Sequence[str], kind: str) -> None:
+    for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(known[:3])} …"
-            raise option_error("decoupled", name, f"no parameter of the model's units; {fix}")
+            raise option_error(argument, name, f"no {kind}; {fix}")
 
 
 def _own_parameters(path: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import within
-from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.optimizer import Optimizer
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weights import Weights
@@ -38,10 +37,7 @@ class ModelStates:
         At stage 0, where every rank has the whole, the shard that it would have at other stages. Frozen units
         have no optimizer states: (0,).
         """
-        return [
-            flat[within(unit.layout.shard(self._mesh), unit.owned)]
-            for unit, flat in zip(self._units, self._flats(kind), strict=True)
-        ]
+        return [flat[unit.shard] for unit, flat in zip(self._units, self._flats(kind), strict=True)]
 
     def load(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
         """Load one of `kinds`; `read(unit, elements)` returns a part of a unit's flat buffer.

@@ -4,13 +4,12 @@ An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer
 `UpdateRule`; an optimizer that looks at more than one element, as Muon does at matrices, is an Optimizer.
 """
 
-from collections.abc import Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.zero.grad_segments import GradSegment, segments_inside
+from megatron_zpp.exchange.segments import GradSegment, segments_inside
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
 
@@ -29,12 +28,16 @@ class Optimizer(Protocol):
     steps: Tensor  # (); steps taken so far, skipped ones not included
     accepts_16bit_gradients: bool
 
-    def step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
-        """Take one step on gradients / `divisor` (), or none if `found_inf` () is 1.
+    def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
+        """Begin a step on gradients / `divisor` (), in which nothing changes if `found_inf` () is 1.
 
         `rates` are the learning rates of all parameters but the decoupled ones, and of these.
-        Yields the units in order, each as soon as the writing of its gather source has been submitted, so
-        that the first gathers overlap with the steps of the other units.
+        """
+
+    def update(self, index: int) -> None:
+        """Change unit `index`, and submit the writing of its gather source, which can be sent from then on.
+
+        Units are updated in order, each once per step.
         """
 
 
@@ -75,40 +78,34 @@ class DeviceOptimizer(Generic[Scalars]):
         self.state_names, self.accepts_16bit_gradients = rule.state_names, rule.accepts_16bit_gradients
         self.states = [zero_states(unit, rule.state_names) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
+        self._scalars: list[Scalars] = []  # of the present step, by learning rate
 
-    def step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
-        """See Optimizer.step."""
+    def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
+        """See Optimizer.begin_step."""
         self.steps += 1 - found_inf
-        scalars = self._rule.scalars(self.steps, rates[0], divisor, found_inf)
-        for unit, states, runs in zip(self._units, self.states, self._runs, strict=True):
-            if runs:
-                self._step_runs(unit, states, runs, rates, divisor, found_inf)
-                yield unit
-                continue
-            for segment in unit.gradients:
-                shard = ShardSegment(
-                    segment.of(unit.master),
-                    tuple(segment.of(state) for state in states.values()),
-                    self._gather_source_segment(unit, segment),
-                    min(max(unit.decayed - segment.start, 0), len(segment.flat)),
-                )
-                self._rule.step(shard, segment.flat, scalars)
-            if unit.layout.coded:
-                self._write(unit)
-            yield unit
+        used = rates if any(self._runs) else rates[:1]
+        self._scalars = [self._rule.scalars(self.steps, rate, divisor, found_inf) for rate in used]
 
-    def _step_runs(
-        self,
-        unit: Unit,
-        states: dict[str, Tensor],
-        runs: list["_Run"],
-        rates: Rates,
-        divisor: Tensor,
-        found_inf: Tensor,
-    ) -> None:
+    def update(self, index: int) -> None:
+        """See Optimizer.update."""
+        unit, states = self._units[index], self.states[index]
+        if self._runs[index]:
+            self._step_runs(unit, states, self._runs[index])
+            return
+        for segment in unit.gradients:
+            shard = ShardSegment(
+                segment.of(unit.master),
+                tuple(segment.of(state) for state in states.values()),
+                self._gather_source_segment(unit, segment),
+                min(max(unit.decayed - segment.start, 0), len(segment.flat)),
+            )
+            self._rule.step(shard, segment.flat, self._scalars[0])
+        if unit.layout.coded:
+            self._write(unit)
+
+    def _step_runs(self, unit: Unit, states: dict[str, Tensor], runs: list["_Run"]) -> None:
         """Step a unit whose parameters have two learning rates, then write its gather source as a whole."""
         for run in runs:
-            scalars = self._rule.scalars(self.steps, rates[run.decoupled], divisor, found_inf)
             for segment in segments_inside(unit.gradients, run.elements):
                 part = GradSegment(run.elements.start + segment.start, segment.flat)
                 shard = ShardSegment(
@@ -117,7 +114,7 @@ class DeviceOptimizer(Generic[Scalars]):
                     None,
                     min(max(unit.decayed - part.start, 0), len(part.flat)),
                 )
-                self._rule.step(shard, part.flat, scalars)
+                self._rule.step(shard, part.flat, self._scalars[run.decoupled])
         if not unit.gathers_from_master:
             self._write(unit)
 
@@ -151,27 +148,31 @@ class OffloadedOptimizer(Generic[Scalars]):
         self._gather_sources = [
             None if _is_fp32(unit) else _pinned_like(unit.gather_source) for unit in units
         ]
+        self._arrived: list[torch.cuda.Event] = []  # the gradients of the present step
+        self._scalars: Scalars | None = None  # None: the step is skipped
 
-    def step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
-        """See Optimizer.step."""
-        arrived = [
+    def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
+        """See Optimizer.begin_step."""
+        self._arrived = [
             self._copy(unit.gradient, gradient)
             for unit, gradient in zip(self._units, self._gradients, strict=True)
         ]
         divisor, found_inf = divisor.cpu(), found_inf.cpu()
-        if found_inf.item():
-            yield from self._units
+        self._scalars = None
+        if not found_inf.item():
+            self.steps += 1
+            self._scalars = self._rule.scalars(self.steps, rates[0], divisor, found_inf)
+
+    def update(self, index: int) -> None:
+        """See Optimizer.update."""
+        if self._scalars is None:
             return
-        self.steps += 1
-        scalars = self._rule.scalars(self.steps, rates[0], divisor, found_inf)
-        for index, unit in enumerate(self._units):
-            arrived[index].synchronize()
-            states, gather_source = tuple(self.states[index].values()), self._gather_sources[index]
-            shard = ShardSegment(unit.master, states, gather_source, unit.decayed)
-            self._rule.step(shard, self._gradients[index], scalars)
-            new = unit.master if gather_source is None else gather_source
-            torch.cuda.current_stream().wait_event(self._copy(new, unit.gather_source))
-            yield unit
+        unit, states, gather_source = self._units[index], self.states[index], self._gather_sources[index]
+        self._arrived[index].synchronize()
+        shard = ShardSegment(unit.master, tuple(states.values()), gather_source, unit.decayed)
+        self._rule.step(shard, self._gradients[index], self._scalars)
+        new = unit.master if gather_source is None else gather_source
+        torch.cuda.current_stream().wait_event(self._copy(new, unit.gather_source))
 
     def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
         """Copy between the CPU and the device, after all work submitted to the current stream so far."""

@@ -4,7 +4,7 @@ Units and slots are numbers here, without tensors, so that --dry-run walks throu
 So are places: the modules that read units, in the order of the forward (zero/reads.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from megatron_zpp.distributed.comm_stream import Pending
@@ -27,7 +27,7 @@ class WeightState(Enum):
     GATHERED = auto()  # in the slot
 
 
-StartGather = Callable[[int, bool], Pending]  # starts to fill the slot of a unit; True: from secondary shards
+StartGather = Callable[[int], Pending]  # starts to fill the slot of a unit
 SetReadable = Callable[[int, bool], None]  # the parameters of a unit may be read from now on, or no more
 
 
@@ -58,15 +58,15 @@ class Prefetcher:
     ) -> None:
         """The parameters of all units count as readable until `set_readable` is called."""
         self._gather, self._prefetch, self._sections = gather, plan.prefetch, sections
-        self._after_exchanges = plan.difference_format is not None
+        self._waits_for_kept = [bool(each.bring) for each in plan.weights]
         self._changed = WeightState.GATHERED if plan.gathers_in_place else WeightState.SHARDED
         slots = {slot: _Slot() for slot in plan.slots}
         self._slots = [slots[slot] for slot in plan.slots]  # of each unit
-        self._weights = [self._changed for _ in plan.layouts]
-        self._keeps_secondary = [plan.secondary_part(layout) is not None for layout in plan.layouts]
-        self._secondary_is_present = [False for _ in plan.layouts]  # False: of older weights, or empty
-        self._readable, self._set_readable = [True for _ in plan.layouts], set_readable
-        for index in range(len(plan.layouts)):
+        self._taken: set[_Slot] = set()  # in this step, by units whose new weights are gathered
+        self._full = False  # nothing more is gathered before the forward
+        self._weights = [self._changed for _ in plan.weights]
+        self._readable, self._set_readable = [True for _ in plan.weights], set_readable
+        for index in range(len(plan.weights)):
             self._allow_reads(index, self.always_gathered)
         self._phase, reads = Phase.FORWARD, plan.reads
         self._units_at = reads.units  # of each place
@@ -99,25 +99,26 @@ class Prefetcher:
 
         Where they were written into the slot, there is nothing to gather: any state -> GATHERED.
         """
-        self._secondary_is_present[index] = False
         self._weights[index] = self._changed
         self._allow_reads(index, self.always_gathered)
 
-    def gather_after_step(self, stepped: Iterable[int]) -> None:
-        """Start to gather the units that the forward reads first, as the optimizer finishes each.
+    def begin_step(self) -> None:
+        """The optimizer begins to change the weights."""
+        self._taken, self._full = set(), False
+
+    def updated(self, index: int) -> None:
+        """The optimizer has changed unit `index`: start to gather it, if the forward reads it soon.
 
         Of the units that share a slot, the first one is gathered. Gathers run in the order in which they
-        start. With weight differences a gather also waits until those of its unit have arrived. Then nothing
-        is gathered behind the first unit whose slot is taken: it would hold up what the forward needs sooner.
+        start. One from what is kept also waits until that has been brought. Then nothing is gathered behind
+        the first unit whose slot is taken: it would hold up what the forward needs sooner.
         """
-        taken, full = set(), False
-        for index in stepped:
-            self.changed(index)
-            if self._slots[index] in taken:
-                full = self._after_exchanges
-            elif not full:
-                taken.add(self._slots[index])
-                self._start(index)
+        self.changed(index)
+        if self._slots[index] in self._taken:
+            self._full = self._full or self._waits_for_kept[index]
+        elif not self._full:
+            self._taken.add(self._slots[index])
+            self._start(index)
 
     def before_forward(self, place: int) -> None:
         """Gather the units of a place that is about to compute, and start the next gathers.
@@ -197,10 +198,7 @@ class Prefetcher:
             self._set_readable(index, allowed)
 
     def _start(self, index: int) -> None:
-        """SHARDED -> GATHERING; the unit that was in the slot: GATHERING or GATHERED -> SHARDED.
-
-        The first gather of new weights refreshes the secondary shard, and later ones come from those.
-        """
+        """SHARDED -> GATHERING; the unit that was in the slot: GATHERING or GATHERED -> SHARDED."""
         if self._weights[index] is not WeightState.SHARDED:
             return
         slot = self._slots[index]
@@ -209,5 +207,4 @@ class Prefetcher:
             self._weights[slot.holder] = WeightState.SHARDED
             self._allow_reads(slot.holder, False)
         slot.holder, self._weights[index] = index, WeightState.GATHERING
-        slot.pending = self._gather(index, self._secondary_is_present[index])
-        self._secondary_is_present[index] = self._keeps_secondary[index]
+        slot.pending = self._gather(index)

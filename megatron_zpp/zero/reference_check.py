@@ -11,22 +11,18 @@ from megatron_zpp.zero.sharded_unit import Unit
 
 
 def differing_references(
-    units: Sequence[Unit], references: Sequence[Tensor], topology: Topology, *, groups: int, tensor: int
+    units: Sequence[Unit], references: Sequence[Tensor], topology: Topology, holders: Sequence[int]
 ) -> str | None:
     """The first unit whose reference is not the same on all nodes, and the ranks; None if all are.
 
-    A node has `groups` groups of data ranks with a reference each, and `tensor` tensor ranks to a data rank.
-    Every rank of the job `topology` must call it, and all get the same answer. It waits for the device.
+    `holders` has for each rank of the job `topology` the first one that holds the same part of references.
+    Every rank must call it, and all get the same answer. It waits for the device.
     """
     assert topology.is_job
     digests = torch.stack([_digest(reference) for reference in references])  # (units,)
     found = [torch.empty_like(digests) for _ in range(topology.world_size)]
     dist.all_gather(found, digests)
     by_rank = torch.stack(found).cpu()
-    holders = [
-        first_holder(rank % topology.local_world_size, groups=groups, tensor=tensor)
-        for rank in range(topology.world_size)
-    ]
     for index, unit in enumerate(units):
         digest = by_rank[:, index]
         ranks = [rank for rank, holder in enumerate(holders) if digest[rank] != digest[holder]]
@@ -34,12 +30,6 @@ def differing_references(
             name = unit.names[0].rsplit(".", 1)[0]
             return f"unit {index} (with {name}) on ranks {', '.join(map(str, ranks))}"
     return None
-
-
-def first_holder(local_rank: int, *, groups: int, tensor: int) -> int:
-    """The first rank of the job that holds the same part of the reference as a rank with this local rank."""
-    data_rank, tensor_rank = divmod(local_rank, tensor)
-    return data_rank // groups * groups * tensor + tensor_rank
 
 
 def _digest(flat: Tensor) -> Tensor:

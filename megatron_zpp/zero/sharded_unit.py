@@ -7,16 +7,15 @@ The tensors of a unit of n elements (padding included) on d ranks:
                                parameters view for good; units with the same slot take turns in it. Bytes
                                where weights are held as codes
     gather_source  optimizer   what this rank's next gather sends: its shard in the compute dtype or as bytes,
-                               or qwZ's message; a part of `full` where parameters stay whole. Where
-                               differences are sent: its shard in fp32, as they are computed from
+                               or qwZ's message; a part of `kept` or `full`, if they are filled once per step.
+                               Where differences are sent: its shard in fp32, as they are computed from
     master         optimizer   fp32 weights that this rank's optimizer changes: all n at stage 0, else its
                                shard (n / d,); in CPU memory if offloaded; in fp32 the gather source itself
     moments        optimizer   two of AdamW, like `master`; the optimizer's own `moments`
-    secondary      prefetch    hpZ: this rank's part of what its group keeps of the unit;
-                               None where no other unit has the slot, since it is gathered once per step then.
-                               Where weight differences are sent, this rank's part of the reference, fp32:
-                               what all nodes know of the weights
-    message        engine      the weight differences that this rank sends
+    kept           weights     this rank's part of what its group keeps of the unit: hpZ's secondary shard, or
+                               where weight differences are sent of the reference, fp32, which is what all
+                               nodes know of the weights. None where nothing is kept
+    message        weights     the weight differences that this rank sends
     encoded        weights     where weights are held as codes: the bytes that this rank writes of the unit,
                                and what they are codes of. `gather_source` and `master`; where differences
                                are sent, the bytes that its group gathers from it, and the reference
@@ -43,9 +42,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending
-from megatron_zpp.placement import Layout
-from megatron_zpp.zero.grad_segments import GradSegment
+from megatron_zpp.exchange.segments import GradSegment
+from megatron_zpp.placement import Layout, within
 from megatron_zpp.zero.read_guard import ReadGuard
+from megatron_zpp.zero.weight_plan import WeightPlan
 
 
 class GradientState(Enum):
@@ -139,14 +139,15 @@ class Unit:
 
     parameters: tuple[nn.Parameter, ...]
     layout: Layout
-    owned: range  # the elements that this rank's optimizer changes
+    plan: WeightPlan
     full: Tensor
     master: Tensor
     gather_source: Tensor
-    secondary: Tensor | None
+    kept: Tensor | None
+    own_kept: Tensor | None  # this rank's shard in it
     message: Tensor | None
     encoded: Encoded | None
-    gaps: tuple[slice, ...]  # elements of the reference that belong to no parameter
+    gaps: tuple[slice, ...]  # elements of `kept` that belong to no parameter
     wide_dtype: torch.dtype  # of the parameters that are not held as codes
     # The parameters of each place whose gradients are reduced by themselves; those of the first place first.
     by_place: tuple[tuple[nn.Parameter, ...], ...]
@@ -158,10 +159,15 @@ class Unit:
         """Those of the parameters, as the model calls them."""
         return tuple(placement.name for placement in self.layout.placements)
 
+    @cached_property
+    def shard(self) -> slice:
+        """Where this rank's shard is in a buffer like `master`; the rest of it other ranks hold as well."""
+        return within(self.plan.shard, self.owned)
+
     @property
-    def whole(self) -> bool:
-        """Whether this rank changes all of the unit (stage 0, or one rank)."""
-        return len(self.owned) == self.layout.numel
+    def owned(self) -> range:
+        """The elements that this rank's optimizer changes."""
+        return self.plan.owned
 
     @property
     def frozen(self) -> bool:
@@ -170,10 +176,10 @@ class Unit:
 
     @property
     def reference(self) -> Tensor:
-        """The secondary shard, where weight differences are sent."""
+        """What is kept, where weight differences are sent."""
         assert self.message is not None
-        assert self.secondary is not None
-        return self.secondary
+        assert self.kept is not None
+        return self.kept
 
     @property
     def gradients(self) -> tuple[GradSegment, ...]:

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.zero.collectives.sums import sum_over_ranks
+from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.sections import GRADIENT_NORM, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.tensor_parallel import TensorShare
 
 
 class GradientSums(NamedTuple):
@@ -23,13 +22,11 @@ class GradientSums(NamedTuple):
 
 
 class StepSums:
-    """Sums over the ranks of `grid`. What tensor ranks have in common counts once."""
+    """Sums over the ranks of `grid`: each counts its shard, and one of them what tensor ranks share."""
 
-    def __init__(
-        self, units: Sequence[Unit], gradients: Gradients, grid: Grid, share: TensorShare, sections: Sections
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], gradients: Gradients, grid: Grid, sections: Sections) -> None:
         self._units, self._gradients, self._sections = list(units), gradients, sections
-        self._grid, self._share = grid, share
+        self._grid = grid
 
     def of_gradients(self, weight: float | None, formats: DifferenceFormats | None) -> GradientSums:
         """Sum over ranks, all at once; `weight` is that of this rank's losses, None without weights.
@@ -47,16 +44,12 @@ class StepSums:
         with self._sections(GRADIENT_NORM):
             sums = [torch.cat(squares).sum(dtype=torch.float64).view(1)]
             own = self._own_weight(weight, sums[0].device)
-            if self._units[0].whole and formats is None:  # every data rank has all of the gradient
-                total = self._over_tensor_ranks(sums[0])
-                summed = None if own is None else sum_over_ranks(own, self._grid.job)
-            else:
-                sums += [] if own is None else [own]
-                measured = [] if formats is None else [formats.measured.flatten()]
-                total = sum_over_ranks(torch.cat((*sums, *measured)), self._grid.job)
-                if formats is not None:
-                    formats.decide(total[len(sums) :].view(-1, 2))
-                summed = None if own is None else total[len(sums) - 1]
+            sums += [] if own is None else [own]
+            measured = [] if formats is None else [formats.measured.flatten()]
+            total = sum_over_ranks(torch.cat((*sums, *measured)), self._grid.job)
+            if formats is not None:
+                formats.decide(total[len(sums) :].view(-1, 2))
+            summed = None if own is None else total[len(sums) - 1]
         weights = None if summed is None else summed.view(())
         return GradientSums(total[0].sqrt(), weights)
 
@@ -65,16 +58,14 @@ class StepSums:
         """The norm () fp64 of the master weights of all units; every rank must call it."""
         norms = torch.stack([torch.linalg.vector_norm(self._counted(unit)) for unit in self._units])
         total = norms.double().square().sum().to(self._units[0].full.device)
-        if self._units[0].whole:
-            return self._over_tensor_ranks(total).sqrt()
         return sum_over_ranks(total, self._grid.job).sqrt()
 
     def _counted(self, unit: Unit) -> Tensor:
-        """The master weights of a unit without those that another tensor rank counts."""
-        elsewhere = self._gradients.counted_elsewhere(unit)
+        """This rank's shard of the master weights, without those that another tensor rank counts."""
+        elsewhere, shard = self._gradients.counted_elsewhere(unit), unit.master[unit.shard]
         if not elsewhere:
-            return unit.master
-        counted = unit.master.clone()
+            return shard
+        counted = shard.clone()
         for elements in elsewhere:
             counted[elements.start : elements.stop].zero_()
         return counted
@@ -85,6 +76,3 @@ class StepSums:
             return None
         own = weight if self._grid.tensor_rank == 0 else 0.0
         return torch.full((1,), own, dtype=torch.float64, device=device)
-
-    def _over_tensor_ranks(self, value: Tensor) -> Tensor:
-        return value if self._share.group is None else self._share.group.sum(value)

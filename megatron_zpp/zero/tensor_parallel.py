@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.traffic import TrafficLedger
+from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.placement import Layout, Split, within
-from megatron_zpp.zero.grad_segments import GradSegment
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ class TensorShare:
             return ()
         return tuple(index for index, each in enumerate(layout.placements) if each.split is None)
 
-    def start_sum(self, gradients: Sequence[Tensor], replicated: Sequence[int]) -> "ReplicatedSum | None":
+    def start_sum(self, gradients: Sequence[Tensor], replicated: Sequence[int]) -> "ReplicatedSum":
         """Start to sum those of a unit's `gradients` that are `replicated` over the group, in fp32."""
-        if self.group is None or not replicated:
-            return None
+        assert self.group is not None
         parts = [gradients[index] for index in replicated]
         dtype = torch.promote_types(parts[0].dtype, torch.float32)
         joined = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)

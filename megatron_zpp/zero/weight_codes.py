@@ -11,10 +11,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_zpp.distributed.comm_stream import copy
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.sums import largest_over_ranks
+from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import within
-from megatron_zpp.zero.collectives.interface import Gather
-from megatron_zpp.zero.collectives.sums import largest_over_ranks
 from megatron_zpp.zero.sharded_unit import Unit
 
 
@@ -51,18 +52,34 @@ class WeightEncoder(Protocol):
 class GatherSources:
     """Writes what the next gathers send."""
 
-    def __init__(self, gather: Gather, codes: WeightEncoder | None) -> None:
-        self._gather, self._codes = gather, codes
+    def __init__(self, operations: Operations | None, codes: WeightEncoder | None) -> None:
+        """`operations` encode messages, `codes` the weights that are held as codes."""
+        self._operations, self._codes = operations, codes
 
     def write(self, unit: Unit) -> None:
-        """Write the gather source of a unit from its master weights: codes, or its shard.
+        """Write the gather source of a unit from its master weights: codes, a message, or its shard.
 
         Where weight differences are sent, that is what they are computed from, and codes follow later.
         """
+        if unit.encoded is not None and unit.message is None:
+            self.encode(unit)
+        elif (format := unit.plan.codes) is not None:
+            assert self._operations is not None
+            master = unit.master.to(unit.gather_source.device)
+            self._operations.quantize(master[None], unit.gather_source[None], format)
+        else:
+            copy(unit.gather_source, unit.master)
+
+    def replace(self, unit: Unit) -> None:
+        """The same for weights that no step has made; a reference begins with them, in bf16.
+
+        Codes follow when their scales are known, which depend on the weights of all ranks.
+        """
         if unit.encoded is None or unit.message is not None:
-            self._gather.write_gather_source(unit.master, unit.gather_source)
-            return
-        self.encode(unit)
+            self.write(unit)
+        if unit.message is not None:
+            assert unit.own_kept is not None
+            unit.own_kept.copy_(unit.gather_source.bfloat16())
 
     def encode(self, unit: Unit) -> None:
         """Write this rank's codes of a unit whose weights are held so, and its other parameters beside."""

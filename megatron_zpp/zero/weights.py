@@ -1,6 +1,6 @@
 """How new weights reach the slots from which modules read them: gathered, sent as differences, or encoded."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -8,7 +8,11 @@ from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.build import write_gather_source
+from megatron_zpp.exchange.codecs import clear
+from megatron_zpp.exchange.differences import apply, encode
+from megatron_zpp.exchange.gathers import Leg
+from megatron_zpp.exchange.route import CodeFormat
+from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.prefetch import Prefetcher
@@ -31,19 +35,25 @@ class Weights:
         communication: Communication,
         topology: Topology,
         sections: Sections,
+        sources: GatherSources,
         *,
+        operations: Operations | None,
         formats: DifferenceFormats | None = None,
         codes: WeightEncoder | None = None,
     ) -> None:
         """`topology` is that of the job; `codes` encodes the weights that are held as codes, if some are."""
-        self._units, self._communication, self._topology = units, communication, topology
-        self.formats = formats
-        self.sources = GatherSources(communication.gather, codes)
-        self.prefetcher = Prefetcher(communication.plan, self._gather, sections, self._set_readable)
-        self._trained = [index for index, unit in enumerate(units) if not unit.frozen]
-        self._exchanged: dict[int, Pending] = {}  # by unit: the newest exchange of weight differences
+        self._units, self._legs, self._topology = units, communication.legs, topology
+        self._operations = operations
+        self.sources, self.formats = sources, formats
+        self.prefetcher = Prefetcher(communication.plan, self._fill, sections, self._set_readable)
+        self._brought: dict[int, Pending] = {}  # by unit: the newest work that fills what is kept
+        self._due = {index for index, unit in enumerate(units) if unit.kept is not None}  # to be brought
         self._codes = codes
         self._codes_present = codes is None  # False: master weights have changed since they were encoded
+        self._squares = torch.empty(0)
+        if formats is not None:
+            blocks = max(unit.layout.shard_numel for unit in units) // formats.format.block
+            self._squares = torch.zeros(2 * blocks, device=units[0].full.device)
 
     @torch.no_grad()
     def encode_changed(self) -> None:
@@ -54,116 +64,160 @@ class Weights:
         if self._codes_present:
             return
         assert self._codes is not None
-        for index, unit in enumerate(self._units):
+        coded = [index for index, unit in enumerate(self._units) if unit.layout.coded]
+        for index in coded:
             self.prefetcher.wait_for_gather_of(index)  # which reads the gather source
-            if unit.layout.coded and self._communication.differences is not None:
-                self._exchanged[index] = self._communication.differences.publish(unit.reference)
-        for exchanged in self._exchanged.values():
-            exchanged.wait()
+            if self._units[index].message is not None:
+                self._bring(index)
+        for index in coded:
+            self._wait_for_brought(index)
         write_all_codes(self._units, self._codes, self.sources, self._topology)
-        for index, unit in enumerate(self._units):
-            if unit.layout.coded:
-                self.prefetcher.changed(index)
+        for index in coded:
+            self.prefetcher.changed(index)
         self._codes_present = True
 
-    def publish(self, stepped: Iterable[Unit], found_inf: Tensor) -> None:
-        """Send the new weights of a step, unit by unit as the optimizer yields them.
-
-        Those which the next forward reads first are gathered, as many as there are slots.
-        """
+    def begin_step(self) -> None:
+        """The optimizer begins to change the weights."""
         if self._codes is not None:
             self._codes.begin()
-        self.prefetcher.gather_after_step(self._exchange(stepped, found_inf))
+        self.prefetcher.begin_step()
+
+    def updated(self, index: int, found_inf: Tensor) -> None:
+        """Send the new weights of a unit, in forward order; none changed if `found_inf` () is 1.
+
+        What is kept is brought at once: that needs no slot, so it does not wait for the forward. Units that
+        the forward reads first are gathered, as many as there are slots.
+        """
+        if self._units[index].kept is not None:
+            self.prefetcher.wait_for_gather_of(index)  # which reads what is kept
+            if self._units[index].message is None:
+                self._bring(index)
+            else:
+                self._exchange(index, found_inf)
+        self.prefetcher.updated(index)
 
     def replaced(self, index: int) -> None:
         """The master weights of a unit have been replaced; what its gathers send follows."""
-        self._forget_exchange(index)
-        write_gather_source(self._communication, self._units[index])
+        self._wait_for_brought(index)
+        self.sources.replace(self._units[index])
         self.reference_replaced(index)
 
     def reference_replaced(self, index: int) -> None:
-        """The reference of a unit's weight differences has been replaced."""
-        self._forget_exchange(index)
+        """This rank's part of the reference of a unit's weight differences has been replaced."""
+        self._wait_for_brought(index)
+        if self._units[index].kept is not None:
+            self._due.add(index)
         self._codes_present = self._codes is None
         self.prefetcher.changed(index)
-
-    def _forget_exchange(self, index: int) -> None:
-        """Wait for the newest exchange of a unit, which changes its reference, and forget it."""
-        exchanged = self._exchanged.pop(index, None)
-        if exchanged is not None:
-            exchanged.wait()
 
     @property
     def have_references(self) -> bool:
         """Whether weights travel as differences from a reference."""
-        return self._communication.differences is not None
+        return self.formats is not None
 
     def references(self) -> list[Tensor]:
-        """The reference of each unit, after all exchanges so far."""
-        for exchanged in self._exchanged.values():
-            exchanged.wait()
-        return [unit.reference for unit in self._units]
+        """The references of the units that have one, after all exchanges so far."""
+        for index in range(len(self._units)):
+            self._wait_for_brought(index)
+        return [unit.reference for unit in self._units if unit.message is not None]
 
     def own_references(self) -> list[Tensor]:
-        """This rank's part of the reference of each unit."""
-        differences = self._communication.differences
-        assert differences is not None
-        return [differences.own_part(reference) for reference in self.references()]
+        """This rank's part of the reference of each unit; a copy of the weights where no node needs one."""
+        for index in range(len(self._units)):
+            self._wait_for_brought(index)
+        return [
+            unit.master.clone() if unit.message is None or unit.own_kept is None else unit.own_kept
+            for unit in self._units
+        ]
 
     def differing_references(self) -> str | None:
         """The first unit whose reference is not the same on all nodes, and the ranks; None if all are.
 
         Every rank must call it, and all get the same answer. It waits for the device.
         """
-        plan = self._communication.plan
-        return differing_references(
-            self._units,
-            self.references(),
-            self._topology,
-            groups=plan.reference_groups,
-            tensor=plan.grid.stride,
-        )
+        units = [unit for unit in self._units if unit.message is not None]
+        return differing_references(units, self.references(), self._topology, units[0].plan.holders)
 
     def _set_readable(self, index: int, readable: bool) -> None:
         self._units[index].guard.set_readable(readable)
 
-    def _gather(self, index: int, from_secondary: bool) -> Pending:
-        """Start to fill a unit's slot, from the secondary shards of this rank's group or from all ranks."""
-        unit, communication = self._units[index], self._communication
-        if communication.differences is not None:
-            after = None if from_secondary else self._exchanged.get(index)
-            if not from_secondary and after is None:
-                after = communication.differences.publish(unit.reference)
-            assert communication.secondary is not None
-            sent = unit.reference if unit.encoded is None else unit.encoded.codes
-            return communication.secondary.gather(unit.full, sent, after=after)
-        if from_secondary:
-            assert communication.secondary is not None
-            assert unit.secondary is not None
-            return communication.secondary.gather(unit.full, unit.secondary)
-        return communication.gather.gather(unit.full, unit.gather_source, unit.secondary)
+    def _wait_for_brought(self, index: int) -> None:
+        if index in self._brought:
+            self._brought[index].wait()
 
-    def _exchange(self, stepped: Iterable[Unit], found_inf: Tensor) -> Iterator[int]:
-        """Yield the units whose new weights can be gathered.
+    def _fill(self, index: int) -> Pending:
+        """Start to fill a unit's slot, from what is kept if something is."""
+        unit, leg = self._units[index], _leg(self._legs[index].fill)
+        if unit.kept is None:
+            return leg.run(unit.gather_source, unit.full, self._decoding(unit, unit.full))
+        if index in self._due:
+            self._bring(index)
+        source = unit.kept
+        if unit.message is not None and unit.encoded is not None:  # codes of the reference
+            source = unit.encoded.codes
+        return leg.run(source, unit.full, after=self._brought[index])
 
-        Weight differences cross nodes in forward order, unit by unit. They need no slot, so none of them
-        waits for the forward.
+    def _bring(self, index: int) -> None:
+        """Start to fill what is kept with weights. Where a reference is kept, with all of what it is."""
+        unit, leg = self._units[index], _leg(self._legs[index].bring)
+        assert unit.kept is not None
+        assert unit.own_kept is not None
+        self._due.discard(index)
+        if unit.message is not None:
+            self._brought[index] = leg.run(unit.own_kept, unit.kept)
+        else:
+            take = self._decoding(unit, unit.kept)
+            self._brought[index] = leg.run(unit.gather_source, unit.kept, take)
+
+    def _exchange(self, index: int, found_inf: Tensor) -> None:
+        """Move the reference of a unit towards the weights of all owners, by their differences.
+
+        The messages have the same format on all ranks. The sums of the squares of this rank's difference and
+        of what codes miss of it decide on later formats.
         """
-        differences = self._communication.differences
-        for index, unit in zip(self._trained, stepped, strict=True):
-            if differences is not None:
-                assert unit.message is not None
-                self.prefetcher.wait_for_gather_of(index)  # which reads the reference
-                assert self.formats is not None
-                self._exchanged[index] = differences.exchange(
-                    unit.gather_source,
-                    unit.reference,
-                    unit.message,
-                    unit.gaps,
-                    found_inf,
-                    coded=self.formats.format,
-                    sent=self.formats.sent(index),
-                    measured=self.formats.measured[index],
-                    then=partial(self.sources.encode, unit) if unit.encoded is not None else None,
-                )
-            yield index
+        unit, formats = self._units[index], self.formats
+        assert formats is not None
+        assert self._operations is not None
+        assert unit.message is not None
+        sent = formats.sent(index)
+        assert unit.own_kept is not None
+        squares = self._squares[: 2 * (unit.layout.shard_numel // formats.format.block)].view(2, -1)
+        message = encode(
+            self._operations,
+            unit.gather_source,
+            unit.own_kept,
+            unit.message,
+            found_inf,
+            coded=formats.format,
+            sent=sent,
+            squares=squares,
+        )
+        torch.sum(squares, dim=1, dtype=torch.float64, out=formats.measured[index])
+        self._due.discard(index)
+        take = partial(self._apply, unit, sent)
+        self._brought[index] = _leg(self._legs[index].bring).run(message, unit.reference, take)
+
+    def _apply(self, unit: Unit, sent: CodeFormat, messages: Tensor) -> None:
+        """Codes have no zero, so blocks that end in a gap would write noise there."""
+        assert self._operations is not None
+        parts = len(unit.reference) // unit.layout.shard_numel
+        apply(self._operations, messages.view(parts, -1), unit.reference, sent)
+        clear(unit.reference, unit.gaps)
+        if unit.encoded is not None:
+            self.sources.encode(unit)
+
+    def _decoding(self, unit: Unit, target: Tensor) -> Callable[[Tensor], None] | None:
+        """What decodes the messages of weights, if they travel as codes."""
+        format, operations = unit.plan.codes, self._operations
+        if format is None:
+            return None
+        assert operations is not None
+        parts = len(target) // len(unit.owned)
+        return lambda messages: operations.dequantize(
+            messages.view(parts, -1), target.view(parts, -1), format
+        )
+
+
+def _leg(leg: Leg | None) -> Leg:
+    assert leg is not None
+    return leg

@@ -127,7 +127,7 @@ def resume_runs(topology: Topology, cases: Iterable[Case]) -> list[Continued]:
         assert load_checkpoint(case.path, engine, TOKENIZER, with_optimizer=True) == FIRST
         for kind in engine.states.kinds:
             for unit, shard in zip(engine.units, engine.states.shards(kind), strict=True):
-                owned = unit.layout.shard(engine.plan.grid.mesh)
+                owned = unit.layout.shard(engine.plan.mesh)
                 gaps = unit.layout.gaps_in(owned)
                 assert not any(shard[within(gap, owned)].any() for gap in gaps), "gaps are zero"
         found.append(continued(engine))

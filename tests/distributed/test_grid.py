@@ -39,7 +39,6 @@ def test_two_nodes_of_four_ranks_that_share_layers_in_pairs() -> None:
     assert (grid.tensor_rank, grid.tensor_ranks) == (0, range(6, 8))
     assert grid.data == Topology(3, 4, 1, 2, stride=2, first_job_rank=0)
     assert grid.data.job_ranks(grid.data.cross_node_ranks) == [2, 6]
-    assert grid.data.job_ranks(grid.data.neighbours(2)) == [4, 6]
     assert grids(2, 4, 2)[5].data.job_ranks(range(4)) == [1, 3, 5, 7]
 
 

@@ -2,13 +2,14 @@
 
 import pytest
 
+from tests.exchange import test_gathers as gathers
+from tests.exchange import test_reductions as reductions
 from tests.gpu.ranks import GPUS, largest_in_core, on_gpus
 from tests.zero import test_difference_formats as difference_formats
-from tests.zero import test_plain_reduction as plain_reductions
 from tests.zero import test_quantized as cases
-from tests.zero import test_quantized_reduction as reductions
 
 GRIDS = largest_in_core((1, 1), (1, 2), (2, 1), (2, 2))
+EVERY = 4  # of the CPU's cases one of so many: NCCL takes seconds for the communicators of each
 needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
@@ -21,19 +22,14 @@ def test_every_pass_sees_the_same_bits_on_every_rank(nodes: int, local: int) -> 
 
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
 def test_reductions_are_sums_over_all_ranks(nodes: int, local: int) -> None:
-    reductions.check_reduced(nodes, local, on_gpus(nodes, local, reductions.reduce))
+    grids = [(nodes, local, 1)]
+    reductions.check(grids, on_gpus(nodes, local, reductions.sums, grids, EVERY), EVERY)
 
 
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
-def test_reductions_without_codes_are_those_of_cpus(nodes: int, local: int) -> None:
-    """On 2 × 2 some of them in two hops."""
-    ranks = on_gpus(nodes, local, plain_reductions.reduce, [(nodes, local)])
-    plain_reductions.check_reduced(nodes, local, [rank[0] for rank in ranks])
-
-
-@needs_two
-def test_whole_sums_are_on_all_ranks() -> None:
-    plain_reductions.check_all_reduced(on_gpus(1, 2, plain_reductions.all_reduce))
+def test_gathers_bring_the_weights_of_all_owners(nodes: int, local: int) -> None:
+    grids = [(nodes, local, 1)]
+    gathers.check(grids, on_gpus(nodes, local, gathers.filled, grids, EVERY), EVERY)
 
 
 @pytest.mark.parametrize(("nodes", "local"), largest_in_core((2, 1), (2, 2)))

@@ -12,13 +12,13 @@ from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.plan.advice import Plan, least_that_pays, plan_of
 from megatron_zpp.plan.exchanges import waiting_seconds
 from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.step_time import compute_seconds
 from megatron_zpp.plan.tensor_parallel import at_tensor, tensor_lines, tensor_plans
-from megatron_zpp.zero.plan_communication import check_topology
 from tests.plan.jobs import FULL, NO_DROPOUT, QGZ, QWZ, job_of
 
 GPU = 79.0  # GiB
@@ -110,7 +110,7 @@ def test_the_flags_of_a_plan_change_groups_that_its_data_ranks_cannot_have(
         stage = int(given.pop("zero_stage", zero["zero_stage"]))
         given.pop("micro_batch_size", None)
         obeyed = ZeroConfig(**zero | given | {"zero_stage": stage})
-        check_topology(obeyed, Grid(Topology(0, 128, 0, 8), int(size)).data)
+        check_routes(obeyed, Grid(Topology(0, 128, 0, 8), int(size)).data.mesh)
         assert obeyed == plan.job.zero
 
 

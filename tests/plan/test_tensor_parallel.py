@@ -10,13 +10,14 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.activations import ends_bytes, stored_bytes
 from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes
 from megatron_zpp.plan.job import Job, UnconnectedGroup
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
+from megatron_zpp.zero import step_sums
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.hop import SentBytes
 from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.plan.test_memory import allocated_at_most
 from tests.support import GROUPED_FLASH
@@ -164,6 +165,7 @@ def test_a_step_of_a_tensor_rank_allocates_what_the_plan_says(
     """Within 3% of the memory above the states, and within 0.1% of the states."""
     torch.set_num_threads(1)
     monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: Mirrored(len(ranks)))
+    monkeypatch.setattr(step_sums, "sum_over_ranks", lambda value, _: value)
     engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
     allocated_at_most(engine, tokens_of(case), case.micro_batches)  # after it the states are all there
     states = live_bytes(engine)

@@ -11,8 +11,8 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.traffic import total, traffic_of
-from megatron_zpp.zero.hop import SentBytes
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of, printed
 from tests.support import pretrain
 from tests.zero.closed_forms import bytes_sent_per_step

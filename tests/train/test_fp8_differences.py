@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.hop import SentBytes
 from megatron_zpp.zero.model_states import REFERENCE
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.test_fp8_delayed import nearest

@@ -1,6 +1,7 @@
 """--fp8-param-gather: weights as 8-bit codes of the master weights, on every grid."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ from torch import Tensor
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.hop import SentBytes
 from tests.model.test_fp8_delayed import nearest
 from tests.model.variants import MODELS, flags_of
 from tests.plan.jobs import job_of
@@ -101,11 +102,19 @@ def _measure(engine: ZeroEngine) -> Measured:
         numbers.append(engine.step(1e-2).grad_norm.item())
     sent = engine.take_traffic()
     numbers.append(engine.evaluate(batch(8, 0)).item())
-    slots = {unit.full.data_ptr(): unit.full.nbytes for unit in engine.units}
-    sources = 0 if engine.plan.sends_from_slots else sum(unit.gather_source.nbytes for unit in engine.units)
-    secondary = sum(unit.secondary.nbytes for unit in engine.units if unit.secondary is not None)
+    slots = storages(unit.full for unit in engine.units)
+    kept = storages(unit.kept for unit in engine.units if unit.kept is not None)
+    sources = storages(unit.gather_source for unit in engine.units)
+    secondary = sum(kept[place] for place in kept.keys() - slots.keys())
+    elsewhere = sum(sources[place] for place in sources.keys() - slots.keys() - kept.keys())
     engine.close()
-    return Measured(numbers, sent, sum(slots.values()) + sources, secondary)
+    return Measured(numbers, sent, sum(slots.values()) + elsewhere, secondary)
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of the tensors' storages, by address."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 @pytest.fixture(scope="module")

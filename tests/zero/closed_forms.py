@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from megatron_zpp.placement import Layout
 
 PARAMETER_BYTES = 2  # as they compute, and gradients as they are made
-CHUNKS, SMALLEST_CHUNK, CHUNK_MULTIPLE = 4, 2**18, 256  # of a shard; elements
 
 
 def arena_bytes(
@@ -24,31 +23,19 @@ def arena_bytes(
 
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
     `reduce_bytes` is the size of a gradient as it is sent; sums of a node are fp32. The gradients of two
-    units of a layout can be on their way. Where there are other ranks a unit's are sent from a buffer, and a
-    reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sums in fp32 where the sums
-    are to be, but on one node: there it has what a reduce-scatter has, and where ranks sum everywhere room
-    for all gradients. GPUs that write each other's memory need the room alone, but for sums in two steps:
-    their gradients are sent from where they are made.
+    units of a layout can be on their way; at stage 0 only as they are made, since sums over micro-batches are
+    where the result goes. Where there are other ranks a unit's are sent from a buffer, and there is room to
+    receive. GPUs that write each other's memory need the room alone: their gradients are sent from where they
+    are made.
     """
     total = 0
-    local = layouts[0].shards // nodes
-    scatters = stage > 0 or not calls_library(nodes, local)
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * PARAMETER_BYTES
-        total += min(2, units) * layout.numel * (reduce_bytes if scatters else PARAMETER_BYTES)
-    if layouts[0].shards > 1 and (scatters or reduce_bytes != 4):
+        total += min(2, units) * layout.numel * (reduce_bytes if stage > 0 else PARAMETER_BYTES)
+    if layouts[0].shards > 1:
         total += max(layout.numel for layout in layouts) * reduce_bytes
-    if stage == 0 and (nodes, local) == (1, 2):  # every rank receives all gradients
-        total += layouts[0].shards * max(layout.numel for layout in layouts) * reduce_bytes
-    elif scatters:
-        total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=4)
-    return total
-
-
-def calls_library(nodes: int, local: int) -> bool:
-    """Whether stage 0 calls the all-reduce of NCCL or gloo: between nodes."""
-    return nodes > 1 or local == 1
+    return total + reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=4)
 
 
 def reduction_bytes(layouts: Sequence[Layout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
@@ -95,22 +82,15 @@ def bytes_sent_per_step(
 ) -> int:
     """Bytes that each rank sends in one step, all links together.
 
-    A gather sends the rank's share of a unit d - 1 times, an all-reduce twice as often, or all of it d - 1
-    times. `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum. Those of
-    a step's only micro-batch are sent in the format of the parameters, in which they are made, where it is
-    smaller; not by an all-reduce between nodes.
+    A gather sends the rank's share of a unit d - 1 times; at stage 0 sums are gathered, in fp32.
+    `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum. Those of a
+    step's only micro-batch are sent in the format of the parameters, as they are made, if it is smaller.
     """
     total, sent_bytes = 0, min(reduce_bytes, PARAMETER_BYTES) if accumulation == 1 else reduce_bytes
     for layout, units in Counter(layouts).items():
         share = (layout.shards - 1) * layout.shard_numel
-        local = layout.shards // nodes
-        if stage == 0 and calls_library(nodes, local):
-            reduced = share * 2 * reduce_bytes
-        elif stage == 0:
-            reduced = share * (2 * sent_bytes if local == 2 else sent_bytes + reduce_bytes)
-        else:
-            sizes = {"reduce_bytes": reduce_bytes, "sum_bytes": sum_bytes, "sent_bytes": sent_bytes}
-            reduced = sum(reduction_sends(layout, nodes, **sizes))
+        sizes = {"reduce_bytes": reduce_bytes, "sum_bytes": sum_bytes, "sent_bytes": sent_bytes}
+        reduced = sum(reduction_sends(layout, nodes, **sizes)) + (share * 4 if stage == 0 else 0)
         gathers = gathers_per_step(units, stage, accumulation, prefetch=prefetch)
         total += share * gathers * PARAMETER_BYTES + units * (accumulation if stage >= 2 else 1) * reduced
     return total

@@ -39,6 +39,7 @@ def engine_of(
     tensor: int = 1,
     overlapped: bool = False,
     decoupled: Collection[str] = (),
+    inside_nodes: Collection[str] = (),
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device.
 
@@ -78,6 +79,7 @@ def engine_of(
         fused_backend=fused_backend,
         share=share,
         decoupled=decoupled,
+        inside_nodes=inside_nodes,
     )
 
 

@@ -114,7 +114,7 @@ def measure_memory(
 
 @pytest.mark.parametrize(("nodes", "local"), [nightly(1, 1), nightly(1, 2), (2, 2)])
 def test_a_rank_holds_what_theory_says(nodes: int, local: int) -> None:
-    """On 2 × 2 ranks stage 1 reduces fp32 gradients in two hops; on 1 × 2 at stage 0 each rank gets all."""
+    """On 2 × 2 ranks stages 0 and 1 reduce fp32 gradients in two hops."""
     cases = [(0, 1), (1, 1), (2, 1), (3, 0), (3, 2)]
     for measured in on_ranks(nodes * local, measure_memory, cases, ranks_per_node=local):
         for case, (inside, between, theory) in zip(cases, measured, strict=True):

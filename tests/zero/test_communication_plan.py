@@ -1,19 +1,14 @@
-"""The plan of every rank of a grid, made by one process; ZeRO++ flags against the ranks that there are."""
+"""Communication plans, and ZeRO++ flags against the ranks that there are."""
 
-from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import SHARD_MULTIPLE
-from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.plan_communication import check_topology, plan_communication
-from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
+from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from tests.zero.layouts import layout_of
 
 
@@ -21,34 +16,46 @@ def zero(**settings: object) -> ZeroConfig:
     return ZeroConfig(zero_stage=3, **settings)
 
 
+@pytest.mark.parametrize("flag", ["zero_hpz_partition_size", "zero_gradient_partition_size"])
 @pytest.mark.parametrize(
-    ("nodes", "local", "size", "ranks"),
+    ("local", "size", "ranks", "would_do"),
     [
-        (1, 8, "auto", 8),
-        (4, 2, "auto", 2),
-        (4, 8, "2", 2),
-        (2, 1, "1", 1),
+        (8, "auto", 8, None),
+        (8, "2", 2, None),
+        (1, "1", 1, None),
+        (4, "3", None, "1, 2, 4"),  # does not divide a node
+        (4, "8", None, "1, 2, 4"),  # whole nodes
+        (1, "2", None, "1"),
     ],
 )
-def test_hpz_groups_divide_nodes(nodes: int, local: int, size: str, ranks: int) -> None:
-    config = zero(zero_hpz_partition_size=size)
-    check_topology(config, Topology(0, nodes * local, 0, local))
-    assert config.hpz_ranks(local) == ranks
+def test_groups_divide_nodes(flag: str, local: int, size: str, ranks: int | None, would_do: str) -> None:
+    """Others are refused with the sizes that would do."""
+    config, mesh = zero(**{flag: size}), Mesh(nodes=2, local_ranks=local)
+    if ranks is None:
+        named = f"--{flag.replace('_', '-')} {size}"
+        plural = "s" if local > 1 else ""
+        said = f"{named}: not possible on nodes of {local} data rank{plural}; give {would_do} or auto$"
+        with pytest.raises(ValueError, match=said):
+            check_routes(config, mesh)
+        return
+    check_routes(config, mesh)
+    found = config.hpz_ranks if flag == "zero_hpz_partition_size" else config.gradient_ranks
+    assert found(local) == ranks
+
+
+def test_groups_of_weights_and_of_gradients_need_not_nest() -> None:
+    check_routes(
+        zero(zero_hpz_partition_size="2", zero_gradient_partition_size="3"), Mesh(nodes=2, local_ranks=6)
+    )
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local", "size", "would_do"),
-    [
-        (2, 4, "3", "1, 2, 4"),  # does not divide a node
-        (2, 4, "8", "1, 2, 4"),  # whole nodes
-        (1, 1, "2", "1"),
-    ],
+    ("stage", "size", "message"),
+    [(0, "auto", "needs --zero-stage 1, 2 or 3"), (3, "node", "whole number"), (3, "0", "whole number")],
 )
-def test_other_hpz_sizes_are_refused_with_the_valid_ones(
-    nodes: int, local: int, size: str, would_do: str
-) -> None:
-    with pytest.raises(ValueError, match=f"--zero-hpz-partition-size {size}: .*; give {would_do} or auto$"):
-        check_topology(zero(zero_hpz_partition_size=size), Topology(0, nodes * local, 0, local))
+def test_values_without_a_meaning_are_refused(stage: int, size: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"--zero-gradient-partition-size {size}: .*{message}"):
+        ZeroConfig(zero_stage=stage, zero_gradient_partition_size=size)
 
 
 def test_the_head_of_a_log_says_what_is_on() -> None:
@@ -69,106 +76,43 @@ def test_the_head_of_a_log_says_what_is_on() -> None:
         assert line == f"ZeRO stage 3 + gradients accumulated over {over}"
 
 
-QWZ = {"zero_quantized_weights": True}
-QGZ = {"zero_quantized_gradients": True}
-SETTINGS: list[dict[str, Any]] = [
-    *({"zero_stage": stage} for stage in (0, 1, 2, 3)),
-    {"zero_stage": 1} | QWZ | QGZ,
-    {"zero_stage": 3, "zero_hpz_partition_size": "auto"},
-    {"zero_stage": 3, "zero_hpz_partition_size": "auto"} | QWZ | QGZ,
-]
-GRIDS = ((1, 1), (1, 2), (1, 4), (4, 1), (2, 2), (3, 2), (2, 8), (24, 16))
-SIZES = (700, 5001, 129, 5001, 5001, 1)
+GRIDS = ((1, 1), (1, 2), (1, 4), (4, 1), (2, 2), (3, 2), (2, 8))
 
 
-def plans_of(
-    settings: dict[str, Any], nodes: int, local: int, sizes: Sequence[int] = SIZES, **more: Any
-) -> list[CommunicationPlan]:
-    """Of every rank."""
-    world = nodes * local
-    inputs = {"compute_dtype": torch.bfloat16, "reduce_in_bf16": False, "copy_engines": False} | more
-    layouts = [layout_of(Mesh(nodes=nodes, local_ranks=local), size) for size in sizes]
-    grid = (Topology(rank, world, rank % local, local) for rank in range(world))
-    return [plan_communication(ZeroConfig(**settings), each, layouts, **inputs) for each in grid]
+def plan_of(nodes: int, local: int, *, copy_engines: bool = False, **settings: Any) -> CommunicationPlan:
+    """Of the last rank."""
+    mesh = Mesh(nodes=nodes, local_ranks=local, rank=nodes * local - 1)
+    return plan_communication(
+        ZeroConfig(**settings),
+        mesh,
+        [layout_of(mesh, size) for size in (700, 5001, 129, 5001, 5001, 1)],
+        compute_dtype=torch.bfloat16,
+        reduce_in_bf16=False,
+        copy_engines=copy_engines,
+    )
 
 
-def test_ranks_of_a_stream_agree_on_it() -> None:
-    """Every rank makes its streams in one order, each over ranks that make the same one."""
-    for settings, (nodes, local) in product(SETTINGS, GRIDS):
-        plans = plans_of(settings, nodes, local)
-        for rank, plan in enumerate(plans):
-            assert len(plan.streams) == len(plans[0].streams)
-            for index, ranks in enumerate(plan.streams):
-                assert rank in ranks
-                assert all(plans[peer].streams[index] == ranks for peer in ranks)
-            hops = (plan.gather.hop, *plan.reduction.hops, *([plan.secondary.hop] if plan.secondary else []))
-            for hop in hops:
-                assert all(plan.streams[stream] == hop.ranks for stream in hop.streams)
-                several_nodes = len({plan.grid.node_of(each) for each in hop.ranks}) > 1
-                assert several_nodes or len(hop.streams) == 1
-                assert hop.ranks[hop.group_rank] == rank
-
-
-def test_all_nodes_have_the_same_plan() -> None:
-    """So that --dry-run, which asks the ranks of one node, knows what all nodes send and hold."""
-    for settings, (nodes, local) in product(SETTINGS, GRIDS):
-        plans = plans_of(settings, nodes, local)
-        for rank, plan in enumerate(plans):
-            other = plans[rank % local]
-            for layout in plan.layouts:
-                assert plan.gather.bytes_sent(layout) == other.gather.bytes_sent(layout)
-                assert plan.reduction.bytes_sent(layout, 2) == other.reduction.bytes_sent(layout, 2)
-            assert plan.arena_bytes == other.arena_bytes == plans[0].arena_bytes
-            assert plan.weight_bytes == plans[0].weight_bytes
-
-
-def test_algorithms_of_the_grids() -> None:
-    inside = {(1, 2): ReductionAlgorithm.LOCAL_SUM, (1, 4): ReductionAlgorithm.TWO_STEP}
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"zero_stage": stage} for stage in range(4)),
+        {"zero_stage": 1, "zero_quantized_gradients": True},
+        {"zero_stage": 2, "zero_gradient_partition_size": "auto"},
+    ],
+)
+def test_peer_writes_are_only_used_inside_one_node(settings: dict[str, Any]) -> None:
+    """They need no buffer to send from."""
     for nodes, local in GRIDS:
-        whole, sharded = (
-            plans_of({"zero_stage": stage}, nodes, local)[0].reduction.algorithm for stage in (0, 2)
-        )
-        assert whole is inside.get((nodes, local), ReductionAlgorithm.LIBRARY)
-        two_hops = nodes > 1 and local > 1
-        assert sharded is (ReductionAlgorithm.TWO_HOPS if two_hops else ReductionAlgorithm.ONE_HOP)
-
-
-def test_peer_writes_are_only_used_inside_one_node() -> None:
-    for settings, (nodes, local) in product(SETTINGS, GRIDS):
-        plan = plans_of(settings, nodes, local, copy_engines=True)[-1]
-        algorithm = plan.reduction.algorithm
-        expected = nodes == 1 < local and algorithm is not ReductionAlgorithm.QUANTIZED_ONE_HOP
-        assert plan.reduction.peer_writes == expected
-        assert plan.with_peer_writes(False).with_peer_writes(True) == plan
-        without = plan.with_peer_writes(False).reduction.buffers
-        saved = expected and algorithm is not ReductionAlgorithm.TWO_STEP  # which gathers sums there
-        assert without.joined.nbytes - plan.reduction.buffers.joined.nbytes == (
-            saved and without.joined.nbytes
-        )
+        plan, without = (plan_of(nodes, local, copy_engines=used, **settings) for used in (True, False))
+        assert plan.peer_writes == (nodes == 1 < local and not plan.quantizes_gradients)
+        assert not without.peer_writes
+        sent = max(layout.numel for layout in plan.layouts) * plan.gradient_dtype.itemsize
+        assert without.arena_bytes - plan.arena_bytes == (sent if plan.peer_writes else 0)
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
 def test_weights_that_the_optimizer_has_whole_are_not_gathered(nodes: int, local: int, stage: int) -> None:
     """At stage 0, and at stages 1 and 2 of one rank."""
-    plan = plans_of({"zero_stage": stage}, nodes, local)[0]
+    plan = plan_of(nodes, local, zero_stage=stage)
     assert plan.gathers_in_place == (stage == 0 or (stage < 3 and nodes * local == 1))
-
-
-def test_signs_can_begin_where_every_chunk_begins() -> None:
-    """Their numbers must be multiples of 128. A chunk may be an odd part of a shard."""
-    settings = QGZ | {"zero_stage": 2, "zero_quantized_gradients_format": "rotated4"}
-    chunks = 0
-    for nodes, local in ((2, 2), (3, 2), (2, 4)):
-        world = nodes * local
-        shards = [
-            -(-numel // SHARD_MULTIPLE) * SHARD_MULTIPLE for numel in (1, 4_210_688, 4_210_944, 5_000_000)
-        ]
-        for plan in plans_of(settings, nodes, local, sizes=[world * shard for shard in shards]):
-            reduction = plan.reduction
-            for layout in plan.layouts:
-                for chunk in reduction.chunks(layout.shard_numel):
-                    first = reduction.first_element(layout.shard_numel, chunk)
-                    assert {(first + node * len(chunk)) % 128 for node in range(nodes)} == {0}
-                    chunks += layout.shard_numel > len(chunk)
-    assert chunks > 0

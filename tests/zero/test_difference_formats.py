@@ -9,10 +9,10 @@ import torch
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.route import eight_bits
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.zero.difference_formats import LOST_SHARE, DifferenceFormats
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.hop import eight_bits
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly

@@ -12,10 +12,10 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.zero.communication_plan import plan_communication
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
-from megatron_zpp.zero.plan_communication import check_topology, plan_communication
-from megatron_zpp.zero.reference_check import first_holder
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
 from tests.zero.engines import states_of
@@ -109,15 +109,14 @@ def changed_while_read(topology: Topology, zero: dict[str, Any]) -> tuple[list[i
         if slot.holder == index and slot.pending is not None:
             early.append(index)
 
-    differences = engine._communication.differences
-    if differences is not None:
-        exchange = differences.exchange
+    if engine.weights.have_references:
+        exchange = engine.weights._exchange
 
-        def checked(weights: torch.Tensor, reference: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            check(next(index for index, unit in enumerate(engine.units) if unit.reference is reference))
-            return exchange(weights, reference, *args, **kwargs)
+        def checked(index: int, *arguments: Any) -> None:
+            check(index)
+            exchange(index, *arguments)
 
-        differences.exchange = checked
+        engine.weights._exchange = checked
         engine.accumulate(batch(topology, 0), index=0, micro_batches=1)
         gather_all()
         engine.step(1e-2)
@@ -221,19 +220,19 @@ def test_ranks_are_compared_with_those_that_hold_the_same_part(groups: int, tens
     for rank in range(2 * local):
         grid = Grid(Topology(rank, 2 * local, rank % local, local), tensor)
         layouts = [layout_of(grid.data.mesh, 5000)]
-        plan = plan_communication(
+        (weights,) = plan_communication(
             zero,
-            grid.data,
+            grid.data.mesh,
             layouts,
             compute_dtype=torch.bfloat16,
             reduce_in_bf16=False,
             copy_engines=False,
-        )
-        part = (plan.reference_elements(layouts[0]), grid.tensor_rank)
+        ).weights
+        part = (weights.kept_elements, grid.tensor_rank)
         assert len(part[0]) == layouts[0].numel // (4 // groups)
-        assert plan.owned(layouts[0]).start in part[0]
+        assert layouts[0].shard(grid.data.mesh).start in part[0]
         parts.setdefault(part, []).append(rank)
-        assert first_holder(rank % local, groups=groups, tensor=tensor) == parts[part][0]
+        assert weights.holders[rank] == parts[part][0]
     assert len(parts) == 4 // groups * tensor
 
 
@@ -373,4 +372,4 @@ def test_grids_that_cannot_hold_a_reference_are_refused(
     nodes: int, local: int, zero: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        check_topology(ZeroConfig(zero_stage=3, **zero), Topology(0, nodes * local, 0, local))
+        check_routes(ZeroConfig(zero_stage=3, **zero), Topology(0, nodes * local, 0, local).mesh)

@@ -5,12 +5,10 @@ import torch
 
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import Pending
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Layout
-from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.grad_segments import GradSegment
-from megatron_zpp.zero.plan_communication import plan_communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.prefetch import Phase, Prefetcher, WeightState
 from megatron_zpp.zero.sharded_unit import GradientState, UnitGradient
 from tests.zero.layouts import layout_of
@@ -23,7 +21,7 @@ LAYER = layout_of(MESH, 5000)
 def plan_of(units: int, *, last: Layout = LAYER, **zero: object) -> CommunicationPlan:
     return plan_communication(
         ZeroConfig(**zero),
-        Topology(1, 4, 1, 2),
+        MESH.at(1),
         [LAYER] * (units - 1) + [last],
         compute_dtype=torch.bfloat16,
         reduce_in_bf16=False,
@@ -32,17 +30,22 @@ def plan_of(units: int, *, last: Layout = LAYER, **zero: object) -> Communicatio
 
 
 class Walk:
-    """A prefetcher that records its gathers: (unit, whether from secondary shards)."""
+    """A prefetcher that records the units that it gathers."""
 
     def __init__(self, plan: CommunicationPlan) -> None:
-        self.gathers: list[tuple[int, bool]] = []
+        self.gathers: list[int] = []
         self.waited: list[int] = []  # the units whose gathers the compute has waited for
         self.units = range(len(plan.layouts))
         self.readable = {*self.units}  # those whose weights modules may read
         self.prefetcher = Prefetcher(plan, self._gather, set_readable=self._set_readable)
 
-    def _gather(self, index: int, from_secondary: bool) -> Pending:
-        self.gathers.append((index, from_secondary))
+    def step(self) -> None:
+        self.prefetcher.begin_step()
+        for index in self.units:
+            self.prefetcher.updated(index)
+
+    def _gather(self, index: int) -> Pending:
+        self.gathers.append(index)
         return Pending(lambda: self.waited.append(index))
 
     def _set_readable(self, index: int, readable: bool) -> None:
@@ -52,7 +55,7 @@ class Walk:
     def weights(self) -> list[WeightState]:
         return [self.prefetcher.weights_of(index) for index in self.units]
 
-    def taken(self) -> list[tuple[int, bool]]:
+    def taken(self) -> list[int]:
         taken, self.gathers = self.gathers, []
         return taken
 
@@ -69,21 +72,21 @@ def test_weights_go_through_their_slots() -> None:
     for index in (2, 3):
         walk.prefetcher.before_forward(index)
     assert walk.weights() == [SHARDED, SHARDED, GATHERED, GATHERED]
-    assert walk.taken() == [(index, False) for index in range(4)]
+    assert walk.taken() == [0, 1, 2, 3]
     walk.prefetcher.begin(Phase.BACKWARD)
     for index in (3, 2, 1, 0):
         walk.prefetcher.before_backward(index)
-    assert walk.taken() == [(1, False), (0, False)]  # the last two were there
-    walk.prefetcher.gather_after_step(walk.units)
+    assert walk.taken() == [1, 0]  # the last two were there
+    walk.step()
     assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED]
 
 
-@pytest.mark.parametrize("differences", [False, True])
-def test_a_gather_of_differences_overtakes_none_that_the_forward_needs_sooner(differences: bool) -> None:
+@pytest.mark.parametrize("keeps", ["nothing", "shards", "references"])
+def test_a_gather_overtakes_none_that_the_forward_needs_sooner(keeps: str) -> None:
     """The last unit has a slot of its own, which is free after a step.
 
-    Gathers run in order, and one of weight differences ends when those of its unit have arrived. Before it
-    had to wait for its turn, the second layer waited for the differences of all units.
+    Gathers run in order, and one from what is kept ends when that has arrived. Before it had to wait for its
+    turn, the second layer waited for what crosses nodes of all units.
     """
     formats = {"zero_quantized_weights": True, "zero_quantized_weights_format": "delta4"}
     walk = Walk(
@@ -91,26 +94,26 @@ def test_a_gather_of_differences_overtakes_none_that_the_forward_needs_sooner(di
             5,
             last=layout_of(MESH, 64),
             zero_stage=3,
-            zero_hpz_partition_size="auto",
-            **formats if differences else {},
+            zero_hpz_partition_size="1" if keeps == "nothing" else "auto",
+            **formats if keeps == "references" else {},
         )
     )
-    walk.prefetcher.gather_after_step(walk.units)
-    last = SHARDED if differences else GATHERING
+    walk.step()
+    last = GATHERING if keeps == "nothing" else SHARDED
     assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED, last]
     walk.prefetcher.begin(Phase.FORWARD)
     for index in walk.units:
         walk.prefetcher.before_forward(index)
-    assert sorted(walk.taken()) == [(index, False) for index in range(5)]
+    assert sorted(walk.taken()) == [0, 1, 2, 3, 4]
     assert walk.readable == {2, 3, 4}
-    walk.prefetcher.gather_after_step(walk.units)
+    walk.step()
     assert walk.readable == set()  # with the weights of before the step
 
 
 def test_new_weights_wait_for_their_own_gather_alone() -> None:
     """The third unit shares the slot of the first, whose gather does not read what the third changes."""
     walk = Walk(plan_of(4, zero_stage=3))
-    walk.prefetcher.gather_after_step(walk.units)
+    walk.step()
     walk.prefetcher.wait_for_gather_of(2)
     assert walk.waited == []
     walk.prefetcher.wait_for_gather_of(0)
@@ -121,34 +124,22 @@ def test_new_weights_wait_for_their_own_gather_alone() -> None:
 
 def test_a_load_discards_gathers_under_way() -> None:
     walk = Walk(plan_of(3, zero_stage=3))
-    walk.prefetcher.gather_after_step(walk.units)
+    walk.step()
     for index in walk.units:
         walk.prefetcher.changed(index)
     assert walk.weights() == [SHARDED] * 3
-    assert walk.taken() == [(0, False), (1, False)]
+    assert walk.taken() == [0, 1]
     walk.prefetcher.begin(Phase.FORWARD)
     walk.prefetcher.before_forward(0)
     assert walk.weights() == [GATHERED, GATHERING, SHARDED]
-    assert walk.taken() == [(0, False), (1, False)]
-
-
-def test_later_gathers_of_a_step_come_from_secondary_shards() -> None:
-    walk = Walk(plan_of(4, zero_stage=3, zero_hpz_partition_size="2"))
-    for _ in range(2):
-        walk.prefetcher.gather_after_step(walk.units)
-        for phase, order in ((Phase.FORWARD, (0, 1, 2, 3)), (Phase.BACKWARD, (3, 2, 1, 0))):
-            walk.prefetcher.begin(phase)
-            visit = walk.prefetcher.before_forward
-            for index in order:
-                (visit if phase is Phase.FORWARD else walk.prefetcher.before_backward)(index)
-        assert walk.taken() == [*((index, False) for index in range(4)), (1, True), (0, True)]
+    assert walk.taken() == [0, 1]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_below_stage_3_each_unit_has_its_slot(stage: int) -> None:
     walk = Walk(plan_of(3, zero_stage=stage))
-    walk.prefetcher.gather_after_step(walk.units)
-    assert walk.taken() == ([] if stage == 0 else [(index, False) for index in range(3)])
+    walk.step()
+    assert walk.taken() == ([] if stage == 0 else [0, 1, 2])
     walk.prefetcher.begin(Phase.FORWARD)
     for index in walk.units:
         walk.prefetcher.before_forward(index)

@@ -262,9 +262,9 @@ def secondary_bytes(topology: Topology) -> list[tuple[int, int]]:
     """(bytes of all secondary shards, elements of the units that have one), without and with qwZ."""
     totals = []
     for zero in (HPZ, QWZ | HPZ):
-        units = [unit for unit in build(topology, zero).units if unit.secondary is not None]
+        units = [unit for unit in build(topology, zero).units if unit.plan.in_turn]
         assert len(units) == MODEL.num_layers
-        bytes_kept = sum(unit.secondary.nbytes for unit in units)
+        bytes_kept = sum(unit.kept.nbytes for unit in units)
         totals.append((bytes_kept, sum(unit.layout.numel for unit in units)))
     return totals
 

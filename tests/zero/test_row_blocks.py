@@ -268,9 +268,9 @@ def test_no_pass_waits_for_blocks_that_could_be_gathered_ahead(
             late.append(index)
         need(index)
 
-    def count(index: int, from_secondary: bool) -> Any:
+    def count(index: int) -> Any:
         gathered.append(index)
-        return gather(index, from_secondary)
+        return gather(index)
 
     prefetcher._need, prefetcher._gather = record, count
     for _ in range(2):

@@ -14,7 +14,7 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.collectives.sums import sum_over_ranks
+from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.support import nightly
 from tests.zero.engines import engine_of, states_of, weights_of

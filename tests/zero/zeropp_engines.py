@@ -1,5 +1,6 @@
 """Engines of stage 3 with full recomputation, on which the tests of ZeRO++ try their settings."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def build(
     zero: dict[str, Any],
     precision: PrecisionConfig = BF16,
     model: ModelConfig = MODEL,
+    inside_nodes: Collection[str] = (),
 ) -> ZeroEngine:
     """An engine with the settings `zero`, at stage 3 unless they name another one."""
     torch.set_num_threads(1)
@@ -36,4 +38,5 @@ def build(
         topology=topology,
         device=str(this_device()),
         operations=operations(),
+        inside_nodes=inside_nodes,
     )

@@ -14,9 +14,9 @@ from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import select_device
+from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.plan_communication import check_topology
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def prepare_device(config: Config, grid: Grid) -> Device:
     """
     topology = grid.job
     with usage_errors():
-        check_topology(config.zero, grid.data)
+        check_routes(config.zero, grid.data.mesh)
         config.timing.check_ranks(topology.world_size)
     device = select_device(config.distributed.device, topology)
     config.recompute.check_device(device.type)

@@ -1,0 +1,1 @@
+"""How weights and gradients of units travel between ranks: routes as values, and what runs them."""

@@ -1,0 +1,305 @@
+"""Runs the reductions of a gradient route: sums the gradients of a unit over ranks, in fp32.
+
+The stages inside nodes run one after the other on one stream. A stage between nodes that follows them has two
+streams of its own. Exchanges take turns on them, and what they send lies in one of two buffers in turn, so
+that one sum is on the wire while the next is made inside the node:
+
+    gradient, or a chunk of it -> stages inside the node -> sums -> stage between nodes -> total
+                 what a group has accumulated ->
+
+A stage alone runs on its streams in turn. Chunks are those of `route.chunks`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of
+from megatron_zpp.exchange.codecs import Rotation, build_codec
+from megatron_zpp.exchange.plain import Exchange, build_exchange
+from megatron_zpp.exchange.rooms import HopRoom, accumulating, fused, reduction_rooms
+from megatron_zpp.exchange.route import Route, Stage, axes_of, chunks, nbytes, plain
+from megatron_zpp.exchange.segments import GradSegment, join
+from megatron_zpp.exchange.sums import sum_parts
+from megatron_zpp.mesh import Axis, Mesh
+from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.placement import Layout
+
+
+class Target(NamedTuple):
+    """What a reduction writes: this rank's shard of the sum, or a chunk of it.
+
+    `squares` (n / SQUARES_BLOCK,) get what `sum_squares` finds in `total` (n,) afterwards; given only if no
+    stage sends codes. `rotation` is that of the unit in this step; given only if the last stage rotates.
+    """
+
+    total: Tensor  # (n,) fp32
+    add: bool = False  # to what is there; else it is overwritten
+    squares: Tensor | None = None
+    rotation: Rotation | None = None
+
+    def chunk(self, elements: range) -> "Target":
+        """The target of these elements of the shard."""
+        return self._replace(total=self.total[elements.start : elements.stop])
+
+
+@dataclass
+class Lane:
+    """A stream of a stage with its buffers, in bytes; they have room for the largest chunk of a unit."""
+
+    stream: CommStream
+    sent: Tensor
+    received: Tensor
+    sending: Pending = field(default_factory=Pending)  # the work that reads `sent`
+
+    @classmethod
+    def of(cls, stream: CommStream, room: HopRoom) -> "Lane":
+        """A lane with so much room."""
+        return cls(stream, stream.zeros(room.sent, torch.uint8), stream.zeros(room.received, torch.uint8))
+
+
+class Hop:
+    """One stage of a route, as this rank runs it.
+
+    Before it, this rank has shards of a unit in `rows` runs, which are exchanged one by one; after it,
+    `part` shards.
+    """
+
+    def __init__(
+        self, stage: Stage, cut: Sequence[Axis], layout: Layout, mesh: Mesh, operations: Operations | None
+    ) -> None:
+        """`cut`: the axes of the stage and of those before it. Any layout of the run says the same."""
+        self.stage, self.ranks, self.place = stage, stage.ranks, mesh.index(*stage.axes)
+        runs = layout.ranges(mesh, cut)
+        self.rows, self.part = len(runs), sum(map(len, runs)) // layout.shard_numel
+        self._operations = operations
+        self.codec = None
+        self.dtype = torch.uint8  # of what travels
+        if isinstance(stage.format, torch.dtype):
+            self.dtype = stage.format
+        else:
+            assert operations is not None, "codes need kernels"
+            self.codec = build_codec(stage.format, operations)
+
+    def exchange(self, lane: Lane, shards: Tensor, rotation: Rotation | None) -> Tensor:
+        """Encode `shards` (ranks · p, n), and return the messages for this rank: (ranks, bytes)."""
+        assert self.codec is not None
+        size = nbytes(self.stage.format, shards.numel() // self.ranks)
+        sent, received = (buffer[: self.ranks * size] for buffer in (lane.sent, lane.received))
+        self.codec.encode(shards, sent.view(self.ranks, size), rotation, 0)
+        lane.stream.all_to_all(received, sent)
+        return received.view(self.ranks, size)
+
+    def sum(self, lane: Lane, shards: Tensor, target: Target) -> None:
+        """Sum this rank's part of `shards` (rows · ranks · p, n) to the `target` (rows · p · n,)."""
+        total, add, squares, rotation = target
+        for row, part in zip(shards.chunk(self.rows), total.chunk(self.rows), strict=True):
+            if self.codec is not None:
+                messages = self.exchange(lane, row, rotation)
+                self.codec.sum_into(messages, part, rotation, self.place * len(part), add=add)
+                continue
+            received = lane.received[: row.nbytes].view(row.dtype)
+            lane.stream.all_to_all(received, row.view(-1))
+            self.add_up(received, part, add=add, squares=squares)
+
+    def add_up(self, received: Tensor, total: Tensor, *, add: bool, squares: Tensor | None) -> None:
+        """Sum what has arrived (ranks · n,) as it is to `total` (n,)."""
+        sum_parts(self._operations, received.view(self.ranks, -1), total, add=add, squares=squares)
+
+
+class Part(NamedTuple):
+    """A chunk of a unit on its way: `source` (shards, n), from which hop `start` goes on, on these lanes."""
+
+    lanes: Sequence[Lane]
+    start: int
+    source: Tensor
+    first: int  # the number of the first element that this rank sends to other nodes
+
+
+class Reduction:
+    """The reductions of the units of a run by one route.
+
+    `streams` has those of each stage; every rank must make the same. `made`: the format in which a backward
+    makes gradients.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        layouts: Sequence[Layout],
+        mesh: Mesh,
+        streams: Sequence[Sequence[CommStream]],
+        operations: Operations | None,
+        made: torch.dtype,
+    ) -> None:
+        """Without stages there is one stream, of this rank alone, which sums over micro-batches."""
+        self._route, self._operations = route, operations
+        self._clearing = streams[-1][0]
+        self._alone: Exchange | None = None
+        if len(route) < 2 and not any(stage.codes for stage in route):
+            dtype = plain(route[0].format) if route else made
+            numel = max(layout.numel for layout in layouts)
+            self._alone = build_exchange(self._clearing, operations, numel, dtype)
+            return
+        rooms = reduction_rooms(route, layouts, mesh, made, peer_writes=False)
+        cuts = [axes_of(route[: at + 1]) for at in range(len(route))]
+        hops = [Hop(stage, cut, layouts[0], mesh, operations) for stage, cut in zip(route, cuts, strict=True)]
+        self._far = None if rooms.far is None else hops.pop()
+        self._between = deque(Lane.of(stream, rooms.far) for stream in streams[-1] if rooms.far is not None)
+        self._hops, self._fused = hops, fused(route)
+        self._chunks = {shard: chunks(route, shard) for shard in {each.shard_numel for each in layouts}}
+        self._turns: deque[tuple[Tensor, list[Lane]]] = deque()
+        for first in streams[0][: rooms.turns]:
+            near = [first, *(lanes[0] for lanes in streams[1:])]
+            lanes_of_turn = [Lane.of(stream, room) for stream, room in zip(near, rooms.near, strict=False)]
+            self._turns.append((first.zeros(rooms.joined, rooms.dtype), lanes_of_turn))
+        self._exact = streams[0][0].zeros(rooms.exact, torch.float32)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether `reduce` can run a route that accumulates, where a step has one micro-batch."""
+        return self._alone is not None or len(self._hops) == 1
+
+    def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
+        """Sum `sent`, the segments of a whole gradient, over ranks.
+
+        Gradients stay where they are until the sum is waited for.
+        """
+        if (alone := self._alone) is not None:
+            total, add, squares, _ = target
+            return self._clearing.submit(lambda: alone.sum(sent, total, add=add, squares=squares))
+        assert self.at_once or not accumulating(self._route), "accumulate, then reduce_accumulated"
+        joined, lanes = self._next_turn()
+        numel = len(target.total)
+        shards, pending = self._joined(sent, joined, lanes[0].stream, numel)
+        for chunk in self._chunks[numel]:
+            source = shards[:, chunk.start : chunk.stop]
+            part = Part(lanes, 0, source, self._number(numel, chunk))
+            pending.append(self._submit(part, target.chunk(chunk)))
+        return self._cleared(pending, target)
+
+    def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
+        """Run the stage of every micro-batch alone; overwrite the fp32 `accumulated`, or add to it.
+
+        `accumulated` has this rank's part of the unit, chunk by chunk.
+        """
+        hop, (joined, lanes) = self._hops[0], self._next_turn()
+        shard_numel = len(accumulated) // hop.part
+        shards, pending = self._joined(sent, joined, lanes[0].stream, shard_numel)
+        for chunk in self._chunks[shard_numel]:
+            source = shards[:, chunk.start : chunk.stop]
+            target = Target(accumulated[hop.part * chunk.start : hop.part * chunk.stop], add)
+            pending.append(lanes[0].stream.submit(partial(hop.sum, lanes[0], source, target)))
+        return all_of(pending)
+
+    def reduce_accumulated(self, accumulated: Tensor, target: Target) -> Pending:
+        """Run the stages of a step on what has been accumulated, which is scratch memory afterwards."""
+        (_, lanes), shards, numel = self._next_turn(), self._hops[0].part, len(target.total)
+        pending = []
+        for chunk in self._chunks[numel]:
+            source = accumulated[shards * chunk.start : shards * chunk.stop].view(shards, -1)
+            part = Part(lanes, 1, source, self._number(numel, chunk))
+            pending.append(self._submit(part, target.chunk(chunk)))
+        return self._cleared(pending, target)
+
+    def _next_turn(self) -> tuple[Tensor, list[Lane]]:
+        self._turns.rotate(-1)
+        return self._turns[-1]
+
+    def _number(self, shard_numel: int, chunk: range) -> int:
+        """The number of the first element that this rank sends to other nodes: signs go by number.
+
+        What a rank of each node sends lies together, one chunk after the other, and inside a chunk one node
+        after the other. Without chunks numbers are places in the unit.
+        """
+        if self._far is None:
+            return 0
+        return self._far.ranks * (self._hops[0].place * shard_numel + chunk.start)
+
+    def _joined(
+        self, sent: Sequence[GradSegment], room: Tensor, stream: CommStream, shard_numel: int
+    ) -> tuple[Tensor, list[Pending]]:
+        """The whole gradient as (shards, shard_numel), and the work that puts it together."""
+        if self._hops[0].codec is not None and len(sent) == 1:
+            return sent[0].flat.view(-1, shard_numel), []
+        numel = sum(len(segment.flat) for segment in sent)
+        whole = room.view(sent[0].flat.dtype)[:numel]  # from which copy engines can send
+        return whole.view(-1, shard_numel), [stream.submit(partial(join, sent, whole))]
+
+    def _submit(self, part: Part, target: Target) -> Pending:
+        """Sum a chunk inside the node, and between nodes where there are several."""
+        near, far = part.lanes[0].stream, self._far
+        if far is None:
+            return near.submit(partial(self._sum, part, target))
+        self._between.rotate(-1)
+        lane, numel = self._between[-1], len(target.total)
+        size = nbytes(far.stage.format, numel)
+        sent, received = (
+            buffer[: far.ranks * size].view(far.ranks, size) for buffer in (lane.sent, lane.received)
+        )
+        sent_before = lane.sending
+
+        def inside() -> None:
+            sent_before.wait()
+            self._encode(part, sent, target.rotation)
+
+        summed = near.submit(inside)
+
+        def between() -> None:
+            summed.wait()
+            lane.stream.all_to_all(received.view(-1), sent.view(-1))
+            if far.codec is None:
+                arrived = received.view(far.dtype)
+                far.add_up(arrived, target.total, add=target.add, squares=target.squares)
+            else:
+                own = part.first + far.place * numel
+                far.codec.sum_into(received, target.total, target.rotation, own, add=target.add)
+
+        lane.sending = lane.stream.submit(between)
+        return lane.sending
+
+    def _sum(self, part: Part, target: Target | None = None) -> Tensor:
+        """Sum a chunk inside the node: to the target, or to memory of its own; (shards, n)."""
+        source, numel = part.source, part.source.shape[1]
+        for lane, hop in zip(part.lanes[part.start :], self._hops[part.start :], strict=False):  # one at most
+            sums = Target(self._exact[: hop.part * numel]) if target is None else target
+            hop.sum(lane, source, sums)
+            return sums.total.view(-1, numel)
+        return source
+
+    def _encode(self, part: Part, messages: Tensor, rotation: Rotation | None) -> None:
+        """Sum a chunk inside the node, and write the sums as the other nodes get them: (nodes, bytes)."""
+        far, first = self._far, self._hops[0]
+        assert far is not None
+        if far.codec is None:
+            values = messages.view(far.dtype)
+            direct = values.dtype == torch.float32 and part.start < len(self._hops)
+            sums = self._sum(part, Target(values.view(-1)) if direct else None)
+            if not direct:
+                values.copy_(sums.view(values.shape))
+        elif self._fused and part.start == 0:
+            assert self._operations is not None
+            assert isinstance(far.stage.format, QuantFormat)
+            received = first.exchange(part.lanes[0], part.source, None)
+            self._operations.sum_quantize(received, messages, far.stage.format)  # never in fp32 memory
+        else:
+            far.codec.encode(self._sum(part).view(far.ranks, -1), messages, rotation, part.first)
+
+    def _cleared(self, pending: list[Pending], target: Target) -> Pending:
+        """The same work; rotated codes are not zero in the gaps between parameters, where sums must be."""
+        total, rotation = target.total, target.rotation
+        if rotation is None:
+            return all_of(pending)
+        summed = all_of(pending)
+
+        def clear_gaps() -> None:
+            summed.wait()
+            rotation.clear_gaps(total)
+
+        return all_of([*pending, self._clearing.submit(clear_gaps)])

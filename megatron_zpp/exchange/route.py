@@ -1,0 +1,248 @@
+"""Routes: how the weights or the gradients of a unit travel, as values.
+
+A route is a tuple of stages. A stage over an axis of one rank sends nothing, and has been dropped, unless it
+rounds the weights that are kept, or is the only one that fills a slot from other memory.
+
+    gathers      begin with a shard, and each brings the parts of its axes together: node, then inside nodes
+    reductions   begin with a whole gradient, and each leaves the sum of this rank's part: inside nodes, then
+                 between them
+
+`When` is residency. What gathers have brought once per step stays, cut over the axes of the later ones; what
+reductions have summed after every micro-batch is accumulated, cut over the axes so far.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cache
+from typing import Literal, cast
+
+import torch
+
+from megatron_zpp.config.zero import GRADIENT_BLOCK, ROTATED_BLOCK, WEIGHT_BLOCK, ZeroConfig
+from megatron_zpp.mesh import Axis, Mesh
+from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
+from megatron_zpp.placement import SHARD_MULTIPLE, Layout
+
+CodeFormat = QuantFormat | LloydMaxFormat
+Format = torch.dtype | CodeFormat
+CHUNKS, SMALLEST_CHUNK = 4, 2**18  # chunks of a shard at most; elements of a chunk at least
+
+
+class When(IntEnum):
+    """How often a stage runs."""
+
+    USE = 0  # whenever a pass reads the unit and its slot has another one
+    MICRO_BATCH = 1  # whenever a backward has made the gradient
+    STEP = 2  # once per step
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One exchange among the ranks of `axes`, of elements in one format.
+
+    difference: an all-gather of codes of what weights have changed by, which are added to a reference.
+    """
+
+    verb: Literal["gather", "difference", "reduce"]
+    axes: tuple[Axis, ...]
+    format: Format
+    when: When
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks in a group of the stage."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def codes(self) -> bool:
+        """Whether elements travel as codes."""
+        return not isinstance(self.format, torch.dtype)
+
+
+Route = tuple[Stage, ...]
+
+
+def eight_bits(format: LloydMaxFormat) -> QuantFormat:
+    """The format of weight differences that need more bits than Lloyd-Max codes have."""
+    return QuantFormat("int8", format.block)
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """Bytes sent to ranks of the same node, and to ranks of other nodes."""
+
+    intra: int = 0
+    inter: int = 0
+
+    def __add__(self, other: "SentBytes") -> "SentBytes":
+        return SentBytes(self.intra + other.intra, self.inter + other.inter)
+
+    def __mul__(self, times: int) -> "SentBytes":
+        return SentBytes(self.intra * times, self.inter * times)
+
+
+def axes_of(route: Route) -> tuple[Axis, ...]:
+    """Those of its stages."""
+    return tuple(axis for stage in route for axis in stage.axes)
+
+
+def plain(format: Format) -> torch.dtype:
+    """The same, of elements that do not travel as codes."""
+    assert isinstance(format, torch.dtype)
+    return format
+
+
+@cache
+def nbytes(format: Format, numel: int) -> int:
+    """Bytes of `numel` elements as they travel together."""
+    return numel * format.itemsize if isinstance(format, torch.dtype) else format.message_bytes(numel)
+
+
+def weight_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequence[Axis]) -> Route:
+    """How new weights of a unit reach the slots of all ranks; `dtype` is that of the compute.
+
+    `axes`: those over which the states of the unit are cut, all of `mesh.shards` or some.
+
+    With hpZ, groups are made of ranks of a node that are evenly spread over it: what the ranks between two of
+    them own is contiguous, and is what each of them keeps.
+    """
+    format: Format = dtype
+    if zero.zero_quantized_weights and (mesh.node in axes or not zero.sends_differences):
+        format = code_format(zero.zero_quantized_weights_format, WEIGHT_BLOCK)
+    use = When.USE if zero.zero_stage == 3 else When.STEP
+    differs = isinstance(format, LloydMaxFormat)
+    if not (differs or (zero.hpz and zero.zero_stage == 3 and mesh.node in axes)):
+        stages = [Stage("gather", (axis,), format, use) for axis in (mesh.node, mesh.local) if axis in axes]
+        return _live(stages) or tuple(stages[-1:] if use is When.USE else [])
+    group = zero.hpz_ranks(mesh.local.size) if zero.zero_stage == 3 else mesh.local.size
+    members, between = mesh.local.cut(mesh.local.size // group)
+    verb: Literal["gather", "difference"] = "difference" if differs else "gather"
+    kept = [Stage(verb, (axis,), format, When.STEP) for axis in (mesh.node, between)]
+    rounded = kept[:1] if zero.zero_quantized_weights else []  # by one rank too, so that bits are the same
+    return *(_live(kept) or rounded), Stage("gather", (members,), dtype, use)
+
+
+def kept_after(route: Route) -> int:
+    """How many stages of a weight route bring what stays on a rank, beside the slot; 0: nothing stays.
+
+    Those of every step, where others follow at a use; and differences, which change what is there.
+    """
+    early = sum(stage.when is When.STEP for stage in route)
+    return early if early < len(route) else sum(stage.verb == "difference" for stage in route)
+
+
+def gradient_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, *, in_bf16: bool) -> Route:
+    """How gradients are summed, to a shard on each rank; `dtype` is that in which they are made.
+
+    Their formats are the largest of any step: see `as_made`.
+    """
+    group = zero.gradient_ranks(mesh.local.size)
+    whole = (group is None and zero.zero_stage < 2) or group == 1  # accumulates on every rank
+    first, last = When.STEP if whole else When.MICRO_BATCH, When.STEP
+    if group is None or group == math.prod(axis.size for axis in mesh.shards):
+        last = first
+    between: Format = torch.bfloat16 if in_bf16 else torch.float32
+    inside: Format = between if whole else torch.bfloat16 if in_bf16 else dtype
+    if zero.zero_quantized_gradients:
+        name = zero.zero_quantized_gradients_format
+        inside = between = code_format(name, ROTATED_BLOCK if zero.rotates_gradients else GRADIENT_BLOCK)
+        if zero.rotates_gradients:
+            inside = QuantFormat("int8", GRADIENT_BLOCK)
+    places: Axis = mesh.local
+    stages = []
+    if group not in (None, 1, mesh.local.size):
+        groups, places = mesh.local.cut(group)
+        stages = [Stage("reduce", (groups,), torch.float32, When.STEP)]
+    stages = [
+        Stage("reduce", (places,), inside, first),
+        *stages,
+        Stage("reduce", (mesh.node,), between, last),
+    ]
+    if mesh.local.size == 1 and not zero.zero_quantized_gradients:
+        stages[-1] = replace(stages[-1], format=inside)  # nothing has been summed before
+    return _live(stages)
+
+
+def sum_route(mesh: Mesh, axes: Sequence[Axis]) -> Route:
+    """How the sums of gradients reach ranks that hold the same states, which are cut over `axes` alone."""
+    others = [axis for axis in (mesh.node, mesh.local) if axis not in axes]
+    return _live([Stage("gather", (axis,), torch.float32, When.STEP) for axis in others])
+
+
+def as_made(route: Route, dtype: torch.dtype, micro_batches: int) -> Route:
+    """The route of a step: gradients of its only micro-batch travel as they are made, if that is smaller."""
+    if micro_batches > 1 or not route or route[0].verb != "reduce" or route[0].codes:
+        return route
+    smaller = min(plain(route[0].format), dtype, key=lambda each: each.itemsize)
+    return (replace(route[0], format=smaller), *route[1:])
+
+
+def code_format(name: str, block: int) -> QuantFormat | LloydMaxFormat:
+    """The format of a name: delta4 and rotated4 are Lloyd-Max codes of 4 bits, others a QuantFormat's."""
+    if name.startswith(("delta", "rotated")):
+        return LloydMaxFormat(int(name[-1]), block)
+    return QuantFormat(cast(CodeType, name), block)
+
+
+def chunks(route: Route, shard: int) -> list[range]:
+    """The elements of each shard, of so many, that the reductions of a route send together.
+
+    Stages of codes overlap by chunk: several, so that all links are busy most of the time, but of so many
+    elements that a message is worth its latency. Chunks begin where a block begins, and where signs can
+    begin: at a multiple of 128 elements.
+    """
+    coded = [stage for stage in route if stage.verb == "reduce" and stage.codes]
+    size = shard
+    if len(coded) > 1:
+        multiple = max(SHARD_MULTIPLE, *(cast(CodeFormat, stage.format).block for stage in coded))
+        wanted = max(-(-shard // CHUNKS), SMALLEST_CHUNK)
+        size = min(-(-wanted // multiple) * multiple, shard)
+    return [range(start, min(start + size, shard)) for start in range(0, shard, size)]
+
+
+def sent(route: Route, layout: Layout, mesh: Mesh, *, count: Collection[int], held: int = 1) -> SentBytes:
+    """Bytes that this rank sends in those stages of a route whose numbers are in `count`, once each.
+
+    `held`: shards that this rank has of the unit before the first gather.
+    """
+    total, cut = SentBytes(), list[Axis]()
+    for at, stage in enumerate(route):
+        group = mesh.ranks(*stage.axes)
+        if stage.verb == "reduce":
+            cut += stage.axes
+            moved = _to_every_other(mesh, group, _reduced_bytes(stage, route, layout, mesh, cut))
+        else:
+            part = held * nbytes(stage.format, layout.shard_numel)
+            moved = _around_the_ring(mesh, group, (len(group) - 1) * part)
+            held *= len(group)
+        total += moved if at in count else SentBytes()
+    return total
+
+
+def _reduced_bytes(stage: Stage, route: Route, layout: Layout, mesh: Mesh, cut: Sequence[Axis]) -> int:
+    """Bytes that a reduction sends to each rank: of the unit cut over its axes and earlier ones, `cut`.
+
+    Codes have a message for each run of shards that lie together, chunk by chunk.
+    """
+    runs = [len(run) // layout.shard_numel for run in layout.ranges(mesh, cut)]
+    if not stage.codes:
+        return nbytes(stage.format, sum(runs) * layout.shard_numel)
+    return sum(
+        nbytes(stage.format, run * len(chunk)) for chunk in chunks(route, layout.shard_numel) for run in runs
+    )
+
+
+def _to_every_other(mesh: Mesh, group: Sequence[int], part: int) -> SentBytes:
+    near = sum(mesh.share_a_node((mesh.rank, rank)) for rank in group)
+    return SentBytes((near - 1) * part, (len(group) - near) * part)
+
+
+def _around_the_ring(mesh: Mesh, group: Sequence[int], part: int) -> SentBytes:
+    following = group[(group.index(mesh.rank) + 1) % len(group)]
+    return SentBytes(part) if mesh.share_a_node((mesh.rank, following)) else SentBytes(0, part)
+
+
+def _live(stages: Sequence[Stage]) -> Route:
+    return tuple(stage for stage in stages if stage.ranks > 1)

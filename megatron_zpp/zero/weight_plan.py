@@ -1,0 +1,177 @@
+"""How the weights of a unit travel, and what a rank holds of them, as values."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.exchange.gathers import legs_of
+from megatron_zpp.exchange.rooms import Buffer, widest
+from megatron_zpp.exchange.route import (
+    Route,
+    SentBytes,
+    axes_of,
+    kept_after,
+    nbytes,
+    sent,
+    sum_route,
+    weight_route,
+)
+from megatron_zpp.mesh import Axis, Mesh
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
+from megatron_zpp.placement import Layout
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """How the weights of units of one layout travel, and what a rank holds of them.
+
+    The states of the optimizer are cut over `axes`: all axes of the layout; none at stage 0, where every rank
+    changes all weights; or those inside nodes, where each node holds the unit by itself. `sums` brings the
+    sums of gradients to ranks that hold the same states. `bring` runs once per step, after the update: it
+    fills what is kept on this rank. `fill` fills the slot, from what is kept if something is, whenever the
+    slot does not have the weights. All are legs; one that is empty does nothing.
+    """
+
+    layout: Layout
+    mesh: Mesh
+    axes: tuple[Axis, ...]
+    sums: Route
+    bring: Route
+    fill: Route
+    dtype: torch.dtype  # of what is read in the slot; bytes where weights are held as codes
+    in_turn: bool  # whether other units take turns in the slot
+
+    @cached_property
+    def shard(self) -> range:
+        """The elements of the unit whose gradients this rank sums."""
+        return self.layout.shard(self.mesh)
+
+    @cached_property
+    def owned(self) -> range:
+        """The elements that this rank's optimizer changes."""
+        (owned,) = self.layout.ranges(self.mesh, self.axes)
+        return owned
+
+    @property
+    def first(self) -> Route:
+        """The leg that sends what the optimizer has written; empty if it writes all weights in place."""
+        return self.bring or self.fill
+
+    @property
+    def differences(self) -> LloydMaxFormat | None:
+        """The format in which weight differences travel to a reference; None where weights travel."""
+        format = self.bring[0].format if self.bring and self.bring[0].verb == "difference" else None
+        return format if isinstance(format, LloydMaxFormat) else None
+
+    @property
+    def codes(self) -> QuantFormat | None:
+        """The format in which weights travel as block codes; None where they do not."""
+        format = self.first[0].format if self.first else None
+        return format if isinstance(format, QuantFormat) else None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether messages are decoded, or applied to a reference."""
+        return bool(self.first) and self.first[0].codes
+
+    @property
+    def kept_elements(self) -> range:
+        """The elements of the unit that this rank keeps: a secondary shard, or part of the reference."""
+        if not self.bring:
+            return range(0)
+        (kept,) = self.layout.ranges(self.mesh, axes_of(self.fill))
+        return kept
+
+    @property
+    def holders(self) -> list[int]:
+        """For each rank of the job, the first one that keeps the same elements."""
+        axes = axes_of(self.bring)
+        return [self.mesh.at(rank).ranks(*axes)[0] for rank in range(self.mesh.world_size)]
+
+    @property
+    def kept_in_slot(self) -> bool:
+        """Whether these are the unit's own part of the slot, which no other unit overwrites."""
+        return not self.in_turn and self.differences is None
+
+    @property
+    def kept(self) -> Buffer:
+        """Their memory, where it is not in the slot. A reference is fp32."""
+        numel = 0 if self.kept_in_slot else len(self.kept_elements)
+        return Buffer(numel, self.dtype if self.differences is None else torch.float32)
+
+    @property
+    def sends_from_target(self) -> bool:
+        """Whether what the optimizer writes is a part of what its leg fills, so that no rank has it twice."""
+        if self.differences is not None or self.codes is not None:
+            return False
+        return bool(self.bring) or not self.in_turn
+
+    @property
+    def gather_source(self) -> Buffer:
+        """What the optimizer writes for others: weights, a message, or fp32 weights to subtract from."""
+        numel = len(self.owned)
+        if self.differences is not None:
+            return Buffer(numel, torch.float32)
+        if self.codes is not None:
+            return Buffer(self.codes.message_bytes(numel), torch.uint8)
+        return Buffer(numel, self.dtype)
+
+    @property
+    def message(self) -> Buffer:
+        """Memory for the weight differences that this rank sends, in any step."""
+        format = self.differences
+        numel = 0 if format is None else nbytes(widest(format), len(self.owned))
+        return Buffer(numel, torch.uint8)
+
+    @property
+    def slot(self) -> Buffer:
+        """The memory of a slot."""
+        return Buffer(self.layout.numel, self.dtype)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of what is sent of one unit, where that is not a part of other memory."""
+        if self.differences is None:
+            return 0 if self.sends_from_target else self.gather_source.nbytes
+        coded = self.layout.coded and self.in_turn  # codes of the reference, for `fill` to gather
+        return self.message.nbytes + (len(self.kept_elements) if coded else 0)
+
+    @property
+    def brought(self) -> SentBytes:
+        """Bytes that this rank sends in `bring`."""
+        return self._sent(range(len(self.bring)))
+
+    @property
+    def filled(self) -> SentBytes:
+        """Bytes that this rank sends in `fill`."""
+        return self._sent(range(len(self.bring), len(self.bring) + len(self.fill)))
+
+    @property
+    def summed(self) -> SentBytes:
+        """Bytes that this rank sends in `sums`."""
+        return sent(self.sums, self.layout, self.mesh, count=range(len(self.sums)))
+
+    def _sent(self, count: range) -> SentBytes:
+        held = len(self.owned) // self.layout.shard_numel
+        return sent((*self.bring, *self.fill), self.layout, self.mesh, count=count, held=held)
+
+
+def weight_plan(
+    zero: ZeroConfig,
+    mesh: Mesh,
+    layout: Layout,
+    compute_dtype: torch.dtype,
+    *,
+    axes: tuple[Axis, ...],
+    in_turn: bool,
+) -> WeightPlan:
+    """The plan of units of a layout; `compute_dtype` is what weights are read in if they are not codes."""
+    dtype = torch.uint8 if layout.coded else compute_dtype
+    if layout.coded and not zero.sends_differences:  # codes travel as they are
+        zero = replace(zero, zero_quantized_weights=False)
+    route = weight_route(zero, mesh, dtype, axes)
+    kept = kept_after(route)
+    assert len(legs_of(route[:kept])) <= 1 >= len(legs_of(route[kept:])), route
+    return WeightPlan(layout, mesh, axes, sum_route(mesh, axes), route[:kept], route[kept:], dtype, in_turn)

@@ -1,0 +1,127 @@
+"""Streams and exchanges of a plan between real ranks: what they allocate and send; a link that is held."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.distributed.traffic import TrafficLedger
+from megatron_zpp.exchange.route import SentBytes
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan
+from tests.zero.quantizing import copy_engines, this_device
+from tests.zero.shared_memory import SharedMemoryStream
+
+Sizes = tuple[int, int, int]  # nodes, data ranks of a node, tensor ranks
+SECONDS, GRACE = 60.0, 0.2  # until a held exchange gives up; for others that should not begin, but would
+
+
+def mesh_of(sizes: Sizes, rank: int = 0) -> Mesh:
+    """The mesh as a rank sees it."""
+    nodes, local, tensor = sizes
+    return Mesh(nodes=nodes, local_ranks=local, tensor_ranks=tensor, rank=rank)
+
+
+class Opened:
+    """What `plan` names, on this rank of a job. Its streams allocate what the plan says."""
+
+    def __init__(
+        self, plan: CommunicationPlan, kernels: Operations | None, watch: "Watch | None" = None
+    ) -> None:
+        mesh = plan.mesh
+        topology = Topology(mesh.rank, mesh.world_size, mesh.rank % mesh.node_size, mesh.node_size)
+        self._ledger, self.allocated = TrafficLedger(topology), list[int]()
+        kind: Callable[..., CommStream] = CommStream
+        if watch is not None:
+            kind = partial(HeldStream, watch=watch)
+        elif plan.peer_writes and this_device().type == "cpu":
+            kind = SharedMemoryStream
+
+        def stream(ranks: Any) -> CommStream:
+            engines = copy_engines(topology)
+            made = kind(ranks, topology, this_device(), self._ledger, None, copy_engines=engines)
+            zeros, peer_buffers = made.zeros, made.peer_buffers
+
+            def counted(numel: int, dtype: torch.dtype) -> Tensor:
+                self.allocated = [*self.allocated, numel * dtype.itemsize]
+                return zeros(numel, dtype)
+
+            def counted_peer_buffers(nbytes: int) -> list[Tensor]:
+                before = self.allocated  # the few bytes of barriers do not count
+                buffers, self.allocated = peer_buffers(nbytes), [*before, nbytes]
+                return buffers
+
+            made.zeros, made.peer_buffers = counted, counted_peer_buffers  # type: ignore[method-assign]
+            return made
+
+        self.communication = Communication(plan, stream, kernels)
+        assert sum(self.allocated) == plan.arena_bytes
+        for comm_stream in self.communication.comm_streams:
+            comm_stream.ready()
+
+    def close(self) -> SentBytes:
+        """End the streams; return what this rank has sent."""
+        for comm_stream in self.communication.comm_streams:
+            comm_stream.settle()
+            comm_stream.close()
+        return SentBytes(*self._ledger.take())
+
+
+class Watch:
+    """Holds the first exchange of a rank over a `held` link until `until` of (begun, ended) is true.
+
+    Both count exchanges by link: "near", inside a node, and "far". `beside` says whether it became true, and
+    `begun` how many had begun when the exchange was let go.
+    """
+
+    def __init__(self, held: str, until: Callable[[Counter[str], Counter[str]], bool]) -> None:
+        self.held, self._until = held, until
+        self.beside, self.begun = False, Counter[str]()
+        self._begun, self._ended = Counter[str](), Counter[str]()
+        self._changed = threading.Condition()
+
+    def begin(self, link: str) -> None:
+        """Count an exchange that begins, and hold the first one."""
+        with self._changed:
+            first = self._begun[link] == 0
+            self._begun[link] += 1
+            self._changed.notify_all()
+            if first and link == self.held:
+                self.beside = self._changed.wait_for(lambda: self._until(self._begun, self._ended), SECONDS)
+                self._changed.wait_for(lambda: False, GRACE)
+                self.begun = self._begun.copy()
+
+    def end(self, link: str) -> None:
+        """Count an exchange that has ended."""
+        with self._changed:
+            self._ended[link] += 1
+            self._changed.notify_all()
+
+
+class HeldStream(CommStream):
+    """A stream whose exchanges are watched."""
+
+    def __init__(self, *args: Any, watch: Watch, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        topology, self._watch = args[1], watch
+        self._link = "near" if len({topology.node_of(rank) for rank in self.ranks}) == 1 else "far"
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
+        """See CommStream."""
+        self._watch.begin(self._link)
+        super().all_gather(full, shard)
+        self._watch.end(self._link)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """See CommStream."""
+        self._watch.begin(self._link)
+        super().all_to_all(received, sent)
+        self._watch.end(self._link)

@@ -1,0 +1,225 @@
+"""Sums of gradients over ranks: the bits of every route beside sums of whole units in the order of the ranks.
+
+Also what ranks send and allocate beside the plan, and what runs beside what.
+"""
+
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange import route
+from megatron_zpp.exchange.codecs import Rotation
+from megatron_zpp.exchange.reductions import Target
+from megatron_zpp.exchange.route import SentBytes
+from megatron_zpp.exchange.segments import GradSegment
+from megatron_zpp.exchange.sums import sum_squares
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.ops.signs import Signs
+from megatron_zpp.placement import Layout, within
+from megatron_zpp.zero.communication_plan import CommunicationPlan
+from tests.exchange.streams import Opened, Sizes, Watch, mesh_of
+from tests.exchange.sums_of_units import (
+    CHUNK,
+    FP16,
+    FP32,
+    INSIDE,
+    ITERATION,
+    SIGNS_SEED,
+    Case,
+    Expected,
+    codes,
+    gradient,
+    layouts,
+    possible,
+)
+from tests.support import nightly
+from tests.zero.quantizing import copy_engines, operations, this_device
+from tests.zero.ranks import on_ranks
+
+
+def in_parts(flat: Tensor, unit: int) -> list[GradSegment]:
+    """A gradient as one segment, or in pieces of 1 to 3 blocks that lie elsewhere."""
+    if unit == 0:
+        return [GradSegment(0, flat)]
+    starts = sorted(start for first in (0, 256, 768) for start in range(first, len(flat), 6 * 256))
+    stops = [*starts[1:], len(flat)]
+    return [GradSegment(start, flat[start:stop].clone()) for start, stop in zip(starts, stops, strict=True)]
+
+
+def sums(started: Topology, grids: list[Sizes], every: int = 1) -> list[list[list[bytes]]]:
+    """What `reduced` returns of every case that is possible, by grid."""
+    return [
+        [reduced(case, mesh_of(sizes, started.rank)) for case in possible(sizes, every)] for sizes in grids
+    ]
+
+
+@patch.object(route, "SMALLEST_CHUNK", CHUNK)
+def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
+    """The sums of this rank after a step, as the engine runs it.
+
+    All units of a micro-batch are submitted before the first is waited for, as by a fast backward.
+    """
+    topology = Topology(mesh.rank, mesh.world_size, mesh.rank % mesh.node_size, mesh.node_size)
+    device = this_device()
+    engines = case.peer_writes if device.type == "cpu" else copy_engines(topology)
+    plan = case.plan(mesh, copy_engines=engines)
+    kernels = operations() if case.kernels else None
+    opened = Opened(plan, kernels, watch)
+    reduction, legs = opened.communication.reduction, opened.communication.legs
+    whole = [torch.zeros(layout.numel, device=device) for layout in plan.layouts]
+    accumulated = [
+        torch.full((plan.accumulator_numel(layout),), 7.0, device=device) for layout in plan.layouts
+    ]
+    totals = [torch.full((len(each.owned),), 7.0, device=device) for each in plan.weights]
+    squares = [torch.full((layout.shard_numel // 256,), 7.0, device=device) for layout in plan.layouts]
+    shards = [within(each.shard, each.owned) for each in plan.weights]
+    expected = SentBytes()
+    for micro_batch in range(case.micro_batches):
+        last, only = micro_batch == case.micro_batches - 1, case.micro_batches == 1
+        under_way, sent = [], []
+        for unit, layout in enumerate(plan.layouts):
+            expected += plan.reduced(plan.weights[unit], case.micro_batches, last=last)
+            flat = gradient(case, mesh.rank, unit, layout, micro_batch).to(device)
+            summed = not (only or plan.every_micro_batch)
+            if summed:
+                whole[unit] += flat
+                if not last:
+                    continue
+                flat = whole[unit].to(plan.gradient_dtype)
+                if len(totals[unit]) == len(flat):
+                    totals[unit] = flat if flat.dtype == FP32 else whole[unit]  # the sum lies where it was
+            elif flat.itemsize > plan.gradient_dtype.itemsize:
+                flat = flat.to(plan.gradient_dtype)
+            parts = [GradSegment(0, flat)] if summed else in_parts(flat, unit)
+            sent.append(parts)  # there until they are waited for
+            total, add = totals[unit], micro_batch > 0 and plan.every_micro_batch
+            shard = total[shards[unit]]
+            found = squares[unit] if plan.returns_squared_norms else None
+            target = Target(shard, add, found, rotation_of(plan, unit, layout))
+            if plan.accumulates_in_groups and not (only and reduction.at_once):
+                under_way.append(reduction.accumulate(parts, accumulated[unit], add=micro_batch > 0))
+                if not last:
+                    continue
+                pending = reduction.reduce_accumulated(accumulated[unit], target._replace(add=False))
+            else:
+                pending = reduction.reduce(parts, target)
+            if last and (leg := legs[unit].sums) is not None:
+                pending = leg.run(shard, total, after=pending)
+            under_way.append(pending)
+        for one in under_way:
+            one.wait()
+    sent_bytes = opened.close()
+    assert sent_bytes == expected, (case, sent_bytes, expected)
+    for total, shard, found in (
+        zip(totals, shards, squares, strict=True) if plan.returns_squared_norms else ()
+    ):
+        its_squares = torch.empty_like(found)
+        sum_squares(kernels, total[shard], its_squares)
+        any_order = 0 if case.kernels else 2 * 256 * 2**-24  # torch's depends on how many sums there are
+        torch.testing.assert_close(found, its_squares, rtol=any_order, atol=0, equal_nan=True)
+    return [total.cpu().numpy().tobytes() for total in totals]
+
+
+def rotation_of(plan: CommunicationPlan, unit: int, layout: Layout) -> Rotation | None:
+    if not plan.rotates:
+        return None
+    shard = layout.shard(plan.mesh)
+    gaps = tuple(within(gap, shard) for gap in layout.gaps_in(shard))
+    return Rotation(Signs(SIGNS_SEED, unit, ITERATION), gaps)
+
+
+# The error of a sum in its norm: of 24 and 8 bits, and of block codes with outliers of 30 times the others.
+ERRORS = {"plain": 2e-6, "bf16": 2**-8, "int8": 0.04, "int4": 0.6, "rotated4": 0.16}
+
+
+def check(grids: list[Sizes], ranks: list[list[list[list[bytes]]]], every: int = 1) -> None:
+    """Every unit of every case on every rank: the expected bits, which are near the sum in fp64."""
+    for sizes, *by_rank in zip(grids, *ranks, strict=True):
+        nodes, local, tensor = sizes
+        units = [*enumerate(layouts(mesh_of(sizes)))]
+        for case, *results in zip(possible(sizes, every), *by_rank, strict=True):
+            for (unit, layout), tensor_rank in product(units, range(tensor)):
+                owners, batches = range(tensor_rank, len(results), tensor), range(case.micro_batches)
+                made = [gradient(case, rank, unit, layout, each) for each in batches for rank in owners]
+                of_batches = torch.stack(made).view(len(batches), len(owners), -1)
+                total = Expected(case, sizes, unit).sum(of_batches)
+                check_error(case, layout, total, of_batches)
+                shards = total.view(nodes * local, -1)
+                for place, rank in enumerate(owners):
+                    node, local_rank = divmod(place, local)
+                    first = local_rank * nodes
+                    own = shards[first : first + nodes] if unit == INSIDE else shards[first + node]
+                    own = shards if case.config.zero_stage == 0 else own
+                    found = torch.frombuffer(bytearray(results[rank][unit]), dtype=FP32)
+                    same = torch.equal(found.nan_to_num(nan=1e9), own.flatten().nan_to_num(nan=1e9))
+                    assert same, (sizes, case, unit, rank)
+
+
+def check_error(case: Case, layout: Layout, total: Tensor, made: Tensor) -> None:
+    name = "bf16" if case.in_bf16 else "plain"
+    if case.config.zero_quantized_gradients and layout.shards > 1:
+        name = case.config.zero_quantized_gradients_format
+    exact = made.double().sum((0, 1))
+    off = total - exact
+    for gap in layout.gaps_in(range(layout.numel)):
+        off[gap.start : gap.stop] = 0
+    lost = int(off.isnan().sum())
+    assert lost in (0, 1, 128, 256), (case, lost)  # a NaN reaches its element, or its block
+    error = off.nan_to_num().norm() / exact.nan_to_num().norm()
+    assert error <= ERRORS[name], (case, error)
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [
+        [(1, 1, 1)],
+        [(1, 4, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)],
+        [(3, 2, 1), (2, 3, 1)],
+        [(2, 4, 1)],
+        nightly([(2, 2, 2), (1, 4, 2), (4, 1, 2)]),
+    ],
+)
+def test_a_reduction_is_the_sum_over_all_ranks(grids: list[Sizes]) -> None:
+    nodes, local, tensor = grids[0]
+    check(grids, on_ranks(nodes * local * tensor, sums, grids))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (2, 2, 1), (3, 2, 1), (2, 4, 1)])
+def test_each_element_that_crosses_nodes_has_signs_of_its_own(sizes: Sizes) -> None:
+    """Signs that repeat would round equal parts equally, and errors would add up. They start at 128s."""
+    for unit, layout in enumerate(layouts(mesh_of(sizes))):
+        runs = list(Expected(codes("rotated4"), sizes, unit).runs())
+        numbers = [range(number, number + len(elements)) for elements, number in runs]
+        assert sorted(each for run in numbers for each in run) == list(range(layout.numel))
+        assert {run.start % 128 for run in numbers} == {0}
+
+
+def held_up(topology: Topology, sizes: Sizes, case: Case) -> tuple[bool, int, bool]:
+    """Whether the next exchange between nodes began while the first was held, how many sums of a node had
+    been made then, and whether the bits are those of a step that nothing held.
+    """
+    mesh = mesh_of(sizes, topology.rank)
+    inside = 2 if mesh.local_ranks > 1 else 0
+    watch = Watch("far", lambda begun, ended: begun["far"] > 1 and ended["near"] >= inside)
+    held = reduced(case, mesh, watch)
+    return watch.beside, watch.begun["near"] - inside, held == reduced(case, mesh)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "case"),
+    [
+        ((2, 1, 1), codes("int8", made=FP16, micro_batches=1)),
+        ((2, 2, 1), codes("int8", made=FP16, micro_batches=1)),
+        ((2, 2, 1), codes("rotated4", "auto", micro_batches=1)),
+        ((2, 2, 1), Case({}, micro_batches=1)),
+    ],
+)
+def test_a_sum_is_made_beside_two_exchanges_between_nodes(sizes: Sizes, case: Case) -> None:
+    """The third one only when what the first one sends from is free."""
+    nodes, local, _ = sizes
+    for rank in on_ranks(nodes * local, held_up, sizes, case):
+        assert rank == (True, 0, True)

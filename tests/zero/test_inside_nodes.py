@@ -1,0 +1,88 @@
+"""Units that each node holds by itself: sharded inside nodes alone, with routes of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.engine import ZeroEngine
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.zero.ranks import on_ranks
+from tests.zero.test_differences import BOTH, HPZ, batch
+from tests.zero.zeropp_engines import build
+
+INSIDE = ("layers.1", "layers.2", "head")
+INT8 = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+GROUPS = {"zero_gradient_partition_size": "auto"}
+
+
+def train(engine: ZeroEngine, steps: range) -> list[float]:
+    """The gradient norms of steps of two micro-batches."""
+    norms = []
+    for step in steps:
+        for index in range(2):
+            engine.accumulate(batch(engine.topology, 2 * step + index), index=index, micro_batches=2)
+        norms.append(engine.step(1e-2).grad_norm.item())
+    return norms
+
+
+def states(engine: ZeroEngine) -> list[Tensor]:
+    return [shard.clone() for kind in engine.states.kinds for shard in engine.states.shards(kind)]
+
+
+def both_ways(topology: Topology, zero: dict[str, Any], directory: str) -> tuple[bool, bool, bool, int, int]:
+    """Whether norms and states are those of ordinary units, also after each has loaded the other; bytes."""
+    found, sent = [], []
+    for inside in ((), INSIDE):
+        engine = build(topology, zero, inside_nodes=inside)
+        norms = train(engine, range(2))
+        path = save(Path(directory, str(len(inside))), engine, Progress(iteration=2))
+        other = build(topology, zero, inside_nodes=INSIDE if not inside else ())
+        load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+        engine.take_traffic()
+        more = train(engine, range(2, 3)), train(other, range(2, 3))
+        sent.append(engine.take_traffic()[1])
+        found.append((norms, more, states(engine), states(other)))
+    (norms, more, own, loaded), (their_norms, their_more, theirs, their_loaded) = found
+    same = [all(map(torch.equal, own, others)) for others in (loaded, theirs, their_loaded)]
+    return norms == their_norms and more == their_more, more[0] == more[1], all(same), *sent
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [{"zero_stage": 1}, {}, INT8, INT8 | HPZ | GROUPS],
+    ids=["stage 1", "stage 3", "int8", "int8, hpZ, accumulation"],
+)
+def test_a_unit_that_each_node_holds_trains_to_the_same_bits(zero: dict[str, Any], tmp_path: Path) -> None:
+    """Its norm counts once; it is saved, and loaded by ordinary units; other bytes cross nodes."""
+    for norms, resumed, same, ordinary, inside in on_ranks(
+        4, both_ways, zero, str(tmp_path), ranks_per_node=2
+    ):
+        assert (norms, resumed, same) == (True, True, True)
+        assert inside != ordinary
+
+
+def four_bits(topology: Topology, directory: str) -> tuple[list[float], list[float], str | None]:
+    engine = build(topology, BOTH | HPZ | GROUPS, inside_nodes=INSIDE)
+    train(engine, range(2))
+    path = save(Path(directory), engine, Progress(iteration=2))
+    other = build(topology, BOTH | HPZ | GROUPS, inside_nodes=INSIDE)
+    load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+    return train(engine, range(2, 4)), train(other, range(2, 4)), engine.weights.differing_references()
+
+
+def test_beside_units_of_weight_differences(tmp_path: Path) -> None:
+    """With 4-bit weights and gradients between nodes; resumed, it goes on with the same bits."""
+    for norms, resumed, differing in on_ranks(4, four_bits, str(tmp_path), ranks_per_node=2):
+        assert norms == resumed
+        assert differing is None
+
+
+def test_a_unit_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"inside_nodes layer\.1: no unit of the model; did you mean layers"):
+        build(Topology(), {}, inside_nodes=("layer.1",))
