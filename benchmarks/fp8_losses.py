@@ -123,7 +123,6 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
 
     from benchmarks.emulation.source import Source
     from megatron_zpp.config.root import parse_args
-    from megatron_zpp.distributed.grid import Grid
     from megatron_zpp.distributed.topology import Topology
     from megatron_zpp.train.schedule.learning_rate import LearningRate
     from megatron_zpp.train.setup.build_engine import build_engine
@@ -138,8 +137,8 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
     else:
         source, vocab = Text(text, length + 1), settings["text"]["vocabulary"]
     torch._dynamo.reset()
-    config, grid = parse_args(flags_of(settings, name, seed)), Grid(Topology())
-    engine = build_engine(config, vocab, prepare_device(config, grid), grid)
+    config, topology = parse_args(flags_of(settings, name, seed)), Topology()
+    engine = build_engine(config, vocab, prepare_device(config, topology), topology)
     rate = LearningRate.from_config(
         config.learning_rate, samples=steps * samples, samples_per_iteration=samples
     )

@@ -117,7 +117,7 @@ def _row(run: Measured) -> Row:
     peak = peak_tflops("H100", "bfloat16")
     assert peak is not None
     planned = memory_of(job).peak
-    if job.data_ranks > 1:
+    if job.mesh.data_ranks > 1:
         planned += counted_otherwise(job)
     if job.overlapped:
         planned -= region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)

@@ -91,9 +91,29 @@ class Mesh:
         return Axis(1, self.tensor_ranks)
 
     @property
+    def inside_node(self) -> tuple[Axis, ...]:
+        """The ranks of a node."""
+        return self.local, self.context, self.tensor
+
+    @property
     def samples(self) -> tuple[Axis, ...]:
         """The ranks that read different samples."""
         return self.node, self.local
+
+    @property
+    def data_ranks(self) -> int:
+        """How many places `samples` has."""
+        return self.nodes * self.local_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those that read different samples."""
+        return self.index(*self.samples)
+
+    @property
+    def tensor_rank(self) -> int:
+        """This rank's place among those that share matrices with it."""
+        return self.index(self.tensor)
 
     @property
     def shards(self) -> tuple[Axis, ...]:

@@ -1,12 +1,10 @@
-"""Groups of a mesh, beside slices of an array of all ranks, and beside Topology and Grid."""
+"""Groups of a mesh, beside slices of an array of all ranks."""
 
 from itertools import product
 
 import numpy as np
 import pytest
 
-from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Axis, Mesh
 
 SIZES = [(1, 1, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (2, 3, 1, 2), (3, 2, 2, 1), (2, 4, 1, 2), (2, 2, 2, 2)]
@@ -34,29 +32,22 @@ def test_groups_are_slices_of_the_array_of_ranks(sizes: tuple[int, ...]) -> None
             assert wanted[mesh.index(*axes)] == mesh.rank
             nodes = {np.argwhere(array == rank)[0][0] for rank in wanted}
             assert mesh.share_a_node(wanted) == (len(nodes) == 1)
+        assert mesh.ranks(*mesh.samples)[mesh.data_rank] == mesh.rank
+        assert mesh.ranks(mesh.tensor)[mesh.tensor_rank] == mesh.rank
+        assert len(mesh.ranks(*mesh.samples)) == mesh.data_ranks
 
 
-@pytest.mark.parametrize("sizes", [each for each in SIZES if each[2] == 1], ids=str)
-def test_a_mesh_without_context_ranks_is_a_topology_of_data_ranks(sizes: tuple[int, ...]) -> None:
-    nodes, local, _, tensor = sizes
-    for rank in range(nodes * local * tensor):
-        mesh = mesh_of(sizes, rank)
-        grid = Grid(Topology(rank, mesh.world_size, rank % mesh.node_size, mesh.node_size), tensor)
-        data = grid.data
-        owners = [data.owner_of(shard) for shard in range(data.world_size)]
-        assert mesh.ranks(mesh.tensor) == tuple(grid.tensor_ranks)
-        assert mesh.ranks(*mesh.shards) == tuple(data.job_ranks(owners))
-        assert owners[mesh.index(*mesh.shards)] == data.rank
-        assert mesh == data.mesh
-        assert mesh.ranks(*mesh.samples) == tuple(data.job_ranks(range(data.world_size)))
-        assert mesh.ranks(mesh.local) == tuple(data.job_ranks(data.node_ranks))
-        assert mesh.ranks(mesh.node) == tuple(data.job_ranks(data.cross_node_ranks))
-        for size in (size for size in range(1, local + 1) if local % size == 0):
-            groups, places = mesh.local.cut(size)
-            first = data.rank // size * size
-            assert mesh.ranks(places) == tuple(data.job_ranks(range(first, first + size)))
-            peers = data.node_ranks[data.local_rank % size :: size]
-            assert mesh.ranks(groups) == tuple(data.job_ranks(peers))
+def test_two_nodes_of_four_ranks_that_share_layers_in_pairs() -> None:
+    """By hand: rank 6 is tensor rank 0 of its pair, and data rank 3, the second of node 1."""
+    mesh = Mesh(nodes=2, local_ranks=2, tensor_ranks=2, rank=6)
+    assert (mesh.data_rank, mesh.data_ranks, mesh.tensor_rank) == (3, 4, 0)
+    assert mesh.ranks(mesh.tensor) == (6, 7)
+    assert mesh.ranks(mesh.node) == (2, 6)
+    assert mesh.ranks(mesh.local) == (4, 6)
+    assert mesh.ranks(*mesh.inside_node) == (4, 5, 6, 7)
+    assert mesh.ranks(*mesh.samples) == (0, 2, 4, 6)
+    assert mesh.ranks(*mesh.shards) == (0, 4, 2, 6)
+    assert mesh.at(5).ranks(*mesh.samples) == (1, 3, 5, 7)
 
 
 def test_what_is_no_mesh_and_no_part_of_an_axis_is_refused() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import STATE_LIMIT, CheckpointReader
 from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
+from megatron_zpp.checkpoint.states import saved_mesh
 from megatron_zpp.checkpoint.unit_entries import (
     describe_buffers,
     describe_units,
@@ -74,7 +75,7 @@ def load_checkpoint(
 def saved_settings(path: Location) -> tuple[dict[str, Any], int]:
     """(settings by part and field, data ranks) of the run that saved a checkpoint, after it was loaded."""
     state = json.loads(read_limited(path / STATE, STATE_LIMIT))
-    return state["config"], state["ranks"] // state.get("tensor", 1)
+    return state["config"], saved_mesh(state).data_ranks
 
 
 def _load_buffers(reader: CheckpointReader, engine: ZeroEngine) -> None:
@@ -101,6 +102,6 @@ def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Colle
         for piece in layout.pieces_in(elements):
             if piece.placement.name in padded:
                 target[within(piece.at, elements)].zero_()
-        reader.read_shard(kind, layout, elements, target, engine.plan.mesh)
+        reader.read_shard(kind, layout, elements, target, engine.mesh)
 
     engine.states.fill(kind, fill)

@@ -15,12 +15,10 @@ from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.slices import fill
-from megatron_zpp.checkpoint.states import buffer_name, tensor_name
+from megatron_zpp.checkpoint.states import buffer_name, saved_mesh, tensor_name
 from megatron_zpp.checkpoint.unit_entries import placement_of
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
-from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Layout, Piece, Placement, within
 from megatron_zpp.storage.checksums import (
@@ -73,8 +71,7 @@ class CheckpointReader:
             self.state: dict[str, Any] = json.loads(read_limited(path / STATE, STATE_LIMIT))
             held = Progress.from_json(self.state["progress"]).iteration
             self.units: list[dict[str, Any]] = self.state["units"]
-            self.ranks: int = self.state["ranks"]
-            self.tensor: int = self.state.get("tensor", 1)
+            self.mesh = saved_mesh(self.state)
             self._places = self._find_places()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
@@ -82,10 +79,10 @@ class CheckpointReader:
         if named is not None and named != held:
             fix = f"rename it to {checkpoint_name(held)}, or move it away"
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
-        if self.ranks > len(self._entries):
-            raise DamagedFile(f"{path}: its manifest does not name the files of {self.ranks} ranks")
-        local = self.ranks // self.state.get("nodes", 1)
-        self._data_ranks = Grid(Topology(0, self.ranks, 0, local), self.tensor).data
+        if self.mesh.world_size > len(self._entries):
+            raise DamagedFile(f"{path}: its manifest does not name the files of {self.mesh.world_size} ranks")
+        tensor_ranks = self.mesh.ranks(self.mesh.tensor)
+        self._owners = [self.mesh.at(rank).ranks(*self.mesh.shards) for rank in tensor_ranks]
         self._files: dict[int, ShardFile] = {}
         self._recent = RecentChunks(_RECENT)
         threads = thread_count() if isinstance(path, Path) else _REQUESTS
@@ -145,7 +142,7 @@ class CheckpointReader:
         it reads one file alone. Otherwise all read the copy of tensor rank 0, so that they agree whatever the
         copies are.
         """
-        copy = mesh.index(mesh.tensor) if mesh.tensor_ranks == self.tensor else 0
+        copy = mesh.tensor_rank if mesh.tensor_ranks == self.mesh.tensor_ranks else 0
         for placement, unit, offset in self._places[piece.placement.name]:
             read_into = partial(self._read_into, kind, unit, offset)
             fill(target, piece, mesh.rank, placement, read_into, copy=copy)
@@ -161,9 +158,11 @@ class CheckpointReader:
         while filled < len(target):
             index, start = divmod(offset + first + filled, shard)
             count = min(shard - start, len(target) - filled)
-            owner = self._data_ranks.owner_of(index) * self.tensor + tensor_rank
+            owners = self._owners[tensor_rank]
+            if not 0 <= index < len(owners):
+                raise DamagedFile(f"{self.path / STATE}: unit {unit} has no shard {index}")
             part = target[filled : filled + count]
-            self._file(owner).read_into(tensor_name(kind, unit), start, part, self._pool.map)
+            self._file(owners[index]).read_into(tensor_name(kind, unit), start, part, self._pool.map)
             filled += count
 
     def _find_places(self) -> dict[str, list[_Place]]:
@@ -171,7 +170,7 @@ class CheckpointReader:
         places: dict[str, list[_Place]] = {}
         for index, unit in enumerate(self.units):
             for name, entry in unit["parameters"].items():
-                placement = placement_of(name, entry, self.tensor)
+                placement = placement_of(name, entry, self.mesh.tensor_ranks)
                 places.setdefault(name, []).append(_Place(placement, index, entry["offset"]))
         return places
 
@@ -188,10 +187,10 @@ class CheckpointReader:
 
         Reader 0 also checks the other files.
         """
-        for rank in range(reader, self.ranks, readers):
+        for rank in range(reader, self.mesh.world_size, readers):
             self._file(rank).file.check_rest(self._pool.map)
         if reader == 0:
-            shards = set(map(shard_file_name, range(self.ranks)))
+            shards = set(map(shard_file_name, range(self.mesh.world_size)))
             for name in self._entries.keys() - shards - {STATE}:
                 self.check_file(name)
 

@@ -8,9 +8,9 @@ Of a split parameter, a flat buffer has one tensor rank's part; of others each t
 
 state.json contains the rest:
     progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config
-    ranks, nodes, tensor   the grid of the run: ranks of the job, each with a file, and T tensor ranks.
-             Rank `owner_of`(s) · T + j has shard s of tensor rank j (`Grid.data`). Without `tensor`, in older
-             versions, T is 1; without `nodes`, in still older ones, rank r owns shard r
+    ranks, nodes, tensor   the mesh of the run: ranks of the job, each with a file, and tensor ranks. Its
+             ranks of `shards` have a tensor rank's shards in this order. Without `tensor`, in older
+             versions, it is 1; without `nodes`, in still older ones, rank r owns shard r
     buffers  `shape` and `dtype`, as safetensors calls it, of each persistent buffer by name; rank 0's file
              has them as `buffer/NAME`. Absent in older versions
     units    for each unit: `shard_numel`, elements of a shard; by name `parameters`: `shape` of the whole
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.unit_entries import describe_buffers, describe_units
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import WEIGHTS
 
@@ -46,6 +47,17 @@ def tensor_name(kind: str, unit: int) -> str:
 def buffer_name(name: str) -> str:
     """The name of a buffer in rank 0's file."""
     return f"buffer/{name}"
+
+
+def saved_mesh(state: dict[str, Any]) -> Mesh:
+    """The mesh of the run that wrote state.json, as rank 0 saw it.
+
+    Raises ValueError, or KeyError without `ranks`.
+    """
+    ranks, nodes, tensor = sizes = state["ranks"], state.get("nodes", 1), state.get("tensor", 1)
+    if any(type(size) is not int or size < 1 for size in sizes) or ranks % (nodes * tensor):
+        raise ValueError(f"{ranks!r} ranks are not {nodes!r} nodes of groups of {tensor!r} ranks")
+    return Mesh(nodes=nodes, local_ranks=ranks // (nodes * tensor), tensor_ranks=tensor)
 
 
 def saved_kinds(engine: ZeroEngine, *, with_optimizer: bool) -> tuple[str, ...]:
@@ -80,9 +92,9 @@ def describe_state(
         with_optimizer=with_optimizer,
         optimizer_steps=engine.states.optimizer_steps,
         loss_scale=engine.loss_scale.state(),
-        ranks=engine.topology.world_size,
-        nodes=engine.topology.nodes,
-        tensor=engine.grid.tensor,
+        ranks=engine.mesh.world_size,
+        nodes=engine.mesh.nodes,
+        tensor=engine.mesh.tensor_ranks,
         units=describe_units(engine),
         buffers=describe_buffers(engine),
         kinds=saved_kinds(engine, with_optimizer=with_optimizer),

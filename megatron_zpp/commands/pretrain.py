@@ -16,7 +16,6 @@ import torch
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.config.sources.checkpoint_arguments import CheckpointArguments
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import barrier
 from megatron_zpp.distributed.topology import planned
 from megatron_zpp.reporting.console import tell, warn
@@ -48,19 +47,19 @@ def main() -> None:
         )
         config, notes = command_line.config, [*command_line.notes, *untested_torch(torch.__version__)]
         with usage_errors():
-            grid = Grid(planned(config.plan, topology), config.distributed.tensor_model_parallel_size)
-        inputs = check_inputs(config, grid.data.world_size, partial(tell, PROG))
+            mesh = planned(config.plan, topology).mesh(config.distributed.tensor_model_parallel_size)
+        inputs = check_inputs(config, mesh.data_ranks, partial(tell, PROG))
         if config.plan.dry_run:
             warn(PROG, topology.rank, notes)
             from megatron_zpp.train.dry_run import dry_run
 
-            dry_run(inputs, grid, speaks=topology.rank == 0)
+            dry_run(inputs, mesh, speaks=topology.rank == 0)
             return
-        device = prepare_device(config, grid)
+        device = prepare_device(config, topology)
         notes += config.precision.speed_notes(config.model.hidden_size)
         warn(PROG, topology.rank, notes)
     with joined_ranks(process, config, device) as joined:
-        engine = build_engine(config, inputs.tokenizer["vocab_size"], device, grid)
+        engine = build_engine(config, inputs.tokenizer["vocab_size"], device, topology)
         ending = train(build_run(inputs, engine, joined))
         barrier(topology)  # logs are closed before the first rank leaves: a launcher may then end the others
         joined.signals.finish()

@@ -15,8 +15,7 @@ from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, parse_options
 from megatron_zpp.config.root import Config
-from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.exchanges import ledgers_of
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
@@ -85,21 +84,19 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> tuple[C
     `on_cpus`: it computes in fp32 unless its flags say otherwise.
     """
 
-    def read(path: Location) -> tuple[Config, Grid, int]:
+    def read(path: Location) -> tuple[Config, Mesh, int]:
         with CheckpointReader(path) as reader:
-            job = Topology(0, reader.ranks, 0, reader.ranks // reader.state.get("nodes", 1))
-            grid = Grid(job, reader.state.get("tensor", 1))
-            return reader.config(), grid, reader.state["tokenizer"]["vocab_size"]
+            return reader.config(), reader.mesh, reader.state["tokenizer"]["vocab_size"]
 
     found = read_newest(lambda: each_candidate(directory, iteration, "--checkpoint"), read)
     if found is None:
         raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
-    config, grid, vocab_size = found
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, grid.data.world_size)
+    config, mesh, vocab_size = found
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, mesh.data_ranks)
     precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
         planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))
-    return config, job_of(planned, vocab_size, schedule, grid), schedule.iterations
+    return config, job_of(planned, vocab_size, schedule, mesh), schedule.iterations
 
 
 def settings_of(config: Config) -> list[Setting]:

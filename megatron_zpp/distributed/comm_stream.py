@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_zpp.distributed.symmetric_memory import SymmetricMemory, peer_memory
 from megatron_zpp.distributed.tensor_group import all_gather_single
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
+from megatron_zpp.mesh import Mesh
 
 
 class Pending:
@@ -50,7 +50,7 @@ class CommStream:
     def __init__(
         self,
         ranks: Sequence[int],
-        topology: Topology,
+        mesh: Mesh,
         device: torch.device,
         ledger: TrafficLedger,
         timeout: timedelta | None,
@@ -63,18 +63,17 @@ class CommStream:
         `copy_engines`: use them if all ranks are on one node (see `choose_copy_engines`).
         """
         self.ranks, self._device, self._ledger = tuple(ranks), device, ledger
-        self.group_rank = self.ranks.index(topology.rank)
-        self._two_nodes = len(self.ranks) == 2 and len({topology.node_of(rank) for rank in self.ranks}) == 2
+        self.group_rank = self.ranks.index(mesh.rank)
+        self._two_nodes = len(self.ranks) == 2 and not mesh.share_a_node(self.ranks)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._symmetric: SymmetricMemory | None = None
         self._group: dist.ProcessGroup | None = None
         if len(self.ranks) > 1:
-            members = topology.job_ranks(self.ranks)
-            if copy_engines and len({topology.node_of(rank) for rank in self.ranks}) == 1:
-                self._symmetric = SymmetricMemory(members, device, timeout)
+            if copy_engines and mesh.share_a_node(self.ranks):
+                self._symmetric = SymmetricMemory(self.ranks, device, timeout)
                 self._group = self._symmetric.group
             else:
-                self._group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+                self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
         beside = self._stream is None and self._group is not None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="comm_stream") if beside else None
         self._newest: Future | None = None

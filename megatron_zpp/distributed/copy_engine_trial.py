@@ -29,7 +29,7 @@ from megatron_zpp.distributed.symmetric_memory import (
     may_have_copy_engines,
     peer_memory,
 )
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 
 _PATIENCE = 20.0  # seconds in which a rank of the same node must answer
 _TRIED_BYTES = 1 << 16
@@ -38,20 +38,20 @@ Steps = Generator[Callable[[], None], None, None]
 
 
 def choose_copy_engines(
-    topology: Topology, device: torch.device, timeout: timedelta | None, say: Callable[[str], None]
+    mesh: Mesh, device: torch.device, timeout: timedelta | None, say: Callable[[str], None]
 ) -> bool:
     """Return, equally on every rank, whether collectives inside a node use the copy engines.
 
     If the trial fails, rank 0 says why. Raises ValueError on a rank that others wait for in vain; see
     `decide`.
     """
-    if not may_have_copy_engines(topology, device):
+    if not may_have_copy_engines(mesh, device):
         return False
-    return decide(topology, device, _trial(topology, device, timeout), say)
+    return decide(mesh, device, _trial(mesh, device, timeout), say)
 
 
 def decide(
-    topology: Topology,
+    mesh: Mesh,
     device: torch.device,
     steps: Steps,
     say: Callable[[str], None],
@@ -72,7 +72,7 @@ def decide(
             try:
                 step()
             except Exception as error:  # any error of the driver, NCCL or the system is a reason
-                failure = Failure(int(time.monotonic() - began), f"{one_line(error)} [rank {topology.rank}]")
+                failure = Failure(int(time.monotonic() - began), f"{one_line(error)} [rank {mesh.rank}]")
             failed, summing = torch.tensor(0 if failure is None else 1, device=device), True
             counted = dist.all_reduce(failed, async_op=True)
             assert counted is not None  # None is of ranks outside the group
@@ -85,8 +85,8 @@ def decide(
             failures, summing = failed.item(), False
             if failures == 0:
                 continue
-            problem = first_problem(failure, topology)
-            if topology.rank == 0:
+            problem = first_problem(failure, mesh)
+            if mesh.rank == 0:
                 say(f"warning: transfers inside nodes use NCCL's kernels, not the copy engines: {problem}")
             return False
     finally:
@@ -112,18 +112,18 @@ class Failure(NamedTuple):
     problem: str
 
 
-def first_problem(failure: Failure | None, topology: Topology) -> str:
+def first_problem(failure: Failure | None, mesh: Mesh) -> str:
     """Return, on every rank, the problem of the rank that failed soonest; at least one has failed.
 
     All ranks begin a step together, so a rank that waited in vain for the one with the cause failed later. Of
     several ranks that fail within the same second, it is the first.
     """
-    failures: list[Failure | None] = [None] * topology.world_size
+    failures: list[Failure | None] = [None] * mesh.world_size
     dist.all_gather_object(failures, failure)
     return min((found for found in failures if found is not None), key=lambda found: found.seconds).problem
 
 
-def _trial(topology: Topology, device: torch.device, timeout: timedelta | None) -> Steps:
+def _trial(mesh: Mesh, device: torch.device, timeout: timedelta | None) -> Steps:
     """Yield steps that try, in small, all that copy engines need; clean up at the end or after a failure.
 
     Registering comes last. A rank that fails in it leaves the others waiting in NCCL, which returns only when
@@ -131,11 +131,12 @@ def _trial(topology: Topology, device: torch.device, timeout: timedelta | None) 
     the allocation and the exchange of handles, has been tried before.
     """
     yield check_nccl
-    pids = [0] * topology.world_size
+    pids = [0] * mesh.world_size
     dist.all_gather_object(pids, os.getpid())
-    yield from descriptor_steps([pids[rank] for rank in topology.node_ranks], topology.local_rank)
+    node_ranks = mesh.ranks(*mesh.inside_node)
+    yield from descriptor_steps([pids[rank] for rank in node_ranks], mesh.index(*mesh.inside_node))
     made: list[SymmetricMemory] = []
-    yield lambda: made.append(SymmetricMemory(topology.node_ranks, device, timeout))
+    yield lambda: made.append(SymmetricMemory(node_ranks, device, timeout))
     (memory,) = made
     allocated: list[Tensor] = []
     try:

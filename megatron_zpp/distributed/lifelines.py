@@ -45,7 +45,8 @@ def parent_of(topology: Topology) -> int | None:
     """The rank to which this rank connects; None for rank 0."""
     if topology.rank == 0:
         return None
-    return 0 if topology.local_rank == 0 else topology.node_ranks[0]
+    mesh = topology.mesh()
+    return 0 if topology.local_rank == 0 else mesh.ranks(*mesh.inside_node)[0]
 
 
 def hello_token(token: str, rank: int) -> str:
@@ -57,8 +58,9 @@ def children_of(topology: Topology) -> set[int]:
     """The ranks that connect to this rank."""
     if topology.local_rank:
         return set()
-    others = range(0, topology.world_size, topology.local_world_size) if topology.rank == 0 else ()
-    return {*topology.node_ranks, *others} - {topology.rank}
+    mesh = topology.mesh()
+    others = mesh.ranks(mesh.node) if topology.rank == 0 else ()
+    return {*mesh.ranks(*mesh.inside_node), *others} - {topology.rank}
 
 
 class Lifelines:
@@ -142,7 +144,7 @@ class Lifelines:
 
     def _name_of_node(self) -> str:
         """The abstract Unix socket of the node's first rank; everyone on the host can read such names."""
-        node = f"{self._token} {self._topology.node_of(self._topology.rank)}"
+        node = f"{self._token} {self._topology.mesh().node_of(self._topology.rank)}"
         return f"\0megatron_zpp/{hashlib.blake2b(node.encode(), digest_size=16).hexdigest()}"
 
     def _connect(self, address: str, port: int) -> None:

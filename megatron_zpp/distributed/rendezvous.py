@@ -388,7 +388,7 @@ def _await_all(
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if not missing:
                 break
-            nodes = ranges(sorted({topology.node_of(rank) for rank in missing}))
+            nodes = ranges(sorted(set(map(topology.mesh().node_of, missing))))
             ranks = f"rank{'s' * (len(missing) > 1)} {ranges(missing)}"
             who = f"{ranks} of {topology.world_size} (node {nodes})"
         if late:

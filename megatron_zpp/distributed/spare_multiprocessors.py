@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.distributed.nccl_network import other_network, read_nccl_settings, read_network
-from megatron_zpp.distributed.topology import Topology
 
 # NCCL's kernels have two thread blocks each over TCP, and two of them send at a time.
 _OVER_TCP = 4
@@ -69,13 +68,13 @@ class SpareMultiprocessors:
 
 
 def spare_multiprocessors(
-    topology: Topology, device: torch.device, environment: Mapping[str, str]
+    nodes: int, device: torch.device, environment: Mapping[str, str]
 ) -> SpareMultiprocessors:
-    """What NCCL needs between nodes; `topology` is that of the data ranks.
+    """What NCCL needs between so many nodes.
 
     All ranks of the job must call it, and all get the least number that suits one of them.
     """
-    if topology.nodes == 1 or device.type != "cuda" or "nccl" not in dist.get_backend_config():
+    if nodes == 1 or device.type != "cuda" or "nccl" not in dist.get_backend_config():
         return SpareMultiprocessors(0, device)
     settings = read_nccl_settings(environment)
     over_tcp = other_network(settings, read_network(settings)) is None

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 
 OFF = "NCCL_CUMEM_ENABLE"  # 0: NCCL allocates no memory that other processes could open
 _FIRST_NCCL = (2, 28)
 
 
-def may_have_copy_engines(topology: Topology, device: torch.device) -> bool:
+def may_have_copy_engines(mesh: Mesh, device: torch.device) -> bool:
     """Return whether copy engines could move what the ranks send; the same on all ranks."""
-    return device.type == "cuda" and topology.local_world_size > 1 and dist.get_backend() == "nccl"
+    return device.type == "cuda" and mesh.local_ranks > 1 and dist.get_backend() == "nccl"
 
 
 def check_nccl() -> None:

@@ -1,28 +1,24 @@
-"""Ranks, and which of them share a node: arithmetic on the launcher's variables."""
+"""The ranks of a job and of its nodes, as the launcher's variables say."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.plan import PlanConfig
+from megatron_zpp.config.shapes.tensor_parallel import FLAG, divisors, listed
+from megatron_zpp.config.words import counted
 from megatron_zpp.distributed.slurm import TORCHRUN_VARIABLES, launcher_variables
 from megatron_zpp.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The position of one rank. A node is the `local_world_size` ranks that share a fast link.
-
-    These are all ranks of a job, or its data ranks (`Grid.data`): rank r of them is rank
-    first_job_rank + r · stride of the job.
-    """
+    """What the launcher says of one rank. A node is the `local_world_size` ranks that share a fast link."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    stride: int = 1
-    first_job_rank: int = 0
 
     def __post_init__(self) -> None:
         for name, part, whole in (
@@ -38,45 +34,25 @@ class Topology:
                 f"{self.local_world_size}; start the same number of ranks on every node"
             )
 
-    def job_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """The ranks of the job that `ranks` are."""
-        return [self.first_job_rank + rank * self.stride for rank in ranks]
-
-    @property
-    def is_job(self) -> bool:
-        """Whether these are all ranks of the job, whose process group is torch's default one."""
-        return self.stride == 1
-
     @property
     def nodes(self) -> int:
         """The number of nodes."""
         return self.world_size // self.local_world_size
 
-    @cached_property
-    def mesh(self) -> Mesh:
-        """The mesh of the job whose data ranks these are."""
-        (rank,) = self.job_ranks([self.rank])
-        return Mesh(nodes=self.nodes, local_ranks=self.local_world_size, tensor_ranks=self.stride, rank=rank)
+    def mesh(self, tensor_ranks: int = 1) -> Mesh:
+        """The mesh of the job, in which groups of `tensor_ranks` share every layer.
 
-    def node_of(self, rank: int) -> int:
-        """Return the node of `rank`: launchers number ranks node by node."""
-        return rank // self.local_world_size
-
-    @property
-    def node_ranks(self) -> range:
-        """The ranks of this rank's node."""
-        first = self.node_of(self.rank) * self.local_world_size
-        return range(first, first + self.local_world_size)
-
-    @property
-    def cross_node_ranks(self) -> range:
-        """The ranks that have this rank's local rank on every node."""
-        return range(self.rank % self.local_world_size, self.world_size, self.local_world_size)
-
-    def owner_of(self, shard: int) -> int:
-        """The rank that owns a shard: rank p of node k owns shard p · nodes + k, as `Mesh.shards` says."""
-        local_rank, node = divmod(shard, self.nodes)
-        return node * self.local_world_size + local_rank
+        Launchers number ranks node by node. A tensor group is inside a node, because its ranks exchange
+        activations in every layer. Raises ValueError if it would cross nodes.
+        """
+        local = self.local_world_size
+        if local % tensor_ranks:
+            possible = listed(divisors(local))
+            fix = f"must divide the {counted(local, 'rank')} of a node; possible: {possible}"
+            raise option_error(FLAG, tensor_ranks, fix)
+        return Mesh(
+            nodes=self.nodes, local_ranks=local // tensor_ranks, tensor_ranks=tensor_ranks, rank=self.rank
+        )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Topology":

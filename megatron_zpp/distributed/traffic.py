@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 
 
 class TrafficLedger:
     """Bytes sent since the last `take`: to ranks of this node, and to ranks of other nodes."""
 
-    def __init__(self, topology: Topology) -> None:
-        self._rank, self._near = topology.rank, topology.node_ranks
+    def __init__(self, mesh: Mesh) -> None:
+        self._rank, self._near = mesh.rank, set(mesh.ranks(*mesh.inside_node))
         self.intra_node = self.inter_node = 0
 
     def around_the_ring(self, ranks: Sequence[int], nbytes: int) -> None:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 
@@ -44,18 +44,16 @@ def sum_squares(operations: Operations | None, flat: Tensor, sums: Tensor) -> No
     torch.square(norms, out=sums)
 
 
-def sum_over_ranks(value: Tensor, topology: Topology) -> Tensor:
+def sum_over_ranks(value: Tensor, mesh: Mesh) -> Tensor:
     """The sum of one small tensor over all ranks of the job; a NaN on one rank is a NaN on all."""
-    assert topology.is_job
-    if topology.world_size > 1:
+    if mesh.world_size > 1:
         value = value.clone()
         dist.all_reduce(value)  # SUM: gloo's MAX and MIN would lose a NaN
     return value
 
 
-def largest_over_ranks(maxima: Tensor, topology: Topology) -> Tensor:
+def largest_over_ranks(maxima: Tensor, mesh: Mesh) -> Tensor:
     """The largest of finite numbers over all ranks of the job, in place."""
-    assert topology.is_job
-    if topology.world_size > 1:
+    if mesh.world_size > 1:
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
     return maxima

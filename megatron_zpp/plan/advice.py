@@ -103,7 +103,9 @@ def _with_differences(job: Job) -> Job:
     """
     zero = job.zero
     on = zero.zero_quantized_weights or job.precision.fp8_param_gather
-    if job.nodes == 1 or not (on and zero.zero_quantized_gradients and zero.holds_references(job.data_local)):
+    if job.nodes == 1 or not (
+        on and zero.zero_quantized_gradients and zero.holds_references(job.mesh.local_ranks)
+    ):
         return job
     if not zero.sends_differences:
         zero = dataclasses.replace(zero, zero_quantized_weights=True, zero_quantized_weights_format="delta4")

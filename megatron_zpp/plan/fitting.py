@@ -25,7 +25,7 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
 
     A plan is named by the flags that its change gives and omits.
     """
-    higher = range(job.zero.zero_stage + 1, 4) if job.data_ranks > 1 else range(0)
+    higher = range(job.zero.zero_stage + 1, 4) if job.mesh.data_ranks > 1 else range(0)
     stages: list[_Change] = [partial(at_stage, stage=stage) for stage in higher]
     micro_batches: list[_Change] = [
         partial(_in_micro_batches_of, size=size)
@@ -59,7 +59,7 @@ def _other_changes(job: Job) -> Iterator[_Change]:
 def faster_stage(plan: Plan, machine: Machine, gibibytes: float) -> Plan | None:
     """The fastest plan of another stage that fits, named by flags; None if it is not faster than `plan`."""
     job = plan.job
-    stages = [stage for stage in range(4) if stage != job.zero.zero_stage] if job.data_ranks > 1 else []
+    stages = [stage for stage in range(4) if stage != job.zero.zero_stage] if job.mesh.data_ranks > 1 else []
     jobs = [at_stage(job, stage) for stage in stages]
     others = [plan_of(changes(job, other), other, machine) for other in jobs]
     fitting = [other for other in others if other.fits(gibibytes)]

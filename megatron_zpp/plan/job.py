@@ -10,9 +10,8 @@ from torch import nn
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
@@ -56,20 +55,15 @@ class Job:
     may_offload: bool = True
     copy_engines: bool = True
 
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh as rank 0 sees it."""
+        return Mesh(nodes=self.nodes, local_ranks=self.local // self.tensor, tensor_ranks=self.tensor)
+
     @property
     def ranks(self) -> int:
         """Ranks of all nodes."""
         return self.nodes * self.local
-
-    @property
-    def data_ranks(self) -> int:
-        """Groups of tensor ranks, each with samples of its own."""
-        return self.ranks // self.tensor
-
-    @property
-    def data_local(self) -> int:
-        """Data ranks of a node."""
-        return self.local // self.tensor
 
     @property
     def tokens(self) -> int:
@@ -84,7 +78,7 @@ class Job:
     @property
     def samples_per_step(self) -> int:
         """Samples of all data ranks."""
-        return self.micro_batch_size * self.micro_batches * self.data_ranks
+        return self.micro_batch_size * self.micro_batches * self.mesh.data_ranks
 
     @property
     def tokens_per_step(self) -> int:
@@ -119,17 +113,11 @@ class Job:
     def layouts(self) -> list[Layout]:
         """The layouts of the units, in forward order."""
         share = ALONE if self.tensor == 1 else TensorShare(UnconnectedGroup(self.tensor))
-        block, grid = max(self.zero.largest_block, share.block), self._grids[0]
+        block = max(self.zero.largest_block, share.block)
         splits = {
             name: split for unit, module in self.units for name, split in splits_of(module, unit).items()
         }
-        return layouts_of(distinct(self.units), grid.mesh, block, splits, self.coded)
-
-    @cached_property
-    def _grids(self) -> list[Topology]:
-        """The data ranks as those of node 0 see them, by their first tensor ranks."""
-        ranks = range(0, self.local, self.tensor)
-        return [Grid(Topology(rank, self.ranks, rank, self.local), self.tensor).data for rank in ranks]
+        return layouts_of(distinct(self.units), self.mesh, block, splits, self.coded)
 
     @property
     def coded(self) -> set[str]:
@@ -184,14 +172,14 @@ class Job:
         return [
             plan_communication(
                 self.zero,
-                grid.mesh,
+                self.mesh.at(rank),
                 self.layouts,
                 compute_dtype=self.dtype,
                 reduce_in_bf16=self.precision.grad_reduce_in_bf16,
                 copy_engines=self.copy_engines,
                 reads=self.reads,
             )
-            for grid in self._grids
+            for rank in self.mesh.ranks(self.mesh.local)
         ]
 
     @property

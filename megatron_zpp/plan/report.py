@@ -62,7 +62,7 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
     run = job.tokens_per_step * iterations / 1e9
     yield (
         f"plan for {job.nodes} × {job.local} {gpu.name}, {job.precision.compute_dtype('cuda')}"
-        f"{job.precision.describe_products()}, {job.zero.describe(job.data_ranks)}"
+        f"{job.precision.describe_products()}, {job.zero.describe(job.mesh.data_ranks)}"
     )
     yield (
         f"  GPT of {parameters:,.1f} M parameters: {counted(model.num_layers, 'layer')} × "
@@ -79,7 +79,7 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
 def _data_ranks(job: Job) -> str:
     if job.tensor == 1:
         return counted(job.ranks, "rank")
-    return f"{counted(job.data_ranks, 'data rank')} of {job.tensor} tensor ranks"
+    return f"{counted(job.mesh.data_ranks, 'data rank')} of {job.tensor} tensor ranks"
 
 
 def _memory(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
@@ -199,7 +199,7 @@ def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
         yield f"  layers' products of --fp8 take {time}{memory}"
     if job.precision.fp8_output_layer:
         yield f"  the output layer's products take {FP8_OUTPUT:.2f} of bf16's time, as at 1.3B on an H100"
-    if job.data_ranks > 1:
+    if job.mesh.data_ranks > 1:
         yield f"  compute takes {overlap_slowdown(job):g} × as long beside the transfers that run behind it"
     if job.nodes > 1:
         yield f"  a node's link at {machine.link * 8 / 1e9:g} Gbit/s in each direction: --plan-link-gbit"

@@ -12,8 +12,6 @@ from torch import nn
 
 from megatron_zpp.config.shapes.tensor_parallel import FLAG, check_tensor_ranks, check_vocabulary
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.plan.advice import Plan, at_stage, least_that_pays, plan_of
 from megatron_zpp.plan.changes import changes
@@ -107,7 +105,7 @@ def _zero_of(job: Job, size: int) -> ZeroConfig:
     """
     zero = job.zero if size == 1 else dataclasses.replace(job.zero, zero_table_rows=None)
     try:
-        check_routes(zero, Grid(Topology(0, job.ranks, 0, job.local), size).data.mesh)
+        check_routes(zero, dataclasses.replace(job, tensor=size).mesh)
     except ValueError:
         gradients = zero.zero_gradient_partition_size
         grouped = zero.hpz or (zero.sends_differences and zero.zero_stage == 3)

@@ -38,7 +38,7 @@ class OncePerNode:
         if topology.local_world_size == 1:
             return cls(None)
         address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
-        return cls(f"{address}:{port} node {topology.node_of(topology.rank)}")
+        return cls(f"{address}:{port} node {topology.mesh().node_of(topology.rank)}")
 
     def about(self, topic: str) -> Callable[[str, str], None]:
         """`say` for lines on one topic, whatever their messages are."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_zpp.config.words import counted
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.rendezvous import RankAddress, Rendezvous
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.supervision.activity import Activity
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
@@ -28,7 +28,7 @@ class Ring:
     """A round of messages: every member sends to the next and receives from the previous at once."""
 
     name: str
-    members: range
+    members: Sequence[int]
 
     def neighbours(self, rank: int) -> tuple[int, int]:
         """The ranks that `rank` sends to and receives from."""
@@ -52,33 +52,33 @@ def preflight(
     part may take longer than `limit` seconds. Raises ValueError on every rank if data arrive changed, with
     the ranks and hosts concerned.
     """
-    topology = exchange.topology
-    if topology.world_size == 1:
+    mesh = exchange.topology.mesh()
+    if mesh.world_size == 1:
         return []
     started = time.perf_counter()
     activity.now("preflight, a sum over all ranks", limit=limit)
-    wrong, rings = _wrong_sums(topology, device), rings_of(topology)
+    wrong, rings = _wrong_sums(mesh, device), rings_of(mesh)
     rates, damaged = [], []
     for ring in rings:
         activity.now(f"preflight, messages {ring.name}", limit=limit)
-        rate, whole = _time_ring(ring, topology.rank, device)
+        rate, whole = _time_ring(ring, mesh.rank, device)
         rates.append(rate)
-        damaged += [] if whole else [ring.neighbours(topology.rank)[1]]
+        damaged += [] if whole else [ring.neighbours(mesh.rank)[1]]
     activity.now("preflight, results", limit=limit)
 
     def results(reports: list[list[Any]]) -> list[Any]:
         if problem := _problem(reports, met.addresses):
             return [problem, []]
-        lines, warnings = [], split_nodes(topology, met.addresses)
+        lines, warnings = [], split_nodes(mesh, met.addresses)
         for index, ring in enumerate(rings):
             received = [theirs[index] for _, _, theirs in reports]
             through = f", through {sockets}" if sockets and ring.name == BETWEEN else ""
             lines.append(describe_rates(ring.name, received) + through)
             # Inside a node of CPUs, a slow link is the scheduler's doing.
             if device.type == "cuda" or ring.name == BETWEEN:
-                warnings += slow_links(ring.name, received, _senders(topology, index), met.addresses)
+                warnings += slow_links(ring.name, received, _senders(mesh, index), met.addresses)
         seconds = time.perf_counter() - started
-        said = f" preflight: {counted(topology.world_size, 'rank')} in {seconds:.1f} s; {', '.join(lines)}"
+        said = f" preflight: {counted(mesh.world_size, 'rank')} in {seconds:.1f} s; {', '.join(lines)}"
         return [None, [said, *(f" WARNING: {warning}" for warning in warnings)]]
 
     problem, lines = exchange.combine("reports", [wrong, damaged, rates], results)
@@ -102,20 +102,17 @@ def _problem(reports: list[list[Any]], addresses: Sequence[RankAddress]) -> str 
     return None
 
 
-def _senders(topology: Topology, index: int) -> list[int]:
+def _senders(mesh: Mesh, index: int) -> list[int]:
     """The rank from which each rank receives in its ring of this index."""
-    ranks = (
-        replace(topology, rank=rank, local_rank=rank % topology.local_world_size)
-        for rank in range(topology.world_size)
-    )
-    return [rings_of(one)[index].neighbours(one.rank)[1] for one in ranks]
+    ranks = range(mesh.world_size)
+    return [rings_of(mesh.at(rank))[index].neighbours(rank)[1] for rank in ranks]
 
 
-def _wrong_sums(topology: Topology, device: torch.device) -> int:
+def _wrong_sums(mesh: Mesh, device: torch.device) -> int:
     """The number of wrong sums of integers, of which the right ones are known."""
-    ranks = topology.world_size
+    ranks = mesh.world_size
     numbers = torch.arange(_SUMMANDS, device=device) * ranks  # int64
-    total = numbers + topology.rank
+    total = numbers + mesh.rank
     dist.all_reduce(total)
     expected = numbers * ranks + ranks * (ranks - 1) // 2
     return int((total != expected).sum())
@@ -150,9 +147,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def rings_of(topology: Topology) -> list[Ring]:
-    """The rings of a rank: the ranks of its node, and its cross-node ranks."""
-    rings = [Ring(INSIDE, topology.node_ranks), Ring(BETWEEN, topology.cross_node_ranks)]
+def rings_of(mesh: Mesh) -> list[Ring]:
+    """The rings of a rank: the ranks of its node, and those of its place in all nodes."""
+    rings = [Ring(INSIDE, mesh.ranks(*mesh.inside_node)), Ring(BETWEEN, mesh.ranks(mesh.node))]
     return [ring for ring in rings if len(ring.members) > 1]
 
 
@@ -177,16 +174,16 @@ def slow_links(
     ]
 
 
-def split_nodes(topology: Topology, addresses: Sequence[RankAddress]) -> list[str]:
+def split_nodes(mesh: Mesh, addresses: Sequence[RankAddress]) -> list[str]:
     """A line for each node, as the launcher counts them, whose ranks are on several hosts."""
     lines = []
-    for first in range(0, topology.world_size, topology.local_world_size):
-        hosts = [rank_address.host for rank_address in addresses[first : first + topology.local_world_size]]
+    for first in mesh.at(0).ranks(mesh.node):
+        hosts = [addresses[rank].host for rank in mesh.at(first).ranks(*mesh.inside_node)]
         if len(set(hosts)) > 1:
             other = next(index for index, host in enumerate(hosts) if host != hosts[0])
             lines.append(
-                f"ranks {first} and {first + other} are told to share node {topology.node_of(first)}, but "
-                f"run on {hosts[0]} and {hosts[other]}: LOCAL_WORLD_SIZE {topology.local_world_size} is wrong"
+                f"ranks {first} and {first + other} are told to share node {mesh.node_of(first)}, but "
+                f"run on {hosts[0]} and {hosts[other]}: LOCAL_WORLD_SIZE {mesh.node_size} is wrong"
             )
     return lines
 

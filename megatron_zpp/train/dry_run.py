@@ -10,8 +10,8 @@ from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import (
     TORCH_BACKENDS,
     check_flash3_settings,
@@ -25,8 +25,8 @@ from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 
-def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -> Job:
-    """The values that a plan of a run on the ranks of `grid` is made from."""
+def job_of(config: Config, vocab_size: int, schedule: RunSchedule, mesh: Mesh) -> Job:
+    """The values that a plan of a run on the ranks of `mesh` is made from."""
     batches = schedule.batches
     return Job(
         model=config.model,
@@ -34,18 +34,18 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -
         recompute=config.recompute,
         zero=config.zero,
         precision=config.precision,
-        nodes=grid.job.nodes,
-        local=grid.job.local_world_size,
+        nodes=mesh.nodes,
+        local=mesh.node_size,
         micro_batch_size=batches.micro_batch_size,
-        micro_batches=batches.global_batch_size // (batches.micro_batch_size * grid.data.world_size),
+        micro_batches=batches.global_batch_size // (batches.micro_batch_size * mesh.data_ranks),
         units=units_of(
             config.model,
             vocab_size,
-            grid.tensor,
+            mesh.tensor_ranks,
             cut_layers=config.zero.cuts_layers,
             table_rows=config.zero.zero_table_rows,
         ),
-        tensor=grid.tensor,
+        tensor=mesh.tensor_ranks,
         compiled=_compiles(config.compilation, config.optimizer),
         async_save=config.checkpoint.async_save,
         save_optim=config.checkpoint.save_optim,
@@ -58,11 +58,11 @@ def _compiles(compilation: CompilationConfig, optimizer: OptimizerConfig) -> boo
     return compilation.wanted("cuda", apex=optimizer.fused_backend == "apex")
 
 
-def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
+def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:
     """Print the plan if this process `speaks` for the others. Raises ValueError if the run would."""
     config, schedule = inputs.config, inputs.schedule
     with usage_errors():
-        check_routes(config.zero, grid.data.mesh)
+        check_routes(config.zero, mesh)
     config.recompute.check_device("cuda")
     compiles = _compiles(config.compilation, config.optimizer)
     decoupled = config.learning_rate.decoupled_lr is not None
@@ -73,7 +73,7 @@ def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
     config.precision.check_device("cuda", gpu.capability)
     dense = _dense_mask(config, getattr(torch, dtype))
     if speaks:
-        job = job_of(config, inputs.tokenizer["vocab_size"], schedule, grid)
+        job = job_of(config, inputs.tokenizer["vocab_size"], schedule, mesh)
         lines = report(job, gpu, rates, schedule.iterations)
         lines += _not_planned(config, dense)
         sys.stdout.write("\n".join(lines) + "\n")

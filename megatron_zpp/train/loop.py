@@ -152,7 +152,7 @@ class Trainer:
         return MicroBatches(
             self._splits.train,
             self._schedule.batches,
-            rank=self._engine.grid.data.rank,
+            rank=self._engine.mesh.data_rank,
             consumed=self.progress.consumed_samples,
             end=self._schedule.samples,
             num_workers=self._config.data.num_workers,
@@ -162,15 +162,15 @@ class Trainer:
     def _step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next global batch."""
         consumed, schedule = self.progress.consumed_samples, self._schedule.batches
-        grid = self._engine.grid
+        mesh = self._engine.mesh
         micro_batches = schedule.micro_batches_at(consumed)
         losses, weights = torch.zeros((), device=self._engine.device), 0.0
         self._engine.take_traffic()  # discards the traffic of an evaluation
         where, sections = f"step {self.progress.iteration + 1}", self._engine.sections
         self._profiler.before_step(self.progress.iteration + 1)
         for index in range(micro_batches):
-            first_sample, _ = schedule.micro_batch(consumed, index, grid.data.rank)
-            seed_dropout(self._config.training.seed, first_sample, grid.tensor_rank)
+            first_sample, _ = schedule.micro_batch(consumed, index, mesh.data_rank)
+            seed_dropout(self._config.training.seed, first_sample, mesh.tensor_rank)
             self._mark(f"{where}, reading micro-batch {index + 1} of {micro_batches}")
             with sections(BATCH):
                 batch = next(batches)

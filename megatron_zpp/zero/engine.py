@@ -15,7 +15,6 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
@@ -111,22 +110,19 @@ class ZeroEngine:
         check_names(decoupled, inside_nodes, named_modules)
         self.model, self.topology, self.device, self.share = model, topology, device, share
         self.scaling, self.sections = scaling, sections
-        self.grid = Grid(topology, 1 if share.group is None else share.group.size)
-        check_routes(zero, self.grid.data.mesh)
+        self.mesh = topology.mesh(1 if share.group is None else share.group.size)
+        check_routes(zero, self.mesh)
         if zero.quantizes and operations is None:
             fix = f'codes need them; give load_operations("{device.type}", require_kernels=False, say=print)'
             raise option_error("operations", operations, fix)
-        self._ledger = TrafficLedger(topology)
+        self._ledger = TrafficLedger(self.mesh)
         self._clip_grad, self._decouples = optimizer.clip_grad, bool(decoupled)
         dtype = getattr(torch, precision.compute_dtype(device.type))
-        several = self.grid.data.local_world_size > 1
-        tried = topology if several else self.grid.data  # the trial is that of all ranks of the node
-        self.copy_engines = choose_copy_engines(tried, device, timeout, say)
-        mesh = self.grid.data.mesh
+        self.copy_engines = choose_copy_engines(self.mesh, device, timeout, say)
         plan = plan_of(
             model,
             zero,
-            mesh,
+            self.mesh,
             share=share,
             decoupled=decoupled,
             inside_nodes=inside_nodes,
@@ -137,7 +133,7 @@ class ZeroEngine:
         )
         make_comm_stream = partial(
             CommStream,
-            topology=topology,
+            mesh=self.mesh,
             device=device,
             ledger=self._ledger,
             timeout=timeout,
@@ -166,7 +162,6 @@ class ZeroEngine:
         self.weights = Weights(
             self.units,
             communication,
-            topology,
             sections,
             sources,
             operations=operations,
@@ -176,12 +171,12 @@ class ZeroEngine:
         self._optimizer = build_optimizer(
             optimizer, trained, plan, fused_backend, operations, self.weights.sources
         )
-        self.states = ModelStates(self.units, self.weights, self._optimizer, topology, plan.mesh)
+        self.states = ModelStates(self.units, self.weights, self._optimizer, self.mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
         )
-        self._sums = StepSums(trained, self._gradients, self.grid, sections)
+        self._sums = StepSums(trained, self._gradients, self.mesh, sections)
         self._exchanges = ExchangeCounter(share, self._ledger, dtype)
         self._hooks = register_hooks(
             [module for _, module in named_modules],
@@ -195,7 +190,7 @@ class ZeroEngine:
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
-        self.spare = spare_multiprocessors(self.grid.data, device, os.environ)
+        self.spare = spare_multiprocessors(self.mesh.nodes, device, os.environ)
 
     def accumulate(
         self, batch: Batch, *, index: int, micro_batches: int, weight: float | None = None
@@ -228,7 +223,7 @@ class ZeroEngine:
             last = index == micro_batches - 1
             self._gradients.begin(first=index == 0, last=last, iteration=self.iteration)
         if index == 0:
-            self._summed_gradients = micro_batches * self.grid.data.world_size
+            self._summed_gradients = micro_batches * self.mesh.data_ranks
             self._weight = None if weight is None else 0.0
         scale = self.loss_scale.scale
         if weight is not None:
@@ -266,7 +261,7 @@ class ZeroEngine:
         rates = (learning_rate, learning_rate if decoupled_rate is None else decoupled_rate)
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         if self.scaling is not None:
-            maxima = largest_over_ranks(self.scaling.maxima(), self.topology)
+            maxima = largest_over_ranks(self.scaling.maxima(), self.mesh)
             self.scaling.end_step(maxima, found_inf)
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
@@ -324,12 +319,12 @@ class ZeroEngine:
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over all ranks of the job."""
-        return sum_over_ranks(value, self.topology)
+        return sum_over_ranks(value, self.mesh)
 
     def mean_over_ranks(self, value: Tensor) -> Tensor:
         """The mean of a small tensor over data ranks, whose tensor ranks have the same value."""
-        counted = value if self.grid.tensor_rank == 0 else torch.zeros_like(value)
-        return sum_over_ranks(counted, self.topology) / self.grid.data.world_size
+        counted = value if self.mesh.tensor_rank == 0 else torch.zeros_like(value)
+        return sum_over_ranks(counted, self.mesh) / self.mesh.data_ranks
 
     def weights_norm(self) -> Tensor:
         """The norm () fp64 of the master weights that are trained; every rank must call it."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.optimizer import Optimizer
@@ -19,11 +18,8 @@ WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 class ModelStates:
     """Weights, optimizer states and the references of weight differences: this rank's shard of each unit."""
 
-    def __init__(
-        self, units: list[Unit], weights: Weights, optimizer: Optimizer, topology: Topology, mesh: Mesh
-    ) -> None:
-        self._units, self._weights, self._optimizer = units, weights, optimizer
-        self._topology, self._mesh = topology, mesh
+    def __init__(self, units: list[Unit], weights: Weights, optimizer: Optimizer, mesh: Mesh) -> None:
+        self._units, self._weights, self._optimizer, self._mesh = units, weights, optimizer, mesh
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -91,12 +87,12 @@ class ModelStates:
         Every rank must call it. It waits for the device.
         """
         formats = self._weights.formats
-        return None if formats is None else formats.state(sum_over_ranks(formats.measured, self._topology))
+        return None if formats is None else formats.state(sum_over_ranks(formats.measured, self._mesh))
 
     def load_difference_formats(self, state: dict[str, Any] | None) -> None:
         """The inverse of `difference_formats`; without a state, what a new run begins with."""
         if self._weights.formats is not None:
-            self._weights.formats.load_state(state, first_rank=self._topology.rank == 0)
+            self._weights.formats.load_state(state, first_rank=self._mesh.rank == 0)
 
     def _flats(self, kind: str) -> list[Tensor]:
         if kind == WEIGHTS:

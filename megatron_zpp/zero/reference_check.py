@@ -6,21 +6,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.sharded_unit import Unit
 
 
 def differing_references(
-    units: Sequence[Unit], references: Sequence[Tensor], topology: Topology, holders: Sequence[int]
+    units: Sequence[Unit], references: Sequence[Tensor], holders: Sequence[int]
 ) -> str | None:
     """The first unit whose reference is not the same on all nodes, and the ranks; None if all are.
 
-    `holders` has for each rank of the job `topology` the first one that holds the same part of references.
+    `holders` has for each rank of the job the first one that holds the same part of references.
     Every rank must call it, and all get the same answer. It waits for the device.
     """
-    assert topology.is_job
     digests = torch.stack([_digest(reference) for reference in references])  # (units,)
-    found = [torch.empty_like(digests) for _ in range(topology.world_size)]
+    found = [torch.empty_like(digests) for _ in holders]
     dist.all_gather(found, digests)
     by_rank = torch.stack(found).cpu()
     for index, unit in enumerate(units):

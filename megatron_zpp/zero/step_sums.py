@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.exchange.sums import sum_over_ranks
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.sections import GRADIENT_NORM, WAIT_REDUCTIONS, Sections
@@ -22,11 +22,11 @@ class GradientSums(NamedTuple):
 
 
 class StepSums:
-    """Sums over the ranks of `grid`: each counts its shard, and one of them what tensor ranks share."""
+    """Sums over the ranks of `mesh`: each counts its shard, and one of them what tensor ranks share."""
 
-    def __init__(self, units: Sequence[Unit], gradients: Gradients, grid: Grid, sections: Sections) -> None:
+    def __init__(self, units: Sequence[Unit], gradients: Gradients, mesh: Mesh, sections: Sections) -> None:
         self._units, self._gradients, self._sections = list(units), gradients, sections
-        self._grid = grid
+        self._mesh = mesh
 
     def of_gradients(self, weight: float | None, formats: DifferenceFormats | None) -> GradientSums:
         """Sum over ranks, all at once; `weight` is that of this rank's losses, None without weights.
@@ -46,7 +46,7 @@ class StepSums:
             own = self._own_weight(weight, sums[0].device)
             sums += [] if own is None else [own]
             measured = [] if formats is None else [formats.measured.flatten()]
-            total = sum_over_ranks(torch.cat((*sums, *measured)), self._grid.job)
+            total = sum_over_ranks(torch.cat((*sums, *measured)), self._mesh)
             if formats is not None:
                 formats.decide(total[len(sums) :].view(-1, 2))
             summed = None if own is None else total[len(sums) - 1]
@@ -58,7 +58,7 @@ class StepSums:
         """The norm () fp64 of the master weights of all units; every rank must call it."""
         norms = torch.stack([torch.linalg.vector_norm(self._counted(unit)) for unit in self._units])
         total = norms.double().square().sum().to(self._units[0].full.device)
-        return sum_over_ranks(total, self._grid.job).sqrt()
+        return sum_over_ranks(total, self._mesh).sqrt()
 
     def _counted(self, unit: Unit) -> Tensor:
         """This rank's shard of the master weights, without those that another tensor rank counts."""
@@ -74,5 +74,5 @@ class StepSums:
         """The weight of this data rank's losses (1,) fp64, on its first tensor rank; 0 on the others."""
         if weight is None:
             return None
-        own = weight if self._grid.tensor_rank == 0 else 0.0
+        own = weight if self._mesh.tensor_rank == 0 else 0.0
         return torch.full((1,), own, dtype=torch.float64, device=device)

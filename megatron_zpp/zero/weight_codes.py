@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import copy
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.sums import largest_over_ranks
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import within
 from megatron_zpp.zero.sharded_unit import Unit
@@ -102,9 +102,7 @@ def coded_parts(unit: Unit) -> Iterator[tuple[str, slice]]:
             yield piece.placement.name, within(piece.at, unit.encoded.elements)
 
 
-def write_all_codes(
-    units: Sequence[Unit], codes: WeightEncoder, sources: GatherSources, topology: Topology
-) -> None:
+def write_all_codes(units: Sequence[Unit], codes: WeightEncoder, sources: GatherSources, mesh: Mesh) -> None:
     """Encode the weights of all coded units: at a start, or after they were loaded.
 
     Every rank of the job must call it. Without scales of earlier steps each weight is scaled by itself.
@@ -116,7 +114,7 @@ def write_all_codes(
             assert unit.encoded is not None
             for name, part in coded_parts(unit):
                 codes.measure(name, unit.encoded.weights[part])
-        codes.start(largest_over_ranks(codes.maxima(), topology))
+        codes.start(largest_over_ranks(codes.maxima(), mesh))
         codes.begin()
     for unit in coded:
         sources.encode(unit)

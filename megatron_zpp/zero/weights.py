@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import Pending
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.codecs import clear
 from megatron_zpp.exchange.differences import apply, encode
 from megatron_zpp.exchange.gathers import Leg
@@ -33,7 +32,6 @@ class Weights:
         self,
         units: list[Unit],
         communication: Communication,
-        topology: Topology,
         sections: Sections,
         sources: GatherSources,
         *,
@@ -41,8 +39,8 @@ class Weights:
         formats: DifferenceFormats | None = None,
         codes: WeightEncoder | None = None,
     ) -> None:
-        """`topology` is that of the job; `codes` encodes the weights that are held as codes, if some are."""
-        self._units, self._legs, self._topology = units, communication.legs, topology
+        """`codes` encodes the weights that are held as codes, if some are."""
+        self._units, self._legs, self._mesh = units, communication.legs, communication.plan.mesh
         self._operations = operations
         self.sources, self.formats = sources, formats
         self.prefetcher = Prefetcher(communication.plan, self._fill, sections, self._set_readable)
@@ -71,7 +69,7 @@ class Weights:
                 self._bring(index)
         for index in coded:
             self._wait_for_brought(index)
-        write_all_codes(self._units, self._codes, self.sources, self._topology)
+        write_all_codes(self._units, self._codes, self.sources, self._mesh)
         for index in coded:
             self.prefetcher.changed(index)
         self._codes_present = True
@@ -136,7 +134,7 @@ class Weights:
         Every rank must call it, and all get the same answer. It waits for the device.
         """
         units = [unit for unit in self._units if unit.message is not None]
-        return differing_references(units, self.references(), self._topology, units[0].plan.holders)
+        return differing_references(units, self.references(), units[0].plan.holders)
 
     def _set_readable(self, index: int, readable: bool) -> None:
         self._units[index].guard.set_readable(readable)

@@ -4,7 +4,9 @@ import hashlib
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +96,35 @@ def test_a_crafted_file_with_right_checksums_is_refused(tmp_path: Path, name: st
     files = {one: checksums_of(path / one) for one in ("state.json", "rank_00000.safetensors")}
     write_manifest(path, files)
     with pytest.raises(DamagedFile, match=re.escape(name)):
+        load_checkpoint(path, small(), TOKENIZER, with_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"nodes": 0}, "1 ranks are not 0 nodes"),
+        ({"ranks": 3, "nodes": 2}, "3 ranks are not 2 nodes"),
+        ({"tensor": 1.0}, "groups of 1.0 ranks"),
+        ({"ranks": 30}, "does not name the files of 30 ranks"),
+    ],
+    ids=str,
+)
+def test_other_ranks_than_saved_are_refused(tmp_path: Path, change: dict[str, float], said: str) -> None:
+    refused(tmp_path, lambda state: state.update(change), said)
+
+
+def test_shards_that_no_rank_has_are_refused(tmp_path: Path) -> None:
+    refused(tmp_path, lambda state: state["units"][0].update(shard_numel=8), "unit 0 has no shard 1")
+
+
+def refused(directory: Path, edit: Callable[[dict[str, Any]], None], said: str) -> None:
+    """Damage is found in a state that has been edited, and has right checksums."""
+    path = save(directory, small())
+    state = json.loads((path / "state.json").read_text())
+    edit(state)
+    (path / "state.json").write_text(json.dumps(state))
+    write_manifest(path, {one: checksums_of(path / one) for one in ("state.json", SHARDS)})
+    with pytest.raises(DamagedFile, match=said):
         load_checkpoint(path, small(), TOKENIZER, with_optimizer=True)
 
 

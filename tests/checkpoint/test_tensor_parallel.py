@@ -79,11 +79,11 @@ def build(case: Case, topology: Topology, *, seed: int) -> ZeroEngine:
 
 def train(engine: ZeroEngine, steps: range) -> tuple[list[float], list[float]]:
     """Mean losses and gradient norms of steps on the same samples, whatever the ranks."""
-    data, losses, norms = engine.grid.data, [], []
+    mesh, losses, norms = engine.mesh, [], []
     for step in steps:
         generator = torch.Generator().manual_seed(100 + step)
         samples = torch.randint(VOCAB, (SAMPLES, 13), generator=generator)
-        loss = engine.accumulate(samples[data.rank :: data.world_size], index=0, micro_batches=1)
+        loss = engine.accumulate(samples[mesh.data_rank :: mesh.data_ranks], index=0, micro_batches=1)
         norms.append(engine.step(1e-3).grad_norm.item())
         losses.append(engine.mean_over_ranks(loss).item())
     return losses, norms
@@ -127,7 +127,7 @@ def resume_runs(topology: Topology, cases: Iterable[Case]) -> list[Continued]:
         assert load_checkpoint(case.path, engine, TOKENIZER, with_optimizer=True) == FIRST
         for kind in engine.states.kinds:
             for unit, shard in zip(engine.units, engine.states.shards(kind), strict=True):
-                owned = unit.layout.shard(engine.plan.mesh)
+                owned = unit.layout.shard(engine.mesh)
                 gaps = unit.layout.gaps_in(owned)
                 assert not any(shard[within(gap, owned)].any() for gap in gaps), "gaps are zero"
         found.append(continued(engine))

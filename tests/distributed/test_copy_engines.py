@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_zpp.distributed.copy_engine_trial import Steps, choose_copy_engines, decide, descriptor_steps
 from megatron_zpp.distributed.symmetric_memory import check_nccl
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from tests.zero.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ def outcome(topology: Topology, steps: Callable[[list[str]], Steps], patience: f
     said: list[str] = []
     taken: list[str] = []
     try:
-        return decide(topology, CPU, steps(taken), said.append, patience), said, taken
+        return decide(topology.mesh(), CPU, steps(taken), said.append, patience), said, taken
     except ValueError as error:
         return str(error), said, list(taken)  # `steps` may end once the error is handled
 
@@ -133,8 +134,8 @@ def test_a_rank_that_others_wait_for_in_vain_ends_the_run_with_its_reason() -> N
 
 def test_runs_that_cannot_have_them_do_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    for topology, device in ((Topology(0, 2, 0, 2), "cpu"), (Topology(0, 2, 0, 1), "cuda")):
-        assert not choose_copy_engines(topology, torch.device(device), None, said.append)
+    for mesh, device in ((Mesh(local_ranks=2), "cpu"), (Mesh(nodes=2, tensor_ranks=2), "cuda")):
+        assert not choose_copy_engines(mesh, torch.device(device), None, said.append)
     assert not said
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     with pytest.raises(RuntimeError, match=r"^NCCL_CUMEM_ENABLE is 0$"):

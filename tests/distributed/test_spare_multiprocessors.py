@@ -12,13 +12,12 @@ from megatron_zpp.distributed.spare_multiprocessors import (
     count_for,
     spare_multiprocessors,
 )
-from megatron_zpp.distributed.topology import Topology
 
 CPU = torch.device("cpu")
 
 
 def test_a_cpu_has_none_to_spare() -> None:
-    spare = spare_multiprocessors(Topology(0, 4, 0, 2), CPU, {})
+    spare = spare_multiprocessors(2, CPU, {})
     assert spare.count == 0
     spare.reserve()
     spare.close()

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 
 TORCHRUN = {
     "RANK": "5",
@@ -51,6 +52,12 @@ def test_impossible_values_are_named(name: str, value: str) -> None:
 def test_nodes_are_counted_from_the_launcher() -> None:
     topology = Topology(5, 8, 1, 4)
     assert topology.nodes == 2
-    assert [topology.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [topology.mesh().node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"WORLD_SIZE 6.*LOCAL_WORLD_SIZE 4"):
         Topology(0, 6, 0, 4)
+
+
+def test_a_tensor_group_stays_inside_a_node() -> None:
+    assert Topology(7, 12, 1, 6).mesh(3) == Mesh(nodes=2, local_ranks=2, tensor_ranks=3, rank=7)
+    with pytest.raises(ValueError, match=r"size 4: must divide the 6 ranks of a node; possible: 1, 2, 3, 6$"):
+        Topology(0, 12, 0, 6).mesh(4)

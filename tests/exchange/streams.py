@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.mesh import Mesh
@@ -37,8 +36,7 @@ class Opened:
         self, plan: CommunicationPlan, kernels: Operations | None, watch: "Watch | None" = None
     ) -> None:
         mesh = plan.mesh
-        topology = Topology(mesh.rank, mesh.world_size, mesh.rank % mesh.node_size, mesh.node_size)
-        self._ledger, self.allocated = TrafficLedger(topology), list[int]()
+        self._ledger, self.allocated = TrafficLedger(mesh), list[int]()
         kind: Callable[..., CommStream] = CommStream
         if watch is not None:
             kind = partial(HeldStream, watch=watch)
@@ -46,8 +44,8 @@ class Opened:
             kind = SharedMemoryStream
 
         def stream(ranks: Any) -> CommStream:
-            engines = copy_engines(topology)
-            made = kind(ranks, topology, this_device(), self._ledger, None, copy_engines=engines)
+            engines = copy_engines(mesh)
+            made = kind(ranks, mesh, this_device(), self._ledger, None, copy_engines=engines)
             zeros, peer_buffers = made.zeros, made.peer_buffers
 
             def counted(numel: int, dtype: torch.dtype) -> Tensor:
@@ -111,8 +109,8 @@ class HeldStream(CommStream):
 
     def __init__(self, *args: Any, watch: Watch, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        topology, self._watch = args[1], watch
-        self._link = "near" if len({topology.node_of(rank) for rank in self.ranks}) == 1 else "far"
+        mesh, self._watch = args[1], watch
+        self._link = "near" if mesh.share_a_node(self.ranks) else "far"
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """See CommStream."""

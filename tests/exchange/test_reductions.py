@@ -63,9 +63,8 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
 
     All units of a micro-batch are submitted before the first is waited for, as by a fast backward.
     """
-    topology = Topology(mesh.rank, mesh.world_size, mesh.rank % mesh.node_size, mesh.node_size)
     device = this_device()
-    engines = case.peer_writes if device.type == "cpu" else copy_engines(topology)
+    engines = case.peer_writes if device.type == "cpu" else copy_engines(mesh)
     plan = case.plan(mesh, copy_engines=engines)
     kernels = operations() if case.kernels else None
     opened = Opened(plan, kernels, watch)

@@ -64,7 +64,7 @@ def _rank(
     os.environ.update(environment)  # that of the server which forks is from an earlier test
     topology = Topology(rank, nodes * local, rank % local, local)
     if nodes > 1 or share_one_gpu:
-        host = f"rank{rank}" if share_one_gpu else f"node{topology.node_of(rank)}"
+        host = f"rank{rank}" if share_one_gpu else f"node{rank // local}"
         os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     device = torch.device("cuda", 0 if share_one_gpu else rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, factors_of, plain_cast
 from megatron_zpp.model.fp8.delayed import DelayedLinear
@@ -199,8 +198,7 @@ def engine_of(recipe: str, *more: str) -> ZeroEngine:
         "--hidden-dropout 0 --attention-dropout 0"
     )
     config = parse_args([*flags.split(), *recipe.split(), *more])
-    grid = Grid(Topology())
-    return build_engine(config, 1001, prepare_device(config, grid), grid)
+    return build_engine(config, 1001, prepare_device(config, Topology()), Topology())
 
 
 def losses_of(engine: ZeroEngine) -> list[float]:

@@ -9,7 +9,6 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology, planned
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.train.dry_run import dry_run
@@ -74,7 +73,7 @@ def printed(*argv: str, speaks: bool = True) -> str:
     """What a command line with --dry-run prints. Raises ValueError for one that is refused."""
     config = parse_args(argv)
     with usage_errors():
-        grid = Grid(planned(config.plan, Topology()), config.distributed.tensor_model_parallel_size)
+        mesh = planned(config.plan, Topology()).mesh(config.distributed.tensor_model_parallel_size)
     with redirect_stdout(io.StringIO()) as out:
-        dry_run(check_inputs(config, grid.data.world_size, print), grid, speaks=speaks)
+        dry_run(check_inputs(config, mesh.data_ranks, print), mesh, speaks=speaks)
     return out.getvalue()

@@ -10,7 +10,6 @@ from benchmarks.plan_tensor import fitted_h100, zero_3
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.plan.advice import Plan, least_that_pays, plan_of
@@ -110,7 +109,7 @@ def test_the_flags_of_a_plan_change_groups_that_its_data_ranks_cannot_have(
         stage = int(given.pop("zero_stage", zero["zero_stage"]))
         given.pop("micro_batch_size", None)
         obeyed = ZeroConfig(**zero | given | {"zero_stage": stage})
-        check_routes(obeyed, Grid(Topology(0, 128, 0, 8), int(size)).data.mesh)
+        check_routes(obeyed, Topology(0, 128, 0, 8).mesh(int(size)))
         assert obeyed == plan.job.zero
 
 

@@ -139,7 +139,7 @@ def test_the_18b_model_fits_its_nodes(tmp_path: Path) -> None:
     done, given = script(tmp_path, "zeropp_18b.sbatch", *data, *SAVED, **JOB)
     assert done.returncode == 0, done.stderr
     config = parse_args(given[given.index(f"{ROOT}/pretrain_gpt.py") + 1 :], "pretrain_gpt.py")
-    check_routes(config.zero, Topology(17, 64, 1, 16).mesh)
+    check_routes(config.zero, Topology(17, 64, 1, 16).mesh())
     assert config.zero.describe() == "ZeRO stage 3 + qwZ int8 + hpZ 16 + qgZ int4"
     assert 12 * config.model.num_layers * config.model.hidden_size**2 == pytest.approx(18e9, rel=0.01)
     text = (ROOT / "launch" / "slurm" / "zeropp_18b.sbatch").read_text()

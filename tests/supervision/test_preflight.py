@@ -14,6 +14,7 @@ import pytest
 from megatron_zpp.distributed import rendezvous as meeting
 from megatron_zpp.distributed.rendezvous import RankAddress, interface_of, ranges, rendezvous
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.supervision import heartbeat, joining
 from megatron_zpp.supervision.preflight import Ring, describe_rates, rings_of, slow_links, split_nodes
 from tests.support import Run
@@ -158,8 +159,8 @@ def test_links_in_words() -> None:
         "a slow link inside: rank 3 [host1, eth0 10.0.0.3] receives 3 GB/s from rank 2 "
         "[host1, eth0 10.0.0.2], and ranks usually 10 GB/s"
     ]
-    assert split_nodes(Topology(0, 6, 0, 2), hosts) == []
-    assert split_nodes(Topology(0, 6, 0, 3), hosts) == [
+    assert split_nodes(Mesh(nodes=3, local_ranks=2), hosts) == []
+    assert split_nodes(Mesh(nodes=2, local_ranks=3), hosts) == [
         "ranks 0 and 2 are told to share node 0, but run on host0 and host1: LOCAL_WORLD_SIZE 3 is wrong",
         "ranks 3 and 4 are told to share node 1, but run on host1 and host2: LOCAL_WORLD_SIZE 3 is wrong",
     ]
@@ -168,7 +169,7 @@ def test_links_in_words() -> None:
 @pytest.mark.parametrize(("world", "local"), [(4, 2), (4, 4), (3, 1), (6, 3)])
 def test_in_every_ring_each_rank_sends_to_who_receives_from_it(world: int, local: int) -> None:
     for rank in range(world):
-        for ring in rings_of(Topology(rank, world, rank % local, local)):
+        for ring in rings_of(Mesh(nodes=world // local, local_ranks=local, rank=rank)):
             after, before = ring.neighbours(rank)
             assert ring.neighbours(after)[1] == rank
             assert ring.neighbours(before)[0] == rank

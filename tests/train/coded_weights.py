@@ -39,7 +39,7 @@ def masters_of(engine: ZeroEngine) -> dict[str, Tensor]:
 
 def take_step(engine: ZeroEngine, step: int) -> tuple[float, float]:
     """Loss and norm."""
-    loss = engine.accumulate(batch(step, engine.grid.data.rank), index=0, micro_batches=1)
+    loss = engine.accumulate(batch(step, engine.mesh.data_rank), index=0, micro_batches=1)
     return loss.item(), engine.step(1e-2).grad_norm.item()
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.activity import Activity
@@ -38,8 +37,7 @@ def train_here(argv: list[str], activity: Activity | None = None, lease: Lease |
     inputs = RunInputs(
         config=config, tokenizer=tokenizer, tokenizer_files=built.files(), schedule=schedule, splits=splits
     )
-    grid = Grid(topology)
-    engine = build_engine(config, tokenizer["vocab_size"], prepare_device(config, grid), grid)
+    engine = build_engine(config, tokenizer["vocab_size"], prepare_device(config, topology), topology)
     ranks = Ranks(
         topology=topology,
         store=dist.HashStore(),

@@ -99,7 +99,7 @@ def measure(topology: Topology, cases: list[list[str]]) -> list[Found]:
 
 def _measure(engine: ZeroEngine) -> Found:
     """Steps of one micro-batch, of two, and of one; bytes of a later step of one."""
-    numbers, seen, rank = [], [], engine.grid.data.rank
+    numbers, seen, rank = [], [], engine.mesh.data_rank
     codes = multiplied(engine)
     first = largest(engine)
     check(engine, codes, first)

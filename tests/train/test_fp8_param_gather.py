@@ -93,7 +93,7 @@ def measure(topology: Topology) -> list[Measured]:
 
 def _measure(engine: ZeroEngine) -> Measured:
     """Steps of one micro-batch, of two, and of one."""
-    numbers, rank = [], engine.grid.data.rank
+    numbers, rank = [], engine.mesh.data_rank
     for step, count in enumerate((1, 2, 1)):
         engine.take_traffic()
         for index in range(count):

@@ -9,7 +9,6 @@ import torch
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
@@ -33,8 +32,7 @@ FLAGS = (
 
 def engine_of(topology: Topology, *more: str) -> ZeroEngine:
     config = parse_args([*FLAGS, *DELAYED, *more])
-    grid = Grid(topology, config.distributed.tensor_model_parallel_size)
-    return build_engine(config, 61, prepare_device(config, grid), grid)
+    return build_engine(config, 61, prepare_device(config, topology), topology)
 
 
 def batch(step: int, data_rank: int) -> torch.Tensor:
@@ -52,7 +50,7 @@ def three_steps(engine: ZeroEngine, found: dict[str, Any] | None = None) -> list
     for step in range(3):
         for index in range(2):
             loss = engine.accumulate(
-                batch(step + 5 * index, engine.grid.data.rank), index=index, micro_batches=2
+                batch(step + 5 * index, engine.mesh.data_rank), index=index, micro_batches=2
             )
             losses.append(loss.item())
         if step == 0:
@@ -68,7 +66,7 @@ def shared_scales(topology: Topology, directory: str, *more: str) -> dict[str, A
     """Losses of three steps, and scales after them, after a skipped one and as saved."""
     torch.set_num_threads(1)
     engine = engine_of(topology, *more)
-    rank = engine.grid.data.rank
+    rank = engine.mesh.data_rank
     found: dict[str, Any] = {}
     losses = three_steps(engine, found)
     found |= {"losses": losses, "state": state_of(engine)}

@@ -11,7 +11,6 @@ import torch
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
 from megatron_zpp.data.open import open_splits
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.model.gpt import GPT
@@ -113,7 +112,7 @@ def test_required_kernels_are_used_where_nothing_else_needs_them() -> None:
     config = parse_args(
         ["--mock-data", *BYTES, *TINY, "--train-iters", "3", "--require-kernels", "--device", "cpu"]
     )
-    operations = prepare_device(config, Grid(Topology())).operations
+    operations = prepare_device(config, Topology()).operations
     assert operations is not None
     assert operations.compiled
 

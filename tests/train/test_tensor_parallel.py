@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.loop import seed_dropout
 from megatron_zpp.train.setup.build_engine import build_engine
@@ -159,8 +158,7 @@ def shares(topology: Topology) -> list[tuple[bool, bool]]:
     found = []
     for tensor in ("1", "2"):
         config = parse_args([*FLAGS, "--tensor-model-parallel-size", tensor])
-        grid = Grid(topology, int(tensor))
-        engine = build_engine(config, 251, prepare_device(config, grid), grid)
+        engine = build_engine(config, 251, prepare_device(config, topology), topology)
         found.append((engine.share.group is not None, bool(engine.share.splits)))
         engine.close()
     return found

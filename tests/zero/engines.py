@@ -9,7 +9,6 @@ import torch.distributed as dist
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
@@ -50,8 +49,8 @@ def engine_of(
     share, parts = ALONE, ModelComponents(norms, attention=attention)
     if tensor > 1:
         assert topology is not None
-        ranks = Grid(topology, tensor).tensor_ranks
-        group = TensorGroup(ranks, topology.rank)
+        mesh = topology.mesh(tensor)
+        group = TensorGroup(mesh.ranks(mesh.tensor), mesh.rank)
         parts = TensorParallelComponents(
             norms, attention=attention, group=group, tokens=config.seq_length, overlapped=overlapped
         )
@@ -85,16 +84,15 @@ def engine_of(
 
 def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
     """A copy of the whole weights, or of a moment, by name. Every rank must call it."""
-    grid, states = engine.grid, {}
+    mesh, states = engine.mesh, {}
     for unit, shard in zip(engine.units, engine.states.shards(kind), strict=True):
-        shards = [torch.empty_like(shard, device=engine.device) for _ in range(grid.job.world_size)]
-        if grid.job.world_size > 1:
+        shards = [torch.empty_like(shard, device=engine.device) for _ in range(mesh.world_size)]
+        if mesh.world_size > 1:
             dist.all_gather(shards, shard.to(engine.device))
         else:
             shards = [shard]
-        for rank in range(grid.tensor):
-            owners = (grid.data.owner_of(index) for index in range(grid.data.world_size))
-            flat = torch.cat([shards[owner * grid.tensor + rank] for owner in owners])
+        for rank in range(mesh.tensor_ranks):
+            flat = torch.cat([shards[owner] for owner in mesh.at(rank).ranks(*mesh.shards)])
             for placement, part in zip(unit.layout.placements, unit.views(flat), strict=True):
                 if placement.name not in states:
                     states[placement.name] = torch.full(placement.shape, torch.nan, device=flat.device)

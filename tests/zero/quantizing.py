@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.distributed.symmetric_memory import may_have_copy_engines
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
 
@@ -15,9 +15,9 @@ def this_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def copy_engines(topology: Topology) -> bool:
+def copy_engines(mesh: Mesh) -> bool:
     """Whether communication streams inside a node can use them; CPUs have none."""
-    return may_have_copy_engines(topology, this_device())
+    return may_have_copy_engines(mesh, this_device())
 
 
 def operations() -> Operations:

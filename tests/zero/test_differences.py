@@ -10,9 +10,9 @@ import torch
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.communication_plan import plan_communication
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
@@ -218,19 +218,19 @@ def test_ranks_are_compared_with_those_that_hold_the_same_part(groups: int, tens
     local, zero = 4 * tensor, ZeroConfig(zero_stage=3, **BOTH | {"zero_hpz_partition_size": str(4 // groups)})
     parts = {}
     for rank in range(2 * local):
-        grid = Grid(Topology(rank, 2 * local, rank % local, local), tensor)
-        layouts = [layout_of(grid.data.mesh, 5000)]
+        mesh = Mesh(nodes=2, local_ranks=4, tensor_ranks=tensor, rank=rank)
+        layouts = [layout_of(mesh, 5000)]
         (weights,) = plan_communication(
             zero,
-            grid.data.mesh,
+            mesh,
             layouts,
             compute_dtype=torch.bfloat16,
             reduce_in_bf16=False,
             copy_engines=False,
         ).weights
-        part = (weights.kept_elements, grid.tensor_rank)
+        part = (weights.kept_elements, mesh.tensor_rank)
         assert len(part[0]) == layouts[0].numel // (4 // groups)
-        assert layouts[0].shard(grid.data.mesh).start in part[0]
+        assert layouts[0].shard(mesh).start in part[0]
         parts.setdefault(part, []).append(rank)
         assert weights.holders[rank] == parts[part][0]
     assert len(parts) == 4 // groups * tensor
@@ -372,4 +372,4 @@ def test_grids_that_cannot_hold_a_reference_are_refused(
     nodes: int, local: int, zero: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        check_routes(ZeroConfig(zero_stage=3, **zero), Topology(0, nodes * local, 0, local).mesh)
+        check_routes(ZeroConfig(zero_stage=3, **zero), Topology(0, nodes * local, 0, local).mesh())

@@ -69,7 +69,7 @@ def build(
 
 def train(engine: ZeroEngine, steps: range, micro_batches: int = 2) -> list[float]:
     """Mean loss and gradient norm of each step, then the loss of an evaluation."""
-    rank, ranks = engine.grid.data.rank, engine.grid.data.world_size
+    rank, ranks = engine.mesh.data_rank, engine.mesh.data_ranks
     found = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)

@@ -340,9 +340,8 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(world: int, stage: int) -> None
 
 def wait_for_a_silent_peer(topology: Topology) -> float:
     """Seconds until rank 0's gather fails, rank 1 taking no part in it."""
-    comm_stream = CommStream(
-        range(2), topology, torch.device("cpu"), TrafficLedger(topology), timedelta(seconds=2)
-    )
+    mesh = topology.mesh()
+    comm_stream = CommStream(range(2), mesh, torch.device("cpu"), TrafficLedger(mesh), timedelta(seconds=2))
     started = time.monotonic()
     if topology.rank == 0:
         with pytest.raises(RuntimeError):

@@ -75,7 +75,7 @@ def build(
 
 def train(engine: ZeroEngine, steps: range, micro_batches: int = 1) -> list[float]:
     """The mean loss of each step, then that of an evaluation."""
-    rank, ranks = engine.grid.data.rank, engine.grid.data.world_size
+    rank, ranks = engine.mesh.data_rank, engine.mesh.data_ranks
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)

@@ -12,9 +12,7 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.support import nightly
 from tests.zero.engines import engine_of, states_of, weights_of
@@ -118,13 +116,13 @@ def train(topology: Topology, cases: tuple[Case, ...]) -> list[Trained]:
 def train_engine(engine: ZeroEngine, case: Case) -> Trained:
     """Train an engine of a case, and close it."""
     data = torch.randint(VOCAB, (case.steps, SAMPLES, 13), generator=torch.Generator().manual_seed(8))
-    mine = slice(engine.grid.data.rank, None, engine.grid.data.world_size)
+    mine = slice(engine.mesh.data_rank, None, engine.mesh.data_ranks)
     losses, norms, gradient = [], [], {}
     for step, samples in enumerate(data):
         micro_batches = samples[mine].chunk(case.accumulate)
         total = torch.zeros(())
         for index, batch in enumerate(micro_batches):
-            torch.manual_seed(1000 * step + 10 * index + engine.grid.tensor_rank)
+            torch.manual_seed(1000 * step + 10 * index + engine.mesh.tensor_rank)
             total += engine.accumulate(
                 inside_documents(batch) if case.documents else batch,
                 index=index,
@@ -229,13 +227,6 @@ def test_zeropp_acts_over_data_ranks(ranks: int, ranks_per_node: int) -> None:
         expected = one_process(Case(case.model))
         assert found.losses == pytest.approx(expected.losses, rel=2**-6), case
         assert found.losses[-1] < found.losses[0]
-
-
-def test_a_sum_over_the_job_refuses_data_ranks_alone() -> None:
-    """It would be that of other ranks: its group is the job's."""
-    grid = Grid(Topology(2, 4, 2, 4), 2)
-    with pytest.raises(AssertionError):
-        sum_over_ranks(torch.ones(()), grid.data)
 
 
 def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all() -> None:

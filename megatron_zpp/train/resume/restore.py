@@ -180,7 +180,7 @@ def _load(
         )
         lines += said
     lines += mask_changes(saved, present) + batch_changes(saved, ranks, config, resumed)
-    lines += setting_changes(saved, ranks, present, engine.grid.data.world_size)
+    lines += setting_changes(saved, ranks, present, engine.mesh.data_ranks)
     lines += rate_change(saved, ranks, resumed, progress)
     return Start(progress, [line, *changes, *lines])
 

@@ -10,7 +10,6 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents, norm_classes
@@ -25,22 +24,23 @@ from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 DECOUPLED = ("embedding.tokens.weight", "head.output.weight")
 
 
-def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) -> ZeroEngine:
+def build_engine(config: Config, vocab_size: int, device: Device, topology: Topology) -> ZeroEngine:
     """The engine with initial weights; all ranks of the job have joined and must call it.
 
     Raises ValueError if the chosen attention kernel does not run on the device.
     """
     check_attention(config, device)
     group, overlapped = None, False
-    if grid.tensor > 1:
-        group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
+    mesh = topology.mesh(config.distributed.tensor_model_parallel_size)
+    if mesh.tensor_ranks > 1:
+        group = TensorGroup(mesh.ranks(mesh.tensor), mesh.rank, config.distributed.timeout)
         overlapped = _overlaps(config, device, group)
     matmuls = _matmuls(config.precision, device.device)
     model = _build_model(config, vocab_size, device, matmuls, group, overlapped=overlapped)
     scaling = matmuls.scaling(model)
     codes = matmuls.weight_codes(scaling)
     if device.compiles:
-        _compile(config, model, device, grid.job, matmuls, scaling)
+        _compile(config, model, device, topology, matmuls, scaling)
     share = ALONE
     if group is not None:
         from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
@@ -52,7 +52,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         zero=config.zero,
         optimizer=config.optimizer,
         precision=config.precision,
-        topology=grid.job,
+        topology=topology,
         device=device.device,
         share=share,
         fused_backend=device.fused_backend,

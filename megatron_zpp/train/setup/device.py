@@ -12,8 +12,8 @@ from megatron_zpp.config.compilation import resolve_compilation
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import select_device
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
 from megatron_zpp.ops.operations import Operations
@@ -42,15 +42,14 @@ class Device:
         return {"kernels": kernels}
 
 
-def prepare_device(config: Config, grid: Grid) -> Device:
+def prepare_device(config: Config, topology: Topology) -> Device:
     """Choose this rank's device, without occupying it yet, and build the kernels if they are needed.
 
     Raises ValueError for settings that need another device or other ranks, BuildError if --require-kernels
     is given and there is no compiler.
     """
-    topology = grid.job
     with usage_errors():
-        check_routes(config.zero, grid.data.mesh)
+        check_routes(config.zero, topology.mesh(config.distributed.tensor_model_parallel_size))
         config.timing.check_ranks(topology.world_size)
     device = select_device(config.distributed.device, topology)
     config.recompute.check_device(device.type)

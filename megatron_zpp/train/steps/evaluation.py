@@ -26,7 +26,7 @@ def evaluate(
     beyond the last sample have no weight. `before_round(number, rounds)` is called before each round and may
     raise, on all ranks, to abandon the evaluation.
     """
-    ranks, rank = engine.grid.data.world_size, engine.grid.data.rank
+    ranks, rank = engine.mesh.data_ranks, engine.mesh.data_rank
     chunks = -(-count // micro_batch_size)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     weights = 0.0  # of this rank

@@ -25,7 +25,7 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     lines = [
         f" torch {torch.__version__}, python {platform.python_version()}, {topology.world_size} × {name}, "
         f"{config.precision.compute_dtype(engine.device.type)}"
-        f"{config.precision.describe_products()}, {config.zero.describe(engine.grid.data.world_size)}"
+        f"{config.precision.describe_products()}, {config.zero.describe(engine.mesh.data_ranks)}"
         f"{', compiled layers' if engine.model.compiled else ''}{_tensor_ranks(engine)}",
         f" GPT of {parameters / 1e6:.1f} M parameters: {counted(model.num_layers, 'layer')} × "
         f"{model.hidden_size}, {model.num_attention_heads} heads{groups}, sequence {model.seq_length}, "
@@ -46,11 +46,11 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
 
 
 def _tensor_ranks(engine: ZeroEngine) -> str:
-    grid = engine.grid
-    if grid.tensor == 1:
+    mesh = engine.mesh
+    if mesh.tensor_ranks == 1:
         return ""
-    data = counted(grid.data.world_size, "data rank")
-    return f", {data} × {grid.tensor} tensor ranks with sequence parallelism"
+    data = counted(mesh.data_ranks, "data rank")
+    return f", {data} × {mesh.tensor_ranks} tensor ranks with sequence parallelism"
 
 
 def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: RunSchedule) -> list[str]:
@@ -65,7 +65,7 @@ def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: Ru
     from megatron_zpp.plan.memory import memory_of
     from megatron_zpp.train.dry_run import job_of
 
-    job = replace(job_of(config, vocab_size, schedule, engine.grid), copy_engines=engine.copy_engines)
+    job = replace(job_of(config, vocab_size, schedule, engine.mesh), copy_engines=engine.copy_engines)
     lines, total = [], math.inf
     if on_gpu:
         total = torch.cuda.get_device_properties(engine.device).total_memory
