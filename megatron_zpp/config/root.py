@@ -84,8 +84,8 @@ class Config:
             self.data.dataset_order == "megatron" and training.seed >= 2**32
         ):  # numpy's RandomState has no more
             raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
-        if self.learning_rate.decoupled_lr is not None:
-            _check_decoupled(self.learning_rate, self.optimizer, zero)
+        if self.learning_rate.decoupled_lr is not None and self.optimizer.fused_backend == "apex":
+            raise self.learning_rate.error("decoupled_lr", "needs --fused-backend torch")
         if precision.fp8:
             _check_fp8(model, training)
         if precision.fp8_param_gather:
@@ -285,15 +285,6 @@ def _check_lengths(training: TrainingConfig, learning_rate: LearningRateConfig) 
             flag = "--" + name.replace("_", "-")
             right = flag.replace(other, own)
             raise option_error(flag, value, f"the run's length is given by --train-{own}; use {right}")
-
-
-def _check_decoupled(rate: LearningRateConfig, optimizer: OptimizerConfig, zero: ZeroConfig) -> None:
-    """Refuse optimizers that have one learning rate."""
-    if zero.zero_offload_optimizer:
-        fix = "needs the optimizer on the device; omit one of it and --zero-offload-optimizer"
-        raise rate.error("decoupled_lr", fix)
-    if optimizer.fused_backend == "apex":
-        raise rate.error("decoupled_lr", "needs --fused-backend torch")
 
 
 def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:

@@ -50,7 +50,7 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, mesh: Mesh) -
         async_save=config.checkpoint.async_save,
         save_optim=config.checkpoint.save_optim,
         overlapped=not config.precision.fp8,
-        may_offload=config.learning_rate.decoupled_lr is None and config.optimizer.fused_backend != "apex",
+        may_offload=config.optimizer.fused_backend != "apex",
     )
 
 

@@ -38,19 +38,15 @@ def build_optimizer(
 
     Raises ValueError for decoupled parameters where the optimizer has one learning rate.
     """
-    offloaded = units[0].master.device != units[0].gather_source.device
-    decoupled = any(placement.decoupled for unit in units for placement in unit.layout.placements)
-    if decoupled and (backend == "apex" or offloaded):
-        fix = "needs --fused-backend torch and no --zero-offload-optimizer"
-        raise option_error("--decoupled-lr", "(given)", fix)
     if backend == "apex":
+        if any(placement.decoupled for unit in units for placement in unit.layout.placements):
+            raise option_error("--decoupled-lr", "(given)", "needs --fused-backend torch")
         return ApexAdamW(config, units, sources)
     rule: UpdateRule = (
         TorchAdamW(config) if operations is None else KernelAdamW(config, operations, plan.weight_codes)
     )
-    if offloaded:
-        return OffloadedOptimizer(rule, units)
-    return DeviceOptimizer(rule, units, sources)
+    offloaded = units[0].master.device != units[0].gather_source.device
+    return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule, units, sources)
 
 
 class KernelAdamW:

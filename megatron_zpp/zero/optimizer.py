@@ -4,6 +4,7 @@ An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer
 `UpdateRule`; an optimizer that looks at more than one element, as Muon does at matrices, is an Optimizer.
 """
 
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -63,73 +64,68 @@ class UpdateRule(Protocol[Scalars]):
         """Change the master weights and states of `shard`, unless `found_inf` is 1; `gradient` is (n,)."""
 
 
-class DeviceOptimizer(Generic[Scalars]):
-    """Steps on the device of the gradients, and never waits for it."""
+class _Steps(Generic[Scalars]):
+    """A step of each unit by an elementwise rule: a loop over the runs of one learning rate in its shard."""
 
-    def __init__(
-        self,
-        rule: UpdateRule[Scalars],
-        units: list[Unit],
-        sources: GatherSources | None = None,
-    ) -> None:
-        """Units with decoupled parameters, or with weights that are held as codes, need `sources`."""
+    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit], sources: GatherSources) -> None:
         self._rule, self._units, self._sources = rule, units, sources
         self._runs = [_runs_of(unit) for unit in units]
-        self.state_names, self.accepts_16bit_gradients = rule.state_names, rule.accepts_16bit_gradients
+        self._rates = 2 if any(run.decoupled for runs in self._runs for run in runs) else 1
+        self.state_names = rule.state_names
         self.states = [zero_states(unit, rule.state_names) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
-        self._scalars: list[Scalars] = []  # of the present step, by learning rate
+        self._scalars: list[Scalars] = []  # of the present step, by learning rate; none if it is skipped
+
+    def _compute_scalars(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
+        used = rates[: self._rates]
+        self._scalars = [self._rule.scalars(self.steps, rate, divisor, found_inf) for rate in used]
+
+    def _change(self, index: int, gradients: Sequence[GradSegment], source: Tensor | None) -> None:
+        """Change the master weights and states of unit `index`; write what is gathered to `source`, if given.
+
+        That of a message is one call, because a message cannot be cut.
+        """
+        unit, runs = self._units[index], self._runs[index]
+        is_message = source is not None and unit.plan.codes is not None
+        for run in runs:
+            for start, flat in segments_inside(gradients, run.elements):
+                part = GradSegment(run.elements.start + start, flat)
+                room = source
+                if source is not None and len(flat) < len(unit.owned):
+                    room = None if is_message else part.of(source)
+                shard = ShardSegment(
+                    part.of(unit.master),
+                    tuple(part.of(state) for state in self.states[index].values()),
+                    room,
+                    min(max(unit.decayed - part.start, 0), len(flat)),
+                )
+                self._rule.step(shard, flat, self._scalars[run.decoupled])
+        if is_message and len(runs) > 1:
+            self._sources.write(unit, source)
+
+
+class DeviceOptimizer(_Steps[Scalars]):
+    """Steps on the device of the gradients, and never waits for it."""
+
+    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit], sources: GatherSources) -> None:
+        super().__init__(rule, units, sources)
+        self.accepts_16bit_gradients = rule.accepts_16bit_gradients
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """See Optimizer.begin_step."""
         self.steps += 1 - found_inf
-        used = rates if any(self._runs) else rates[:1]
-        self._scalars = [self._rule.scalars(self.steps, rate, divisor, found_inf) for rate in used]
+        self._compute_scalars(rates, divisor, found_inf)
 
     def update(self, index: int) -> None:
         """See Optimizer.update."""
-        unit, states = self._units[index], self.states[index]
-        if self._runs[index]:
-            self._step_runs(unit, states, self._runs[index])
-            return
-        for segment in unit.gradients:
-            shard = ShardSegment(
-                segment.of(unit.master),
-                tuple(segment.of(state) for state in states.values()),
-                self._gather_source_segment(unit, segment),
-                min(max(unit.decayed - segment.start, 0), len(segment.flat)),
-            )
-            self._rule.step(shard, segment.flat, self._scalars[0])
-        if unit.layout.coded:
-            self._write(unit)
-
-    def _step_runs(self, unit: Unit, states: dict[str, Tensor], runs: list["_Run"]) -> None:
-        """Step a unit whose parameters have two learning rates, then write its gather source as a whole."""
-        for run in runs:
-            for segment in segments_inside(unit.gradients, run.elements):
-                part = GradSegment(run.elements.start + segment.start, segment.flat)
-                shard = ShardSegment(
-                    part.of(unit.master),
-                    tuple(part.of(state) for state in states.values()),
-                    None,
-                    min(max(unit.decayed - part.start, 0), len(part.flat)),
-                )
-                self._rule.step(shard, part.flat, self._scalars[run.decoupled])
-        if not unit.gathers_from_master:
-            self._write(unit)
-
-    def _write(self, unit: Unit) -> None:
-        assert self._sources is not None, "units with two learning rates or codes need it"
-        self._sources.write(unit)
-
-    def _gather_source_segment(self, unit: Unit, segment: GradSegment) -> Tensor | None:
-        if unit.gathers_from_master or unit.layout.coded:
-            return None
-        # Without 16-bit gradients there is one segment, and the source may be a message, which cannot be cut.
-        return segment.of(unit.gather_source) if self.accepts_16bit_gradients else unit.gather_source
+        unit = self._units[index]
+        coded = unit.layout.coded
+        self._change(index, unit.gradients, None if unit.gathers_from_master or coded else unit.gather_source)
+        if coded:
+            self._sources.write(unit)
 
 
-class OffloadedOptimizer(Generic[Scalars]):
+class OffloadedOptimizer(_Steps[Scalars]):
     """Steps on the CPU, which holds the master weights and the states.
 
     Gradients and new weights are copied on a separate stream, so that both copies overlap with the steps of
@@ -138,18 +134,14 @@ class OffloadedOptimizer(Generic[Scalars]):
 
     accepts_16bit_gradients = False
 
-    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit]) -> None:
-        self._rule, self._units = rule, units
-        self.state_names = rule.state_names
-        self.states = [zero_states(unit, rule.state_names) for unit in units]
-        self.steps = torch.zeros(())
+    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit], sources: GatherSources) -> None:
+        super().__init__(rule, units, sources)
         self._stream = torch.cuda.Stream(units[0].gather_source.device)
         self._gradients = [_pinned_like(unit.master) for unit in units]
         self._gather_sources = [
             None if _is_fp32(unit) else _pinned_like(unit.gather_source) for unit in units
         ]
         self._arrived: list[torch.cuda.Event] = []  # the gradients of the present step
-        self._scalars: Scalars | None = None  # None: the step is skipped
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """See Optimizer.begin_step."""
@@ -158,20 +150,19 @@ class OffloadedOptimizer(Generic[Scalars]):
             for unit, gradient in zip(self._units, self._gradients, strict=True)
         ]
         divisor, found_inf = divisor.cpu(), found_inf.cpu()
-        self._scalars = None
+        self._scalars = []
         if not found_inf.item():
             self.steps += 1
-            self._scalars = self._rule.scalars(self.steps, rates[0], divisor, found_inf)
+            self._compute_scalars(rates, divisor, found_inf)
 
     def update(self, index: int) -> None:
         """See Optimizer.update."""
-        if self._scalars is None:
+        if not self._scalars:
             return
-        unit, states, gather_source = self._units[index], self.states[index], self._gather_sources[index]
+        unit, source = self._units[index], self._gather_sources[index]
         self._arrived[index].synchronize()
-        shard = ShardSegment(unit.master, tuple(states.values()), gather_source, unit.decayed)
-        self._rule.step(shard, self._gradients[index], self._scalars)
-        new = unit.master if gather_source is None else gather_source
+        self._change(index, [GradSegment(0, self._gradients[index])], source)
+        new = unit.master if source is None else source
         torch.cuda.current_stream().wait_event(self._copy(new, unit.gather_source))
 
     def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
@@ -190,14 +181,13 @@ class _Run(NamedTuple):
 
 
 def _runs_of(unit: Unit) -> list[_Run]:
-    """The runs of this rank's shard; empty if no parameter of it is decoupled, as for most units."""
+    """The runs of this rank's shard, which they cover: a gap belongs to the run before it."""
     starts: list[tuple[int, bool]] = []
     for piece in unit.layout.pieces_in(unit.owned):
         second = piece.placement.decoupled
         if not starts or starts[-1][1] != second:
             starts.append((piece.at.start - unit.owned.start if starts else 0, second))
-    if not any(second for _, second in starts):
-        return []
+    starts = starts or [(0, False)]
     stops = [start for start, _ in starts[1:]] + [len(unit.owned)]
     return [_Run(range(start, stop), second) for (start, second), stop in zip(starts, stops, strict=True)]
 

@@ -56,17 +56,18 @@ class GatherSources:
         """`operations` encode messages, `codes` the weights that are held as codes."""
         self._operations, self._codes = operations, codes
 
-    def write(self, unit: Unit) -> None:
+    def write(self, unit: Unit, room: Tensor | None = None) -> None:
         """Write the gather source of a unit from its master weights: codes, a message, or its shard.
 
-        Where weight differences are sent, that is what they are computed from, and codes follow later.
+        Where weight differences are sent, that is what they are computed from, and codes follow later. A
+        message goes to `room` if that is given.
         """
         if unit.encoded is not None and unit.message is None:
             self.encode(unit)
         elif (format := unit.plan.codes) is not None:
             assert self._operations is not None
-            master = unit.master.to(unit.gather_source.device)
-            self._operations.quantize(master[None], unit.gather_source[None], format)
+            message = unit.gather_source if room is None else room
+            self._operations.quantize(unit.master.to(message.device)[None], message[None], format)
         else:
             copy(unit.gather_source, unit.master)
 

@@ -20,6 +20,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.supervision.errors import one_line_errors
+from megatron_zpp.train.setup.build_engine import DECOUPLED
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.ranks import GPUS, on_gpus
 from tests.gpu.steady import assert_steady
@@ -48,8 +49,10 @@ def test_a_steady_step_neither_waits_for_the_device_nor_allocates(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_offloaded_optimizer_takes_the_same_steps(stage: int, model: str) -> None:
+@pytest.mark.parametrize(("stage", "table_rate"), [(0, None), (3, 3e-3)])
+def test_an_offloaded_optimizer_takes_the_same_steps(
+    stage: int, table_rate: float | None, model: str
+) -> None:
     """AdamW's states leave the GPU; the weights differ by the CPU's rounding of a step alone."""
     curves, allocated, config = [], [], dataclasses.replace(MODEL, **MODELS[model])
     for offload in (False, True):
@@ -57,14 +60,22 @@ def test_an_offloaded_optimizer_takes_the_same_steps(stage: int, model: str) -> 
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         zero = ZeroConfig(zero_stage=stage, zero_offload_optimizer=offload)
-        engine = engine_of(config, VOCAB, zero=zero, precision=PrecisionConfig(bf16=True), device="cuda")
+        decoupled = () if table_rate is None else DECOUPLED[:1]
+        engine = engine_of(
+            config,
+            VOCAB,
+            zero=zero,
+            precision=PrecisionConfig(bf16=True),
+            device="cuda",
+            decoupled=decoupled,
+        )
         allocated.append(torch.cuda.memory_allocated() - before)
         losses = []
         for step in range(10):
             torch.manual_seed(step)
             tokens = torch.randint(VOCAB, (4, 129), device="cuda")
             losses.append(engine.accumulate(tokens, index=0, micro_batches=1).item())
-            engine.step(1e-3)
+            engine.step(1e-3, table_rate)
         curves.append(losses)
         elements = sum(unit.layout.numel for unit in engine.units)
         engine.close()

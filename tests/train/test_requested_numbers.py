@@ -96,7 +96,6 @@ def test_the_decoupled_rate_follows_the_schedule(tmp_path: Path, flags: list[str
             "--decoupled-lr 1e-5 --min-lr 1e-4",
             "--decoupled-min-lr 0.0001: must be at most --decoupled-lr 1e-05",
         ),
-        ("--decoupled-lr 1e-3 --zero-offload-optimizer", "--decoupled-lr 0.001: needs the optimizer on"),
         ("--decoupled-lr 1e-3 --fused-backend apex", "--decoupled-lr 0.001: needs --fused-backend torch"),
         ("--use-checkpoint-args", "--use-checkpoint-args (given): needs --load"),
         ("--use-checkpoint-args --load hf:x", "--use-checkpoint-args (given): --load hf:x has no arguments"),

@@ -1,5 +1,7 @@
 """Both update rules of AdamW, the kernel's and torch's, on the engine."""
 
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,13 +11,19 @@ from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.train.setup.build_engine import DECOUPLED
+from megatron_zpp.zero import adamw, optimizer
 from megatron_zpp.zero import engine as module
 from megatron_zpp.zero.adamw import KernelAdamW, TorchAdamW
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.optimizer import DeviceOptimizer, ShardSegment, UpdateRule
+from megatron_zpp.zero.optimizer import DeviceOptimizer, OffloadedOptimizer, ShardSegment, UpdateRule
 from tests.zero.engines import engine_of, weights_of
+from tests.zero.quantizing import operations
+from tests.zero.ranks import on_ranks
 
 VOCAB = 101
 MODEL = ModelConfig(
@@ -26,7 +34,7 @@ OPTIMIZER = OptimizerConfig(weight_decay=0.1, adam_eps=1e-4)  # a key bias has n
 
 def engine_with(rule: UpdateRule, **settings: Any) -> ZeroEngine:
     with patch.object(
-        module, "build_optimizer", lambda _, units, *others, **more: DeviceOptimizer(rule, units)
+        module, "build_optimizer", lambda _, units, *others: DeviceOptimizer(rule, units, others[-1])
     ):
         return engine_of(MODEL, VOCAB, **settings)
 
@@ -67,6 +75,52 @@ def test_a_skipped_step_leaves_every_state_alone(kernel: bool) -> None:
     assert engine.step(1e-2).skipped
     assert engine.states.optimizer_steps == 2
     assert all(map(torch.equal, states, before))
+
+
+OFFLOADED = {
+    "fp32": (ZeroConfig(), PrecisionConfig()),
+    "bf16": (ZeroConfig(zero_stage=3), PrecisionConfig(bf16=True)),
+    "qwZ": (ZeroConfig(zero_stage=3, zero_quantized_weights=True), PrecisionConfig(bf16=True)),
+}
+
+
+def two_rates(topology: Topology, name: str) -> list[bool]:
+    """Whether what units hold and send is equal bit for bit on the device and offloaded, without a GPU."""
+    torch.set_num_threads(1)
+    zero, precision = OFFLOADED[name]
+    found = []
+    for kind in (DeviceOptimizer, OffloadedOptimizer):
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(adamw, "DeviceOptimizer", kind))
+            stack.enter_context(patch.object(optimizer, "_pinned_like", torch.empty_like))
+            for part in ("Stream", "stream", "current_stream"):
+                stack.enter_context(patch.object(torch.cuda, part))
+            engine = engine_of(
+                MODEL,
+                VOCAB,
+                zero=zero,
+                precision=precision,
+                optimizer=replace(OPTIMIZER, clip_grad=0.0),
+                topology=topology,
+                operations=operations(),
+                decoupled=DECOUPLED[:1],
+            )
+            for step in range(3):
+                generator = torch.Generator().manual_seed(step)
+                tokens = torch.randint(VOCAB, (3, 17), generator=generator)
+                engine.accumulate(tokens, index=0, micro_batches=1)
+                engine.step(1e-2, 3e-3)
+        assert isinstance(engine._optimizer, kind)
+        states = [shard.clone() for kind in engine.states.kinds for shard in engine.states.shards(kind)]
+        found.append([*states, *(unit.gather_source.clone() for unit in engine.units)])
+        engine.close()
+    return [torch.equal(here, there) for here, there in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_an_offloaded_optimizer_has_two_rates_too(name: str) -> None:
+    for equal in on_ranks(2, two_rates, name):
+        assert all(equal)
 
 
 class SGD:

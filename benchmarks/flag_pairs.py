@@ -1,0 +1,200 @@
+"""Which pairs of engine flags run together, and why the others do not: two steps each, on CPUs over gloo.
+
+python benchmarks/flag_pairs.py                     # all pairs, to results/flag_pairs.json
+python benchmarks/flag_pairs.py --only decoupled    # pairs that have a setting with this in its name
+
+Builds the engine as pretrain_gpt.py does, on 2 nodes of 2 ranks, or on nodes of 4 where a setting is about a
+part of a node. A setting brings the flags that it needs, unless the other one has them. A pair is refused if
+an error ends it that names a flag; every other error is a failure, and so is a loss that is not finite. Exit
+status 1 if a pair fails.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+from benchmarks.common import RESULTS, save_result
+from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train.inputs import check_inputs
+from megatron_zpp.train.setup.build_engine import build_engine
+from megatron_zpp.train.setup.device import prepare_device
+from tests.zero.ranks import on_ranks
+
+COMMON = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 3 --hidden-size 64 "
+    "--num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16 --train-iters 4 --micro-batch-size 1 "
+    "--eval-iters 0 --device cpu --lr 1e-2"
+).split()
+NODES, MICRO_BATCHES, STEPS, BATCH = 2, 2, 2, 24
+WHOLE = "--recompute-granularity full --recompute-method uniform"
+SETTINGS: dict[str, dict[str, str]] = {  # by kind, of which a pair has one each
+    "stage": {f"stage {stage}": f"--zero-stage {stage}" for stage in (0, 1, 2, 3)},
+    "weights": {
+        "qwZ int8": "--zero-quantized-weights",
+        "qwZ delta4": "--zero-quantized-weights --zero-quantized-weights-format delta4",
+    },
+    "hpZ": {f"hpZ {size}": f"--zero-hpz-partition-size {size}" for size in (2, "auto")},
+    "gradients": {
+        "qgZ int4": "--zero-quantized-gradients",
+        "qgZ int8": "--zero-quantized-gradients --zero-quantized-gradients-format int8",
+        "qgZ rotated4": "--zero-quantized-gradients --zero-quantized-gradients-format rotated4",
+    },
+    "groups": {f"groups {size}": f"--zero-gradient-partition-size {size}" for size in (1, 2, "auto")},
+    "sums": {"sums in bf16": "--grad-reduce-in-bf16"},
+    "prefetch": {f"prefetch {units}": f"--zero-prefetch-units {units}" for units in (0, 2)},
+    "unit": {"sublayers": "--zero-unit sublayer"},
+    "rows": {"table rows": "--zero-table-rows 100"},
+    "tying": {"untied": "--untie-embeddings-and-output-weights"},
+    "tensor": {"tensor ranks": "--tensor-model-parallel-size 2"},
+    "rates": {"decoupled rate": "--decoupled-lr 3e-3"},
+    "offload": {"offloaded optimizer": "--zero-offload-optimizer"},
+    "backend": {"torch's AdamW": "--fused-backend torch"},
+    "precision": {"fp32": "--fp32", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"},
+    "fp8": {
+        "fp8 tensorwise": "--fp8",
+        "fp8 delayed": "--fp8 --fp8-recipe delayed",
+        "fp8 weights": "--fp8 --fp8-param-gather",
+        "fp8 output": "--fp8 --fp8-output-layer",
+    },
+    "recomputation": {
+        "recomputed scores": "--recompute-granularity selective",
+        "recomputed layers": WHOLE,
+        "recomputed pairs": f"{WHOLE} --recompute-num-layers 2",
+        "recomputed block": "--recompute-granularity full --recompute-method block",
+        "offloaded inputs": f"{WHOLE} --recompute-offload",
+    },
+    "attention": {
+        "attention math": "--attention-backend math",
+        "attention flash": "--attention-backend flash --attention-dropout 0",
+    },
+    "window": {"window": "--window-size 4,0"},
+    "documents": {"masked documents": "--reset-attention-mask --eod-mask-loss"},
+    "model": {
+        "Llama": "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+        "--group-query-attention --num-query-groups 2"
+    },
+}
+NEEDS = {  # by the beginning of a flag: what is added where a pair does not say it
+    "--zero-hpz": "--zero-stage 3",
+    "--zero-prefetch": "--zero-stage 3",
+    "--zero-quantized": "--zero-stage 3",
+    "--zero-gradient": "--zero-stage 2",
+    "--fp8": "--bf16",
+}
+KIND_OF = {name: kind for kind, settings in SETTINGS.items() for name in settings}
+FLAGS_OF = {name: flags for settings in SETTINGS.values() for name, flags in settings.items()}
+PRECISIONS = {"--fp32", "--bf16", "--fp16"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a pair: `ran`, `refused` or `failed`, and the line that says why not."""
+
+    kind: str
+    line: str = ""
+
+
+def flags_of(names: tuple[str, ...]) -> list[str]:
+    """The flags of some settings, and those that they need."""
+    flags = " ".join(map(FLAGS_OF.__getitem__, names)).split()
+    if "delta4" in flags and not {"--zero-hpz-partition-size", "--zero-stage"} & set(flags):
+        flags += ["--zero-hpz-partition-size", "auto"]
+    for start, needed in NEEDS.items():
+        flag = needed.split()[0]
+        given = PRECISIONS & set(flags) if flag in PRECISIONS else flag in flags
+        if not given and any(each.startswith(start) for each in flags):
+            flags += needed.split()
+    return flags
+
+
+def ranks_of_a_node(names: tuple[str, ...]) -> int:
+    """2, and more where groups are parts of a node, or would be if tensor ranks did not share it."""
+    return 4 if any(name.endswith(" 2") and name != "prefetch 2" for name in names) else 2
+
+
+def attempt_all(topology: Topology, pairs: list[tuple[str, ...]]) -> list[Outcome]:
+    """Two steps of each pair on this rank of a job."""
+    return [attempt(topology, flags_of(names)) for names in pairs]
+
+
+def attempt(topology: Topology, flags: list[str]) -> Outcome:
+    """Two steps of a model with these flags. Raises what is no refusal."""
+    try:
+        config = parse_args([*COMMON, *flags])
+        grid = Grid(topology, config.distributed.tensor_model_parallel_size)
+        inputs = check_inputs(config, grid.data.world_size, lambda line: None)
+        device = prepare_device(config, grid)
+        engine = build_engine(config, inputs.tokenizer["vocab_size"], device, grid)
+    except (UsageError, ValueError) as error:
+        if not str(error).startswith("--"):
+            raise
+        return Outcome("refused", str(error))
+    rates = config.learning_rate.lr, config.learning_rate.decoupled_lr
+    for step in range(STEPS):
+        for index in range(MICRO_BATCHES):
+            place = grid.data.rank + 100 * index + 1000 * step
+            generator = torch.Generator().manual_seed(place)
+            tokens = torch.randint(200, (config.training.micro_batch_size, 17), generator=generator)
+            loss = engine.accumulate(tokens, index=index, micro_batches=MICRO_BATCHES)
+        result = engine.step(*rates)
+        if not (torch.isfinite(loss) and result.skipped.item() == 0):
+            raise ArithmeticError(f"step {step}: loss {loss.item()}, skipped {result.skipped.item()}")
+    engine.close()
+    return Outcome("ran")
+
+
+def outcomes(pairs: list[tuple[str, ...]], local: int) -> list[Outcome]:
+    """What became of each of some pairs; those of an attempt that an error ended are tried in halves."""
+    try:
+        return on_ranks(NODES * local, attempt_all, pairs, ranks_per_node=local)[0]
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        if len(pairs) == 1:
+            return [Outcome("failed", str(error).strip().splitlines()[-1])]
+    half = len(pairs) // 2
+    return outcomes(pairs[:half], local) + outcomes(pairs[half:], local)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="pairs that have a setting with this in its name")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    pairs = [
+        pair
+        for pair in combinations(KIND_OF, 2)
+        if KIND_OF[pair[0]] != KIND_OF[pair[1]] and any(options.only in name for name in pair)
+    ]
+    found: dict[tuple[str, ...], Outcome] = {}
+    for local in (2, 4):
+        chosen = [pair for pair in pairs if ranks_of_a_node(pair) == local]
+        for first in range(0, len(chosen), BATCH):
+            batch = chosen[first : first + BATCH]
+            found |= zip(batch, outcomes(batch, local), strict=True)
+            print(f"{len(found)} of {len(pairs)} pairs", file=sys.stderr, flush=True)
+    for pair in pairs:
+        if found[pair].kind != "ran":
+            print(f"{' × '.join(pair):<40} {found[pair].kind}: {found[pair].line}")
+    counts = Counter(outcome.kind for outcome in found.values())
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    if not options.only:
+        lines = {" × ".join(pair): f"{found[pair].kind}: {found[pair].line}".strip(": ") for pair in pairs}
+        print(f"written to {save_result('flag_pairs', {'counts': counts, 'pairs': lines}, options.output)}")
+    if counts["failed"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
