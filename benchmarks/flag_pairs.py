@@ -26,6 +26,7 @@ from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.device import prepare_device
@@ -59,7 +60,6 @@ SETTINGS: dict[str, dict[str, str]] = {  # by kind, of which a pair has one each
     "tensor": {"tensor ranks": "--tensor-model-parallel-size 2"},
     "rates": {"decoupled rate": "--decoupled-lr 3e-3"},
     "offload": {"offloaded optimizer": "--zero-offload-optimizer"},
-    "backend": {"torch's AdamW": "--fused-backend torch"},
     "precision": {"fp32": "--fp32", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"},
     "fp8": {
         "fp8 tensorwise": "--fp8",
@@ -95,11 +95,13 @@ NEEDS = {  # by the beginning of a flag: what is added where a pair does not say
 KIND_OF = {name: kind for kind, settings in SETTINGS.items() for name in settings}
 FLAGS_OF = {name: flags for settings in SETTINGS.values() for name, flags in settings.items()}
 PRECISIONS = {"--fp32", "--bf16", "--fp16"}
+BELOW_3 = {"stage 0", "stage 1", "stage 2"}
+NEED_GPUS = {"offloaded optimizer", "offloaded inputs"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a pair: `ran`, `refused` or `failed`, and the line that says why not."""
+    """What became of a pair: `ran`, `accepted`, `refused` or `failed`, and the line that says why."""
 
     kind: str
     line: str = ""
@@ -108,7 +110,7 @@ class Outcome:
 def flags_of(names: tuple[str, ...]) -> list[str]:
     """The flags of some settings, and those that they need."""
     flags = " ".join(map(FLAGS_OF.__getitem__, names)).split()
-    if "delta4" in flags and not {"--zero-hpz-partition-size", "--zero-stage"} & set(flags):
+    if "delta4" in flags and "--zero-hpz-partition-size" not in flags and not BELOW_3 & set(names):
         flags += ["--zero-hpz-partition-size", "auto"]
     for start, needed in NEEDS.items():
         flag = needed.split()[0]
@@ -125,15 +127,18 @@ def ranks_of_a_node(names: tuple[str, ...]) -> int:
 
 def attempt_all(topology: Topology, pairs: list[tuple[str, ...]]) -> list[Outcome]:
     """Two steps of each pair on this rank of a job."""
-    return [attempt(topology, flags_of(names)) for names in pairs]
+    return [attempt(topology, names) for names in pairs]
 
 
-def attempt(topology: Topology, flags: list[str]) -> Outcome:
-    """Two steps of a model with these flags. Raises what is no refusal."""
+def attempt(topology: Topology, names: tuple[str, ...]) -> Outcome:
+    """Two steps of a model with some settings. Raises what is no refusal."""
     try:
-        config = parse_args([*COMMON, *flags])
+        config = parse_args([*COMMON, *flags_of(names)])
         grid = Grid(topology, config.distributed.tensor_model_parallel_size)
         inputs = check_inputs(config, grid.data.world_size, lambda line: None)
+        check_routes(config.zero, grid.data.mesh)
+        if NEED_GPUS & set(names):
+            return Outcome("accepted", "needs GPUs")
         device = prepare_device(config, grid)
         engine = build_engine(config, inputs.tokenizer["vocab_size"], device, grid)
     except (UsageError, ValueError) as error:
@@ -185,7 +190,7 @@ def main() -> None:
             found |= zip(batch, outcomes(batch, local), strict=True)
             print(f"{len(found)} of {len(pairs)} pairs", file=sys.stderr, flush=True)
     for pair in pairs:
-        if found[pair].kind != "ran":
+        if found[pair].kind in ("refused", "failed"):
             print(f"{' × '.join(pair):<40} {found[pair].kind}: {found[pair].line}")
     counts = Counter(outcome.kind for outcome in found.values())
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))

@@ -90,9 +90,6 @@ class Config:
             _check_fp8(model, training)
         if precision.fp8_param_gather:
             _check_param_gather(precision, zero)
-        if precision.fp8_delayed and zero.cuts_layers:
-            fix = "needs scales of the same step: --fp8-recipe tensorwise, or no --fp8"
-            raise zero.error("zero_unit", fix)
         tensor_ranks = self.distributed.tensor_model_parallel_size
         if precision.fp8_output_layer:
             _check_output_layer(precision, zero, tensor_ranks)

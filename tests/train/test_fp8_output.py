@@ -31,11 +31,11 @@ TENSOR, UNTIED = "--tensor-model-parallel-size 2", "--untie-embeddings-and-outpu
 
 @pytest.mark.parametrize("more", [[], [HELD, UNTIED, *flags_of(MODELS["llama"])]], ids=str)
 def test_stages_have_the_same_bits_and_layers_other_ones(more: list[str]) -> None:
-    """Of one rank; and the output layer's scales are there for its hidden states and its table."""
+    """Of one rank, and so have halves of layers; and the output layer's scales are there for its hidden states and its table."""
     torch.set_num_threads(1)
     found = []
-    for stage in ("0", "3"):
-        engine = engine_of(Topology(), OUTPUT, *more, "--zero-stage", stage)
+    for where in ("--zero-stage 0", "--zero-stage 3", "--zero-stage 3 --zero-unit sublayer"):
+        engine = engine_of(Topology(), OUTPUT, *more, *where.split())
         found.append(three_steps(engine))
         model = engine.model
         assert isinstance(model, GPT)
@@ -53,7 +53,7 @@ def test_stages_have_the_same_bits_and_layers_other_ones(more: list[str]) -> Non
         assert before != wide.item()
         assert before == pytest.approx(wide.item(), rel=2.0**-6)
         engine.close()
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     engine = engine_of(Topology(), *more)
     layers = three_steps(engine)
     engine.close()
