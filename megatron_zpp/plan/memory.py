@@ -55,8 +55,13 @@ def memory_of(job: Job) -> Memory:
     coded = differences or communication.weight_codes is not None
     master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or coded else 0
     optimizer = (8 + master_bytes) * owned
+    staged = 0
+    if offloaded and differences:
+        staged = 4 * owned
+    elif offloaded and job.coded:  # a unit at a time, to be encoded
+        staged = 4 * max(len(weights.owned) for weights in communication.weights)
     parts = {
-        "weights": communication.weight_bytes + (4 * owned if offloaded and differences else 0),
+        "weights": communication.weight_bytes + staged,
         "optimizer": 0 if offloaded else optimizer,
         "buffers": communication.arena_bytes + _peer_rows_bytes(job),
         "zeropp": communication.kept_bytes,

@@ -83,24 +83,22 @@ class _Steps(Generic[Scalars]):
     def _change(self, index: int, gradients: Sequence[GradSegment], source: Tensor | None) -> None:
         """Change the master weights and states of unit `index`; write what is gathered to `source`, if given.
 
-        That of a message is one call, because a message cannot be cut.
+        A message cannot be cut: where there are several runs it is written when all have changed.
         """
         unit, runs = self._units[index], self._runs[index]
         is_message = source is not None and unit.plan.codes is not None
+        whole = None if is_message and len(runs) > 1 else source
         for run in runs:
             for start, flat in segments_inside(gradients, run.elements):
                 part = GradSegment(run.elements.start + start, flat)
-                room = source
-                if source is not None and len(flat) < len(unit.owned):
-                    room = None if is_message else part.of(source)
                 shard = ShardSegment(
                     part.of(unit.master),
                     tuple(part.of(state) for state in self.states[index].values()),
-                    room,
+                    whole if whole is None or is_message else part.of(whole),
                     min(max(unit.decayed - part.start, 0), len(flat)),
                 )
                 self._rule.step(shard, flat, self._scalars[run.decoupled])
-        if is_message and len(runs) > 1:
+        if is_message and whole is None:
             self._sources.write(unit, source)
 
 
@@ -139,7 +137,8 @@ class OffloadedOptimizer(_Steps[Scalars]):
         self._stream = torch.cuda.Stream(units[0].gather_source.device)
         self._gradients = [_pinned_like(unit.master) for unit in units]
         self._gather_sources = [
-            None if _is_fp32(unit) else _pinned_like(unit.gather_source) for unit in units
+            None if _is_fp32(unit) or unit.layout.coded else _pinned_like(unit.gather_source)
+            for unit in units
         ]
         self._arrived: list[torch.cuda.Event] = []  # the gradients of the present step
 
@@ -157,13 +156,15 @@ class OffloadedOptimizer(_Steps[Scalars]):
 
     def update(self, index: int) -> None:
         """See Optimizer.update."""
-        if not self._scalars:
-            return
         unit, source = self._units[index], self._gather_sources[index]
-        self._arrived[index].synchronize()
-        self._change(index, [GradSegment(0, self._gradients[index])], source)
-        new = unit.master if source is None else source
-        torch.cuda.current_stream().wait_event(self._copy(new, unit.gather_source))
+        if self._scalars:
+            self._arrived[index].synchronize()
+            self._change(index, [GradSegment(0, self._gradients[index])], source)
+        if unit.layout.coded and not _is_fp32(unit):
+            self._sources.write(unit)  # also if the step is skipped, because scales may have changed
+        elif self._scalars:
+            new = unit.master if source is None else source
+            torch.cuda.current_stream().wait_event(self._copy(new, unit.gather_source))
 
     def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
         """Copy between the CPU and the device, after all work submitted to the current stream so far."""

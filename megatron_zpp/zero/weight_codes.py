@@ -87,6 +87,7 @@ class GatherSources:
         assert self._codes is not None
         assert unit.encoded is not None
         owned, weights, codes = unit.encoded
+        weights = weights.to(codes.device)  # those of an offloaded optimizer are on the CPU
         for name, part in coded_parts(unit):
             self._codes.encode(name, weights[part], codes[part])
         if unit.layout.wide.start in owned:
@@ -113,8 +114,9 @@ def write_all_codes(units: Sequence[Unit], codes: WeightEncoder, sources: Gather
     if not codes.scales_known:
         for unit in coded:
             assert unit.encoded is not None
+            weights = unit.encoded.weights.to(unit.full.device)
             for name, part in coded_parts(unit):
-                codes.measure(name, unit.encoded.weights[part])
+                codes.measure(name, weights[part])
         codes.start(largest_over_ranks(codes.maxima(), mesh))
         codes.begin()
     for unit in coded:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.model.variants import MODELS, flags_of
 from tests.plan.jobs import job_of
 from tests.train.coded_weights import HELD, codes_of, masters_of, products, take_step
 from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, state_of
+from tests.zero.offloading import offloaded
 from tests.zero.ranks import on_ranks
 
 E4M3 = torch.float8_e4m3fn
@@ -51,6 +53,23 @@ def test_codes_of_master_weights_are_multiplied(model: str) -> None:
     engine.evaluate(batch(7, 0))
     assert all(torch.equal(codes, before[name]) for name, codes in codes_of(engine).items())
     engine.close()
+
+
+@pytest.mark.parametrize("more", [["--decoupled-lr", "1e-3"], ["--zero-stage", "3"]], ids=" ".join)
+def test_an_offloaded_optimizer_has_the_same_bits(more: list[str]) -> None:
+    torch.set_num_threads(1)
+    found = []
+    for where in (nullcontext, offloaded):
+        with where():
+            engine = engine_of(Topology(), HELD, *more)
+            engine.accumulate(batch(9, 0), index=0, micro_batches=1, weight=float("inf"))
+            assert engine.step(1e-2).skipped
+            losses = [take_step(engine, step) for step in range(3)]
+            found.append((losses, codes_of(engine)))
+            engine.close()
+    (losses, codes), (others, copies) = found
+    assert losses == others
+    assert all(torch.equal(codes[name], copies[name]) for name in codes)
 
 
 def test_a_misused_parameter_is_nan() -> None:

@@ -1,6 +1,6 @@
 """Both update rules of AdamW, the kernel's and torch's, on the engine."""
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +16,12 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.train.setup.build_engine import DECOUPLED
-from megatron_zpp.zero import adamw, optimizer
 from megatron_zpp.zero import engine as module
 from megatron_zpp.zero.adamw import KernelAdamW, TorchAdamW
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.optimizer import DeviceOptimizer, OffloadedOptimizer, ShardSegment, UpdateRule
 from tests.zero.engines import engine_of, weights_of
+from tests.zero.offloading import offloaded
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
@@ -89,12 +89,8 @@ def two_rates(topology: Topology, name: str) -> list[bool]:
     torch.set_num_threads(1)
     zero, precision = OFFLOADED[name]
     found = []
-    for kind in (DeviceOptimizer, OffloadedOptimizer):
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(adamw, "DeviceOptimizer", kind))
-            stack.enter_context(patch.object(optimizer, "_pinned_like", torch.empty_like))
-            for part in ("Stream", "stream", "current_stream"):
-                stack.enter_context(patch.object(torch.cuda, part))
+    for kind, where in ((DeviceOptimizer, nullcontext), (OffloadedOptimizer, offloaded)):
+        with where():
             engine = engine_of(
                 MODEL,
                 VOCAB,
