@@ -42,7 +42,8 @@ class Split:
 class Placement:
     """One parameter of a unit.
 
-    `shape` is that of the whole parameter, a table in blocks included, of which the unit then has `rows`.
+    `shape` is that of the whole parameter, a table in blocks included, of which the unit then has `rows`. If
+    its rows are split, each rank has an equal part of the `rows`.
     Placements are equal where they lie alike in a buffer, whatever their names.
     """
 
@@ -248,15 +249,17 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 def _parts(box: Box, placement: Placement, rank: int) -> Iterator[tuple[Box, Box]]:
     """A box of a rank's part of a parameter as boxes of the whole one; see `Block.parts`."""
     inside = tuple(slice(0, side.stop - side.start) for side in box)
-    if placement.rows is not None:
-        first = placement.rows.start
-        box = slice(box[0].start + first, box[0].stop + first), *box[1:]
-    if placement.split is None:
+    split, rows = placement.split, placement.rows
+    if rows is not None and (split is None or split.dim > 0):
+        box = slice(box[0].start + rows.start, box[0].stop + rows.start), *box[1:]
+    if split is None:
         yield inside, box
         return
-    dim, axis = placement.split.dim, placement.split.axis
+    dim, axis, runs = split.dim, split.axis, split.runs
     local = whole = 0  # where the run begins
-    for run in placement.split.runs:
+    if rows is not None and dim == 0:
+        whole, runs = rows.start, (len(rows),)
+    for run in runs:
         part = run // axis.size
         start, stop = max(box[dim].start, local), min(box[dim].stop, local + part)
         if start < stop:

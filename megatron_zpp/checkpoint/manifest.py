@@ -1,6 +1,6 @@
 """Writes and reads the manifest, which lists the files of a checkpoint, and the marker, written last.
 
-manifest.json   {"format_version": 6, 7 or 8, "files": {NAME: entry, …}}
+manifest.json   {"format_version": 6 to 9, "files": {NAME: entry, …}}
 COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
 
 An entry has the size of the file and the digest of its sidecar (storage/sidecar.py), which the rank that
@@ -25,9 +25,10 @@ from megatron_zpp.storage.sidecar import SidecarDigest
 FORMAT_VERSION = 6
 BLOCKS_VERSION = 7  # of checkpoints whose units have blocks of tables, which programs for 6 cannot read
 BUFFERS_VERSION = 8  # with buffers, or frozen units, which have no moments
+SHARED_BLOCKS_VERSION = 9  # with blocks of tables that tensor ranks share
 # In state.json, 2 has another name for dataset progress, 3 has no `nodes`, because rank r owned shard r, and
 # 4 has no `tensor`, because every rank had whole parameters. 5 has no sidecars.
-READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8)
+READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8, 9)
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 Entry = SidecarDigest | Checksums
 _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
@@ -35,9 +36,11 @@ _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 
 def format_version(state: Mapping[str, Any]) -> int:
     """The oldest version of the format that can have the content `state` of state.json."""
+    entries = [entry for unit in state.get("units", ()) for entry in unit["parameters"].values()]
+    if any("rows" in entry and "split" in entry for entry in entries):
+        return SHARED_BLOCKS_VERSION
     if state.get("buffers") or any(unit.get("frozen") for unit in state.get("units", ())):
         return BUFFERS_VERSION
-    entries = (entry for unit in state.get("units", ()) for entry in unit["parameters"].values())
     return BLOCKS_VERSION if any("rows" in entry for entry in entries) else FORMAT_VERSION
 
 

@@ -91,10 +91,11 @@ class Config:
         if precision.fp8_param_gather:
             _check_param_gather(precision, zero)
         tensor_ranks = self.distributed.tensor_model_parallel_size
-        if precision.fp8_output_layer:
-            _check_output_layer(precision, zero, tensor_ranks)
-        if zero.zero_table_rows is not None and tensor_ranks > 1:
-            fix = f"needs {TENSOR_RANKS} 1, not {tensor_ranks}: tensor ranks share the tables"
+        if precision.fp8_output_layer and zero.zero_table_rows is not None:
+            fix = f"multiplies all entries at once; omit it or --zero-table-rows {zero.zero_table_rows}"
+            raise precision.error("fp8_output_layer", fix)
+        if (zero.zero_table_rows or 0) % tensor_ranks:
+            fix = f"must be a multiple of {TENSOR_RANKS} {tensor_ranks}, which share each block"
             raise zero.error("zero_table_rows", fix)
         check_tensor_ranks(model, tensor_ranks, fp8=precision.fp8)
         if self.tokenizer.tokenizer_type is None:
@@ -301,7 +302,7 @@ def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
 
 
 def _check_param_gather(precision: PrecisionConfig, zero: ZeroConfig) -> None:
-    """Refuse other codes of whole weights that travel, and an optimizer on the CPU."""
+    """Refuse other codes of whole weights that travel."""
     flag, name = "--fp8-param-gather", "fp8_param_gather"
     if zero.zero_quantized_weights and not zero.sends_differences:
         other = f"--zero-quantized-weights in {zero.zero_quantized_weights_format}"
@@ -311,19 +312,3 @@ def _check_param_gather(precision: PrecisionConfig, zero: ZeroConfig) -> None:
             f"byte per weight, or omit {flag}"
         )
         raise precision.error(name, fix)
-    if zero.zero_offload_optimizer:
-        fix = f"encodes weights on the device; omit --zero-offload-optimizer, or omit {flag}"
-        raise precision.error(name, fix)
-
-
-def _check_output_layer(precision: PrecisionConfig, zero: ZeroConfig, tensor_ranks: int) -> None:
-    """Refuse output layers that are shared, or in blocks."""
-    rows = zero.zero_table_rows
-    for other, given in (
-        (f"{TENSOR_RANKS} {tensor_ranks}", tensor_ranks > 1),
-        (f"--zero-table-rows {rows}", rows is not None),
-    ):
-        if given:
-            raise precision.error(
-                "fp8_output_layer", f"needs a whole output layer; omit one of it and {other}"
-            )

@@ -53,14 +53,19 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tens
 
 
 def logits_to_codes(
-    logits: Tensor, targets: Tensor, vocab_size: int, rows: Tensor, columns: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    rows: Tensor,
+    columns: Tensor,
+    to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient,
 ) -> Tensor:
     """The same sum; the gradient times CODE_UNIT is written as E5M2 codes, to rows (C, V) and columns (V, C).
 
     The logits are lost.
     """
     exact = logits.float()
-    total = logits_to_gradient(exact, targets, vocab_size)
+    total = to_gradient(exact, targets, vocab_size)
     rows.copy_(exact.mul_(CODE_UNIT))
     columns.copy_(rows.t())
     return total

@@ -12,9 +12,8 @@ time, at the price of a fourth product.
 Where the tables are tied, a block of the lookup and a block of the loss have the same parameter.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,11 +42,11 @@ class RowBlockComponents(ModelComponents):
 
     def vocabulary(self, entries: int, width: int) -> nn.Module:
         """See ModelComponents."""
-        return RowBlockTable(entries, width, self.rows)
+        return RowBlockTable(blocks_of(LookupBlock, entries, width, self.rows))
 
     def output(self, width: int, entries: int) -> nn.Module:
         """See ModelComponents."""
-        return OutputBlocks(_blocks(entries, width, self.rows))
+        return OutputBlocks(blocks_of(OutputBlock, entries, width, self.rows))
 
     def head_class(self, plain: type[nn.Module]) -> Any:
         """See ModelComponents."""
@@ -57,7 +56,12 @@ class RowBlockComponents(ModelComponents):
         """See ModelComponents."""
         assert isinstance(head, RowBlockHead)
         assert isinstance(table, RowBlockTable)
-        head.output = OutputBlocks([block.weight for block in table.each()])
+        head.output = OutputBlocks(
+            [
+                OutputBlock(each.weight, each.block_rows, each.table_entries, each.first)
+                for each in table.each()
+            ]
+        )
 
     def units(self, name: str, module: nn.Module, *, tied: bool) -> list[tuple[str, nn.Module]]:
         """See ModelComponents."""
@@ -71,25 +75,26 @@ class RowBlockComponents(ModelComponents):
         return units
 
 
-class _Block(nn.Module):
-    """`block_rows` of a table of `table_entries` rows."""
+class Block(nn.Module):
+    """`block_rows` of a table of `table_entries` rows; those that this rank has begin at row `first`."""
 
-    def __init__(self, weight: nn.Parameter, block_rows: range, table_entries: int) -> None:
+    def __init__(self, weight: nn.Parameter, block_rows: range, table_entries: int, first: int) -> None:
         super().__init__()
         self.weight, self.block_rows, self.table_entries = weight, block_rows, table_entries
+        self.first = first
 
 
-class LookupBlock(_Block):
+class LookupBlock(Block):
     """Some rows of the table of tokens."""
 
     read_by_backward = False
 
     def forward(self, found: Tensor, ids: Tensor) -> Tensor:
         """`found` (…, D), with the rows of those `ids` (…) that the block has in their places."""
-        return _PlaceRows.apply(found, self.weight, ids - self.block_rows.start)
+        return _PlaceRows.apply(found, self.weight, ids - self.first)
 
 
-class OutputBlock(_Block):
+class OutputBlock(Block):
     """Some rows of the output weights."""
 
     def forward(
@@ -102,9 +107,8 @@ class OutputBlock(_Block):
         """(…, D) -> the logits of these rows, (…, R); with targets (N) of x (N, D), see `_Statistics`."""
         if targets is None:
             return F.linear(x, self.weight)
-        first = self.block_rows.start
-        entries = min(max(vocab_size - first, 0), len(self.block_rows))
-        return _Statistics.apply(x, self.weight, targets - first, entries, passes or PLAIN)
+        entries = min(max(vocab_size - self.first, 0), len(self.weight))
+        return _Statistics.apply(x, self.weight, targets - self.first, entries, passes or PLAIN)
 
 
 class RowBlockTable(nn.Module):
@@ -112,17 +116,16 @@ class RowBlockTable(nn.Module):
 
     weight = None  # of all rows: there is none
 
-    def __init__(self, entries: int, width: int, rows: int) -> None:
+    def __init__(self, blocks: Sequence[LookupBlock]) -> None:
         super().__init__()
-        self.width = width
-        self.blocks = _modules(LookupBlock, _blocks(entries, width, rows))
+        self.width, self.blocks = blocks[0].weight.shape[1], nn.ModuleList(blocks)
 
     def each(self) -> Iterator[LookupBlock]:
         """The blocks, in the order of their rows."""
         yield from self.blocks  # type: ignore[misc]  # torch's stubs: modules
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, T) -> (B, T, D)."""
+        """(…) -> (…, D)."""
         found = next(self.parameters()).new_zeros((*ids.shape, self.width))
         for block in self.each():
             found = block(found, ids)
@@ -132,9 +135,9 @@ class RowBlockTable(nn.Module):
 class OutputBlocks(nn.Module):
     """The output weights, in blocks."""
 
-    def __init__(self, weights: list[nn.Parameter]) -> None:
+    def __init__(self, blocks: Sequence[OutputBlock]) -> None:
         super().__init__()
-        self.blocks = _modules(OutputBlock, weights)
+        self.blocks = nn.ModuleList(blocks)
 
     def each(self) -> Iterator[OutputBlock]:
         """See RowBlockTable."""
@@ -144,11 +147,21 @@ class OutputBlocks(nn.Module):
         """(…, D) -> logits (…, V)."""
         return torch.cat([block(x) for block in self.each()], -1)
 
-    def loss(self, x: Tensor, targets: Tensor, vocab_size: int, passes: "BlockPasses") -> Tensor:
-        """As loss.linear_cross_entropy, of x (N, D) and targets (N)."""
+    def loss(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        passes: "BlockPasses",
+        gather: Callable[[Tensor], Tensor] = lambda statistics: statistics,
+    ) -> Tensor:
+        """As loss.linear_cross_entropy, of x (N, D) and targets (N).
+
+        `gather` joins the statistics (blocks, 3, N) of all ranks that have rows of the blocks.
+        """
         exact = x.to(wide(x.dtype))  # so that the terms of its gradient, one per block, are summed in fp32
         statistics = [block(exact, targets, vocab_size, passes) for block in self.each()]
-        return _MeanLoss.apply(targets, *statistics)
+        return _MeanLoss.apply(targets, gather, *statistics)
 
 
 class RowBlockHead(Head):
@@ -273,8 +286,8 @@ class _MeanLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, targets: Tensor, *statistics: Tensor) -> Tensor:
-        largest, totals, wanted = torch.stack(statistics).unbind(1)  # each (blocks, N)
+    def forward(ctx: Any, targets: Tensor, gather: Callable[[Tensor], Tensor], *statistics: Tensor) -> Tensor:
+        largest, totals, wanted = gather(torch.stack(statistics)).unbind(1)  # each (blocks, N)
         most = largest.amax(0)
         log_sum = torch.log((totals * torch.exp(largest - most)).sum(0))
         # In this order, a target with the largest logit loses nothing to the size of the logits.
@@ -290,7 +303,7 @@ class _MeanLoss(torch.autograd.Function):
     def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
         counted, count, likelihood, log_total = ctx.saved_tensors
         message = torch.stack((counted * (of_loss / count), log_total, likelihood))
-        return None, *[message] * ctx.blocks
+        return None, None, *[message] * ctx.blocks
 
 
 def _chunks(x: Tensor, weight: Tensor, passes: BlockPasses) -> list[slice]:
@@ -299,14 +312,15 @@ def _chunks(x: Tensor, weight: Tensor, passes: BlockPasses) -> list[slice]:
     return [slice(first, first + rows) for first in range(0, len(x), rows)]
 
 
-def _blocks(entries: int, width: int, rows: int) -> list[nn.Parameter]:
-    """The rows of a table, block by block."""
-    made = [torch.empty(min(rows, entries - first), width) for first in range(0, entries, rows)]
-    return [nn.Parameter(weight if weight.is_meta else weight.normal_()) for weight in made]
-
-
-def _modules(kind: type[_Block], weights: list[nn.Parameter]) -> nn.ModuleList:
-    """A module for each block of a table."""
-    stops = list(accumulate(map(len, weights)))
-    blocks = zip(weights, stops, strict=True)
-    return nn.ModuleList(kind(weight, range(stop - len(weight), stop), stops[-1]) for weight, stop in blocks)
+def blocks_of(
+    kind: Callable[..., Any], entries: int, width: int, rows: int, *, ranks: int = 1, rank: int = 0
+) -> list[Any]:
+    """The blocks of a table, modules of a `kind`: of each, `rank` has one of `ranks` equal parts."""
+    blocks = []
+    for start in range(0, entries, rows):
+        block_rows = range(start, min(start + rows, entries))
+        held = len(block_rows) // ranks
+        weight = torch.empty(held, width)
+        parameter = nn.Parameter(weight if weight.is_meta else weight.normal_())
+        blocks.append(kind(parameter, block_rows, entries, start + rank * held))
+    return blocks

@@ -123,12 +123,15 @@ def _coded_loss_bytes(job: Job, chunk_bytes: int | None) -> int:
         job.dtype.itemsize,
         4,
     )
-    chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=job.compiled)
+    lean = job.compiled or job.tensor > 1
+    chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=lean)
     from megatron_zpp.model.fp8.output import coded_chunk_rows, part_rows
 
     part = part_rows(tokens, width)
     chunk = coded_chunk_rows(part, entries, chunk_bytes) * entries
     softmax = 0 if job.compiled else chunk * (exact if itemsize == exact else 2 * exact)
+    if job.tensor > 1:  # logits in fp32, from which no kernel writes codes
+        softmax = chunk * (exact + (0 if job.compiled else _SHARED_SOFTMAX))
     of_x, gradient, table = itemsize * tokens * width, part * entries, entries * width
     working = 2 * (table + part * width) + (itemsize + 1) * chunk + softmax
     if part >= tokens:
@@ -146,11 +149,10 @@ def _block_loss_bytes(job: Job, rows: int) -> int:
     block; in the backward also the gradients of x, of a block and summed, and the one of a block's weights.
     """
     tokens, width, itemsize, exact = job.tokens, job.model.hidden_size, job.dtype.itemsize, 4
-    rows = min(rows, job.entries)
-    blocks = -(-job.entries // rows)
+    rows, blocks = min(rows, job.padded_vocab_size) // job.tensor, job.output_blocks
     chunk = chunk_rows(tokens, rows)
     narrow = itemsize < exact
-    kept = exact * tokens * (narrow * width + 3 * blocks)
+    kept = exact * tokens * (narrow * width + 3 * blocks * job.tensor)
     logits = chunk * (rows + narrow * width) * itemsize
     forward, backward = (0, 0) if job.compiled else _BLOCK_SOFTMAX[narrow]
     weight = rows * width * (itemsize if chunk == tokens or not narrow else exact + itemsize)

@@ -9,7 +9,7 @@ makes each rank send (T - 1) / T of their bytes over NVLink:
                                recomputation also what the forward sends
     the embedding   a reduce-scatter, and in the backward an all-gather
     the head        an all-gather, and in the backward a reduce-scatter; three fp32 numbers per token for the
-                    softmax
+                    softmax, of each block of rows
     all layers      in the backward an all-reduce of the gradients of norms, biases and positions, in fp32
 
 A rank waits for all of these, except in the backward of a map whose input is gathered: the input arrives
@@ -45,7 +45,7 @@ def exchanged(job: Job, forward: bool) -> Exchanged:
     others, layers = job.tensor - 1, job.model.num_layers
     one = others * job.rows * job.model.hidden_size * job.dtype.itemsize  # a collective on hidden states
     if forward:
-        ends, of_maps, beside = 2 * one + others * _STATISTICS * job.tokens, 4 * layers * one, 0
+        ends, of_maps, beside = 2 * one + _statistics_bytes(job), 4 * layers * one, 0
     else:
         ends = 2 * one + 2 * others * 4 * sum(job.replicated) // job.tensor
         of_maps = (4 * recomputed_layers(job) + (4 if job.precision.fp8 else 2) * layers) * one
@@ -63,9 +63,13 @@ def exchanged_bytes(job: Job) -> int:
 def hidden_state_bytes(job: Job) -> int:
     """Of `exchanged_bytes`, those of hidden states: the ledger of a run counts no others."""
     others = job.tensor - 1
-    statistics = others * _STATISTICS * job.tokens
     sums = 2 * others * 4 * sum(job.replicated) // job.tensor
-    return exchanged_bytes(job) - job.micro_batches * (statistics + sums)
+    return exchanged_bytes(job) - job.micro_batches * (_statistics_bytes(job) + sums)
+
+
+def _statistics_bytes(job: Job) -> int:
+    """Those of the softmax, in a forward."""
+    return (job.tensor - 1) * _STATISTICS * job.tokens * job.output_blocks
 
 
 def ledgers_of(job: Job, sent: SentBytes) -> SentBytes:

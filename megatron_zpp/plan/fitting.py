@@ -109,12 +109,12 @@ def _recomputed(job: Job) -> Job:
 
 def _can_cut(job: Job) -> bool:
     """Whether the run could have units of sublayers and has not."""
-    return not (job.zero.cuts_layers or job.precision.fp8_delayed)
+    return not job.zero.cuts_layers
 
 
 def _can_offload(job: Job) -> bool:
     """Whether the run could have its optimizer on the CPU and has not."""
-    return job.may_offload and not (job.zero.zero_offload_optimizer or job.precision.fp8_param_gather)
+    return job.may_offload and not job.zero.zero_offload_optimizer
 
 
 def _in_sublayers(job: Job) -> Job:

@@ -16,6 +16,7 @@ from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.parallel.layers import TensorParallelComponents, splits_of
+from megatron_zpp.model.parallel.row_blocks import SharedRowBlockComponents
 from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
 from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.placement import Layout
@@ -105,6 +106,12 @@ class Job:
         return self.padded_vocab_size // self.tensor
 
     @property
+    def output_blocks(self) -> int:
+        """Blocks that the output weights are in."""
+        rows = self.zero.zero_table_rows
+        return 1 if rows is None else -(-self.padded_vocab_size // rows)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The compute format on a GPU."""
         return getattr(torch, self.precision.compute_dtype("cuda"))
@@ -114,10 +121,7 @@ class Job:
         """The layouts of the units, in forward order."""
         share = ALONE if self.tensor == 1 else TensorShare(UnconnectedGroup(self.tensor))
         block = max(self.zero.largest_block, share.block)
-        splits = {
-            name: split for unit, module in self.units for name, split in splits_of(module, unit).items()
-        }
-        return layouts_of(distinct(self.units), self.mesh, block, splits, self.coded)
+        return layouts_of(distinct(self.units), self.mesh, block, splits_of(self.units), self.coded)
 
     @property
     def coded(self) -> set[str]:
@@ -225,6 +229,9 @@ def units_of(
     if table_rows is not None:
         parts = RowBlockComponents(rows=table_rows)
     if tensor > 1:
-        parts = TensorParallelComponents(group=UnconnectedGroup(tensor), tokens=model.seq_length)
+        group, tokens = UnconnectedGroup(tensor), model.seq_length
+        parts = TensorParallelComponents(group=group, tokens=tokens)
+        if table_rows is not None:
+            parts = SharedRowBlockComponents(group=group, tokens=tokens, rows=table_rows)
     with torch.device("meta"):
         return GPT(model, vocab_size, parts=parts, cut_layers=cut_layers).units()

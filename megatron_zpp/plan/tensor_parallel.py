@@ -69,11 +69,9 @@ def at_tensor(job: Job, size: int) -> list[Job]:
     if not _divides(job, size) or job.samples_per_step % (job.ranks // size):
         return []
     samples = job.samples_per_step // (job.ranks // size)
-    units = job.units if size == job.tensor else _units_of(job, size)
-    precision = dataclasses.replace(
-        job.precision, fp8_output_layer=job.precision.fp8_output_layer and size == 1
-    )
-    shared = dataclasses.replace(job, tensor=size, units=units, zero=_zero_of(job, size), precision=precision)
+    zero = _zero_of(job, size)
+    units = job.units if size == job.tensor else _units_of(job, size, zero.zero_table_rows)
+    shared = dataclasses.replace(job, tensor=size, units=units, zero=zero)
     most = max(1, job.micro_batch_size * size // job.tensor)
     sizes = [
         one for one in range(1, min(most, samples) + 1) if samples % one == 0 and job.may_have_samples(one)
@@ -84,8 +82,9 @@ def at_tensor(job: Job, size: int) -> list[Job]:
     ]
 
 
-def _units_of(job: Job, size: int) -> list[tuple[str, nn.Module]]:
-    return units_of(job.model, job.vocab_size, size, cut_layers=job.zero.cuts_layers)
+def _units_of(job: Job, size: int, rows: int | None) -> list[tuple[str, nn.Module]]:
+    cut = job.zero.cuts_layers
+    return units_of(job.model, job.vocab_size, size, cut_layers=cut, table_rows=rows)
 
 
 def _divides(job: Job, size: int) -> bool:
@@ -93,6 +92,7 @@ def _divides(job: Job, size: int) -> bool:
     try:
         check_tensor_ranks(job.model, size, fp8=job.precision.fp8)
         check_vocabulary(job.model, job.vocab_size, size)
+        job.precision.check_vocabulary(job.padded_vocab_size, size)
     except ValueError:
         return False
     return job.local % size == 0
@@ -101,9 +101,10 @@ def _divides(job: Job, size: int) -> bool:
 def _zero_of(job: Job, size: int) -> ZeroConfig:
     """The run's ZeRO++ groups, or whole nodes if data ranks cannot be in groups of that size.
 
-    Several tensor ranks have no tables in blocks of rows.
+    Tables are whole where tensor ranks do not divide the rows of a block.
     """
-    zero = job.zero if size == 1 else dataclasses.replace(job.zero, zero_table_rows=None)
+    divides = (job.zero.zero_table_rows or 0) % size == 0
+    zero = job.zero if divides else dataclasses.replace(job.zero, zero_table_rows=None)
     try:
         check_routes(zero, dataclasses.replace(job, tensor=size).mesh)
     except ValueError:

@@ -40,8 +40,9 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     tokenizer = build_tokenizer(config.tokenizer)
     description = describe(tokenizer)
     vocab_size = description["vocab_size"]
-    check_vocabulary(config.model, vocab_size, config.distributed.tensor_model_parallel_size)
-    config.precision.check_vocabulary(config.model.embedding_rows(vocab_size))
+    tensor_ranks = config.distributed.tensor_model_parallel_size
+    check_vocabulary(config.model, vocab_size, tensor_ranks)
+    config.precision.check_vocabulary(config.model.embedding_rows(vocab_size), tensor_ranks)
     check_prompt(config.evaluation.sample_prompt, tokenizer)
     splits = open_data(config, schedule, description, say)
     check_start(config.checkpoint, config.model, description)

@@ -111,14 +111,6 @@ def test_layers_that_are_smaller_than_those_measured_with_fp8_get_a_note() -> No
     assert parse("--bf16").precision.speed_notes(64) == []
 
 
-def test_codes_of_weights_are_written_on_the_device() -> None:
-    flags = "--bf16 --fp8 --fp8-recipe delayed --kv-channels 16 --fp8-param-gather --zero-offload-optimizer"
-    with pytest.raises(
-        ValueError, match=r"^--fp8-param-gather \(given\): encodes weights on the device; omit"
-    ):
-        parse(*flags.split())
-
-
 @pytest.mark.parametrize(
     ("hindrance", "chosen"),
     [

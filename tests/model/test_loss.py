@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_zpp.model import loss as loss_module
 from megatron_zpp.model.loss import IGNORED, chunk_rows, keeps_gradient, linear_cross_entropy
-from megatron_zpp.model.row_blocks import PLAIN, BlockPasses, OutputBlocks
+from megatron_zpp.model.row_blocks import PLAIN, BlockPasses, OutputBlock, OutputBlocks, blocks_of
 
 CHUNK = 7  # tokens
 WIDE, NARROW = 48, 2  # hidden sizes, such that 15 tokens keep the gradient of the logits, or fp32 sums
@@ -38,7 +38,7 @@ def in_blocks(
 ) -> Tensor:
     """The loss of blocks of the `weight`, which gets their gradients."""
     parts = weight.split(rows)
-    blocks = OutputBlocks([nn.Parameter(part.detach()) for part in parts])
+    blocks = OutputBlocks(blocks_of(OutputBlock, *weight.shape, rows))
     for block, part in zip(blocks.each(), parts, strict=True):
         del block.weight
         block.weight = part  # not a leaf

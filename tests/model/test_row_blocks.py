@@ -13,8 +13,10 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.row_blocks import (
     PLAIN,
     BlockPasses,
+    LookupBlock,
     RowBlockComponents,
     RowBlockTable,
+    blocks_of,
 )
 from tests.model.test_loss import IN_CHUNKS, exactly, in_blocks, inputs, results
 
@@ -32,7 +34,7 @@ def test_the_lookup_and_its_gradient_have_the_bits_of_a_whole_tables(dtype: torc
     whole[7] = math.nan
     ids = torch.randint(8, 50, (3, 40), generator=generator)
     ids[0, :3] = 5
-    table = RowBlockTable(64, 12, rows)
+    table = RowBlockTable(blocks_of(LookupBlock, 64, 12, rows))
     with torch.no_grad():
         for block, part in zip(table.each(), whole.split(rows), strict=True):
             block.weight = nn.Parameter(part.clone())

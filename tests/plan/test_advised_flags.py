@@ -29,7 +29,7 @@ CASES = {  # a command line, and a part of what is said of it
     f"{FITS} {DELTAS}": "  take --zero-",
     f"{FITS} {DELTAS} --plan-link-gbit 9000": ":\n    no ",
     f"{FITS} {STAGE_3} --fp8 --fp8-recipe delayed --fp8-param-gather --fp8-output-layer": "take ",
-    f"{TOO_LARGE} {STAGE_3} --zero-table-rows 4096": " without --zero-table-rows",
+    f"{TOO_LARGE} {STAGE_3} --zero-table-rows 4095": " without --zero-table-rows",
     f"{FITS} --zero-stage 1 --zero-gradient-partition-size auto": "take ",
     f"{FITS} {STAGE_3} --tensor-model-parallel-size 2": "  1 --micro-batch-size 1",
     f"{TOO_LARGE} --zero-stage 1 --grad-reduce-in-bf16": "does NOT fit",

@@ -54,12 +54,13 @@ class Case:
     micro_batches: int = 1
     tensor: int = 2
     overlapped: bool = False
+    rows: int | None = None
 
     def engine(self, topology: Topology) -> ZeroEngine:
         return engines.engine_of(
             MODELS[self.model],
             VOCAB,
-            zero=ZeroConfig(zero_stage=self.stage),
+            zero=ZeroConfig(zero_stage=self.stage, zero_table_rows=self.rows),
             recompute=RecomputeConfig(**RECOMPUTE[self.recompute]),
             precision=PrecisionConfig(**{self.precision: True}),
             topology=topology,
@@ -72,7 +73,7 @@ class Case:
         job = job_of(
             MODELS[self.model],
             VOCAB,
-            zero={"zero_stage": self.stage},
+            zero={"zero_stage": self.stage, "zero_table_rows": self.rows},
             recompute=RECOMPUTE[self.recompute],
             precision=PrecisionConfig(**{self.precision: True}),
             micro_batch_size=SAMPLES,
@@ -207,6 +208,7 @@ EXCHANGED = [
     Case(precision="fp32", recompute="full"),
     Case("llama", "full", overlapped=True),
     Case(tensor=4, overlapped=True),
+    Case("llama", rows=100),
 ]
 
 
@@ -228,6 +230,7 @@ def test_exchanges_are_the_collectives_of_a_micro_batch(case: Case, monkeypatch:
 SHARED = [
     *({"zero_stage": stage} for stage in (0, 1, 2, 3)),
     {"zero_stage": 3} | QWZ | HPZ | QGZ,
+    {"zero_stage": 3, "zero_table_rows": 100},
     {"zero_stage": 3} | HPZ | {"zero_gradient_partition_size": "auto"},
 ]
 SMALL = replace(GPT_2, num_layers=3, seq_length=16)

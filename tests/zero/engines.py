@@ -1,7 +1,7 @@
 """Engines around a small GPT, the same one in every test of the engine."""
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.parallel.layers import TensorParallelComponents, exchanges_of, splits_of
+from megatron_zpp.model.parallel.row_blocks import SharedRowBlockComponents
 from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
@@ -51,15 +52,16 @@ def engine_of(
         assert topology is not None
         mesh = topology.mesh(tensor)
         group = TensorGroup(mesh.ranks(mesh.tensor), mesh.rank)
-        parts = TensorParallelComponents(
-            norms, attention=attention, group=group, tokens=config.seq_length, overlapped=overlapped
-        )
+        shared: dict[str, Any] = {"group": group, "tokens": config.seq_length, "overlapped": overlapped}
+        parts = TensorParallelComponents(norms, attention=attention, **shared)
+        if (rows := zero.zero_table_rows) is not None:
+            parts = SharedRowBlockComponents(norms, attention=attention, rows=rows, **shared)
     elif zero.zero_table_rows is not None:
         parts = RowBlockComponents(norms, attention=attention, rows=zero.zero_table_rows)
     with torch.device("meta"):
         model = GPT(config, vocab_size, recompute, parts, cut_layers=zero.cuts_layers)
     if tensor > 1:
-        share = TensorShare(group, splits_of(model), exchanges_of(model), config.hidden_size)
+        share = TensorShare(group, splits_of(model.units()), exchanges_of(model), config.hidden_size)
 
     def initialize(name: str, tensor: torch.Tensor) -> None:
         drawn = torch.empty(tensor.shape)

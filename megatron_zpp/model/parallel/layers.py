@@ -12,8 +12,9 @@ backward gathers it again, beside the product that does not need it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from megatron_zpp.mesh import Axis
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT, Head
 from megatron_zpp.model.layer import Layer
-from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit
+from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, logits_to_codes, unit
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
 from megatron_zpp.model.partial_softmax import local_statistics
@@ -64,12 +65,12 @@ class TensorParallelComponents(ModelComponents):
         module = RowParallel(inputs // self.group.size, outputs, bias, self)
         return _split(module, weight=self._split(1, (inputs,)))
 
-    def vocabulary(self, entries: int, width: int) -> nn.Embedding:
+    def vocabulary(self, entries: int, width: int) -> Any:
         """See ModelComponents."""
         module = VocabularyParallelEmbedding(entries // self.group.size, width, self)
         return _split(module, weight=self._split(0, (entries,)))
 
-    def output(self, width: int, entries: int) -> nn.Linear:
+    def output(self, width: int, entries: int) -> Any:
         """See ModelComponents."""
         module = super().output(width, entries // self.group.size)
         return _split(module, weight=self._split(0, (entries,)))
@@ -96,11 +97,12 @@ def _split(module: Any, **splits: Split) -> Any:
     return module
 
 
-def splits_of(model: nn.Module, prefix: str = "") -> dict[str, Split]:
-    """How tensor ranks share the parameters of a model, by name; they all have the others whole."""
+def splits_of(units: Sequence[tuple[str, nn.Module]]) -> dict[str, Split]:
+    """How tensor ranks share the parameters of units, by name; they all have the others whole."""
     return {
         f"{name}.{parameter}": split
-        for name, module in model.named_modules(prefix=prefix)
+        for unit, part in units
+        for name, module in part.named_modules(prefix=unit)
         for parameter, split in getattr(module, "tensor_splits", {}).items()
     }
 
@@ -110,14 +112,17 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
 
     A layer has two pairs of a gather and a scatter. The backward of a pair scatters and gathers their
     gradients, and gathers the input of the first map again, unless products are of 8-bit floats, which keep
-    it whole.
+    it whole. Of the units of the embedding, and of those of the head, the first one stands for all.
     """
     first = model.layers[0]
     assert isinstance(first, Layer)
     qkv = first.attention.qkv
     pair = 3 if isinstance(qkv, ColumnParallel) and qkv.product is F.linear else 2
     layer = [(2, pair), (2, pair)] if model.cut_layers else [(4, 2 * pair)]
-    return [(1, 1), *layer * len(model.layers), (1, 1)]
+    layers, units = layer * len(model.layers), [name for name, _ in model.units()]
+    before = units.index("layers.0")
+    after = len(units) - before - len(layers)
+    return [(1, 1), *[(0, 0)] * (before - 1), *layers, (1, 1), *[(0, 0)] * (after - 1)]
 
 
 class ColumnParallel(nn.Linear):
@@ -192,7 +197,8 @@ class VocabularyParallelHead(Head):
         if targets is None:
             logits = self.group.gather(F.linear(x, weight)[None])  # (T, B · S, V / T): for inference alone
             return logits.movedim(0, 1).flatten(1).unflatten(0, (-1, self._tokens))
-        return linear_cross_entropy(x, weight, targets.flatten(), self.vocab_size, passes=self.passes)
+        loss = linear_cross_entropy if self.product is None else self.product.loss
+        return loss(x, weight, targets.flatten(), self.vocab_size, passes=self.passes)
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
@@ -213,7 +219,8 @@ class VocabularyParallelLoss:
     def kernels(self, compiler: Compiler = lambda function: function) -> LossKernels:
         """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
         self._local, self._to_gradient = compiler(local_statistics), compiler(_to_gradient)
-        return LossKernels(self.to_gradient, lean=True, loss=self.loss)
+        to_codes = partial(logits_to_codes, to_gradient=self.to_gradient)
+        return LossKernels(self.to_gradient, lean=True, loss=self.loss, to_codes=to_codes)
 
     def to_gradient(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
         """As loss.logits_to_gradient, of logits (C, V / T)."""

@@ -1,6 +1,7 @@
 """Builds the model with its initial weights, sharded over the ranks."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,8 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
     if group is not None:
         from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
 
-        share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
+        splits = splits_of(model.units())
+        share = TensorShare(group, splits, exchanges_of(model), config.model.hidden_size)
     return ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=config.training.seed),
@@ -114,23 +116,36 @@ def _build_model(
     """
     norms = norm_classes(device.fused_backend)
     parts = ModelComponents(norms, matmuls.linear, device.attention, matmuls.output)
-    if config.zero.zero_table_rows is not None:
-        from megatron_zpp.model.row_blocks import RowBlockComponents
-
-        parts = RowBlockComponents(norms, matmuls.linear, device.attention, rows=config.zero.zero_table_rows)
+    rows = config.zero.zero_table_rows
     if group is not None:
-        from megatron_zpp.model.parallel.layers import TensorParallelComponents
-
-        parts = TensorParallelComponents(
+        shared = partial(
+            _shared_components(in_blocks=rows is not None),
             norms,
             attention=device.attention,
+            output_product=matmuls.output,
             group=group,
             tokens=config.model.seq_length,
             product=matmuls.product,
             overlapped=overlapped,
         )
+        parts = shared() if rows is None else shared(rows=rows)
+    elif rows is not None:
+        from megatron_zpp.model.row_blocks import RowBlockComponents
+
+        parts = RowBlockComponents(norms, matmuls.linear, device.attention, rows=rows)
     with torch.device("meta"):
         return GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)
+
+
+def _shared_components(*, in_blocks: bool) -> Callable[..., ModelComponents]:
+    """The components of a model that tensor ranks share, whose tables are whole or `in_blocks`."""
+    if in_blocks:
+        from megatron_zpp.model.parallel.row_blocks import SharedRowBlockComponents
+
+        return SharedRowBlockComponents
+    from megatron_zpp.model.parallel.layers import TensorParallelComponents
+
+    return TensorParallelComponents
 
 
 def _matmuls(precision: PrecisionConfig, device: torch.device) -> Matmuls:
