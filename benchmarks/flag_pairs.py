@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.common import RESULTS, save_result
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.train.inputs import check_inputs
@@ -94,6 +93,7 @@ NEEDS = {  # by the beginning of a flag: what is added where a pair does not say
 }
 KIND_OF = {name: kind for kind, settings in SETTINGS.items() for name in settings}
 FLAGS_OF = {name: flags for settings in SETTINGS.values() for name, flags in settings.items()}
+Pair = tuple[str, str]
 PRECISIONS = {"--fp32", "--bf16", "--fp16"}
 BELOW_3 = {"stage 0", "stage 1", "stage 2"}
 NEED_GPUS = {"offloaded optimizer", "offloaded inputs"}
@@ -107,7 +107,7 @@ class Outcome:
     line: str = ""
 
 
-def flags_of(names: tuple[str, ...]) -> list[str]:
+def flags_of(names: Pair) -> list[str]:
     """The flags of some settings, and those that they need."""
     flags = " ".join(map(FLAGS_OF.__getitem__, names)).split()
     if "delta4" in flags and "--zero-hpz-partition-size" not in flags and not BELOW_3 & set(names):
@@ -120,27 +120,27 @@ def flags_of(names: tuple[str, ...]) -> list[str]:
     return flags
 
 
-def ranks_of_a_node(names: tuple[str, ...]) -> int:
+def ranks_of_a_node(names: Pair) -> int:
     """2, and more where groups are parts of a node, or would be if tensor ranks did not share it."""
     return 4 if any(name.endswith(" 2") and name != "prefetch 2" for name in names) else 2
 
 
-def attempt_all(topology: Topology, pairs: list[tuple[str, ...]]) -> list[Outcome]:
+def attempt_all(topology: Topology, pairs: list[Pair]) -> list[Outcome]:
     """Two steps of each pair on this rank of a job."""
     return [attempt(topology, names) for names in pairs]
 
 
-def attempt(topology: Topology, names: tuple[str, ...]) -> Outcome:
+def attempt(topology: Topology, names: Pair) -> Outcome:
     """Two steps of a model with some settings. Raises what is no refusal."""
     try:
         config = parse_args([*COMMON, *flags_of(names)])
-        grid = Grid(topology, config.distributed.tensor_model_parallel_size)
-        inputs = check_inputs(config, grid.data.world_size, lambda line: None)
-        check_routes(config.zero, grid.data.mesh)
+        mesh = topology.mesh(config.distributed.tensor_model_parallel_size)
+        inputs = check_inputs(config, mesh.data_ranks, lambda line: None)
+        check_routes(config.zero, mesh)
         if NEED_GPUS & set(names):
             return Outcome("accepted", "needs GPUs")
-        device = prepare_device(config, grid)
-        engine = build_engine(config, inputs.tokenizer["vocab_size"], device, grid)
+        device = prepare_device(config, topology)
+        engine = build_engine(config, inputs.tokenizer["vocab_size"], device, topology)
     except (UsageError, ValueError) as error:
         if not str(error).startswith("--"):
             raise
@@ -148,7 +148,7 @@ def attempt(topology: Topology, names: tuple[str, ...]) -> Outcome:
     rates = config.learning_rate.lr, config.learning_rate.decoupled_lr
     for step in range(STEPS):
         for index in range(MICRO_BATCHES):
-            place = grid.data.rank + 100 * index + 1000 * step
+            place = mesh.data_rank + 100 * index + 1000 * step
             generator = torch.Generator().manual_seed(place)
             tokens = torch.randint(200, (config.training.micro_batch_size, 17), generator=generator)
             loss = engine.accumulate(tokens, index=index, micro_batches=MICRO_BATCHES)
@@ -159,7 +159,7 @@ def attempt(topology: Topology, names: tuple[str, ...]) -> Outcome:
     return Outcome("ran")
 
 
-def outcomes(pairs: list[tuple[str, ...]], local: int) -> list[Outcome]:
+def outcomes(pairs: list[Pair], local: int) -> list[Outcome]:
     """What became of each of some pairs; those of an attempt that an error ended are tried in halves."""
     try:
         return on_ranks(NODES * local, attempt_all, pairs, ranks_per_node=local)[0]
@@ -182,7 +182,7 @@ def main() -> None:
         for pair in combinations(KIND_OF, 2)
         if KIND_OF[pair[0]] != KIND_OF[pair[1]] and any(options.only in name for name in pair)
     ]
-    found: dict[tuple[str, ...], Outcome] = {}
+    found: dict[Pair, Outcome] = {}
     for local in (2, 4):
         chosen = [pair for pair in pairs if ranks_of_a_node(pair) == local]
         for first in range(0, len(chosen), BATCH):
