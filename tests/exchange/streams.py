@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.mesh import Mesh
@@ -74,10 +74,10 @@ class Opened:
 
 
 class Watch:
-    """Holds the first exchange of a rank over a `held` link until `until` of (begun, ended) is true.
+    """Holds the exchange of a rank that is submitted first over a `held` link until `until` is true.
 
-    Both count exchanges by link: "near", inside a node, and "far". `beside` says whether it became true, and
-    `begun` how many had begun when the exchange was let go.
+    It gets (begun, ended), which count exchanges by link: "near", inside a node, and "far". `beside` says
+    whether it became true, and `begun` how many had begun when the exchange was let go.
     """
 
     def __init__(self, held: str, until: Callable[[Counter[str], Counter[str]], bool]) -> None:
@@ -85,14 +85,20 @@ class Watch:
         self.beside, self.begun = False, Counter[str]()
         self._begun, self._ended = Counter[str](), Counter[str]()
         self._changed = threading.Condition()
+        self._holder: CommStream | None = None  # until it has been held
 
-    def begin(self, link: str) -> None:
+    def submit(self, link: str, stream: CommStream) -> None:
+        """Note who is first: streams are threads, which may begin in any order."""
+        if link == self.held and not self._begun[link] and self._holder is None:
+            self._holder = stream
+
+    def begin(self, link: str, stream: CommStream) -> None:
         """Count an exchange that begins, and hold the first one."""
         with self._changed:
-            first = self._begun[link] == 0
+            first = self._holder is stream and not self.begun
             self._begun[link] += 1
             self._changed.notify_all()
-            if first and link == self.held:
+            if first:
                 self.beside = self._changed.wait_for(lambda: self._until(self._begun, self._ended), SECONDS)
                 self._changed.wait_for(lambda: False, GRACE)
                 self.begun = self._begun.copy()
@@ -112,14 +118,19 @@ class HeldStream(CommStream):
         mesh, self._watch = args[1], watch
         self._link = "near" if mesh.share_a_node(self.ranks) else "far"
 
+    def submit(self, work: Callable[[], object]) -> Pending:
+        """See CommStream."""
+        self._watch.submit(self._link, self)
+        return super().submit(work)
+
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """See CommStream."""
-        self._watch.begin(self._link)
+        self._watch.begin(self._link, self)
         super().all_gather(full, shard)
         self._watch.end(self._link)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """See CommStream."""
-        self._watch.begin(self._link)
+        self._watch.begin(self._link, self)
         super().all_to_all(received, sent)
         self._watch.end(self._link)
