@@ -1,7 +1,6 @@
 """Pieces of units, beside arrays that are cut by numpy; what padding costs, and units held as codes."""
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -87,10 +86,6 @@ def test_a_unit_that_is_cut_over_some_axes_is_what_the_ranks_of_the_others_have_
             assert [element for found in layout.ranges(here, over) for element in found] == together
         assert len(layout.ranges(here, (mesh.local, mesh.context))) == 1  # what nodes exchange is contiguous
         assert layout.ranges(here, ()) == [range(layout.numel)]
-
-
-def elements_of(ranges: Sequence[range]) -> list[int]:
-    return [element for each in ranges for element in each]
 
 
 def test_a_piece_has_few_blocks() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -169,25 +170,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_final_weights_are_those_of_real_ranks() -> None:
+@pytest.mark.parametrize(
+    ("micro_batches", "cases"),
+    [
+        (1, CASES),
+        (3, [(name, bf16, 1.0, n) for name, bf16, n in product(SETTINGS, (False, True), (2, 4))]),
+    ],
+)
+def test_final_weights_are_those_of_real_ranks(micro_batches: int, cases: list[Case]) -> None:
     """All-on ZeRO++ as it is today, and plain stage 3, on 1 × 4, 2 × 2 and 4 × 1, in fp32 and bf16."""
-    first, *others = on_ranks(4, with_engine, CASES)
+    first, *others = on_ranks(4, with_engine, cases, difference_formats.LOST_SHARE, micro_batches)
     assert all(other == first for other in others)
-    different = [case for case, real in zip(CASES, first, strict=True) if emulated(case, 4) != real]
-    assert not different
-
-
-def test_final_weights_of_three_micro_batches_are_those_of_real_ranks() -> None:
-    cases: list[Case] = [
-        (name, bf16, 1.0, nodes)
-        for name in ("today", EVERYWHERE)
-        for bf16 in (False, True)
-        for nodes in (2, 4)
-    ]
-    first, *others = on_ranks(4, with_engine, cases, difference_formats.LOST_SHARE, 3)
-    assert all(other == first for other in others)
-    different = [case for case, real in zip(cases, first, strict=True) if emulated(case, 4, 3) != real]
-    assert not different
+    pairs = zip(cases, first, strict=True)
+    assert not [case for case, real in pairs if emulated(case, 4, micro_batches) != real]
 
 
 def test_raised_units_are_those_of_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,14 +305,15 @@ def test_the_codes_in_plain_torch_are_those_of_the_engines_operations(
     assert found[0] == found[1]
 
 
-def test_equal_runs_end_with_equal_bits() -> None:
+def run_of(rung: str, seed: int = 0) -> dict[str, Any]:
     settings = RunSettings(
         size="tiny", steps=6, micro_batch_size=1, precision="fp32", attention="auto", eval_samples=8
     )
-    first, again, other = (
-        train(settings, RUNGS["delta2 rotated2"], seed, device=torch.device("cpu"), operations=operations())
-        for seed in (0, 0, 1)
-    )
+    return train(settings, RUNGS[rung], seed, device=CPU, operations=operations())
+
+
+def test_equal_runs_end_with_equal_bits() -> None:
+    first, again, other = (run_of("delta2 rotated2", seed) for seed in (0, 0, 1))
     assert first["sha256"] == again["sha256"] != other["sha256"]
     assert first["loss"] == again["loss"]
     assert [step for step, lag in first["reference_lag"] if 0.05 < lag < 2] == [2, 3, 4, 5, 6]
@@ -326,13 +322,7 @@ def test_equal_runs_end_with_equal_bits() -> None:
 
 def test_a_nudged_run_begins_with_one_other_weight() -> None:
     """It shows what the least difference does to a loss; in float32, hardly anything in six steps."""
-    settings = RunSettings(
-        size="tiny", steps=6, micro_batch_size=1, precision="fp32", attention="auto", eval_samples=8
-    )
-    plain, nudged = (
-        train(settings, RUNGS[name], 0, device=torch.device("cpu"), operations=operations())
-        for name in ("baseline", "baseline, nudged")
-    )
+    plain, nudged = map(run_of, ("baseline", "baseline, nudged"))
     assert plain["sha256"] != nudged["sha256"]
     assert nudged["loss"] == pytest.approx(plain["loss"], rel=1e-4)
 

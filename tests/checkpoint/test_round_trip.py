@@ -87,6 +87,9 @@ def test_runs_with_and_without_quantisation_load_each_others_states(tmp_path: Pa
         for name, weight in weights_of(engine).items():
             assert torch.equal(whole[name], weight), name
     assert places[0] != places[1]
+    assert not any(
+        offset % 256 for offsets in places[1] for offset in offsets
+    )  # no block is of two parameters
     for settings in blocks:
         for path, states in saved:
             engine = small(seed=99, zero_stage=3, **settings)

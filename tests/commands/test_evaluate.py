@@ -275,30 +275,6 @@ def test_all_ranks_read_the_same_checkpoint_beside_a_run_that_rotates(
     assert json.loads((tmp_path / "out.json").read_text()) == expected
 
 
-def keep_removing(directory: Path) -> None:
-    """On rank 1: each checkpoint is removed before it is read, and another one is saved."""
-
-    def patched(path: Path) -> Any:
-        iteration = int(path.name.removeprefix("iter_"))
-        path.rename(directory / f"iter_{iteration + 1:07d}")
-        raise FileNotFoundError(2, "No such file or directory", str(path / "state.json"))
-
-    loading._read_model = patched
-
-
-@pytest.mark.nightly
-def test_ranks_that_never_read_the_same_checkpoint_end_in_one_line(saved_twice: Path, tmp_path: Path) -> None:
-    rotated = tmp_path / "rotated"
-    shutil.copytree(saved_twice, rotated)
-    argv = ["--load", rotated, "--valid-data", jsonl(tmp_path / "a.jsonl", ARTICLES), "--device", "cpu"]
-    with Run(tmp_path, 2, "megatron_zpp.commands.evaluate") as run:
-        for rank, change in enumerate((None, partial(keep_removing, rotated))):
-            run.start(rank, *map(str, argv), change=change)
-        assert set(run.statuses().values()) == {1}
-        (line,) = run.errors()
-    assert "was removed while it was read, as were 19 before it; raise the --keep-last" in line
-
-
 def test_ranks_say_once_that_there_is_no_checkpoint_or_a_damaged_one(
     saved_twice: Path, tmp_path: Path
 ) -> None:

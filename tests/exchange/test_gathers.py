@@ -23,8 +23,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.weight_plan import WeightPlan
-from tests.exchange.streams import Opened, Sizes, Watch, mesh_of
-from tests.support import nightly
+from tests.exchange.streams import GRIDS, Opened, Sizes, Watch, mesh_of
 from tests.zero.layouts import layout_of
 from tests.zero.quantizing import operations, this_device
 from tests.zero.ranks import on_ranks
@@ -256,16 +255,7 @@ def check(grids: list[Sizes], ranks: list[list[list[list[bytes]]]], every: int =
                     assert found[2 * at : 2 * at + 2] == wanted, (sizes, name, rank, at)
 
 
-@pytest.mark.parametrize(
-    "grids",
-    [
-        [(1, 1, 1)],
-        [(1, 4, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)],
-        [(3, 2, 1), (2, 3, 1)],
-        [(2, 4, 1)],
-        nightly([(2, 2, 2), (1, 4, 2), (4, 1, 2)]),
-    ],
-)
+@pytest.mark.parametrize("grids", GRIDS)
 def test_what_is_kept_and_read_are_the_weights_of_all_owners(grids: list[Sizes]) -> None:
     nodes, local, tensor = grids[0]
     check(grids, on_ranks(nodes * local * tensor, filled, grids))

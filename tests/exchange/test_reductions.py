@@ -21,7 +21,7 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.placement import Layout, within
 from megatron_zpp.zero.communication_plan import CommunicationPlan
-from tests.exchange.streams import Opened, Sizes, Watch, mesh_of
+from tests.exchange.streams import GRIDS, Opened, Sizes, Watch, mesh_of
 from tests.exchange.sums_of_units import (
     CHUNK,
     FP16,
@@ -36,7 +36,6 @@ from tests.exchange.sums_of_units import (
     layouts,
     possible,
 )
-from tests.support import nightly
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 
@@ -172,16 +171,7 @@ def check_error(case: Case, layout: Layout, total: Tensor, made: Tensor) -> None
     assert error <= ERRORS[name], (case, error)
 
 
-@pytest.mark.parametrize(
-    "grids",
-    [
-        [(1, 1, 1)],
-        [(1, 4, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)],
-        [(3, 2, 1), (2, 3, 1)],
-        [(2, 4, 1)],
-        nightly([(2, 2, 2), (1, 4, 2), (4, 1, 2)]),
-    ],
-)
+@pytest.mark.parametrize("grids", GRIDS)
 def test_a_reduction_is_the_sum_over_all_ranks(grids: list[Sizes]) -> None:
     nodes, local, tensor = grids[0]
     check(grids, on_ranks(nodes * local * tensor, sums, grids))

@@ -2,15 +2,14 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatron_zpp.distributed.topology import Topology
-from tests.forkserver import CONTEXT
+from tests.zero.ranks import joined, started
 
 GPUS = torch.cuda.device_count()
 
@@ -31,45 +30,26 @@ def on_gpus(
     Rank r has GPU r modulo the number of GPUs, as launch/emulate_nodes.sh has it. Ranks of different nodes
     talk over TCP, as NCCL takes them for different hosts. So do all ranks that `share_one_gpu`.
     """
-    results = CONTEXT.SimpleQueue()
-    rendezvous = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # at a port that is free
-    processes = mp.start_processes(
-        _rank,
-        (nodes, local, rendezvous.port, results, dict(os.environ), share_one_gpu, function, arguments),
-        nprocs=nodes * local,
-        join=False,
-        start_method="forkserver",
-    )
-    collected = {}
-    while not processes.join(timeout=0.05) or not results.empty():
-        while not results.empty():  # a long result is written as it is read
-            rank, result = results.get()
-            collected[rank] = result
-    return [collected[rank] for rank in range(nodes * local)]
+    return started(nodes * local, _rank, local, share_one_gpu, function, arguments)
 
 
 def _rank(
     rank: int,
-    nodes: int,
-    local: int,
+    world: int,
     port: int,
     results: Any,
     environment: dict[str, str],
+    local: int,
     share_one_gpu: bool,
     function: Callable,
     arguments: tuple,
 ) -> None:
     os.environ.update(environment)  # that of the server which forks is from an earlier test
-    topology = Topology(rank, nodes * local, rank % local, local)
-    if nodes > 1 or share_one_gpu:
+    topology = Topology(rank, world, rank % local, local)
+    if world > local or share_one_gpu:
         host = f"rank{rank}" if share_one_gpu else f"node{rank // local}"
         os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     device = torch.device("cuda", 0 if share_one_gpu else rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    rendezvous = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("nccl", store=rendezvous, rank=rank, world_size=nodes * local, device_id=device)
-    results.put((rank, function(topology, *arguments)))
-    dist.barrier()
-    dist.destroy_process_group()
+    call = partial(function, topology, *arguments)
+    joined(port, topology, results, call, backend="nccl", device_id=device)

@@ -9,8 +9,8 @@ from tests.gpu.ranks import GPUS, largest_in_core, on_gpus
 from tests.zero import test_difference_formats as formats
 from tests.zero import test_differences as cases
 from tests.zero.ranks import on_ranks
-from tests.zero.test_quantized import FOUR_BITS, losses
-from tests.zero.zeropp_engines import BF16
+from tests.zero.test_quantized import losses
+from tests.zero.zeropp_engines import BF16, FOUR_BITS
 
 GRIDS = largest_in_core((2, 1), (2, 2))
 

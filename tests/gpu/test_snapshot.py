@@ -11,8 +11,7 @@ from megatron_zpp.checkpoint.states import shards_of
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.ranks import GPUS, largest_in_core, on_gpus
-from tests.zero.test_quantized import FOUR_BITS, batch
-from tests.zero.zeropp_engines import build
+from tests.zero.zeropp_engines import FOUR_BITS, batch, build
 
 LATE = 2_000_000_000  # cycles, about a second: longer than a step of these models
 SETTINGS = [

@@ -225,6 +225,14 @@ def test_settings_of_a_file_tell_that_a_job_resumes(tmp_path: Path, text: str) -
     assert (tmp_path / "starts0").read_text() == "xx"
 
 
+def refused(*flags: str) -> str:
+    """The line that refuses restarts."""
+    child = local("-n", "1", "--max-restarts", "1", "x.py", *flags)
+    _, err = child.communicate(timeout=PATIENCE)
+    assert (child.returncode, err.count("\n")) == (2, 1)
+    return err
+
+
 @pytest.mark.parametrize(
     ("text", "flags"),
     [
@@ -237,10 +245,8 @@ def test_settings_of_a_file_that_do_not_resume_are_refused(
     tmp_path: Path, text: str, flags: tuple[str, ...]
 ) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    child = local("-n", "1", "--max-restarts", "1", "x.py", "--config", str(tmp_path / "run.yaml"), *flags)
-    _, err = child.communicate(timeout=PATIENCE)
-    assert (child.returncode, err.count("\n")) == (2, 1)
-    assert "--max-restarts 1: needs --save DIRECTORY and a --load equal to it, as flags or in --config" in err
+    said = "--max-restarts 1: needs --save DIRECTORY and a --load equal to it, as flags or in --config"
+    assert said in refused("--config", str(tmp_path / "run.yaml"), *flags)
 
 
 def test_a_log_without_space_keeps_no_job_from_its_restart(tmp_path: Path) -> None:
@@ -276,13 +282,8 @@ def test_restarts_end(tmp_path: Path) -> None:
 
 def test_restarts_need_flags_that_resume() -> None:
     """They would take the old weights again, or lose the optimizer's state, at each restart."""
-    flags = ("--save", "a", "--load", "a", "--ckpt-step=3")
-    child = local("--max-restarts", "1", "-n", "1", "x.py", *flags)
-    _, err = child.communicate(timeout=PATIENCE)
-    assert child.returncode == 2
-    assert (
-        "--max-restarts 1: --ckpt-step: a second start would not go on from where the first one ended" in err
-    )
+    said = "--max-restarts 1: --ckpt-step: a second start would not go on from where the first one ended"
+    assert said in refused("--save", "a", "--load", "a", "--ckpt-step=3")
 
 
 @pytest.mark.parametrize(
@@ -300,7 +301,4 @@ def test_restarts_need_settings_of_a_file_that_resume(tmp_path: Path, line: str)
     file = tmp_path / "run.yaml"
     file.write_text(f"{line}\nsave: a\nload: a\n")
     for flags in (("--config", str(file)), (f"--config={file}", "--save", "b", "--load", "b")):
-        child = local("--max-restarts", "1", "-n", "1", "x.py", *flags)
-        _, err = child.communicate(timeout=PATIENCE)
-        assert (child.returncode, err.count("\n")) == (2, 1)
-        assert f"in --config {file}: a second start would not go on" in err
+        assert f"in --config {file}: a second start would not go on" in refused(*flags)

@@ -307,35 +307,32 @@ def test_squares_come_with_sums_where_the_plan_says_so(zero: dict, micro_batches
     assert {unit.grad.squares is not None for unit in engine.units} == {planned.returns_squared_norms}
 
 
+CODES = BF16 | {"fp8": True, "fp8_recipe": "delayed", "fp8_output_layer": True}
+
+
 @pytest.mark.parametrize(
     ("width", "precision", "chunks"),
     [
         (256, BF16, 2),  # small ones show the memory of a CPU's bf16 products
         (32, FP32, 8),
         (256, FP32, 1),
+        *((width, CODES, chunks) for width, chunks in ((32, 1), (32, 4), (64, 2))),
     ],
 )
 def test_the_loss_in_chunks_takes_what_the_plan_says(width: int, precision: dict, chunks: int) -> None:
-    """Within 5%; whether the gradient of the logits is kept or fp32 sums are."""
+    """Within 5%; whether the gradient of the logits is kept or fp32 sums are.
+
+    Of 8-bit products, in chunks and parts; large ones, because a CPU decodes the factors of a product.
+    """
     model = ModelConfig(**SHAPE | {"hidden_size": width, "seq_length": 256})
     job = job_of(model, 2000, precision=PrecisionConfig(**precision), micro_batch_size=2)
-    assert keeps_gradient(512, width, job.dtype.itemsize) == (width == 256)
     x, weight = (torch.randn(rows, width).to(job.dtype).requires_grad_() for rows in (512, 2048))
-    targets, chunk_bytes = torch.randint(2000, (512,)), 4 * 512 * 2048 // chunks
-    peak = peak_of(lambda: linear_cross_entropy(x, weight, targets, 2000, chunk_bytes=chunk_bytes).backward())
-    assert loss_bytes(job, chunk_bytes) == pytest.approx(peak, rel=0.05)
-
-
-@pytest.mark.parametrize(("width", "chunks"), [(32, 1), (32, 4), (64, 2)])
-def test_the_loss_of_8_bit_products_takes_what_the_plan_says(width: int, chunks: int) -> None:
-    """Within 5%, in chunks and parts; large ones, because a CPU decodes the factors of a product."""
-    model = ModelConfig(**SHAPE | {"hidden_size": width, "seq_length": 256})
-    precision = PrecisionConfig(bf16=True, fp8=True, fp8_recipe="delayed", fp8_output_layer=True)
-    job = job_of(model, 2000, precision=precision, micro_batch_size=2)
-    assert (part_rows(512, width) < 512) == (width == 32)
-    x, weight = (torch.randn(rows, width).bfloat16().requires_grad_() for rows in (512, 2048))
-    targets, chunk_bytes = torch.randint(2000, (512,)), 4 * 512 * 2048 // chunks
-    product = OutputProduct()
-    product.factors = factors_of(torch.full((3,), 64.0))
-    peak = peak_of(lambda: product.loss(x, weight, targets, 2000, chunk_bytes=chunk_bytes).backward())
+    targets, chunk_bytes, loss = torch.randint(2000, (512,)), 4 * 512 * 2048 // chunks, linear_cross_entropy
+    if precision is CODES:
+        assert (part_rows(512, width) < 512) == (width == 32)
+        product = OutputProduct()
+        product.factors, loss = factors_of(torch.full((3,), 64.0)), product.loss
+    else:
+        assert keeps_gradient(512, width, job.dtype.itemsize) == (width == 256)
+    peak = peak_of(lambda: loss(x, weight, targets, 2000, chunk_bytes=chunk_bytes).backward())
     assert loss_bytes(job, chunk_bytes) == pytest.approx(peak, rel=0.05)

@@ -15,7 +15,6 @@ from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.traffic import total, traffic_of
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of, printed
 from tests.support import pretrain
-from tests.zero.closed_forms import bytes_sent_per_step
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -156,72 +155,38 @@ def test_the_plan_of_dry_run_is_the_engines() -> None:
         assert engine.plan == job.communication
 
 
-@pytest.mark.parametrize("in_bf16", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (8, 1), (3, 2), (24, 16)])
-def test_the_plan_without_zeropp_is_the_closed_form(
-    nodes: int, local: int, stage: int, in_bf16: bool
-) -> None:
-    """The closed form counts all links together. A single node sends nothing to other nodes."""
-    job = job_of(
-        MODEL,
-        VOCAB,
-        zero={"zero_stage": stage},
-        recompute=FULL,
-        precision=PrecisionConfig(bf16=True, grad_reduce_in_bf16=in_bf16),
-        nodes=nodes,
-        local=local,
-        micro_batches=3,
-    )
-    sent = total(traffic_of(job))
-    closed = bytes_sent_per_step(
-        job.layouts,
-        stage,
-        3,
-        prefetch=job.communication.prefetch,
-        reduce_bytes=2 if in_bf16 or stage >= 2 else 4,
-        nodes=nodes,
-        sum_bytes=2 if in_bf16 else 4,
-    )
-    assert sent.intra + sent.inter == nodes * local * closed
-    assert (sent.inter == 0) == (nodes == 1)
-    assert (sent.intra == 0) == (local == 1)
+def run_and_planned(
+    directory: Path, flags: str, nodes: int, **variables: str
+) -> tuple[list[dict[str, Any]], dict[str, int], str]:
+    """Records of the steps of two ranks, the planned bytes of the same command line, and what they said."""
+    argv = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 3 --hidden-size 32 --bf16 "
+        "--num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 3 --lr 1e-3 "
+        f"--log-interval 1 --eval-iters 0 --num-workers 0 --zero-stage 3 --zero-quantized-weights {flags}"
+    ).split()
+    done = pretrain(*argv, "--metrics-file", directory / "metrics.jsonl", processes=2, **variables)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    grid = ["--plan-nodes", str(nodes), "--plan-gpus-per-node", str(2 // nodes)]
+    lines = map(str.split, printed(*argv, "--dry-run", *grid).splitlines())
+    found = {line[0]: int(line[1].replace(",", "")) for line in lines if line and "_node_bytes" in line[0]}
+    return records, found, done.stdout
 
 
 def test_the_plan_is_what_a_run_writes_to_its_metrics(tmp_path: Path) -> None:
     """The same command line with and without --dry-run, with accumulation and all of ZeRO++."""
-    flags = (
-        "--mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 3 --hidden-size 32 --bf16 "
-        "--num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --global-batch-size 12 --train-iters 3 "
-        "--lr 1e-3 --log-interval 1 --eval-iters 0 --num-workers 0 --zero-stage 3 --zero-quantized-weights "
-        "--zero-hpz-partition-size auto --zero-quantized-gradients"
-    ).split()
-    done = pretrain(*flags, "--metrics-file", tmp_path / "metrics.jsonl", processes=2)
-    assert done.returncode == 0, done.stderr
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    plan = printed(*flags, "--dry-run", "--plan-gpus-per-node", "2")
-    for name in ("intra_node_bytes", "inter_node_bytes"):
-        line = next(line for line in plan.splitlines() if name in line)
-        assert int(line.split()[1].replace(",", "")) == last[name]
+    flags = "--global-batch-size 12 --zero-hpz-partition-size auto --zero-quantized-gradients"
+    (*_, last), planned, _ = run_and_planned(tmp_path, flags, 1)
+    assert planned == {name: last[name] for name in ("intra_node_bytes", "inter_node_bytes")}
     assert last["intra_node_bytes"] > 0
 
 
 def test_the_plan_counts_the_weight_differences_of_a_run_of_two_nodes(tmp_path: Path) -> None:
-    flags = (
-        "--mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 3 --hidden-size 32 --bf16 "
-        "--num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 3 --lr 1e-3 "
-        "--log-interval 1 --eval-iters 0 --num-workers 0 --zero-stage 3 "
-        "--zero-quantized-weights --zero-quantized-weights-format delta4 --zero-hpz-partition-size auto"
-    ).split()
-    nodes = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    done = pretrain(*flags, "--metrics-file", tmp_path / "metrics.jsonl", processes=2, **nodes)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    plan = printed(*flags, "--dry-run", "--plan-nodes", "2", "--plan-gpus-per-node", "1")
-    line = next(line for line in plan.splitlines() if "inter_node_bytes" in line)
-    planned = int(line.split()[1].replace(",", ""))
+    flags, nodes = "--zero-quantized-weights-format delta4 --zero-hpz-partition-size auto", 2
+    variables = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    records, planned, said = run_and_planned(tmp_path, flags, nodes, **variables)
     sent = [record["inter_node_bytes"] for record in records]  # the first step sends key frames, too
-    assert sent[1:] == [planned, planned]
-    assert sent[0] > planned
+    assert sent[1:] == [planned["inter_node_bytes"]] * 2
+    assert sent[0] > sent[1]
     assert [record["raised_units"] for record in records] == [0] * 3
-    assert "| raised units: 0 |" in done.stdout
+    assert "| raised units: 0 |" in said

@@ -1,11 +1,18 @@
 """Engines that hold weights as 8-bit codes, and what is read from them."""
 
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8.delayed import DelayedProduct
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.train.test_fp8_scaling import batch
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.train.test_fp8_scaling import batch, engine_of
 
 HELD = "--fp8-param-gather"
 
@@ -41,6 +48,40 @@ def take_step(engine: ZeroEngine, step: int) -> tuple[float, float]:
     """Loss and norm."""
     loss = engine.accumulate(batch(step, engine.mesh.data_rank), index=0, micro_batches=1)
     return loss.item(), engine.step(1e-2).grad_norm.item()
+
+
+def steps(engine: ZeroEngine) -> Iterator[list[float]]:
+    """Steps of one micro-batch, of two, and of one: the losses and the norm of each."""
+    for step, count in enumerate((1, 2, 1)):
+        numbers = []
+        for index in range(count):
+            tokens = batch(step + 5 * index, engine.mesh.data_rank)
+            loss = engine.accumulate(tokens, index=index, micro_batches=count)
+            numbers.append(engine.mean_over_ranks(loss).item())
+        yield [*numbers, engine.step(1e-2).grad_norm.item()]
+
+
+def resumed(
+    topology: Topology,
+    directory: str,
+    flags: Sequence[str],
+    at_save: Callable[[ZeroEngine], Any] = lambda engine: None,
+) -> tuple[list[Any], list[Any], Any]:
+    """Steps 3 and 4 of a run, those of one that begins with what it saved after step 2; `at_save` of it."""
+    torch.set_num_threads(1)
+    whole = engine_of(topology, HELD, *flags)
+    for step in range(2):
+        take_step(whole, step)
+    save(Path(directory), whole)
+    seen = at_save(whole)
+    expected = [take_step(whole, step) for step in (2, 3)]
+    whole.close()
+    again = engine_of(topology, HELD, *flags)
+    take_step(again, 5)  # whose exchanges may be under way when the checkpoint is loaded
+    load_checkpoint(Path(directory) / "iter_0000005", again, TOKENIZER, with_optimizer=True)
+    found = [take_step(again, step) for step in (2, 3)]
+    again.close()
+    return expected, found, seen
 
 
 def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

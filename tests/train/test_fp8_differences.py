@@ -17,7 +17,16 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.test_fp8_delayed import nearest
-from tests.train.coded_weights import HELD, codes_of, equal, masters_of, products, take_step
+from tests.train.coded_weights import (
+    HELD,
+    codes_of,
+    equal,
+    masters_of,
+    products,
+    resumed,
+    steps,
+    take_step,
+)
 from tests.train.test_fp8_param_gather import planned
 from tests.train.test_fp8_scaling import batch, engine_of, state_of
 from tests.zero.engines import states_of
@@ -103,11 +112,8 @@ def _measure(engine: ZeroEngine) -> Found:
     codes = multiplied(engine)
     first = largest(engine)
     check(engine, codes, first)
-    for step, count in enumerate((1, 2, 1)):
-        for index in range(count):
-            loss = engine.accumulate(batch(step + 5 * index, rank), index=index, micro_batches=count)
-            numbers.append(engine.mean_over_ranks(loss).item())
-        numbers.append(engine.step(1e-2).grad_norm.item())
+    for step, found in enumerate(steps(engine)):
+        numbers += found
         codes = multiplied(engine)
         check(engine, codes, scales_of(engine))
         if step == 0:
@@ -137,12 +143,8 @@ def _inside(part: Tensor, whole: Tensor) -> bool:
 def without_codes(topology: Topology, case: list[str]) -> list[float]:
     """Numbers of the same steps where nodes gather the reference in bf16, and multiply casts of that."""
     torch.set_num_threads(1)
-    engine, numbers, rank = engine_of(topology, *case), [], topology.rank
-    for step, count in enumerate((1, 2, 1)):
-        for index in range(count):
-            loss = engine.accumulate(batch(step + 5 * index, rank), index=index, micro_batches=count)
-            numbers.append(engine.mean_over_ranks(loss).item())
-        numbers.append(engine.step(1e-2).grad_norm.item())
+    engine = engine_of(topology, *case)
+    numbers = [number for found in steps(engine) for number in found]
     engine.close()
     return numbers
 
@@ -180,22 +182,9 @@ def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Found
         assert (memory.weights, memory.zeropp) == (rank[index].weights, rank[index].secondary)
 
 
-def resumed(topology: Topology, directory: str) -> tuple[list[Any], list[Any], dict[str, bytes]]:
-    """Steps 3 and 4 of a run, those of one that begins with what it saved after step 2; codes at the save."""
-    torch.set_num_threads(1)
-    whole = engine_of(topology, HELD, *FIRST)
-    for step in range(2):
-        take_step(whole, step)
-    save(Path(directory), whole)
-    codes = raw(multiplied(whole))
-    expected = [take_step(whole, step) for step in (2, 3)]
-    whole.close()
-    again = engine_of(topology, HELD, *FIRST)
-    take_step(again, 5)  # whose exchanges may be under way when the checkpoint is loaded
-    load_checkpoint(Path(directory) / "iter_0000005", again, TOKENIZER, with_optimizer=True)
-    found = [take_step(again, step) for step in (2, 3)]
-    again.close()
-    return expected, found, codes
+def with_codes(topology: Topology, directory: str) -> tuple[list[Any], list[Any], dict[str, bytes]]:
+    """`resumed`, and the codes at the save."""
+    return resumed(topology, directory, FIRST, lambda engine: raw(multiplied(engine)))
 
 
 def raw(codes: dict[str, Tensor]) -> dict[str, bytes]:
@@ -215,9 +204,9 @@ def loaded(topology: Topology, directory: str, *more: str) -> tuple[dict[str, by
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A directory with a checkpoint of two nodes of two ranks, and what `resumed` found on each."""
+    """A directory with a checkpoint of two nodes of two ranks, and what `with_codes` found on each."""
     directory = tmp_path_factory.mktemp("differences")
-    return directory, on_ranks(4, resumed, str(directory), ranks_per_node=2)
+    return directory, on_ranks(4, with_codes, str(directory), ranks_per_node=2)
 
 
 def test_resumed_runs_have_the_same_bits_on_the_same_grid_and_the_same_codes_on_others(

@@ -13,13 +13,12 @@ from megatron_zpp.model.fp8.output import OutputProduct
 from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS, flags_of
 from tests.support import nightly
-from tests.train.in_process import train_here
 from tests.train.test_fp8_scaling import (
     DELAYED,
     FLAGS,
     batch,
     engine_of,
-    losses_of,
+    resumed_exactly,
     state_of,
     three_steps,
 )
@@ -96,23 +95,11 @@ def test_stages_hpz_and_recomputation_have_the_same_bits_on_two_nodes() -> None:
 
 @pytest.mark.parametrize("more", [nightly([]), [HELD]], ids=str)
 def test_a_resumed_run_has_the_same_bits_and_may_change_the_flag(tmp_path: Path, more: list[str]) -> None:
-    torch.set_num_threads(1)
-    flags = [*FLAGS, *DELAYED, *more, "--log-interval", "1"]
-
-    def run(name: str, *more: str) -> list[tuple[float, float]]:
-        train_here([*flags, *more, "--metrics-file", str(tmp_path / name)])
-        return losses_of(tmp_path / name)
-
-    whole = run("whole", OUTPUT, "--eval-iters", "0")
-    saved = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
-    evaluated = [OUTPUT, *saved, "--eval-interval", "1", "--eval-iters", "1"]
-    first = run("first", *evaluated, "--exit-interval", "2")
-    assert [*first, *run("second", *evaluated)] == whole
+    run, whole = resumed_exactly(tmp_path, [*FLAGS, *DELAYED, *more], OUTPUT)
     state = json.loads((tmp_path / "run" / "iter_0000002" / "state.json").read_text())["product_scaling"]
     assert "head" in state
     without = run("without", "--load", str(tmp_path / "run"), "--ckpt-step", "2", "--eval-iters", "0")
-    before = [*saved[:1], str(tmp_path / "other"), "--eval-iters", "0"]
-    run("plain", *before, "--exit-interval", "2")
+    run("plain", "--save", str(tmp_path / "other"), "--eval-iters", "0", "--exit-interval", "2")
     begun = run("begun", "--load", str(tmp_path / "other"), OUTPUT, "--eval-iters", "0")
     for changed in (without, begun):
         assert len(changed) == 2

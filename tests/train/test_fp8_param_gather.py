@@ -19,7 +19,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from tests.model.test_fp8_delayed import nearest
 from tests.model.variants import MODELS, flags_of
 from tests.plan.jobs import job_of
-from tests.train.coded_weights import HELD, codes_of, masters_of, products, take_step
+from tests.train.coded_weights import HELD, codes_of, masters_of, products, steps, take_step
 from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, state_of
 from tests.zero.offloading import offloaded
 from tests.zero.ranks import on_ranks
@@ -112,14 +112,10 @@ def measure(topology: Topology) -> list[Measured]:
 
 def _measure(engine: ZeroEngine) -> Measured:
     """Steps of one micro-batch, of two, and of one."""
-    numbers, rank = [], engine.mesh.data_rank
-    for step, count in enumerate((1, 2, 1)):
-        engine.take_traffic()
-        for index in range(count):
-            loss = engine.accumulate(batch(step + 5 * index, rank), index=index, micro_batches=count)
-            numbers.append(engine.mean_over_ranks(loss).item())
-        numbers.append(engine.step(1e-2).grad_norm.item())
-    sent = engine.take_traffic()
+    numbers, sent = [], (0, 0)
+    for found in steps(engine):
+        numbers += found
+        sent = engine.take_traffic()
     numbers.append(engine.evaluate(batch(8, 0)).item())
     slots = storages(unit.full for unit in engine.units)
     kept = storages(unit.kept for unit in engine.units if unit.kept is not None)

@@ -1,6 +1,7 @@
 """Delayed scaling in runs: equal scales on all ranks, on any grid, after a resume, and compiled."""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,19 +144,33 @@ def losses_of(path: Path) -> list[tuple[float, float]]:
     return [(record["lm_loss"], record["grad_norm"]) for record in records if "lm_loss" in record]
 
 
-def test_a_resumed_run_and_one_with_evaluations_have_the_same_bits(tmp_path: Path) -> None:
+Run = Callable[..., list[tuple[float, float]]]
+
+
+def resumed_exactly(
+    directory: Path, flags: Sequence[str], *asked: str
+) -> tuple[Run, list[tuple[float, float]]]:
+    """A function that runs with more flags, by name, and what a run with those that are `asked` finds.
+
+    Another one that is resumed in the directory `run`, and has evaluations, must find the same.
+    """
     torch.set_num_threads(1)
-    flags = [*FLAGS, *DELAYED, "--log-interval", "1"]
 
     def run(name: str, *more: str) -> list[tuple[float, float]]:
-        train_here([*flags, *more, "--metrics-file", str(tmp_path / name)])
-        return losses_of(tmp_path / name)
+        train_here([*flags, "--log-interval", "1", *more, "--metrics-file", str(directory / name)])
+        return losses_of(directory / name)
 
-    whole = run("whole", "--eval-iters", "0")
-    saved = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
-    evaluated = [*saved, "--eval-interval", "1", "--eval-iters", "1"]
+    whole = run("whole", *asked, "--eval-iters", "0")
+    saved = ["--save", str(directory / "run"), "--load", str(directory / "run")]
+    evaluated = [*asked, *saved, "--eval-interval", "1", "--eval-iters", "1"]
     first = run("first", *evaluated, "--exit-interval", "2")
     assert [*first, *run("second", *evaluated)] == whole
+    return run, whole
+
+
+def test_a_resumed_run_and_one_with_evaluations_have_the_same_bits(tmp_path: Path) -> None:
+    flags = [*FLAGS, *DELAYED]
+    run, _ = resumed_exactly(tmp_path, flags)
     # A run with other scales begins with those of its tensors.
     tensorwise = "--fp8-recipe tensorwise --fp8-amax-history-len".split()
     plain = [flag for flag in flags if flag not in DELAYED[2:]] + ["--fp8", "--fp8-recipe", tensorwise[1]]

@@ -152,15 +152,6 @@ def test_every_step_drops_out_something_else(tmp_path: Path) -> None:
     assert len(set(metrics(tmp_path / "none"))) == 1
 
 
-def test_recomputation_does_not_change_the_loss(flags: list[str], tmp_path: Path) -> None:
-    runs, full = [], ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-    for name, extra in (("stored", []), ("selective", ["--recompute-activations"]), ("full", full)):
-        path = tmp_path / f"{name}.jsonl"
-        train_here([*flags, *extra, "--train-iters", "3", "--eval-iters", "0", "--metrics-file", str(path)])
-        runs.append(metrics(path))
-    assert runs[0] == runs[1] == runs[2]
-
-
 def test_full_validation_reads_each_window_once(flags: list[str], tmp_path: Path) -> None:
     """The same loss for any micro-batch size, which need not divide the number of windows."""
     flags += ["--full-validation", "--global-batch-size", "5", "--split", "98,1,1", "--train-iters", "1"]

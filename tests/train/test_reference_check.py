@@ -11,8 +11,8 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.signals import StopSignals
 from megatron_zpp.train.steps.stopping import Ending, Stop, StopConditions
 from tests.zero.ranks import on_ranks
-from tests.zero.test_differences import BOTH, train
-from tests.zero.zeropp_engines import build
+from tests.zero.test_differences import train
+from tests.zero.zeropp_engines import FOUR_BITS, build
 
 
 def damaged(topology: Topology) -> list[tuple[int, int | None, bool, str]]:
@@ -20,7 +20,7 @@ def damaged(topology: Topology) -> list[tuple[int, int | None, bool, str]]:
 
     A bit of rank 1's reference flips after the second of three steps, each of which is saved.
     """
-    engine, found = build(topology, BOTH), []
+    engine, found = build(topology, FOUR_BITS), []
     stops = StopConditions(TrainingConfig(micro_batch_size=1, train_iters=4), engine, StopSignals())
     for iteration in range(3):
         train(engine, range(iteration, iteration + 1))

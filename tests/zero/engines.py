@@ -108,3 +108,26 @@ def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
 def weights_of(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     """A copy of the whole master weights by name."""
     return states_of(engine, "weights")
+
+
+def train(engine: ZeroEngine, steps: range, micro_batches: int = 2) -> list[float]:
+    """Mean loss and gradient norm of each step, then the loss of an evaluation and a sum of logits.
+
+    On samples of 10 of 101 tokens.
+    """
+    rank, ranks = engine.mesh.data_rank, engine.mesh.data_ranks
+    found = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        data = torch.randint(101, (micro_batches, ranks, 2, 11), generator=generator)
+        total = torch.zeros(())
+        for index in range(micro_batches):
+            torch.manual_seed(1000 * step + index * ranks + rank)
+            total += engine.accumulate(data[index, rank], index=index, micro_batches=micro_batches)
+        norm = engine.step(1e-3).grad_norm
+        found += [engine.mean_over_ranks(total).item(), norm.item()]
+    return [
+        *found,
+        engine.evaluate(data[0, 0]).item(),
+        engine.next_token_logits(data[0, 0, :1, :-1]).sum().item(),
+    ]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,18 @@ def on_ranks(
     """
     if world == 1:
         return [function(Topology(), *arguments)]
+    return started(world, _rank, ranks_per_node or world, function, arguments)
+
+
+def started(world: int, target: Callable[..., None], *arguments: Any) -> list[Any]:
+    """What processes of `target(rank, world, port, results, environment, *arguments)` put, by rank."""
     results = CONTEXT.SimpleQueue()
-    per_node = ranks_per_node or world
     rendezvous = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )  # at a port that is free
     processes = mp.start_processes(
-        _rank,
-        (world, per_node, rendezvous.port, results, dict(os.environ), function, arguments),
+        target,
+        (world, rendezvous.port, results, dict(os.environ), *arguments),
         nprocs=world,
         join=False,
         start_method="forkserver",
@@ -40,20 +45,27 @@ def on_ranks(
     return [collected[rank] for rank in range(world)]
 
 
+def joined(port: int, topology: Topology, results: Any, call: Callable[[], Any], **group: Any) -> None:
+    """Put the rank and what `call` returns in a process group of these settings."""
+    ranks = {"rank": topology.rank, "world_size": topology.world_size}
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(store=store, **ranks, **group)
+    results.put((topology.rank, call()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _rank(
     rank: int,
     world: int,
-    per_node: int,
     port: int,
     results: Any,
     environment: dict[str, str],
+    per_node: int,
     function: Callable,
     arguments: tuple,
 ) -> None:
     os.environ.update(environment)  # that of the server which forks is from an earlier test
     torch.set_num_threads(1)
-    rendezvous = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=world)
-    results.put((rank, function(Topology(rank, world, rank % per_node, per_node), *arguments)))
-    dist.barrier()
-    dist.destroy_process_group()
+    topology = Topology(rank, world, rank % per_node, per_node)
+    joined(port, topology, results, partial(function, topology, *arguments), backend="gloo")

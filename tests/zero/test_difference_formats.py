@@ -18,7 +18,8 @@ from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
 from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
-from tests.zero.test_differences import BOTH, batch, build, raw
+from tests.zero.test_differences import raw
+from tests.zero.zeropp_engines import FOUR_BITS, batch, build
 
 BEHIND = 2  # the unit whose codes fall behind
 
@@ -48,7 +49,7 @@ def behind(engine: ZeroEngine) -> float:
 
 
 def raised_and_lowered(topology: Topology) -> dict[str, Any]:
-    engine = build(topology, BOTH)
+    engine = build(topology, FOUR_BITS)
     before = [step(engine, number) for number in range(2)]
     fall_behind(engine)
     after = [(*step(engine, 2 + number), behind(engine)) for number in range(6)]
@@ -85,14 +86,14 @@ def check_raised(nodes: int, local: int, ranks: list[dict[str, Any]]) -> None:
 
 def resumed(topology: Topology, directory: str) -> list[bool]:
     """Whether a run that is saved and loaded before each step is the run that is not, bit for bit."""
-    engine = build(topology, BOTH)
+    engine = build(topology, FOUR_BITS)
     for number in range(2):
         step(engine, number)
     fall_behind(engine)
     same, again = [], None
     for number in range(5):
         path = save(Path(directory) / str(number), engine, Progress(iteration=2 + number))
-        again = build(topology, BOTH)
+        again = build(topology, FOUR_BITS)
         load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
         here, there = step(engine, 2 + number), step(again, 2 + number)
         references = zip(engine.units, again.units, strict=True)
@@ -106,7 +107,7 @@ def test_a_resumed_run_raises_the_same_units(tmp_path: Path) -> None:
 
 
 def saved_behind(topology: Topology, directory: str) -> None:
-    engine = build(topology, BOTH)
+    engine = build(topology, FOUR_BITS)
     step(engine, 0)
     fall_behind(engine)
     step(engine, 1)
@@ -114,7 +115,7 @@ def saved_behind(topology: Topology, directory: str) -> None:
 
 
 def raised_after_load(topology: Topology, directory: str) -> list[int | None]:
-    engine = build(topology, BOTH)
+    engine = build(topology, FOUR_BITS)
     load_checkpoint(next(Path(directory).glob("iter_*")), engine, TOKENIZER, with_optimizer=True)
     return [step(engine, 2 + number)[0] for number in range(2)]
 
@@ -128,7 +129,7 @@ def test_any_grid_raises_the_units_of_a_checkpoint(tmp_path: Path) -> None:
 
 def after_a_skipped_step(topology: Topology) -> tuple[float, int | None, bool, list[int | None]]:
     """A step that is not finite, in which a unit would send 8 bits; and how many are raised after it."""
-    engine = build(topology, BOTH)
+    engine = build(topology, FOUR_BITS)
     step(engine, 0)
     fall_behind(engine)
     for number in range(2):

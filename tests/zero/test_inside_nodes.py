@@ -13,22 +13,10 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.ranks import on_ranks
-from tests.zero.test_differences import BOTH, HPZ, batch
-from tests.zero.zeropp_engines import build
+from tests.zero.test_differences import train
+from tests.zero.zeropp_engines import AUTO, FOUR_BITS, HPZ, QGZ, QWZ, build
 
 INSIDE = ("layers.1", "layers.2", "head")
-INT8 = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-GROUPS = {"zero_gradient_partition_size": "auto"}
-
-
-def train(engine: ZeroEngine, steps: range) -> list[float]:
-    """The gradient norms of steps of two micro-batches."""
-    norms = []
-    for step in steps:
-        for index in range(2):
-            engine.accumulate(batch(engine.topology, 2 * step + index), index=index, micro_batches=2)
-        norms.append(engine.step(1e-2).grad_norm.item())
-    return norms
 
 
 def states(engine: ZeroEngine) -> list[Tensor]:
@@ -55,7 +43,7 @@ def both_ways(topology: Topology, zero: dict[str, Any], directory: str) -> tuple
 
 @pytest.mark.parametrize(
     "zero",
-    [{"zero_stage": 1}, {}, INT8, INT8 | HPZ | GROUPS],
+    [{"zero_stage": 1}, {}, QWZ | QGZ, QWZ | QGZ | HPZ | AUTO],
     ids=["stage 1", "stage 3", "int8", "int8, hpZ, accumulation"],
 )
 def test_a_unit_that_each_node_holds_trains_to_the_same_bits(zero: dict[str, Any], tmp_path: Path) -> None:
@@ -68,10 +56,10 @@ def test_a_unit_that_each_node_holds_trains_to_the_same_bits(zero: dict[str, Any
 
 
 def four_bits(topology: Topology, directory: str) -> tuple[list[float], list[float], str | None]:
-    engine = build(topology, BOTH | HPZ | GROUPS, inside_nodes=INSIDE)
+    engine = build(topology, FOUR_BITS | AUTO, inside_nodes=INSIDE)
     train(engine, range(2))
     path = save(Path(directory), engine, Progress(iteration=2))
-    other = build(topology, BOTH | HPZ | GROUPS, inside_nodes=INSIDE)
+    other = build(topology, FOUR_BITS | AUTO, inside_nodes=INSIDE)
     load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
     return train(engine, range(2, 4)), train(other, range(2, 4)), engine.weights.differing_references()
 

@@ -15,7 +15,7 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
 from tests.zero.ranks import on_ranks
-from tests.zero.test_tensor_parallel import ALL, VOCAB, Case, build, check, one_process, train
+from tests.zero.test_tensor_parallel import VOCAB, Case, build
 
 INPUTS, OUTPUTS = 5, 8
 
@@ -164,32 +164,6 @@ class Member(TensorGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         self.ranks, self.size, self.rank = tuple(range(size)), size, rank
-
-
-def test_every_kind_of_run_learns_what_one_process_does() -> None:
-    cases = (
-        Case("gpt2", 2, 0, documents=True, overlapped=True),
-        Case("llama", 2, 3, "full", accumulate=2, overlapped=True),
-    )
-    first, *others = on_ranks(4, train, cases)
-    for other in others:
-        assert [(each.losses, each.norms) for each in other] == [(each.losses, each.norms) for each in first]
-    for case, found in zip(cases, first, strict=True):
-        check(case, found, rel=1e-6)
-
-
-@pytest.mark.nightly  # in CI four ranks exchange in the first test
-def test_four_tensor_ranks_learn_what_one_process_does() -> None:
-    case = Case("llama", 4, 1, "full", overlapped=True)
-    check(case, on_ranks(4, train, (case,))[0][0], rel=1e-6)
-
-
-def test_recomputation_repeats_dropout_and_zeropp_acts_over_data_ranks() -> None:
-    stored, again = (Case("gpt2", 2, 0, kind, dropout=0.1, overlapped=True) for kind in ("stored", "full"))
-    quantized = Case("llama", 2, 3, "full", zero=ALL, overlapped=True)
-    for kept, recomputed, zeropp in on_ranks(4, train, (stored, again, quantized), ranks_per_node=2):
-        assert kept == recomputed
-        assert zeropp.losses == pytest.approx(one_process(Case("llama")).losses, rel=2**-6)
 
 
 def logits(topology: Topology, case: Case) -> list[float]:

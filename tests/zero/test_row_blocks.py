@@ -14,13 +14,12 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import WeightState
 from megatron_zpp.zero.reads import Reads
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import engine_of, states_of, weights_of
+from tests.zero.engines import engine_of, states_of, train, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
@@ -65,25 +64,6 @@ def build(
         operations=operations() if settings.quantizes else None,
         tensor=tensor,
     )
-
-
-def train(engine: ZeroEngine, steps: range, micro_batches: int = 2) -> list[float]:
-    """Mean loss and gradient norm of each step, then the loss of an evaluation."""
-    rank, ranks = engine.mesh.data_rank, engine.mesh.data_ranks
-    found = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        data = torch.randint(VOCAB, (micro_batches, ranks, 2, MODEL.seq_length + 1), generator=generator)
-        total = torch.zeros(())
-        for index in range(micro_batches):
-            total += engine.accumulate(data[index, rank], index=index, micro_batches=micro_batches)
-        norm = engine.step(1e-3).grad_norm
-        found += [engine.mean_over_ranks(total).item(), norm.item()]
-    return [
-        *found,
-        engine.evaluate(data[0, 0]).item(),
-        engine.next_token_logits(data[0, 0, :1, :-1]).sum().item(),
-    ]
 
 
 # (ZeRO, other settings, micro-batches)
@@ -298,22 +278,3 @@ def test_orders_of_reads() -> None:
     assert reads.backward == (6, 5, 3, 4, 3, 2)
     assert reads.orders == (units, ((1,), (0,), (3,), (4,), (3,), (2,)))
     assert reads.places == ((0, 5), (1, 6), (2,), (3,), (4,))
-
-
-@pytest.mark.parametrize(("rows", "said"), [(None, "RowBlockComponents"), (20, "ModelComponents")])
-def test_an_engine_refuses_a_model_of_other_tables(rows: int | None, said: str) -> None:
-    """In Python, where the model is built beside the settings."""
-    engine = build(Topology(), {}, rows)
-    other = 20 if rows is None else None
-    with torch.device("meta"):
-        model = GPT(MODEL, VOCAB, parts=engine.model.parts)
-    with pytest.raises(ValueError, match=rf"^--zero-table-rows {other}: .* give GPT {said} as parts$"):
-        ZeroEngine(
-            model,
-            lambda name, tensor: None,
-            zero=ZeroConfig(zero_table_rows=other),
-            optimizer=OptimizerConfig(),
-            precision=FP32,
-            topology=Topology(),
-            device=torch.device("cpu"),
-        )

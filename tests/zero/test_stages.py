@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 
@@ -22,7 +22,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import Phase, WeightState
 from megatron_zpp.zero.sharded_unit import GradientState
 from tests.support import nightly
-from tests.zero.engines import engine_of, weights_of
+from tests.zero.engines import engine_of
 from tests.zero.ranks import on_ranks
 from tests.zero.shared_memory import SharedMemoryStream
 
@@ -59,6 +59,7 @@ class Case:
     untied: bool = False
     precision: PrecisionConfig = FP32
     hidden_size: int = MODEL.hidden_size
+    groups: str = "off"  # of ranks inside which gradients accumulate
 
 
 def build(case: Case, topology: Topology) -> ZeroEngine:
@@ -68,7 +69,9 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
         ),
         VOCAB,
         zero=ZeroConfig(
-            zero_stage=case.stage, zero_prefetch_units=case.prefetch if case.stage == 3 else None
+            zero_stage=case.stage,
+            zero_prefetch_units=case.prefetch if case.stage == 3 else None,
+            zero_gradient_partition_size=case.groups,
         ),
         precision=case.precision,
         recompute=RECOMPUTE[case.recompute],
@@ -132,10 +135,16 @@ CORNERS = (
     ],
 )
 def test_losses_equal_one_process(world: int, cases: tuple[Case, ...]) -> None:
-    results = on_ranks(world, train, cases)
-    assert all(result == results[0] for result in results[1:])  # every rank sees the same
+    check(cases, on_ranks(world, train, cases))
+
+
+def check(cases: Sequence[Case], results: list[list[list[float]]]) -> None:
+    """Every rank sees the same, which is what one process finds, to the bit where sums have its order."""
+    world = len(results)
+    assert all(result == results[0] for result in results[1:])
     for case, losses in zip(cases, results[0], strict=True):
-        expected = one_process(world * case.accumulation)
+        batches = world * case.accumulation
+        expected = one_process(batches, case.untied, case.precision, case.hidden_size)
         if same_order(case, world):
             assert losses[-1] == expected[-1], case
         assert losses == pytest.approx(expected, rel=1e-6), case
@@ -190,37 +199,25 @@ def test_gathers_run_ahead_of_a_recomputed_chunk_and_inside_it() -> None:
     assert len(waits_of_a_backward(6, 1, 0)) == 8
 
 
-NODES = {(3, 2): (Case(1, 3), Case(3, 3))}
+IN_NODES = (
+    Case(1, 3),
+    *(Case(stage, 3, groups=size) for stage, size in itertools.product((1, 2, 3), ("auto", "1"))),
+    *(Case(3, 3),) * 2,
+)
 
 
-def train_in_nodes(started: Topology) -> list[list[list[float]]]:
-    """By grid; the last run once more, and whether its stage skips a step for the last rank's NaN."""
-    rank, world = started.rank, started.world_size
-    results = []
-    for (_, local), cases in NODES.items():
-        topology = Topology(rank, world, rank % local, local)
-        losses = train(topology, (*cases, cases[-1]))
-        results.append([*losses, [skips_a_nan(topology, cases[-1].stage)]])
-    return results
+def train_in_nodes(started: Topology, local: int) -> list[list[float]]:
+    return train(Topology(started.rank, started.world_size, started.rank % local, local), IN_NODES)
 
 
-def skips_a_nan(topology: Topology, stage: int) -> float:
-    engine = build(Case(stage), topology)
-    if topology.rank == topology.world_size - 1:
-        engine.units[2].parameters[0].register_hook(lambda gradient: gradient * float("nan"))
-    engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
-    return engine.step(1e-2).skipped.item()
-
-
-def test_nodes_of_several_ranks_equal_one_process() -> None:
-    """fp32 gradients, in two hops: what is summed is the same in another order."""
-    first, *others = on_ranks(6, train_in_nodes)
+@pytest.mark.parametrize(("nodes", "local"), [(3, 2), nightly(2, 1), nightly(2, 3)])
+def test_nodes_of_several_ranks_equal_one_process(nodes: int, local: int) -> None:
+    """fp32 gradients, in two hops, also once for all micro-batches: the same sums in another order."""
+    first, *others = on_ranks(nodes * local, train_in_nodes, local)
     assert all(other == first for other in others)
-    for cases, (*losses, again, skipped) in zip(NODES.values(), first, strict=True):
-        assert again == losses[-1]
-        assert skipped == [1.0]
-        for case, curve in zip(cases, losses, strict=True):
-            assert curve == pytest.approx(one_process(6 * case.accumulation), rel=1e-6), case
+    assert first[-1] == first[-2]
+    for case, curve in zip(IN_NODES, first, strict=True):
+        assert curve == pytest.approx(one_process(nodes * local * case.accumulation), rel=1e-6), case
 
 
 def test_variants_equal_one_process() -> None:
@@ -232,11 +229,8 @@ def test_variants_equal_one_process() -> None:
         *(Case(stage, 1, precision=BF16) for stage in STAGES),
         *(Case(stage, 1, precision=FP16) for stage in STAGES),
     )
-    results = on_ranks(2, train, cases)
-    assert results[0] == results[1]
-    for case, losses in zip(cases, results[0], strict=True):
-        assert same_order(case, 2)
-        assert losses[-1] == one_process(2 * case.accumulation, case.untied, case.precision)[-1], case
+    assert all(same_order(case, 2) for case in cases)
+    check(cases, on_ranks(2, train, cases))
 
 
 def train_in_parts(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
@@ -271,37 +265,7 @@ def test_ranks_that_write_each_others_memory_equal_one_process(world: int) -> No
         for precision in ((FP32, BF16) if accumulation == 1 or stage >= 2 else (FP32,))
     )
     cases += (Case(2, 1, hidden_size=36),)
-    results = on_ranks(world, train_writing, cases)
-    assert all(result == results[0] for result in results[1:])
-    for case, losses in zip(cases, results[0], strict=True):
-        expected = one_process(
-            world * case.accumulation, precision=case.precision, hidden_size=case.hidden_size
-        )
-        if same_order(case, world):
-            assert losses[-1] == expected[-1], case
-        assert losses == pytest.approx(expected, rel=1e-6), case
-
-
-def nan_in_one_place(gradient: torch.Tensor) -> torch.Tensor:
-    gradient = gradient.clone()
-    gradient.view(-1)[3] = float("nan")
-    return gradient
-
-
-def poisoned(topology: Topology, stage: int) -> list[tuple[float, bool]]:
-    """(gradient norm, whether weights moved) of a clean step and of one with a NaN on the last rank."""
-    engine = build(Case(stage), topology)
-    results = []
-    for poison in (False, True):
-        before = weights_of(engine)
-        if poison and topology.rank == topology.world_size - 1:
-            engine.units[2].parameters[0].register_hook(nan_in_one_place)
-        engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
-        result = engine.step(1e-2)
-        after = weights_of(engine)
-        moved = any(not torch.equal(before[name], after[name]) for name in before)
-        results.append((result.skipped.item(), moved))
-    return results
+    check(cases, on_ranks(world, train_writing, cases))
 
 
 def gaps_after_steps(topology: Topology, stages: tuple[int, ...]) -> list[list[float]]:
@@ -331,11 +295,6 @@ def test_padding_stays_zero_when_a_batch_grows() -> None:
     for rank in on_ranks(2, gaps_after_steps, (0, 1)):
         for sums in rank:
             assert sums == [0.0] * len(sums)
-
-
-@pytest.mark.parametrize(("world", "stage"), [(2, 0), (3, 3)])
-def test_a_nan_on_one_rank_skips_the_step_on_all(world: int, stage: int) -> None:
-    assert on_ranks(world, poisoned, stage) == [[(0.0, True), (1.0, False)]] * world
 
 
 def wait_for_a_silent_peer(topology: Topology) -> float:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -10,18 +10,18 @@ import torch
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.unit_entries import formats_of_units
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import WeightState
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import engine_of, states_of, weights_of
+from tests.zero.engines import engine_of, states_of, train, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
+from tests.zero.test_stages import RECOMPUTE
 
 VOCAB, STEPS, LAYERS = 101, 3, 4
 MODEL = ModelConfig(
@@ -32,13 +32,6 @@ MODEL = ModelConfig(
     attention_dropout=0.1,
     hidden_dropout=0.1,
 )
-FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
-RECOMPUTE = {
-    "stored": RecomputeConfig(),
-    "selective": RecomputeConfig(recompute_granularity="selective"),
-    "full": FULL,
-    "chunks": replace(FULL, recompute_num_layers=3),
-}
 FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
 SUBLAYER: dict[str, Any] = {"zero_unit": "sublayer"}
 ALL: dict[str, Any] = {
@@ -71,22 +64,6 @@ def build(
         operations=operations() if settings.quantizes else None,
         tensor=tensor,
     )
-
-
-def train(engine: ZeroEngine, steps: range, micro_batches: int = 1) -> list[float]:
-    """The mean loss of each step, then that of an evaluation."""
-    rank, ranks = engine.mesh.data_rank, engine.mesh.data_ranks
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        data = torch.randint(VOCAB, (micro_batches, ranks, 2, MODEL.seq_length + 1), generator=generator)
-        total = torch.zeros(())
-        for index in range(micro_batches):
-            torch.manual_seed(1000 * step + index * ranks + rank)
-            total += engine.accumulate(data[index, rank], index=index, micro_batches=micro_batches)
-        engine.step(1e-2)
-        losses.append(engine.mean_over_ranks(total).item())
-    return [*losses, engine.evaluate(data[0, 0]).item()]
 
 
 # (ZeRO, recomputation, precision, clipping, micro-batches, tensor ranks)
@@ -176,24 +153,6 @@ def test_a_resume_may_change_the_units(zero: dict[str, Any], tmp_path: Path) -> 
     """Weights, moments and the references of weight differences, bit for bit."""
     for same in on_ranks(4, resumed, str(tmp_path), zero, ranks_per_node=2):
         assert all(same), same
-
-
-@pytest.mark.parametrize("unit", ["layer", "sublayer"])
-def test_an_engine_refuses_a_model_of_other_units(unit: Literal["layer", "sublayer"]) -> None:
-    """In Python, where the model is built beside the settings."""
-    zero = ZeroConfig(zero_unit=unit)
-    with torch.device("meta"):
-        model = GPT(MODEL, VOCAB, cut_layers=not zero.cuts_layers)
-    with pytest.raises(ValueError, match=f"^--zero-unit {unit}: .*cut_layers={zero.cuts_layers}$"):
-        ZeroEngine(
-            model,
-            lambda name, tensor: None,
-            zero=zero,
-            optimizer=OptimizerConfig(),
-            precision=FP32,
-            topology=Topology(),
-            device=torch.device("cpu"),
-        )
 
 
 def test_the_formats_of_differences_follow_the_parameters() -> None:

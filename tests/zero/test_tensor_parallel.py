@@ -178,20 +178,19 @@ def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> Non
         check(case, found, rel=1e-6)
 
 
-def test_recomputation_and_accumulation_change_nothing() -> None:
+def test_recomputation_accumulation_and_overlap_change_nothing() -> None:
+    """Also where documents end inside samples."""
     cases = (
         Case("gpt2", 2, 0, "full", 2),
         Case("llama", 2, 2, "selective", 2),
         Case("gpt2", 2, 3, "full", 1),
         Case("llama", 2, 3, "full", 2),
+        Case("llama", 2, 3, documents=True),
+        Case("gpt2", 2, 0, documents=True, overlapped=True),
+        Case("llama", 2, 3, "full", 2, overlapped=True),
     )
     for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):
         check(case, found, rel=1e-6)
-
-
-def test_documents_end_where_they_end_on_one_process() -> None:
-    case = Case("llama", 2, 3, documents=True)
-    check(case, on_ranks(2, train, (case,))[0][0], rel=1e-6)
 
 
 def test_16_bits_learn_within_their_rounding() -> None:
@@ -206,9 +205,12 @@ def test_16_bits_learn_within_their_rounding() -> None:
         assert found.losses == pytest.approx(one_process(Case(case.model)).losses, rel=rel), case
 
 
-def test_tensor_ranks_drop_out_of_tokens_of_their_own_and_recomputation_repeats_it() -> None:
+@pytest.mark.parametrize(("model", "stage", "overlapped"), [("llama", 3, False), ("gpt2", 0, True)])
+def test_tensor_ranks_drop_out_of_tokens_of_their_own_and_recomputation_repeats_it(
+    model: str, stage: int, overlapped: bool
+) -> None:
     stored, again, without = (
-        Case("llama", 2, 3, recompute, dropout=dropout)
+        Case(model, 2, stage, recompute, dropout=dropout, overlapped=overlapped)
         for recompute, dropout in (("stored", 0.1), ("full", 0.1), ("stored", 0.0))
     )
     for kept, recomputed, whole in on_ranks(2, train, (stored, again, without)):
@@ -219,8 +221,10 @@ def test_tensor_ranks_drop_out_of_tokens_of_their_own_and_recomputation_repeats_
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), nightly(8, 4)])
 def test_zeropp_acts_over_data_ranks(ranks: int, ranks_per_node: int) -> None:
     """Two nodes of one or two data ranks each, two tensor ranks per data rank; all ranks see the same."""
-    kinds = (("llama", ALL), ("gpt2", ALL + FOUR_BITS))
-    cases = tuple(Case(model, 2, 3, "full", zero=zero) for model, zero in kinds)
+    kinds = (("llama", ALL, False), ("llama", ALL, True), ("gpt2", ALL + FOUR_BITS, False))
+    cases = tuple(
+        Case(model, 2, 3, "full", zero=zero, overlapped=overlapped) for model, zero, overlapped in kinds
+    )
     first, *others = on_ranks(ranks, train, cases, ranks_per_node=ranks_per_node)
     assert all([each.losses for each in other] == [each.losses for each in first] for other in others)
     for case, found in zip(cases, first, strict=True):

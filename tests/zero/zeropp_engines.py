@@ -17,7 +17,12 @@ VOCAB = 101
 MODEL = ModelConfig(  # no size is a multiple of ranks or blocks
     num_layers=4, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
 )
-FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
+BF16 = PrecisionConfig(bf16=True)
+QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+HPZ, AUTO = {"zero_hpz_partition_size": "auto"}, {"zero_gradient_partition_size": "auto"}
+ALL = QWZ | QGZ | HPZ
+DELTA4 = QWZ | HPZ | {"zero_quantized_weights_format": "delta4"}
+FOUR_BITS = DELTA4 | QGZ | {"zero_quantized_gradients_format": "rotated4"}
 
 
 def build(
@@ -40,3 +45,8 @@ def build(
         operations=operations(),
         inside_nodes=inside_nodes,
     )
+
+
+def batch(topology: Topology, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + topology.rank)
+    return torch.randint(VOCAB, (2, 11), generator=generator)
