@@ -12,7 +12,6 @@ status 1 if a pair fails.
 import argparse
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -94,17 +93,9 @@ NEEDS = {  # by the beginning of a flag: what is added where a pair does not say
 KIND_OF = {name: kind for kind, settings in SETTINGS.items() for name in settings}
 FLAGS_OF = {name: flags for settings in SETTINGS.values() for name, flags in settings.items()}
 Pair = tuple[str, str]
+Outcome = tuple[str, str]  # ran, accepted, refused or failed; the line that says why
 PRECISIONS = {"--fp32", "--bf16", "--fp16"}
 BELOW_3 = {"stage 0", "stage 1", "stage 2"}
-NEED_GPUS = {"offloaded optimizer", "offloaded inputs"}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a pair: `ran`, `accepted`, `refused` or `failed`, and the line that says why."""
-
-    kind: str
-    line: str = ""
 
 
 def flags_of(names: Pair) -> list[str]:
@@ -137,14 +128,14 @@ def attempt(topology: Topology, names: Pair) -> Outcome:
         mesh = topology.mesh(config.distributed.tensor_model_parallel_size)
         inputs = check_inputs(config, mesh.data_ranks, lambda line: None)
         check_routes(config.zero, mesh)
-        if NEED_GPUS & set(names):
-            return Outcome("accepted", "needs GPUs")
+        if {"offloaded optimizer", "offloaded inputs"} & set(names):
+            return "accepted", "needs GPUs"
         device = prepare_device(config, topology)
         engine = build_engine(config, inputs.tokenizer["vocab_size"], device, topology)
     except (UsageError, ValueError) as error:
         if not str(error).startswith("--"):
             raise
-        return Outcome("refused", str(error))
+        return "refused", str(error)
     rates = config.learning_rate.lr, config.learning_rate.decoupled_lr
     for step in range(STEPS):
         for index in range(MICRO_BATCHES):
@@ -156,7 +147,7 @@ def attempt(topology: Topology, names: Pair) -> Outcome:
         if not (torch.isfinite(loss) and result.skipped.item() == 0):
             raise ArithmeticError(f"step {step}: loss {loss.item()}, skipped {result.skipped.item()}")
     engine.close()
-    return Outcome("ran")
+    return "ran", ""
 
 
 def outcomes(pairs: list[Pair], local: int) -> list[Outcome]:
@@ -165,7 +156,7 @@ def outcomes(pairs: list[Pair], local: int) -> list[Outcome]:
         return on_ranks(NODES * local, attempt_all, pairs, ranks_per_node=local)[0]
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         if len(pairs) == 1:
-            return [Outcome("failed", str(error).strip().splitlines()[-1])]
+            return [("failed", str(error).strip().splitlines()[-1])]
     half = len(pairs) // 2
     return outcomes(pairs[:half], local) + outcomes(pairs[half:], local)
 
@@ -175,7 +166,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="pairs that have a setting with this in its name")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     pairs = [
         pair
@@ -190,15 +180,14 @@ def main() -> None:
             found |= zip(batch, outcomes(batch, local), strict=True)
             print(f"{len(found)} of {len(pairs)} pairs", file=sys.stderr, flush=True)
     for pair in pairs:
-        if found[pair].kind in ("refused", "failed"):
-            print(f"{' × '.join(pair):<40} {found[pair].kind}: {found[pair].line}")
-    counts = Counter(outcome.kind for outcome in found.values())
+        if found[pair][0] in ("refused", "failed"):
+            print(f"{' × '.join(pair):<40} {': '.join(found[pair])}")
+    counts = Counter(kind for kind, _ in found.values())
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     if not options.only:
-        lines = {" × ".join(pair): f"{found[pair].kind}: {found[pair].line}".strip(": ") for pair in pairs}
-        print(f"written to {save_result('flag_pairs', {'counts': counts, 'pairs': lines}, options.output)}")
-    if counts["failed"]:
-        sys.exit(1)
+        lines = {" × ".join(pair): ": ".join(filter(None, found[pair])) for pair in pairs}
+        print(f"written to {save_result('flag_pairs', {'counts': counts, 'pairs': lines}, RESULTS)}")
+    sys.exit(counts["failed"] > 0)
 
 
 if __name__ == "__main__":
