@@ -17,6 +17,8 @@ LONGEST = (
     "slurm/test_jobs.py",
     "checkpoint/foreign/test_hostile.py",
     "plan/test_memory.py",
+    "exchange/test_reductions.py",
+    "exchange/test_gathers.py",
     "zero/test_quantized.py",
     "zero/test_differences.py",
     "zero/test_stages.py",
