@@ -114,7 +114,7 @@ class Hop:
 
 
 class Part(NamedTuple):
-    """A chunk of a unit on its way: `source` (shards, n), from which hop `start` goes on, on these lanes."""
+    """A chunk of a unit: `source` (shards, n) is the input of hop `start`; each hop has one of `lanes`."""
 
     lanes: Sequence[Lane]
     start: int

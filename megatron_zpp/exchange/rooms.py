@@ -31,8 +31,7 @@ def lanes(route: Route, at: int, mesh: Mesh) -> int:
     messages of another are encoded or decoded.
     """
     stage = route[at]
-    several = sum(stage.verb == "reduce" for stage in route) > 1
-    takes_turns = stage.verb == "difference" or (stage.verb == "reduce" and (stage.codes or several))
+    takes_turns = stage.verb == "difference" or (stage.verb == "reduce" and (stage.codes or len(route) > 1))
     return 2 if takes_turns and not mesh.share_a_node(mesh.ranks(*stage.axes)) else 1
 
 
@@ -98,9 +97,8 @@ def fused(route: Route) -> bool:
 
 def accumulating(route: Route) -> int:
     """How many reductions of a route run after every micro-batch, if others run once per step; else 0."""
-    reductions = [stage for stage in route if stage.verb == "reduce"]
-    early = sum(stage.when is When.MICRO_BATCH for stage in reductions)
-    return early if early < len(reductions) else 0
+    early = sum(stage.when is When.MICRO_BATCH for stage in route)
+    return early if early < len(route) else 0
 
 
 def _hop_room(route: Route, at: int, layouts: Sequence[Layout], mesh: Mesh) -> HopRoom:

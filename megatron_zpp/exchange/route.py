@@ -173,7 +173,7 @@ def sum_route(mesh: Mesh, axes: Sequence[Axis]) -> Route:
 
 def as_made(route: Route, dtype: torch.dtype, micro_batches: int) -> Route:
     """The route of a step: gradients of its only micro-batch travel as they are made, if that is smaller."""
-    if micro_batches > 1 or not route or route[0].verb != "reduce" or route[0].codes:
+    if micro_batches > 1 or not route or route[0].codes:
         return route
     smaller = min(plain(route[0].format), dtype, key=lambda each: each.itemsize)
     return (replace(route[0], format=smaller), *route[1:])
@@ -193,7 +193,7 @@ def chunks(route: Route, shard: int) -> list[range]:
     elements that a message is worth its latency. Chunks begin where a block begins, and where signs can
     begin: at a multiple of 128 elements.
     """
-    coded = [stage for stage in route if stage.verb == "reduce" and stage.codes]
+    coded = [stage for stage in route if stage.codes]
     size = shard
     if len(coded) > 1:
         multiple = max(SHARD_MULTIPLE, *(cast(CodeFormat, stage.format).block for stage in coded))

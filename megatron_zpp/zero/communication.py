@@ -65,9 +65,7 @@ class Communication:
 
     def _leg(self, stages: Route) -> Leg:
         streams = [self._streams_of(stages, at) for at in range(len(stages))]
-        return Leg(
-            stages, self.plan.mesh, streams, 0 if not stages[0].codes else self.plan.message_room(stages)
-        )
+        return Leg(stages, self.plan.mesh, streams, self.plan.message_room(stages))
 
     def _streams_of(self, route: Route, at: int) -> list[CommStream]:
         """The streams of a stage. Weights and gradients do not share any, so that they overlap."""

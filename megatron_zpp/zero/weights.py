@@ -145,7 +145,9 @@ class Weights:
 
     def _fill(self, index: int) -> Pending:
         """Start to fill a unit's slot, from what is kept if something is."""
-        unit, leg = self._units[index], _leg(self._legs[index].fill)
+        unit, leg = self._units[index], self._legs[index].fill
+        if leg is None:  # written in place: each node is one rank, and holds the unit by itself
+            return Pending()
         if unit.kept is None:
             return leg.run(unit.gather_source, unit.full, self._decoding(unit, unit.full))
         if index in self._due:

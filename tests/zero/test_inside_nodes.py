@@ -42,15 +42,23 @@ def both_ways(topology: Topology, zero: dict[str, Any], directory: str) -> tuple
 
 
 @pytest.mark.parametrize(
-    "zero",
-    [{"zero_stage": 1}, {}, QWZ | QGZ, QWZ | QGZ | HPZ | AUTO],
-    ids=["stage 1", "stage 3", "int8", "int8, hpZ, accumulation"],
+    ("zero", "local"),
+    [
+        ({"zero_stage": 1}, 1),
+        ({"zero_stage": 1}, 2),
+        ({}, 1),
+        ({}, 2),
+        (QWZ | QGZ, 2),
+        (QWZ | QGZ | HPZ | AUTO, 2),
+    ],
+    ids=["stage 1, one rank", "stage 1", "stage 3, one rank", "stage 3", "int8", "int8, hpZ, accumulation"],
 )
-def test_a_unit_that_each_node_holds_trains_to_the_same_bits(zero: dict[str, Any], tmp_path: Path) -> None:
+def test_a_unit_that_each_node_holds_trains_to_the_same_bits(
+    zero: dict[str, Any], local: int, tmp_path: Path
+) -> None:
     """Its norm counts once; it is saved, and loaded by ordinary units; other bytes cross nodes."""
-    for norms, resumed, same, ordinary, inside in on_ranks(
-        4, both_ways, zero, str(tmp_path), ranks_per_node=2
-    ):
+    ranks = on_ranks(2 * local, both_ways, zero, str(tmp_path), ranks_per_node=local)
+    for norms, resumed, same, ordinary, inside in ranks:
         assert (norms, resumed, same) == (True, True, True)
         assert inside != ordinary
 
@@ -65,7 +73,7 @@ def four_bits(topology: Topology, directory: str) -> tuple[list[float], list[flo
 
 
 def test_beside_units_of_weight_differences(tmp_path: Path) -> None:
-    """With 4-bit weights and gradients between nodes; resumed, it goes on with the same bits."""
+    """Weights and gradients cross nodes in 4 bits; a resumed run ends with the bits of one that ran on."""
     for norms, resumed, differing in on_ranks(4, four_bits, str(tmp_path), ranks_per_node=2):
         assert norms == resumed
         assert differing is None
