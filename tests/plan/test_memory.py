@@ -49,14 +49,18 @@ MACHINE = Machine(flops=1e15, memory_rate=1e12, inside=1e11, link=1e10)
 
 
 def allocated_at_most(engine: Any, tokens: torch.Tensor, micro_batches: int) -> int:
-    """The peak of one step."""
+    """The peak of a step, the first excepted, after which the states are all there.
+
+    The lowest of three: a process group's thread may let go of a message later than its receiver.
+    """
 
     def step() -> None:
         for index in range(micro_batches):
             engine.accumulate(tokens, index=index, micro_batches=micro_batches)
         engine.step(1e-3)
 
-    return peak_of(step)
+    step()
+    return min(peak_of(step) for _ in range(3))
 
 
 def peak_of(run: Callable[[], None]) -> int:
@@ -141,9 +145,8 @@ def test_a_step_allocates_what_the_plan_says(
         operations=operations(),  # as a GPU has
     )
     tokens = torch.randint(vocab, (size, model.seq_length + 1))
-    allocated_at_most(engine, tokens, micro_batches)  # a first step, after which the states are all there
-    states = live_bytes(engine)
     peak = allocated_at_most(engine, tokens, micro_batches)
+    states = live_bytes(engine)
     planned = memory_of(
         job_of(
             model,

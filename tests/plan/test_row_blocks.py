@@ -51,9 +51,8 @@ def peaks(topology: Topology) -> list[tuple[int, int]]:
             operations=operations(),
         )
         tokens = torch.randint(VOCAB, (1, MODEL.seq_length + 1))
-        allocated_at_most(engine, tokens, micro_batches)
-        states = live_bytes(engine)
-        found.append((states, allocated_at_most(engine, tokens, micro_batches)))
+        peak = allocated_at_most(engine, tokens, micro_batches)
+        found.append((live_bytes(engine), peak))
         engine.close()
     return found
 

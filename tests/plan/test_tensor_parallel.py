@@ -168,9 +168,8 @@ def test_a_step_of_a_tensor_rank_allocates_what_the_plan_says(
     monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: Mirrored(len(ranks)))
     monkeypatch.setattr(step_sums, "sum_over_ranks", lambda value, _: value)
     engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
-    allocated_at_most(engine, tokens_of(case), case.micro_batches)  # after it the states are all there
-    states = live_bytes(engine)
     peak = allocated_at_most(engine, tokens_of(case), case.micro_batches)
+    states = live_bytes(engine)
     planned = memory_of(case.job())
     assert planned.resident == pytest.approx(states, rel=1e-3)
     assert planned.peak - planned.resident == pytest.approx(peak, rel=0.03)
