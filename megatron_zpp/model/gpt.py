@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,12 @@ from megatron_zpp.model.components import ModelComponents, embedding
 from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
 from megatron_zpp.model.masks import Mask
-from megatron_zpp.model.offload import ActivationOffload
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
 from megatron_zpp.model.rotary import UNROTATED, RopeScaling, RotaryEmbedding, Rotation
 from megatron_zpp.model.sublayers import CutLayer
+
+if TYPE_CHECKING:
+    from megatron_zpp.model.offload import ActivationOffload
 
 
 class Embedding(nn.Module):
@@ -116,7 +118,7 @@ class GPT(nn.Module):
         self.recompute = recompute or RecomputeConfig()
         padded = config.embedding_rows(entries)
         selective = self.recompute.recompute_granularity == "selective"
-        self.offload = ActivationOffload() if self.recompute.recompute_offload else None
+        self.offload = _activation_offload() if self.recompute.recompute_offload else None
         learned = config.position_embedding_type == "learned_absolute"
         self.windows = config.layer_windows
         self.parts = parts or ModelComponents()
@@ -239,6 +241,12 @@ class GPT(nn.Module):
         for layer, window in zip(self.layers[first:last], self.windows[first:last], strict=True):
             x = layer(x, masks[window], rotation)
         return x
+
+
+def _activation_offload() -> "ActivationOffload":
+    from megatron_zpp.model.offload import ActivationOffload
+
+    return ActivationOffload()
 
 
 def _rotary(config: ModelConfig) -> RotaryEmbedding | None:

@@ -7,7 +7,7 @@ rank's parts.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.rotary import UNROTATED, Rotation
+
+if TYPE_CHECKING:
+    from megatron_zpp.model.kv_cache import LayerCache
 
 
 class Attention(nn.Module):
@@ -47,7 +49,7 @@ class Attention(nn.Module):
         self.output = parts.row(queries, config.hidden_size, bias=biased)
 
     def forward(
-        self, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None, kernels: "BlockKernels"
+        self, x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None", kernels: "BlockKernels"
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); a `cache` comes with the mask CachedPrefix."""
         q, k, v = kernels.heads(self, x, rotation)  # (B, T, N, H), and twice (B, T, G, H)
@@ -118,7 +120,7 @@ class Layer(nn.Module):
         x: Tensor,
         mask: Mask = CAUSAL,
         rotation: Rotation = UNROTATED,
-        cache: LayerCache | None = None,
+        cache: "LayerCache | None" = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); generation passes a cache of keys and values, and its mask."""
         return self.compute(self, x, mask, rotation, cache)
@@ -178,7 +180,7 @@ def transformer_block(
     x: Tensor,
     mask: Mask = CAUSAL,
     rotation: Rotation = UNROTATED,
-    cache: LayerCache | None = None,
+    cache: "LayerCache | None" = None,
     kernels: BlockKernels = PLAIN_BLOCK,
 ) -> Tensor:
     """The only forward pass of a whole layer, in training, compiled and with a cache.

@@ -3,16 +3,18 @@
 Shapes: B batch, T tokens, D hidden size.
 """
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.layer import PLAIN_BLOCK, BlockKernels, Layer
 from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.rotary import UNROTATED, Rotation
+
+if TYPE_CHECKING:
+    from megatron_zpp.model.kv_cache import LayerCache
 
 
 class Sublayer(nn.Module):
@@ -47,7 +49,7 @@ class CutLayer(Layer):
         x: Tensor,
         mask: Mask = CAUSAL,
         rotation: Rotation = UNROTATED,
-        cache: LayerCache | None = None,
+        cache: "LayerCache | None" = None,
     ) -> Tensor:
         """See Layer."""
         attention, mlp = self.sublayers

@@ -8,7 +8,6 @@ from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.shapes.tensor_parallel import check_vocabulary
 from megatron_zpp.data.open import Splits
-from megatron_zpp.reporting.profile import check_profile
 from megatron_zpp.reporting.sinks import check_sinks
 from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.tokenizer.build import build_tokenizer
@@ -47,7 +46,10 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     splits = open_data(config, schedule, description, say)
     check_start(config.checkpoint, config.model, description)
     check_sinks(config.logging)
-    check_profile(config.timing, config.logging)
+    if config.timing.profile:
+        from megatron_zpp.reporting.profile import check_profile
+
+        check_profile(config.logging)
     return RunInputs(
         config=config,
         tokenizer=description,

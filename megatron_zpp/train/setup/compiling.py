@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.layer import PLAIN_BLOCK, Layer, transformer_block
 from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.model.sublayers import CutLayer, Sublayer, sublayer_block
 from megatron_zpp.native.cache import cache_directory
+
+if TYPE_CHECKING:
+    from megatron_zpp.model.kv_cache import LayerCache
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -86,7 +88,7 @@ def compile_parts(
             InsideDocuments if masked else Causal if window is None or shape[1] <= window else SlidingWindow
         )
 
-        def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> bool:
+        def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None") -> bool:
             return x.shape == hidden and type(mask) is kind and cache is None
 
         if model.cut_layers:
