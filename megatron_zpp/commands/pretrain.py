@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.config.sources.checkpoint_arguments import CheckpointArguments
@@ -29,18 +30,17 @@ from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.train.setup.ranks import joined_ranks
 from megatron_zpp.version import untested_torch
 
-PROG = "pretrain_gpt.py"
-
 
 def main() -> None:
     """Check what one process can check alone; then plan, or take devices, join the ranks and train."""
-    drop_lines_when_full(PROG)
-    process = Process.start(PROG)
+    prog = program_name()
+    drop_lines_when_full(prog)
+    process = Process.start(prog)
     topology = process.topology
     with process.local_errors():
         command_line = parse_command_line(
             sys.argv[1:],
-            PROG,
+            prog,
             lambda plan: planned(plan, topology).world_size,
             _saved_arguments,
             lambda plan: planned(plan, topology).local_world_size,
@@ -48,23 +48,23 @@ def main() -> None:
         config, notes = command_line.config, [*command_line.notes, *untested_torch(torch.__version__)]
         with usage_errors():
             mesh = planned(config.plan, topology).mesh(config.distributed.tensor_model_parallel_size)
-        inputs = check_inputs(config, mesh.data_ranks, partial(tell, PROG))
+        inputs = check_inputs(config, mesh.data_ranks, partial(tell, prog))
         if config.plan.dry_run:
-            warn(PROG, topology.rank, notes)
+            warn(prog, topology.rank, notes)
             from megatron_zpp.train.dry_run import dry_run
 
             dry_run(inputs, mesh, speaks=topology.rank == 0)
             return
         device = prepare_device(config, topology)
         notes += config.precision.speed_notes(config.model.hidden_size)
-        warn(PROG, topology.rank, notes)
+        warn(prog, topology.rank, notes)
     with joined_ranks(process, config, device) as joined:
         engine = build_engine(config, inputs.tokenizer["vocab_size"], device, topology)
         ending = train(build_run(inputs, engine, joined))
         barrier(topology)  # logs are closed before the first rank leaves: a launcher may then end the others
         joined.signals.finish()
         engine.close()
-    ending.leave(PROG, topology.rank)
+    ending.leave(prog, topology.rank)
 
 
 def _saved_arguments(load: str, iteration: int | None) -> CheckpointArguments | None:

@@ -187,7 +187,11 @@ def parse_command_line(
     """
     parts = typing.get_type_hints(Config)
     files: dict[str, type[Options]] = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
-    parser = make_parser(prog, "Pretrain a GPT. README.md shows whole command lines.", parts | files)
+    if {"-h", "--help"} & set(argv):
+        from megatron_zpp.config.help import show_help
+
+        show_help(prog, argv, parts | files)
+    parser = make_parser(prog, "", parts | files, lists_flags="--help all")
     typed, others = _typed(parser, (*parts, *files, OTHERS), argv)
     provided = Provided(parts, typed)
     try:
@@ -225,12 +229,11 @@ def _typed(
 ) -> tuple[dict[str, dict[str, Any]], Any]:
     """Return what was typed, by group, and the module that translates flags which are not current ones.
 
-    The module is imported, and None otherwise, if current flags alone do not explain `argv`; the help names
-    some of the others. Raises UsageError, also for a feature of another program that is not here.
+    The module is imported, and None otherwise, if current flags alone do not explain `argv`. Raises
+    UsageError, also for a feature of another program that is not here.
     """
-    if not {"-h", "--help"} & set(argv):
-        with suppress(UsageError):
-            return parse_groups(parser, groups, argv), None
+    with suppress(UsageError):
+        return parse_groups(parser, groups, argv), None
     from megatron_zpp.config.legacy import translate
 
     translate.add_old_flags(parser)

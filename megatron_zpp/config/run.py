@@ -162,7 +162,7 @@ class CheckpointConfig(Options):
     def check(self) -> None:
         """Require usable places, and refuse flags of iterations with --load hf:DIR, which has none."""
         if self.save is not None and self.save.startswith(HUGGINGFACE):
-            tool = "python -m megatron_zpp.commands.huggingface export"
+            tool = "megatron-zpp export"
             raise self.error("save", f"name a directory without {HUGGINGFACE}, and use {tool}")
         for flag, name in (("--save", self.save), ("--load", self.load)):
             if name is not None and not name.startswith(HUGGINGFACE):

@@ -119,9 +119,7 @@ def _newest(directory: str, iteration: int | None) -> Location:
     """The checkpoint to load. Raises ValueError that names --load, and warns if a newer one is lost."""
     checkpoint = next(each_candidate(directory, iteration), None)
     if checkpoint is None:
-        raise option_error(
-            "--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to"
-        )
+        raise option_error("--load", directory, "holds no checkpoint; name what a run's --save wrote to")
     if iteration is None and (lost := lost_newest(location(directory))):
         sys.stderr.write(f"warning: {lost}: skipped; {checkpoint} is loaded instead\n")
     return checkpoint

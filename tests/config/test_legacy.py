@@ -175,7 +175,7 @@ def test_a_value_that_cannot_be_obeyed(line: str, said: str) -> None:
 
 def test_help_names_old_flags_briefly(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
-        parse_args(["--help"])
+        parse_args(["--help", "all"])
     text = capsys.readouterr().out
     last = text.index("These old flags")
     for flag in RENAMED:

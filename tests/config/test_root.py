@@ -40,7 +40,7 @@ def test_help_can_be_read_and_searched(
     """Grouped by part; no word is cut, and only choices, which cannot be, are wider than the terminal."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        parse_args(["--help"])
+        parse_args(["--help", "all"])
     lines = capsys.readouterr().out.splitlines()
     titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     parts = [*typing.get_type_hints(Config).values(), DeepSpeedFile, SettingsFile]

@@ -162,7 +162,7 @@ def test_a_task_from_the_command_line(checkpoint: Path, tmp_path: Path, referenc
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "local_words.yaml").write_text(TASK.format(data=data))
     done = run(
-        *("-m", "megatron_zpp.commands.harness", "run", "--model", "megatron_zpp"),
+        *("-m", "megatron_zpp", "lm-eval", "run", "--model", "megatron_zpp"),
         *("--model_args", f"load={checkpoint}", "--tasks", "local_words", "--include_path", tmp_path),
         *("--output_path", tmp_path / "results.json"),
         timeout=240,
@@ -202,7 +202,7 @@ def test_a_device_that_the_machine_lacks_is_refused_in_a_line(
 
     cuda = "--device cuda: torch sees no GPU here; use --device cpu"
     done = run(
-        *("-m", "megatron_zpp.commands.harness", "run", "--model", "megatron_zpp", "--device", "cuda"),
+        *("-m", "megatron_zpp", "lm-eval", "run", "--model", "megatron_zpp", "--device", "cuda"),
         *("--model_args", f"load={checkpoint}", "--tasks", "wikitext"),
         timeout=240,
         HF_HUB_OFFLINE="1",
@@ -210,7 +210,7 @@ def test_a_device_that_the_machine_lacks_is_refused_in_a_line(
         CUDA_VISIBLE_DEVICES="",
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"harness: error: {cuda}"
+    assert done.stderr.splitlines()[-1] == f"python -m megatron_zpp lm-eval: error: {cuda}"
     assert "Traceback" not in done.stderr
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
