@@ -37,31 +37,19 @@ def test_help_lists_the_commands_without_torch() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (
-            ["trian"],
-            "megatron-zpp: error: unknown command trian; did you mean train? (--help lists all commands)",
-        ),
-        (["flux"], "megatron-zpp: error: unknown command flux (--help lists all commands)"),
-        ([], "megatron-zpp: error: no command (--help lists all commands)"),
-        (
-            ["sample", "--lod", "x"],
-            "megatron-zpp sample: error: the following arguments are required: --load",
-        ),
-        (
-            ["train", "--flux"],
-            "megatron-zpp train: error: unrecognized argument --flux (--help all lists every flag)",
-        ),
-        (
-            ["plan", "--help", "modle"],
-            "megatron-zpp plan: error: --help modle: no such section; did you mean model?",
-        ),
+        ("trian", ": error: unknown command trian; did you mean train? (--help lists all commands)"),
+        ("flux", ": error: unknown command flux (--help lists all commands)"),
+        ("", ": error: no command (--help lists all commands)"),
+        ("sample --lod x", " sample: error: the following arguments are required: --load"),
+        ("train --flux", " train: error: unrecognized argument --flux (--help all lists every flag)"),
+        ("plan --help modle", " plan: error: --help modle: no such section; did you mean model?"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_with_the_name_that_was_typed(argv: list[str], said: str) -> None:
-    done = script("main", "megatron-zpp", *argv)
+def test_a_wrong_command_line_is_one_line_with_the_name_that_was_typed(argv: str, said: str) -> None:
+    done = script("main", "megatron-zpp", *argv.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith(f"megatron-zpp{said}")
 
 
 def test_train_and_plan_run_under_torchrun_and_as_a_module(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused(saved: Saved, tmp_path: Path, tool: Tool) 
     assert "--from deepspeed: iter_0000007 is a checkpoint of Megatron-LM" in say(old, "--from", "deepspeed")
     assert "--ckpt-step 8: not in" in say(old, "--ckpt-step", 8)
     assert "has 128 rows, and this NullTokenizer has 201 entries" in say(old, "--vocab-size", 200)
-    assert "holds no checkpoint of Megatron-LM or DeepSpeed" in say(tmp_path)
+    assert "holds no model of transformers, Megatron-LM or DeepSpeed" in say(tmp_path)
 
     def changed(change: dict[str, object], **args: object) -> Path:
         directory = tmp_path / f"changed{len(list(tmp_path.iterdir()))}"
