@@ -27,12 +27,30 @@ class ExportConfig(Options):
     ckpt_step: int | None = option(None, "This iteration instead of the latest.", at_least=0)
     max_file_gib: float = option(4, "Maximum size of one file of weights, in GiB.", above=0)
     tokenizer: bool = option(True, "Omit the tokenizer.")
+    push_to_hub: str | None = option(
+        None,
+        "Upload HF_DIR to this repository of the Hugging Face hub, with the token of HF_TOKEN or of "
+        "`hf auth login`. If it does not exist, it is made, and is private.",
+        metavar="ORG/NAME",
+    )
 
 
 def main() -> None:
     """Export, and print what was checked."""
     config = parse_options(ExportConfig, program_name(), __doc__, sys.argv[1:])
-    print("\n".join(_export(config)))
+    repository = config.push_to_hub
+    if repository is None:
+        print("\n".join(_export(config)))
+        return
+    from megatron_zpp.storage.hub import make_repository, push
+
+    make_repository("--push-to-hub", repository)  # before the work, whether one may write there
+    print("\n".join(_export(config)), flush=True)
+    try:
+        print(f"pushed: {push('--push-to-hub', repository, Path(config.hf_dir))}")
+    except ValueError as error:
+        again = f"hf upload {repository} {config.hf_dir}"
+        raise ValueError(f"{error}; {config.hf_dir} is whole, and {again} tries again") from error
 
 
 def _export(config: ExportConfig) -> list[str]:

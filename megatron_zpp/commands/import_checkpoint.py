@@ -16,9 +16,10 @@ from megatron_zpp.checkpoint.foreign.rank_files import read_rank_files
 from megatron_zpp.checkpoint.foreign.recognise import Foreign, recognise
 from megatron_zpp.checkpoint.foreign.torch_dist import read_torch_dist
 from megatron_zpp.checkpoint.huggingface.importing import import_checkpoint
-from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, check_empty
+from megatron_zpp.checkpoint.huggingface.named_directory import check_empty, named_directory
 from megatron_zpp.config.command_line import program_name, run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
+from megatron_zpp.config.run import HUGGINGFACE
 from megatron_zpp.config.shapes.huggingface import CONFIG
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.urls import local_path
@@ -39,8 +40,8 @@ class ImportOptions(Options):
 
     source: str = option(
         REQUIRED,
-        "A directory with config.json and safetensors; or what --save of Megatron-LM or DeepSpeed wrote, or "
-        "one iteration of it.",
+        "A directory with config.json and safetensors, or hf:ORG/NAME[@REVISION] of the hub; or what --save "
+        "of Megatron-LM or DeepSpeed wrote, or one iteration of it.",
         positional=True,
         metavar="SOURCE",
     )
@@ -70,7 +71,7 @@ def main() -> None:
     check_empty("CHECKPOINT_DIR", local_path("CHECKPOINT_DIR", config.checkpoint_dir))
     if found is None:
         lines = import_checkpoint(
-            NamedDirectory("SOURCE", config.source, Path(config.source)),
+            named_directory("SOURCE", config.source),
             Path(config.checkpoint_dir),
             tokenizer if tokenizer.tokenizer_type else None,
             config.make_vocab_size_divisible_by,
@@ -101,6 +102,11 @@ def _find(config: ImportOptions) -> Foreign | None:
 
     Raises ValueError, naming the flag, if it is neither.
     """
+    if config.source.startswith(HUGGINGFACE):
+        for name, default in (("program", "auto"), ("ckpt_step", None)):
+            if getattr(config, name) != default:
+                raise config.error(name, f"has no meaning with SOURCE {config.source}; omit it")
+        return None
     root = Path(config.source)
     found = recognise(root)
     if config.ckpt_step is not None:

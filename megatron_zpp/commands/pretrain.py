@@ -5,6 +5,7 @@ Exit status: 0 done, 1 an error, 2 a bad command line, 3 NaN, 75 stopped by a si
 
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_zpp.commands.scripts import before_torch
 
@@ -17,6 +18,7 @@ from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.config.sources.checkpoint_arguments import CheckpointArguments
+from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.distributed.process_group import barrier
 from megatron_zpp.distributed.topology import planned
 from megatron_zpp.reporting.console import tell, warn
@@ -29,6 +31,9 @@ from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.train.setup.ranks import joined_ranks
 from megatron_zpp.version import untested_torch
+
+if TYPE_CHECKING:
+    from megatron_zpp.config.sources.huggingface import HuggingFaceModel
 
 
 def main() -> None:
@@ -44,6 +49,7 @@ def main() -> None:
             lambda plan: planned(plan, topology).world_size,
             _saved_arguments,
             lambda plan: planned(plan, topology).local_world_size,
+            _huggingface_model,
         )
         config, notes = command_line.config, [*command_line.notes, *untested_torch(torch.__version__)]
         with usage_errors():
@@ -72,6 +78,13 @@ def _saved_arguments(load: str, iteration: int | None) -> CheckpointArguments | 
     from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
 
     return read_arguments(load, iteration)
+
+
+def _huggingface_model(load: str, tokenizer: TokenizerConfig | None) -> "HuggingFaceModel":
+    """What --load hf: gives: the model's shape, and its tokenizer unless flags give one."""
+    from megatron_zpp.checkpoint.huggingface.whole import read_settings
+
+    return read_settings(load, tokenizer)
 
 
 if __name__ == "__main__":

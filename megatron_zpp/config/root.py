@@ -4,10 +4,10 @@ import argparse
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
@@ -24,6 +24,7 @@ from megatron_zpp.config.options import (
 )
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.run import (
+    HUGGINGFACE,
     CheckpointConfig,
     DistributedConfig,
     EvaluationConfig,
@@ -44,6 +45,9 @@ from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig, resolved_type
 from megatron_zpp.config.values.text import is_text
 from megatron_zpp.config.zero import ZeroConfig
+
+if TYPE_CHECKING:
+    from megatron_zpp.config.sources.huggingface import ReadModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +180,7 @@ def parse_command_line(
     ranks: Callable[[PlanConfig], int] = lambda plan: 1,
     saved: SavedArguments | None = None,
     node_ranks: Callable[[PlanConfig], int | None] = lambda plan: None,
+    huggingface: "ReadModel | None" = None,
 ) -> CommandLine:
     """Parse current flags, old flags, a file of settings, which both win over, and DeepSpeed's file.
 
@@ -183,7 +188,8 @@ def parse_command_line(
     `saved` returns what --use-checkpoint-args takes from the checkpoint of --load and --ckpt-step; None: such
     flags change nothing.
     `node_ranks` returns the ranks of a node, real or planned, which tensor ranks must divide; None: unknown.
-    Raises UsageError, in one line, if the command line is wrong.
+    `huggingface` reads what --load hf: gives; None: nothing.
+    Raises UsageError, in one line, if the command line is wrong, and ValueError as `huggingface` does.
     """
     parts = typing.get_type_hints(Config)
     files: dict[str, type[Options]] = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
@@ -194,12 +200,19 @@ def parse_command_line(
     parser = make_parser(prog, "", parts | files, lists_flags="--help all")
     typed, others = _typed(parser, (*parts, *files, OTHERS), argv)
     provided = Provided(parts, typed)
-    try:
+    with _usage_errors_of(provided):
         notes = () if others is None else others.obey_old_flags(typed[OTHERS], provided)
         settings = SettingsFile(**typed["settings"]).config
         if settings is not None:
             notes += obey_settings(settings, parts, provided)
         notes += obey_checkpoint(provided, saved)
+    if huggingface is not None and (provided.get("checkpoint.load") or "").startswith(HUGGINGFACE):
+        from megatron_zpp.config.sources.huggingface import obey_model, read_model
+
+        model = read_model(provided, huggingface)
+        with _usage_errors_of(provided):
+            notes += obey_model(provided, model)
+    with _usage_errors_of(provided):
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
             from megatron_zpp.config.legacy.deepspeed import obey_file
@@ -220,6 +233,13 @@ def parse_command_line(
             node_ranks=node_ranks(parsed["plan"]),
         )
         return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]))
+
+
+@contextmanager
+def _usage_errors_of(provided: Provided) -> Iterator[None]:
+    """Turn a ValueError into a UsageError that names the sources of the values it mentions."""
+    try:
+        yield
     except ValueError as error:
         raise UsageError(provided.explain(str(error))) from error
 

@@ -120,8 +120,8 @@ class CheckpointConfig(Options):
     load: str | None = option(
         None,
         "Resume from the newest checkpoint in this directory or s3://BUCKET/PREFIX. If it is also --save and "
-        "still empty, start from the beginning. hf:DIR: start at iteration 0 with the weights of a GPT-2 in "
-        "Hugging Face's format.",
+        "still empty, start from the beginning. hf:DIR or hf:ORG/NAME[@REVISION]: start at iteration 0 with "
+        "the shape, weights and tokenizer of a Hugging Face model, in a directory or on the hub.",
         metavar="DIR",
     )
     ckpt_step: int | None = option(
@@ -154,7 +154,7 @@ class CheckpointConfig(Options):
 
     @property
     def huggingface(self) -> str | None:
-        """DIR of --load hf:DIR; None for other values."""
+        """DIR of --load hf:DIR, or ORG/NAME; None for other values."""
         if self.load is None or not self.load.startswith(HUGGINGFACE):
             return None
         return self.load.removeprefix(HUGGINGFACE)
@@ -171,7 +171,7 @@ class CheckpointConfig(Options):
             raise self.error("load", "names no directory; give one after the colon")
         if self.huggingface:
             for name, fix in (
-                ("use_checkpoint_args", "has no arguments; use --model-preset with its config.json"),
+                ("use_checkpoint_args", "has no arguments, and gives the model's shape itself; omit it"),
                 ("use_checkpoint_opt_param_scheduler", "has no schedule; omit it"),
                 ("ckpt_step", "has no iterations; omit it"),
             ):

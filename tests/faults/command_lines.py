@@ -173,7 +173,7 @@ PLACES = [
     bad("--nccl-sockets 4x2", "--nccl-sockets 4x2: only auto is possible: omit it, and set NCCL_SOCKET_NT"),
     bad("--load hf:", "--load hf:: names no directory"),
     bad("--load hf:hf --ckpt-step 5", "--ckpt-step 5: --load hf:hf has no iterations; omit it"),
-    bad("--save hf:new", "--save hf:new: name a directory without hf: … huggingface export"),
+    bad("--save hf:new", "--save hf:new: name a directory without hf: … megatron-zpp export"),
     bad("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint (given): needs --load"),
     bad("--wandb-exp-name a", "--wandb-exp-name a: needs --wandb-project"),
 ]
