@@ -94,7 +94,7 @@ def renamed() -> None:
     if not command:
         command = sys.argv.pop(1) if sys.argv[1:2] in (["import"], ["export"]) else ""
     if is_first_of_node():
-        sys.stderr.write(f"{old}: warning: is now megatron-zpp {command or 'import or export'}\n")
+        sys.stderr.write(f"{old}: warning: is deprecated; use megatron-zpp {command or 'import or export'}\n")
     if not command:
         end_with_usage_error(old, "no action: must be import or export")
     if name == "import-checkpoint":

@@ -18,14 +18,11 @@ from megatron_zpp.storage.files import locked
 PREFIX = "hf:"
 _REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _ON_HUB = re.compile(rf"{PREFIX}({_REPOSITORY})(?:@([\w./-]+))?")
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
+_SETTINGS = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("vocab.json", "merges.txt"),
 )
-_WEIGHTS = ("config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 _FRESH = 60.0  # seconds in which a download answers other processes of the machine
 
 
@@ -44,8 +41,8 @@ def find_model(flag: str, name: str, *, weights: bool = True) -> HubModel:
     """Return the directory of hf:DIR, or of hf:ORG/NAME[@REVISION], which is downloaded.
 
     A process asks the hub once. Of several processes of a machine one does, and the others wait for it.
-    Without `weights` only the tokenizer's files are downloaded. A DIR need not exist. Raises ValueError, in
-    one line that names `flag`, if the hub does not give the files.
+    Without `weights` only config.json and the tokenizer's files are downloaded. A DIR need not exist. Raises
+    ValueError, in one line that names `flag`, if the hub does not give the files.
     """
     directory, on_hub = Path(name.removeprefix(PREFIX)), _ON_HUB.fullmatch(name)
     if on_hub is None or directory.is_dir():
@@ -87,9 +84,9 @@ def _downloaded(name: str, repository: str, revision: str, *, weights: bool) -> 
     from huggingface_hub import constants, snapshot_download
 
     cache = Path(constants.HF_HUB_CACHE)
-    files = f"{revision.replace('/', '--')}.{'model' if weights else 'tokenizer'}"
+    files = f"{revision.replace('/', '--')}.{'model' if weights else 'settings'}"
     record = cache / ".locks" / f"models--{repository.replace('/', '--')}" / f"megatron_zpp.{files}"
-    patterns = [*_TOKENIZER, *(_WEIGHTS if weights else ())]
+    patterns = [*_SETTINGS, *(_WEIGHTS if weights else ())]
     with ExitStack() as held:
         with suppress(OSError):  # nobody can write to this cache, so nobody downloads
             record.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,8 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     config.precision.check_vocabulary(config.model.embedding_rows(vocab_size), tensor_ranks)
     check_prompt(config.evaluation.sample_prompt, tokenizer)
     splits = open_data(config, schedule, description, say)
-    check_start(config.checkpoint, config.model, description)
+    if not (config.plan.dry_run and config.checkpoint.huggingface):  # a plan downloads no weights
+        check_start(config.checkpoint, config.model, description)
     check_sinks(config.logging)
     if config.timing.profile:
         from megatron_zpp.reporting.profile import check_profile

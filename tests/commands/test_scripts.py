@@ -80,7 +80,7 @@ def test_an_old_script_works_and_says_its_new_name_once_per_node(
     done = script("renamed", old, *argv)
     assert done.returncode == status, done.stderr
     first, *rest = done.stderr.splitlines()
-    assert first == f"{old}: warning: is now megatron-zpp {new}"
+    assert first == f"{old}: warning: is deprecated; use megatron-zpp {new}"
     assert all(line.startswith(f"{old}: error: ") for line in rest)
     if name == "import-checkpoint":
         assert rest == [

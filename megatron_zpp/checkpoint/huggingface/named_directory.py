@@ -29,13 +29,16 @@ class NamedDirectory:
         return self.shown.startswith(HUGGINGFACE) and self.path != Path(self.shown.removeprefix(HUGGINGFACE))
 
 
-def named_directory(flag: str, shown: str) -> NamedDirectory:
-    """Return the directory that DIR, hf:DIR or hf:ORG/NAME[@REVISION] names; the last one is downloaded."""
+def named_directory(flag: str, shown: str, *, weights: bool = True) -> NamedDirectory:
+    """Return the directory that DIR, hf:DIR or hf:ORG/NAME[@REVISION] names; the last one is downloaded.
+
+    Without `weights` it has config.json and the tokenizer alone.
+    """
     if not shown.startswith(HUGGINGFACE):
         return NamedDirectory(flag, shown, Path(shown))
     from megatron_zpp.storage.hub import find_model
 
-    found = find_model(flag, shown)
+    found = find_model(flag, shown, weights=weights)
     return NamedDirectory(flag, found.name, found.path)
 
 

@@ -19,7 +19,7 @@ def read_settings(load: str, tokenizer: TokenizerConfig | None) -> HuggingFaceMo
 
     Raises ValueError, in one line that names --load, for a model that ours cannot be.
     """
-    named = named_directory("--load", load)
+    named = named_directory("--load", load, weights=False)
     architecture = read_architecture(named)
     settings = tokenizer or find_tokenizer(named)
     return HuggingFaceModel(

@@ -57,6 +57,14 @@ def test_a_model_of_the_hub_is_trained_sampled_and_pushed_back(hub: Hub, good: P
     assert all(TOKEN not in one.stdout + one.stderr for one in (ran, pushed))
 
 
+def test_a_plan_downloads_no_weights(hub: Hub, tmp_path: Path) -> None:
+    flags = "--mock-data --micro-batch-size 2 --train-iters 1 --lr 1 --dry-run --load hf:org/tiny".split()
+    planned = program("pretrain_gpt", *flags, **hub.environment(tmp_path))
+    assert planned.returncode == 0, planned.stderr
+    assert "2 layers" in planned.stdout
+    assert not [request for request in hub.requests if "safetensors" in request]
+
+
 def test_an_interrupted_download_continues_with_the_files_that_are_missing(hub: Hub, tmp_path: Path) -> None:
     hub.cut = "model.safetensors"
     place = hub.environment(tmp_path)
