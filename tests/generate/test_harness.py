@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def test_loglikelihoods(ours: object, reference: object) -> None:
     ):
         assert mine[0] == pytest.approx(other[0], rel=1e-4)
         assert mine[1] == other[1]
+
+
+def test_a_hugging_face_model_is_scored_as_it_is(
+    ours: object, checkpoint: Path, theirs: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    from megatron_zpp.commands.harness import CheckpointLM
+
+    theirs.save_pretrained(tmp_path)
+    shutil.copyfile(checkpoint.parent / "tokenizer.json", tmp_path / "tokenizer.json")
+    direct = CheckpointLM(load=f"hf:{tmp_path}", device="cpu", batch_size=3)
+    assert ask(direct, "loglikelihood", PAIRS) == ask(ours, "loglikelihood", PAIRS)
 
 
 def test_rolling_loglikelihoods(ours: object, reference: object) -> None:

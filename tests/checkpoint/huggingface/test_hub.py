@@ -46,6 +46,10 @@ def test_a_model_of_the_hub_is_trained_sampled_and_pushed_back(hub: Hub, good: P
     ]
     assert [one.returncode for one in scored] == [0, 0], scored[0].stderr
     assert scored[0].stdout == scored[1].stdout
+    imported = program(
+        "megatron_zpp.commands.import_checkpoint", "hf:org/tiny", tmp_path / "imported", **offline
+    )
+    assert f"--tokenizer-model hf:org/tiny@{COMMIT}" in imported.stdout, imported.stderr
     assert hub.requests == []
 
     argv = [tmp_path / "run", tmp_path / "out", "--push-to-hub", "org/new"]
