@@ -10,19 +10,26 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from typing import NoReturn
 
 from megatron_zpp.commands.interrupts import end_on_interrupt, is_first_of_node
-from megatron_zpp.config.command_line import check_packages, end_with_usage_error, program_name, run_tool
+from megatron_zpp.config.command_line import (
+    check_packages,
+    end_with_usage_error,
+    program_name,
+    raise_interrupts,
+    run_tool,
+)
 from megatron_zpp.version import __version__
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module with its `main`, and what it does. Of several ranks, `main` reports errors."""
+    """A command: the module whose `main` it is, and what it does."""
 
     module: str
     does: str
-    of_ranks: bool = False
+    of_ranks: bool = False  # runs on several ranks, and so reports errors itself
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -41,7 +48,7 @@ COMMANDS: Mapping[str, Command] = {
     "torchrun": Command("commands.torchrun", "start the ranks of one node of a SLURM step", of_ranks=True),
     "build-kernels": Command("ops.build", "compile the kernels; otherwise the first run does"),
 }
-_RENAMED = {  # console scripts that version 0.1 had, as megatron-zpp-NAME; they go with version 0.3
+_RENAMED = {  # commands that were console scripts megatron-zpp-NAME; these go with version 0.3
     "pretrain": "train",
     "build-corpus": "corpus",
     "train-tokenizer": "tokenizer",
@@ -73,17 +80,23 @@ def main() -> None:
 def run(command: str) -> None:
     """Run a command with the arguments and the name in sys.argv."""
     program = COMMANDS[command]
-    if command != "torchrun":  # which handles signals itself
+    if command == "torchrun":  # which handles signals itself
+        raise_interrupts()
+    else:
         end_on_interrupt()
     if command == "plan":
         sys.argv.insert(1, "--dry-run")
     if program.module == "commands.pretrain":
         before_torch()
-    module = f"megatron_zpp.{program.module}"
+    try:
+        program_main = import_module(f"megatron_zpp.{program.module}").main
+    except ModuleNotFoundError as error:  # a package that few need, such as lm_eval
+        missing = error
+        run_tool(lambda: _raise(missing))
     if program.of_ranks:
-        import_module(module).main()
+        program_main()
     else:
-        run_tool(lambda: import_module(module).main())
+        run_tool(program_main)
 
 
 def renamed() -> None:
@@ -130,6 +143,10 @@ def _help(program: str) -> str:
             f"{program} COMMAND --help lists the flags of a command, {program} --version the version.",
         ]
     )
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _write(text: str) -> None:
