@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_zpp.config.model import NOT_SHAPE, ModelConfig
+from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
 from megatron_zpp.config.options import flag_name, option_error, usage_errors
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.config.sources.provided import Provided
@@ -29,11 +29,11 @@ ReadModel = Callable[[str, TokenizerConfig | None], HuggingFaceModel]
 
 def read_model(provided: Provided, read: ReadModel) -> HuggingFaceModel:
     """Return the model of --load hf:. Raises UsageError for flags of checkpoints beside it, and as `read`."""
+    given = provided.values["tokenizer"]
     with usage_errors():
         checkpoint = CheckpointConfig(**provided.values["checkpoint"])
+        tokenizer = TokenizerConfig(**given) if any(name in given for name in _TOKENIZER) else None
     assert checkpoint.load is not None  # the caller has seen that it names such a model
-    given = provided.values["tokenizer"]
-    tokenizer = TokenizerConfig(**given) if any(name in given for name in _TOKENIZER) else None
     return read(checkpoint.load, tokenizer)
 
 
@@ -66,8 +66,9 @@ def obey_model(provided: Provided, found: HuggingFaceModel) -> tuple[str, ...]:
 def _check(given: Mapping[str, Any], found: HuggingFaceModel) -> None:
     theirs, preset = asdict(found.model), given.get("model_preset")
     ours = dict(given)
-    if preset is not None:  # which implies values for all fields
-        ours = asdict(ModelConfig(**{"seq_length": 1} | ours))
+    if preset is not None:  # which implies values for all fields, but for GPTs not the longest text
+        longest = preset_fields(preset).get("max_position_embeddings", theirs["max_position_embeddings"])
+        ours = asdict(ModelConfig(**{"seq_length": 1, "max_position_embeddings": longest} | ours))
     for name, value in ours.items():
         if name in (*NOT_SHAPE, "model_preset") or _same(found.model, name, value):
             continue

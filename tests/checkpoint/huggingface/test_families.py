@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.root import Config, parse_command_line
 from megatron_zpp.config.shapes.huggingface import FAMILIES as CONFIGS
 from megatron_zpp.config.shapes.huggingface import describe_model, huggingface_values
+from megatron_zpp.config.sources.huggingface import HuggingFaceModel
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
@@ -154,6 +156,10 @@ def test_flags_that_repeat_the_model_are_obeyed(bpe: Path, tmp_path: Path) -> No
     assert alone.model.seq_length == 64
     assert started(source, f"--model-preset {source} --num-layers 2 --normalization rmsnorm") == alone
     files = f"--vocab-file {bpe}/vocab.json --merge-file {bpe}/merges.txt"
+    published = replace(ModelConfig(model_preset="345m", seq_length=1024), model_preset=None)
+    model = HuggingFaceModel(f"hf:{source}", published, {}, alone.tokenizer)
+    argv = "--model-preset 345m --mock-data --micro-batch-size 1 --train-iters 1 --lr 1 --load hf:x".split()
+    assert parse_command_line(argv, huggingface=lambda *given: model).config.model == published
     other = started(source, f"--max-position-embeddings 32 --hidden-dropout 0.5 {files}")
     assert (other.model.seq_length, other.model.hidden_dropout) == (32, 0.5)
     assert other.tokenizer.tokenizer_type == "GPT2BPETokenizer"
