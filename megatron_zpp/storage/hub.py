@@ -87,23 +87,28 @@ def _downloaded(name: str, repository: str, revision: str, *, weights: bool) -> 
     files = f"{revision.replace('/', '--')}.{'model' if weights else 'settings'}"
     record = cache / ".locks" / f"models--{repository.replace('/', '--')}" / f"megatron_zpp.{files}"
     patterns = [*_SETTINGS, *(_WEIGHTS if weights else ())]
-    with ExitStack() as held:
-        with suppress(OSError):  # nobody can write to this cache, so nobody downloads
-            record.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(record))
-        if commit := _just_downloaded(record):
-            with suppress(OSError):  # the cache was emptied since
-                path = snapshot_download(
-                    repository, revision=commit, allow_patterns=patterns, local_files_only=True
-                )
-                return HubModel(f"{PREFIX}{repository}@{commit}", Path(path))
+
+    def ask() -> HubModel:
         if not constants.HF_HUB_OFFLINE:
             sys.stderr.write(f"{name}: downloading what is not yet in {cache}\n")
-        path = snapshot_download(repository, revision=revision, allow_patterns=patterns)
-        commit = Path(path).name
+        path = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
         with suppress(OSError):
-            record.write_text(json.dumps({"commit": commit, "time": time.time()}))
+            record.write_text(json.dumps({"commit": path.name, "time": time.time()}))
+        return HubModel(f"{PREFIX}{repository}@{path.name}", path)
+
+    commit = _just_downloaded(record)
+    if commit is None:
+        with ExitStack() as held:
+            with suppress(OSError):  # nobody can write to this cache, so nobody downloads
+                record.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(record))
+            commit = _just_downloaded(record)
+            if commit is None:
+                return ask()
+    with suppress(OSError):  # the cache was emptied since
+        path = snapshot_download(repository, revision=commit, allow_patterns=patterns, local_files_only=True)
         return HubModel(f"{PREFIX}{repository}@{commit}", Path(path))
+    return ask()
 
 
 def _just_downloaded(record: Path) -> str | None:
