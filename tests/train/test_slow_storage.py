@@ -56,7 +56,9 @@ def outcome_of(topology: Topology, directory: str, stuck: int, where: str) -> st
     elif topology.rank == stuck:
         VerifiedFile._load = wait_and_load
     config, store = config_of("--load", directory), dist.distributed_c10d._get_default_store()
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, topology.world_size)
+    schedule = RunSchedule.from_config(
+        config.training, config.learning_rate, topology.world_size, seq_length=config.model.seq_length
+    )
     try:
         return str(restore.restore(config, engine, TOKENIZER, store, schedule).progress.iteration)
     except ValueError as error:

@@ -15,24 +15,32 @@ from megatron_zpp.config.legacy.deepspeed_keys import (
     Off,
     Only,
 )
-from megatron_zpp.config.options import option_error
+from megatron_zpp.config.options import flag_name, option_error
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.sources.settings_file import DEEPSPEED_FLAG as FLAG
 from megatron_zpp.config.values.json_file import read_json_object, shown, shown_key
 
+_FIRST_SCALE_POWER = 16  # DeepSpeed's default
+_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 AUTO = "auto"  # Hugging Face's placeholder for a value that the command line gives
 _BLOCKS = {path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)}
 
 
-def obey_file(path: str, provided: Provided, ranks: int) -> tuple[str, ...]:
-    """Add the file's settings to `provided`; return a note that lists keys without effect, if any.
+def obey_file(path: str, provided: Provided, ranks: int, *, under_deepspeed: bool = False) -> tuple[str, ...]:
+    """Add the file's settings to `provided`, and keys that are refused; return notes.
 
-    Raises ValueError, naming file and key, for a key that is unknown, contradicts `provided` or cannot be
-    obeyed.
+    The notes list keys without effect, and flags that have none under DeepSpeed because of the file: its fp16
+    section decides the loss scale, and in a script that runs `under_deepspeed` the file decides on clipping.
+
+    Raises ValueError, naming file and key, for a key that is unknown, contradicts `provided` or has a value
+    of another kind.
     """
     file = _File(path, provided)
     keys = dict(_flatten(path, read_json_object(FLAG, path)))
     idle = [key for key in keys if isinstance(KEYS[key], Idle)]
+    notes = file.settle_loss_scale(keys)
+    if under_deepspeed:
+        notes += file.settle_clipping(keys)
     for key in sorted(keys, key=lambda key: not key.endswith(".enabled")):
         if _is_off(key, keys, provided):
             idle.append(key)
@@ -41,7 +49,9 @@ def obey_file(path: str, provided: Provided, ranks: int) -> tuple[str, ...]:
     file.settle_format(keys)
     file.settle_reports(keys)
     file.settle_batch(keys, ranks)
-    return (f"{FLAG} {path}: no effect here: {', '.join(sorted(idle))}",) if idle else ()
+    if idle:
+        notes.append(f"{FLAG} {path}: no effect here: {', '.join(sorted(idle))}")
+    return tuple(notes)
 
 
 class _File:
@@ -62,15 +72,48 @@ class _File:
                 self._put(field_path, setting, key, value)
         elif isinstance(rule, Only):
             if value not in rule.values or isinstance(value, bool) != isinstance(rule.values[0], bool):
-                allowed = " or ".join(map(shown, rule.values))
-                raise self._option_error(key, value, f"only {allowed} is possible: {rule.otherwise}")
+                self._refuse(key, value, rule.otherwise)
         elif isinstance(rule, Off):
             if not isinstance(value, dict):
                 raise self._option_error(key, value, "must be an object")
             if value.get("enabled") not in (False, None, AUTO):
-                raise self._option_error(f"{key}.enabled", value["enabled"], f"not here: {rule.otherwise}")
+                self._refuse(f"{key}.enabled", value["enabled"], rule.otherwise)
         elif not isinstance(rule, Idle):
-            raise self._option_error(key, value, f"not here: {rule.otherwise}")
+            self._refuse(key, value, rule.otherwise)
+
+    def settle_loss_scale(self, keys: dict[str, Any]) -> list[str]:
+        """Let the fp16 section alone decide the loss scale, with DeepSpeed's defaults; return notes."""
+        fp16 = keys.get("fp16.enabled", self._provided.get("precision.fp16"))
+        if fp16 is not True or not any(key.startswith("fp16.") for key in keys):
+            return []
+        keys.setdefault("fp16.loss_scale", 0)
+        keys.setdefault("fp16.initial_scale_power", _FIRST_SCALE_POWER)
+        given = {}
+        for name in _LOSS_SCALE:
+            if (value := self._provided.get(f"precision.{name}")) is not None:
+                given[flag_name(name)] = value
+                self._provided.drop(f"precision.{name}")
+        if not given:
+            return []
+        flags = ", ".join(f"{flag} {value:g}" for flag, value in given.items())
+        kind = "dynamic" if not keys["fp16.loss_scale"] else "constant"
+        return [f"{flags}: no effect, as under DeepSpeed: fp16 of {self._path} means a {kind} loss scale"]
+
+    def settle_clipping(self, keys: dict[str, Any]) -> list[str]:
+        """Clip gradients only if the file says so, as DeepSpeed does, whatever --clip-grad says."""
+        field_path, key = "optimizer.clip_grad", "gradient_clipping"
+        clip, theirs = self._provided.get(field_path), keys.get(key, 0.0)
+        if clip is not None:
+            self._provided.drop(field_path)
+        if key not in keys:
+            self._put(field_path, 0.0, key, 0.0)
+        if clip in (None, theirs):
+            return (
+                []
+                if key in keys
+                else [f"{self._path} has no {key}: no gradient is clipped, as under DeepSpeed"]
+            )
+        return [f"--clip-grad {clip:g}: no effect, as under DeepSpeed: {key} of {self._path} is {theirs:g}"]
 
     def settle_format(self, keys: dict[str, Any]) -> None:
         """Select fp32 if a format is switched off and none is switched on, as DeepSpeed does."""
@@ -116,6 +159,9 @@ class _File:
         if key in ONLY_PRINTS and self._provided.get(field_path) is not None:
             return  # what is printed when is no contradiction
         self._provided.put(field_path, setting, f"{FLAG} {self._path}: {key}", shown(value))
+
+    def _refuse(self, key: str, value: Any, reason: str) -> None:
+        self._provided.refuse(f"{FLAG} {self._path}: {key} {shown(value)}", reason)
 
     def _option_error(self, key: str, value: Any, fix: str) -> ValueError:
         return option_error(FLAG, self._path, f"{key} {shown(value)}: {fix}")

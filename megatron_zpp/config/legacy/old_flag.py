@@ -18,7 +18,7 @@ class OldFlag:
     means      what it gives for each of its values, instead of `gives`
     today      the current flag with the same meaning
     allowed    the values that it may have, which describe what happens anyway
-    otherwise  what to do instead of another value; without `allowed` values the flag is refused
+    otherwise  why another value is refused, or what to do instead; without `allowed` values any is refused
     why        the reason why the flag has no effect
     needs      the settings, by field path, that it has no effect with; with others it is refused
     computes   whether saved settings may have only `allowed` values of it too: the model depends on it
@@ -43,6 +43,12 @@ class OldFlag:
         if self.computes and value not in (None, *self.allowed):
             allowed = " or ".join(map(str, self.allowed))
             raise ValueError(f"{place} {value}: only {allowed} is possible: {self.otherwise}")
+
+    def accepts(self, value: Any) -> bool:
+        """Whether `value` is one that the flag may have, with each of several values."""
+        if self.refused:
+            return False
+        return not self.allowed or all(one in self.allowed for one in (value if self.many else (value,)))
 
     @property
     def refused(self) -> bool:
@@ -81,7 +87,7 @@ def only(name: str, allowed: Any, otherwise: str, today: str = "", *, many: bool
 
 
 def refused(names_by_reason: Mapping[str, str]) -> tuple[OldFlag, ...]:
-    """Flags that are refused with any value, by what to do instead."""
+    """Flags that are refused with any value, by why, or by what to do instead."""
     return tuple(
         OldFlag(name=name, otherwise=otherwise)
         for otherwise, names in names_by_reason.items()

@@ -4,27 +4,37 @@ Names and meanings are those of Megatron-LM from its first release to core 0.12 
 None of them is a current flag.
 """
 
+from megatron_zpp.config.legacy.megatron_features import (
+    CURRICULUM,
+    DISTILLATION,
+    EXPERTS,
+    OPTIMIZERS,
+    YARN,
+)
 from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, REFUSED_TODAY, RENAMED_TODAY
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed
 
 _FULL = {"recompute.recompute_granularity": "full"}
-_PP = "every rank computes all layers; use --zero-stage 3 to shard the model over ranks"
-_LONG = "every rank computes whole samples; omit it"
-_EXPERTS = "the model is dense; omit it"
+_LONG = "not supported: context parallelism"
 _FEEDBACK = (
-    "error feedback did not lower the loss (docs/internals/numerics.md); omit it, or use "
-    "--zero-quantized-gradients-format rotated4"
+    "not supported: error feedback, which did not lower the loss (docs/internals/numerics.md); "
+    "--zero-quantized-gradients-format rotated4 does"
 )
+_WEIGHT_DECAY = "not supported: a schedule of the weight decay"
 _NO_SNAPSHOTS = "states are copied to --save alone"
 
 RENAMED = (
     renamed("--batch-size", "training.micro_batch_size", int),
+    OldFlag(
+        name="--pipeline-model-parallel-size",
+        takes=int,
+        today="more data ranks, at the lowest --zero-stage that fits",
+    ),
     renamed("--model-parallel-size", "distributed.tensor_model_parallel_size", int),
     renamed("--warmup", "learning_rate.lr_warmup_fraction", float),
     *(
         OldFlag(name=f"--{name}-tokens", takes=int, samples=path, today=f"--{name}-samples, / --seq-length")
         for name, path in (
-            ("train", "training.train_samples"),
             ("lr-decay", "learning_rate.lr_decay_samples"),
             ("lr-warmup", "learning_rate.lr_warmup_samples"),
         )
@@ -59,6 +69,8 @@ RENAMED = (
         today="--group-query-attention --num-query-groups",
     ),
     renamed("--fp8-hybrid", "precision.fp8"),
+    renamed("--pad-vocab-size-to", "model.padded_vocab_size", int),
+    renamed("--tokenizer-name-or-path", "tokenizer.tokenizer_model", str),
     OldFlag(
         name="--use-rotary-position-embeddings",
         gives={"model.position_embedding_type": "rope"},
@@ -72,18 +84,16 @@ RENAMED = (
 )
 
 ONLY = (
-    only("--pipeline-model-parallel-size", 1, _PP),
     only("--context-parallel-size", 1, _LONG),
     only("--ds-sequence-parallel-size", 1, _LONG),
-    only("--expert-model-parallel-size", 1, _EXPERTS),
-    only("--moe-expert-parallel-size", 1, _EXPERTS),
-    only("--num-experts", 1, _EXPERTS),
-    only("--optimizer", "adam", "AdamW is the only optimizer; omit it"),
-    only("--dataloader-type", "single", "samples come in one seeded order; omit it"),
+    only("--expert-model-parallel-size", 1, EXPERTS),
+    only("--moe-expert-parallel-size", 1, EXPERTS),
+    only("--num-experts", 1, EXPERTS, many=True),
+    only("--optimizer", "adam", OPTIMIZERS),
+    only("--dataloader-type", "single", "not supported: cyclic and external data loaders"),
     only("--data-impl", ("mmap", "infer"), "only .bin with .idx can be read; preprocess the data again"),
-    only("--remote-device", "none", "parameters stay on the GPU; use --zero-stage 3 with more ranks"),
-    only("--weight-decay-incr-style", "constant", "use --weight-decay"),
-    only("--tile-factor", 1, "linear layers are whole; use --zero-stage 3 to shard them"),
+    only("--remote-device", "none", "not supported: parameters in CPU memory or on disks"),
+    only("--weight-decay-incr-style", "constant", _WEIGHT_DECAY),
 )
 
 _IDLE = {
@@ -99,7 +109,17 @@ _IDLE = {
         --sequence-parallel --partition-activations --distribute-checkpointed-activations
         --distribute-saved-activations""",
     "activations are gathered and scattered, not all-reduced": "--no-async-tensor-model-parallel-allreduce",
+    "linear layers are whole, with the same result": "--memory-centric-tiled-linear --tile-factor:int",
+    "embeddings are whole, with the same result": "--scattered-embeddings",
+    "every checkpoint loads at any number of ranks": "--universal-checkpoint",
+    "a signal, such as SIGTERM, saves and stops the run": "--kill-switch-file:str --kill-switch-path:str",
+    "--profile with --profile-step-start and --profile-step-end traces": "--profile_steps:str",
+    "only reports": "--codecarbon-dir:str",
+    "gradients of what tensor ranks replicate are summed": "--sync-tp-duplicated-parameters",
+    "no kernel has a shape that it cannot compute": "--abort-on-unmet-fused-kernel-constraints",
+    "--num-workers holds for all splits": "--valid-num-workers:int",
     "there is no pipeline parallelism": """--no-pipeline-parallel --no-scatter-gather-tensors-in-pipeline
+        --pp-partition-method:str --num-layers-per-virtual-pipeline-stage:int
         --enable-zbh1-pipeline --enable-zbh1-exact-semantics --overlap-p2p-communication
         --standalone-embedding-stage --pipeline-model-parallel-split-rank:int""",
     "every rank receives only its shard": "--zero-reduce-scatter",
@@ -132,45 +152,40 @@ _IDLE = {
         --no-load-lr-state""",
 }
 _REFUSED = {
-    "norms come before attention and MLP; omit it": "--apply-residual-connection-post-layernorm",
-    "initial weights are normal; omit it": "--init-method-xavier-uniform",
-    "rope pairs channels i and i + half a head; convert weights with interleaved pairs": """
-        --rotary-interleaved""",
-    "use --use-rope-scaling": "--rotary-seq-len-interpolation-factor",
-    "the residual stream has the compute format; use --fp32": "--fp32-residual-connection",
-    "the loss is computed in fp32; omit it": "--fp16-lm-cross-entropy",
+    "not supported: norms after the residual connection": "--apply-residual-connection-post-layernorm",
+    "not supported: Xavier initialisation": "--init-method-xavier-uniform",
+    "not supported: rope of neighbouring channels": "--rotary-interleaved",
+    "not supported: interpolation of positions": "--rotary-seq-len-interpolation-factor",
+    "not supported: a residual stream in fp32": "--fp32-residual-connection",
+    "not supported: a loss in fp16": "--fp16-lm-cross-entropy",
+    "not supported: norm of embeddings": "--embed-layernorm",
+    "not supported: ranges of data sets, with weights": """--train-weighted-split-paths
+        --valid-weighted-split-paths --test-weighted-split-paths --train-weighted-split-paths-path
+        --valid-weighted-split-paths-path --test-weighted-split-paths-path""",
     "use python -m megatron_zpp.commands.sample to generate text": "--ds-inference --inference",
-    "linear layers are whole; use --zero-stage 3 to shard them": "--memory-centric-tiled-linear",
-    "embeddings are whole; use --zero-stage 3 to shard them": "--scattered-embeddings",
     _FEEDBACK: "--zero-gradient-error-feedback",
-    "8-bit gradients need the hybrid format; use --fp8": "--fp8-e4m3",
-    _EXPERTS: """--mlp-type --topk --expert-interval --num-experts-switch --use-tutel --create-moe-param-group
+    "not supported: FP8 with e4m3 alone; use --fp8": "--fp8-e4m3",
+    EXPERTS: """--mlp-type --topk --expert-interval --num-experts-switch --use-tutel --create-moe-param-group
         --enable-expert-tensor-parallelism --disable-moe-token-dropping
         --disable-moe-top2-2nd-expert-sampling""",
-    "nothing is distilled; omit it": """--load-teacher --num-layers-teacher --hidden-size-teacher
-        --num-experts-teacher --num-attention-heads-teacher --mos --kd --kd-alpha-ce --kd-beta-ce
-        --kd-temp""",
-    "the model retrieves nothing; omit it": """--retro-workdir --retro-add-retriever
+    DISTILLATION: """--load-teacher --num-layers-teacher --hidden-size-teacher --num-experts-teacher
+        --num-attention-heads-teacher --mos --kd --kd-alpha-ce --kd-beta-ce --kd-temp""",
+    "not supported: retrieval (RETRO)": """--retro-workdir --retro-add-retriever
         --retro-cyclic-train-iters --retro-encoder-layers --retro-encoder-hidden-dropout
         --retro-encoder-attention-dropout --retro-num-neighbors --retro-num-retrieved-chunks
         --retro-return-doc-ids""",
-    "every layer computes all tokens; omit it": "--random-ltd",
-    "samples are neither chosen nor shortened; omit it": """--data-efficiency-curriculum-learning
-        --return-data-index --train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path
-        --train-shuffle-idx-path""",
+    "not supported: random layerwise token dropping": "--random-ltd",
+    CURRICULUM: """--data-efficiency-curriculum-learning --return-data-index --train-idx-path
+        --train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path""",
     "use --train-samples or --train-iters": "--train-data-exact-num-epochs",
     "name the data in --data-path": "--aml-data-download-path",
-    "this program is the trainer; omit it": "--use-dataset-only",
+    "not supported: runs that only build data sets": "--use-dataset-only",
     _LONG: """--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
         --ds-sequence-parallel-fpdt-offloading""",
-    "embeddings have the compute format; use --fp32": "--embedding-weights-in-fp32",
+    "not supported: embeddings in fp32": "--embedding-weights-in-fp32",
     "use --ckpt-step": "--load-tag",
-    "every checkpoint loads at any number of ranks; omit it": "--universal-checkpoint",
     "use --finetune, which loads weights only and starts at iteration 0": "--reset-iteration",
-    "a signal, such as SIGTERM, saves and stops the run; omit it": "--kill-switch-file",
-    "use --profile --profile-step-start N --profile-step-end N": "--profile_steps",
-    _PP: "--num-layers-per-virtual-pipeline-stage",
-    "weight decay is constant; use --weight-decay": "--start-weight-decay --end-weight-decay",
+    _WEIGHT_DECAY: "--start-weight-decay --end-weight-decay",
 }
 IDLE, REFUSED = idle(_IDLE), refused(_REFUSED)
 
@@ -222,7 +237,7 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
             takes=type(value),
             allowed=(value,),
             why="--use-rope-scaling always has this value",
-            otherwise="all models of Llama 3 have it; omit it",
+            otherwise="not supported: scaling of rope other than Llama 3's",
             computes=True,
         )
         for name, value in (
@@ -300,6 +315,23 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
     ),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
+OTHER_VALUES = {  # by flag: what says here what a value of another program says there
+    "--position-embedding-type": {"rotary": "rope", "absolute": "learned_absolute"},
+    "--tokenizer-type": dict.fromkeys(("PretrainedFromHF", "HFTokenizer"), "HuggingFaceTokenizer"),
+}
+REFUSED_VALUES = {
+    "--position-embedding-type": {
+        "alibi": "not supported: ALiBi",
+        "yarn": YARN,
+        "mrope": "not supported: multimodal rope",
+        "relative": "not supported: relative positions",
+    },
+    "--tokenizer-type": {
+        "BertWordPieceLowerCase": "not supported: WordPiece",
+        "BertWordPieceCase": "not supported: WordPiece",
+        "TikTokenizer": "not supported: tiktoken",
+    },
+}
 RETIRED_VALUES = {  # by field: the value that takes the place of each
     "zero_quantized_weights_format": {"fp8": "int8", "int4": "int8", "delta3": "delta4", "delta2": "delta4"},
     "zero_quantized_gradients_format": {"fp8": "int8", "rotated3": "rotated4"},
