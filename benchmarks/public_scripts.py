@@ -1,9 +1,9 @@
 """What becomes of 47 public launch scripts, run as they are up to pretrain_gpt.py --dry-run.
 
-DIRECTORY has a checkout of each repository, at the commit below. Each script runs in bash, in a copy, with stubs
-in place of launchers and of commands that need a cluster or the network. What it hands to pretrain_gpt.py is
-planned as it is, but that data, tokenizers and checkpoints become small files made here, and that the plan is
-for the ranks of the script.
+DIRECTORY has a checkout of each repository, at the commit below. Each script runs in bash, in a copy, with
+stubs in place of launchers and of commands that need a cluster or the network. What it hands to
+pretrain_gpt.py is planned as it is, but that data, tokenizers and checkpoints become small files made here, and
+that the plan is for the ranks of the script.
 """
 
 import argparse
@@ -56,7 +56,8 @@ _PRELUDE = """
 cd() { [[ ! -d $1 ]] || builtin cd "$1"; }
 source() { [[ ! -f $1 ]] || builtin source "$@"; }
 """
-_TOKENS = 5_000_000  # of the data: more than a global batch of any script
+_LONG = ("translated: ", "no effect here: ", "--deepspeed_config ds.json: no effect here: ")
+_TOKENS, _DOCUMENTS = 10_000_000, 2000  # of the data: more than a global batch of any script
 _ENTRIES = 50257  # of GPT-2's vocabulary
 
 
@@ -135,8 +136,8 @@ def make_files(files: Path) -> None:
     from tokenizers.models import WordLevel
 
     with IndexedDatasetWriter(files / "data", np.dtype("uint16")) as writer:
-        for _ in range(100):
-            writer.add_document(np.zeros(_TOKENS // 100, dtype=np.uint16))
+        for _ in range(_DOCUMENTS):
+            writer.add_document(np.zeros(_TOKENS // _DOCUMENTS, dtype=np.uint16))
     alphabet = [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)]
     entries = [chr(code) for code in alphabet]
     entries += [f"word{number}" for number in range(_ENTRIES - 1 - len(entries))] + ["<|endoftext|>"]
@@ -183,12 +184,13 @@ def row(line: str, repositories: Path, files: Path) -> dict[str, Any]:
     if program == "finetune_llama.py":
         return found | {"plans": False, "why": ["another program: instruction tuning"]}
     status, said = outcome([*placeholders(words, files)], directory, nodes, gpus)
-    problems = [line.partition("error: ")[2] or line for line in said.splitlines()]
+    said = re.sub(rf"{tempfile.gettempdir()}/\S*/", "", said)
+    lines = re.sub(r"[^\s=]*(ds_[^\s:]*|deepspeed)\.json\b", "ds.json", said).splitlines()
     if status == 0:
-        notes = [line.partition("warning: ")[2] for line in problems if "warning: " in line]
-        return found | {"plans": True, "notes": [note.replace(f"{files}/", "") for note in notes]}
-    told = [line for line in problems if not line.startswith(("translated: ", "no effect here: "))]
-    return found | {"plans": False, "why": [line.replace(f"{files}/", "") for line in told]}
+        notes = [line.partition("warning: ")[2] for line in lines if "warning: " in line]
+        return found | {"plans": True, "notes": [note for note in notes if not note.startswith(_LONG)]}
+    why = [line.partition("error: ")[2] or line for line in lines]
+    return found | {"plans": False, "why": [line for line in why if not line.startswith(_LONG)]}
 
 
 def main() -> None:

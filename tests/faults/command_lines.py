@@ -163,7 +163,7 @@ PLACES = [
     bad("--keep-last 2", "--keep-last 2: needs --save"),
     bad("--save new --keep-last 0", "--keep-last 0: must be at least 1"),
     bad("--save new --keep-every 3", "--keep-every 3: needs --keep-last"),
-    bad("--buddy-snapshots 5", "--buddy-snapshots 5: not here: states are copied to --save alone; omit it"),
+    bad("--buddy-snapshots 5", "--buddy-snapshots 5: states are copied to --save alone; omit it"),
     bad("--finetune", "--finetune (given): needs --load"),
     bad("--ckpt-step 5", "--ckpt-step 5: needs --load"),
     bad("--sample-tokens 5", "--sample-tokens 5: only 64 is possible: a sampled text always has 64 tokens"),

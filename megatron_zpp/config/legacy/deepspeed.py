@@ -20,8 +20,14 @@ from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.sources.settings_file import DEEPSPEED_FLAG as FLAG
 from megatron_zpp.config.values.json_file import read_json_object, shown, shown_key
 
-_FIRST_SCALE_POWER = 16  # DeepSpeed's default
-_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+_FP16_DEFAULTS = {"fp16.loss_scale": 0, "fp16.initial_scale_power": 16}  # others are the same here
+_LOSS_SCALE = {  # the fields of flags that the fp16 section replaces, and the defaults of both
+    "precision.loss_scale": None,
+    "precision.initial_loss_scale": 2.0**16,
+    "precision.loss_scale_window": 1000,
+    "precision.hysteresis": 2,
+    "precision.min_loss_scale": 1.0,
+}
 AUTO = "auto"  # Hugging Face's placeholder for a value that the command line gives
 _BLOCKS = {path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)}
 
@@ -38,14 +44,14 @@ def obey_file(path: str, provided: Provided, ranks: int, *, under_deepspeed: boo
     file = _File(path, provided)
     keys = dict(_flatten(path, read_json_object(FLAG, path)))
     idle = [key for key in keys if isinstance(KEYS[key], Idle)]
-    notes = file.settle_loss_scale(keys)
-    if under_deepspeed:
-        notes += file.settle_clipping(keys)
+    notes = file.settle_16bit(keys) + file.settle_clipping(keys) if under_deepspeed else []
+    scale = file.take_loss_scale(keys)
     for key in sorted(keys, key=lambda key: not key.endswith(".enabled")):
         if _is_off(key, keys, provided):
             idle.append(key)
         else:
             file.obey(key, keys[key])
+    notes += file.compare_loss_scale(scale)
     file.settle_format(keys)
     file.settle_reports(keys)
     file.settle_batch(keys, ranks)
@@ -81,39 +87,48 @@ class _File:
         elif not isinstance(rule, Idle):
             self._refuse(key, value, rule.otherwise)
 
-    def settle_loss_scale(self, keys: dict[str, Any]) -> list[str]:
-        """Let the fp16 section alone decide the loss scale, with DeepSpeed's defaults; return notes."""
+    def take_loss_scale(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Let the fp16 section alone decide the loss scale, as DeepSpeed does; return what flags say."""
         fp16 = keys.get("fp16.enabled", self._provided.get("precision.fp16"))
         if fp16 is not True or not any(key.startswith("fp16.") for key in keys):
+            return {}
+        for key, value in _FP16_DEFAULTS.items():
+            keys.setdefault(key, value)
+        given = {path: self._provided.get(path) for path in _LOSS_SCALE}
+        for path in given:
+            self._provided.drop(path)
+        return {path: value for path, value in given.items() if value is not None}
+
+    def compare_loss_scale(self, given: dict[str, Any]) -> list[str]:
+        """Return a note on flags of the loss scale that say something else than the file."""
+        flags = [
+            f"{flag_name(path.partition('.')[2])} {value:g}"
+            for path, value in given.items()
+            if value != (self._provided.get(path) or _LOSS_SCALE[path])
+        ]
+        if not flags:
             return []
-        keys.setdefault("fp16.loss_scale", 0)
-        keys.setdefault("fp16.initial_scale_power", _FIRST_SCALE_POWER)
-        given = {}
-        for name in _LOSS_SCALE:
-            if (value := self._provided.get(f"precision.{name}")) is not None:
-                given[flag_name(name)] = value
-                self._provided.drop(f"precision.{name}")
-        if not given:
-            return []
-        flags = ", ".join(f"{flag} {value:g}" for flag, value in given.items())
-        kind = "dynamic" if not keys["fp16.loss_scale"] else "constant"
-        return [f"{flags}: no effect, as under DeepSpeed: fp16 of {self._path} means a {kind} loss scale"]
+        kind = "constant" if self._provided.get("precision.loss_scale") else "dynamic"
+        return [f"{', '.join(flags)}: no effect, as under DeepSpeed: {self._path} has a {kind} loss scale"]
+
+    def settle_16bit(self, keys: dict[str, Any]) -> list[str]:
+        """Let the file choose between bf16 and fp16, as DeepSpeed does; return a note on the flag."""
+        for own, other in (("bf16", "fp16"), ("fp16", "bf16")):
+            if keys.get(f"{own}.enabled") is True and self._provided.get(f"precision.{other}"):
+                self._provided.drop(f"precision.{other}")
+                return [f"--{other}: no effect, as under DeepSpeed: {self._path} has {own}"]
+        return []
 
     def settle_clipping(self, keys: dict[str, Any]) -> list[str]:
         """Clip gradients only if the file says so, as DeepSpeed does, whatever --clip-grad says."""
-        field_path, key = "optimizer.clip_grad", "gradient_clipping"
-        clip, theirs = self._provided.get(field_path), keys.get(key, 0.0)
-        if clip is not None:
-            self._provided.drop(field_path)
-        if key not in keys:
-            self._put(field_path, 0.0, key, 0.0)
-        if clip in (None, theirs):
-            return (
-                []
-                if key in keys
-                else [f"{self._path} has no {key}: no gradient is clipped, as under DeepSpeed"]
-            )
-        return [f"--clip-grad {clip:g}: no effect, as under DeepSpeed: {key} of {self._path} is {theirs:g}"]
+        path, key = "optimizer.clip_grad", "gradient_clipping"
+        clip, theirs = self._provided.get(path), keys.setdefault(key, 0.0)
+        self._provided.drop(path)
+        if theirs and clip in (None, theirs):
+            return []
+        has = f"has {key} {theirs:g}" if theirs else "clips no gradient"
+        given = f"--clip-grad {clip:g}: no effect, " if clip else ""
+        return [f"{given}as under DeepSpeed: {self._path} {has}"]
 
     def settle_format(self, keys: dict[str, Any]) -> None:
         """Select fp32 if a format is switched off and none is switched on, as DeepSpeed does."""

@@ -46,8 +46,6 @@ class OldFlag:
 
     def accepts(self, value: Any) -> bool:
         """Whether `value` is one that the flag may have, with each of several values."""
-        if self.refused:
-            return False
         return not self.allowed or all(one in self.allowed for one in (value if self.many else (value,)))
 
     @property

@@ -18,7 +18,7 @@ from megatron_zpp.config.legacy.old_flags import (
 )
 from megatron_zpp.config.legacy.pipeline import FLAG as PIPELINE
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import flag_name, option_error, parse_known
+from megatron_zpp.config.options import UsageError, flag_name, option_error, parse_known
 from megatron_zpp.config.sources.provided import OTHERS, Provided
 
 _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
@@ -48,7 +48,12 @@ class Translation:
             for value in values
         )
         words = [word for flag in _flags(argv) for word in self._obeyed(parser, *flag)]
-        self.typed, self.unknown = parse_known(parser, (*groups, OTHERS), words)
+        try:
+            self.typed, self.unknown = parse_known(parser, (*groups, OTHERS), words)
+        except UsageError as error:
+            refused = Provided({}, {})
+            self._refuse(refused)
+            raise UsageError(refused.explain(str(error))) from None
         self._old = self.typed[OTHERS]
         self.pipeline: int = self._old.pop(PIPELINE, 1)
 
@@ -70,16 +75,11 @@ class Translation:
         """
         if self.pipeline < 1:
             raise option_error(PIPELINE, self.pipeline, "must be at least 1")
-        if self.pipeline > 1:
-            self._note(_BY_NAME[PIPELINE])
-        for words, reason in self._refused:
-            provided.refuse(words, reason)
+        self._refuse(provided)
         for name, value in self._old.items():
             flag = _BY_NAME[name]
             words = _words(name, value)
-            if flag.otherwise == EXPERTS and flag.refused and not self._has_experts:
-                self._idle.setdefault(_DENSE, []).append(name)
-            elif not flag.accepts(value):
+            if not flag.accepts(value):
                 provided.refuse(words, flag.otherwise)
             elif flag.means and value not in flag.means:
                 provided.refuse(words, f"must be {' or '.join(flag.means)}")
@@ -123,7 +123,11 @@ class Translation:
         self, parser: argparse.ArgumentParser, name: str, values: list[str], words: list[str]
     ) -> list[str]:
         """Return the words to parse in place of those of a flag, and record what becomes of the flag."""
-        feature = None if name in parser._option_string_actions else feature_of(name)
+        flag, feature = _BY_NAME.get(name), None
+        if flag is not None and flag.refused:
+            feature = flag.otherwise, True
+        elif name not in parser._option_string_actions:
+            feature = feature_of(name)
         if feature is not None:
             reason, refused = feature
             if reason == EXPERTS and not self._has_experts:
@@ -142,6 +146,10 @@ class Translation:
             return [name, other, *values[1:]]
         return words
 
+    def _refuse(self, provided: Provided) -> None:
+        for words, reason in self._refused:
+            provided.refuse(words, reason)
+
     def _note(self, flag: OldFlag) -> None:
         if flag.why:
             self._idle.setdefault(flag.why, []).append(flag.name)
@@ -150,14 +158,13 @@ class Translation:
 
 
 def _add_old_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all old flags to a parser, hidden from its help; typed values appear in the group `OTHERS`."""
+    """Add old flags that may be obeyed to a parser, hidden from its help, in the group `OTHERS`."""
     parser.add_argument("--deepspeed-config", dest="deepspeed.deepspeed_config", help=argparse.SUPPRESS)
     for name, flag in _BY_NAME.items():
         if flag.refused:
-            details: dict[str, Any] = {"nargs": "*"}  # or argparse would complain about its values first
-        else:
-            details = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
-            details |= {"nargs": "+"} if flag.many else {}
+            continue
+        details: dict[str, Any] = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
+        details |= {"nargs": "+"} if flag.many else {}
         parser.add_argument(name, dest=f"{OTHERS}.{name}", help=argparse.SUPPRESS, **details)
     known = ", ".join(flag.name for flag in RENAMED)
     parser.epilog = textwrap.fill(

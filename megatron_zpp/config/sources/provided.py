@@ -92,9 +92,9 @@ class Provided:
         self._filled.add(f"{part}.{field}")
 
     def drop(self, field_path: str) -> None:
-        """Forget the value of a field path."""
+        """Forget the value of a field path, if it was given."""
         part, field = field_path.split(".")
-        del self.values[part][field]
+        self.values[part].pop(field, None)
         self._names.pop(field_path, None)
 
     def _has_alternative(self, part: str, field: str) -> bool:
