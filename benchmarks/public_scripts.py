@@ -2,8 +2,8 @@
 
 DIRECTORY has a checkout of each repository, at the commit below. Each script runs in bash, in a copy, with
 stubs in place of launchers and of commands that need a cluster or the network. What it hands to
-pretrain_gpt.py is planned as it is, but that data, tokenizers and checkpoints become small files made here, and
-that the plan is for the ranks of the script.
+pretrain_gpt.py is planned as it is, but that data, tokenizers and checkpoints become small files made here,
+and that the plan is for the ranks of the script.
 """
 
 import argparse
