@@ -1,7 +1,7 @@
 """Command lines of public scripts: what they train here beside what their own programs' rules say.
 
-The rules were read in the sources of Megatron-DeepSpeed (4efb479d), and each is written again here. Lengths of
-the learning rate in tokens are rounded to samples.
+The rules were read in the sources of Megatron-DeepSpeed (4efb479d), and each is written again here. Tokens of
+warm-up and decay are rounded to samples.
 """
 
 import json
@@ -43,7 +43,8 @@ def fp16(power: int, window: int = 500) -> dict[str, Any]:
 SCRIPTS = {
     "Megatron-DeepSpeed examples_deepspeed/rebase/ds_pretrain_gpt_1.3B.sh": Script(
         line="--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 "
-        "--tensor-model-parallel-size 2 --init-method-std 0.013 --lr-decay-tokens 300000000000 --lr-warmup-tokens 3000000000 "
+        "--tensor-model-parallel-size 2 --init-method-std 0.013 "
+        "--lr-decay-tokens 300000000000 --lr-warmup-tokens 3000000000 "
         "--micro-batch-size 2 --global-batch-size 512 --num-layers 24 --hidden-size 2048 "
         "--num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
         "--train-tokens 300000000000 --train-samples 292968750 --lr 2.0e-4 --min-lr 1.0e-6 "
@@ -203,9 +204,8 @@ def test_a_public_line_trains_what_its_own_program_would(
             samples, script.steps["batch"], script.steps.get("ramp")
         )
         assert schedule.learning_rate(samples) == pytest.approx(
-            their_rate(samples, **script.rate),
-            rel=1e-9 + 0.5 / max(script.rate["warmup"], 1e9 * ("tokens" not in script.steps)),
-        )
+            their_rate(samples, **script.rate), rel=3e-6
+        )  # half a sample of the shortest warm-up
     half = their_steps(**script.steps | {"tokens": consumed // 2 * length})
     resumed = schedule.resumed(schedule.start.__class__(iteration=half[0], consumed_samples=half[1]))
     assert resumed.iterations == steps

@@ -148,6 +148,7 @@ def test_training_goes_on_after_a_save_to_storage_that_does_not_answer(
     reporter = Quiet()
     saver = saver_of(small(), config_of("--save", str(tmp_path)), reporter, dist.HashStore())
     saver.save(Progress(1, 1))
+    saver.before_step()
     (line,) = reporter.lines
     assert line.startswith("a checkpoint could not be saved: rank 0 on ")
     assert line.endswith(": no progress for 0:00:03; earlier checkpoints are unchanged; training continues")

@@ -207,7 +207,7 @@ class Saver:
             self._warning = f"a checkpoint could not be saved: {failure}; {kept}; training continues"
             return
         if line is not None:
-            self._warning = ""
+            self._warn()
             self._reporter.say(line)
 
     def _warn(self) -> None:
