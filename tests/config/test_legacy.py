@@ -41,6 +41,8 @@ OLD = [  # what was typed, and what says the same today
     ("--num-key-value-heads 2", "--group-query-attention --num-query-groups 2"),
     (f"{ROPE} --rotary-position-embeddings-theta 5", f"{ROPE} --rotary-base 5"),
     ("--bf16 --fp8-hybrid", "--bf16 --fp8"),
+    ("--wandb-project p --wandb_run_name r", "--wandb-project p --wandb-exp-name r"),
+    ("--wandb-project p --wandb_team t", "--wandb-project p --wandb-entity t"),
     ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),
 ]
 

@@ -1,7 +1,7 @@
 """Flags of Megatron-LM, Megatron-DeepSpeed and this program's past, and what happens to each.
 
-Names and meanings are those of Megatron-LM from its first release to core 0.12 and of Megatron-DeepSpeed.
-None of them is a current flag.
+Names and meanings are those of Megatron-LM from its first release to core 0.12, of Megatron-DeepSpeed and its
+fork by BigScience, and of GPT-NeoX's launcher. None of them is a current flag.
 """
 
 from megatron_zpp.config.legacy.megatron_features import (
@@ -69,6 +69,8 @@ RENAMED = (
         today="--group-query-attention --num-query-groups",
     ),
     renamed("--fp8-hybrid", "precision.fp8"),
+    renamed("--wandb_run_name", "logging.wandb_exp_name", str),
+    renamed("--wandb_team", "logging.wandb_entity", str),
     renamed("--pad-vocab-size-to", "model.padded_vocab_size", int),
     renamed("--tokenizer-name-or-path", "tokenizer.tokenizer_model", str),
     OldFlag(
@@ -99,7 +101,8 @@ ONLY = (
 _IDLE = {
     "the ZeRO engine is built in": """--deepspeed --use-contiguous-buffers-in-ddp
         --no-contiguous-buffers-in-local-ddp --DDP-impl:str""",
-    "ranks come from the launcher's environment": "--local_rank:int --local-rank:int",
+    "ranks come from the launcher's environment": """--local_rank:int --local-rank:int
+        --hostfile:str""",
     "--recompute-granularity selects recomputation": "--deepspeed-activation-checkpointing",
     "--recompute-granularity selects recomputation, layer by layer": "--split-transformers",
     "stored inputs of recomputation stay where they were computed": "--contigious-checkpointing",
@@ -114,7 +117,8 @@ _IDLE = {
     "every checkpoint loads at any number of ranks": "--universal-checkpoint",
     "a signal, such as SIGTERM, saves and stops the run": "--kill-switch-file:str --kill-switch-path:str",
     "--profile with --profile-step-start and --profile-step-end traces": "--profile_steps:str",
-    "only reports": "--codecarbon-dir:str",
+    "only reports": "--codecarbon-dir:str --log-level:str --log-level-replica:str --log-path:str",
+    "--wandb-exp-name distinguishes runs": "--wandb_group:str",
     "gradients of what tensor ranks replicate are summed": "--sync-tp-duplicated-parameters",
     "no kernel has a shape that it cannot compute": "--abort-on-unmet-fused-kernel-constraints",
     "--num-workers holds for all splits": "--valid-num-workers:int",
@@ -159,6 +163,13 @@ _REFUSED = {
     "not supported: a residual stream in fp32": "--fp32-residual-connection",
     "not supported: a loss in fp16": "--fp16-lm-cross-entropy",
     "not supported: norm of embeddings": "--embed-layernorm",
+    "not supported: GPT-NeoX's files of settings; give flags, or --config": "--conf_dir --megatron_config",
+    "not supported: autotuning; --dry-run compares settings": "--autotuning",
+    "not supported: skipped iterations": "--skip-train-iteration-range",
+    "not supported: objectives other than the next token": """--loss-on-targets-only --noise-density
+        --mean-noise-span-length --reweight-loss-based-on-position-frequency""",
+    OPTIMIZERS: "--use-bnb-optimizer",
+    "use python -m megatron_zpp.commands.evaluate": "--eval-only",
     "not supported: ranges of data sets, with weights": """--train-weighted-split-paths
         --valid-weighted-split-paths --test-weighted-split-paths --train-weighted-split-paths-path
         --valid-weighted-split-paths-path --test-weighted-split-paths-path""",
