@@ -19,6 +19,7 @@ from megatron_zpp.version import __version__
 REQUIRED: Any = MISSING
 # Of Unicode's categories Cc and Cf: controls, and marks of direction (bidi) and invisible separators.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+_HELP_LISTS = "(--help lists every flag)"
 _PLACEHOLDERS = ("", "DIRECTORY", "NAME", "N", "K")  # of any value, in what an option needs
 _HOME = re.compile(r"(?:~|\$HOME|\$\{HOME\})(?=/|$)")
 
@@ -155,7 +156,7 @@ def parse_groups(
     """Return what was typed, by group and field; other fields are absent, so that presets can fill them."""
     typed, unknown = parse_known(parser, groups, argv)
     if unknown:
-        parser.error(unknown)
+        raise UsageError(unknown)
     return typed
 
 
@@ -164,11 +165,12 @@ def parse_known(
 ) -> tuple[dict[str, dict[str, Any]], str]:
     """Return what `parse_groups` does, and a message on words that mean nothing; empty without any."""
     namespace, unknown = parser.parse_known_args(list(argv))
+    message = f"{_unknown_message(parser, unknown)} {_HELP_LISTS}" if unknown else ""
     typed: dict[str, dict[str, Any]] = {name: {} for name in groups}
     for destination, value in vars(namespace).items():
         group_name, field_name = destination.split(".", 1)
         typed[group_name][field_name] = with_home(tuple(value) if isinstance(value, list) else value)
-    return typed, _unknown_message(parser, unknown) if unknown else ""
+    return typed, message
 
 
 def with_home(value: Any) -> Any:
@@ -216,7 +218,7 @@ class _OneLineParser(argparse.ArgumentParser):
     """An argparse parser that raises UsageError instead of printing its usage block and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (--help lists every flag)")
+        raise UsageError(f"{message} {_HELP_LISTS}")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

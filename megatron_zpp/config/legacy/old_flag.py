@@ -41,8 +41,7 @@ class OldFlag:
     def check_saved(self, place: str, value: Any) -> None:
         """Raise ValueError, naming `place`, for saved settings of a model that no longer exists."""
         if self.computes and value not in (None, *self.allowed):
-            allowed = " or ".join(map(str, self.allowed))
-            raise ValueError(f"{place} {value}: only {allowed} is possible: {self.otherwise}")
+            raise ValueError(f"{place} {value}: {self.otherwise}")
 
     def accepts(self, value: Any) -> bool:
         """Whether `value` is one that the flag may have, with each of several values."""

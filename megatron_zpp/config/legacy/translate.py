@@ -37,7 +37,7 @@ class Translation:
 
     def __init__(self, parser: argparse.ArgumentParser, groups: Sequence[str], argv: Sequence[str]) -> None:
         """Parse `argv`. Raises UsageError for a value that a flag cannot have."""
-        _add_old_flags(parser)
+        add_old_flags(parser)
         self._renamed: list[str] = []
         self._idle: dict[str, list[str]] = {}  # flags by the reason
         self._refused: list[tuple[str, str]] = []  # words, reason
@@ -138,8 +138,8 @@ class Translation:
                 self._idle.setdefault(reason, []).append(name)
             return []
         (first, *_) = values or [""]
-        if reason := _REFUSED_VALUES.get(name, {}).get(first):
-            self._refused.append((f"{name} {first}", reason))
+        if why := _REFUSED_VALUES.get(name, {}).get(first):
+            self._refused.append((f"{name} {first}", why))
             return []
         if other := OTHER_VALUES.get(name, {}).get(first):
             self._renamed.append(f"{name} {first} is {other}")
@@ -157,7 +157,7 @@ class Translation:
             self._renamed.append(f"{flag.name} is {flag.today}")
 
 
-def _add_old_flags(parser: argparse.ArgumentParser) -> None:
+def add_old_flags(parser: argparse.ArgumentParser) -> None:
     """Add old flags that may be obeyed to a parser, hidden from its help, in the group `OTHERS`."""
     parser.add_argument("--deepspeed-config", dest="deepspeed.deepspeed_config", help=argparse.SUPPRESS)
     for name, flag in _BY_NAME.items():
