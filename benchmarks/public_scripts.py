@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
 from benchmarks.common import RESULTS, write_result
 from megatron_zpp.commands import pretrain
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter

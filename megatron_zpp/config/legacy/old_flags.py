@@ -170,7 +170,7 @@ _REFUSED = {
         --mean-noise-span-length --reweight-loss-based-on-position-frequency""",
     OPTIMIZERS: "--use-bnb-optimizer",
     "use python -m megatron_zpp.commands.evaluate": "--eval-only",
-    "not supported: ranges of data sets, with weights": """--train-weighted-split-paths
+    "not supported: weighted ranges of data sets": """--train-weighted-split-paths
         --valid-weighted-split-paths --test-weighted-split-paths --train-weighted-split-paths-path
         --valid-weighted-split-paths-path --test-weighted-split-paths-path""",
     "use python -m megatron_zpp.commands.sample to generate text": "--ds-inference --inference",
