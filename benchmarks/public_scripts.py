@@ -176,23 +176,22 @@ def outcome(words: Sequence[str], directory: str, nodes: int, gpus: int) -> tupl
         return os.waitstatus_to_exitcode(status), output.read()
 
 
-def row(line: str, repositories: Path, files: Path) -> dict[str, Any]:
-    """What becomes of one script: whether it plans, and what it is told."""
+def fate(line: str, repositories: Path, files: Path) -> str:
+    """What becomes of one script: "plans" or "refused", and what it is told."""
     path, ranks, *arguments = line.split()
     nodes, gpus = map(int, ranks.split("x"))
     root = repositories / path.split("/")[0]
     program, words, directory = recorded(repositories / path, root, nodes, gpus, arguments)
-    found: dict[str, Any] = {"script": path, "ranks": ranks}
     if program == "finetune_llama.py":
-        return found | {"plans": False, "why": ["another program: instruction tuning"]}
+        return "refused: another program, for instruction tuning"
     status, said = outcome([*placeholders(words, files)], directory, nodes, gpus)
     said = re.sub(rf"{tempfile.gettempdir()}/\S*/", "", said)
     lines = re.sub(r"[^\s=]*(ds_[^\s:]*|deepspeed)\.json\b", "ds.json", said).splitlines()
     if status == 0:
-        notes = [line.partition("warning: ")[2] for line in lines if "warning: " in line]
-        return found | {"plans": True, "notes": [note for note in notes if not note.startswith(_LONG)]}
-    why = [line.partition("error: ")[2] or line for line in lines]
-    return found | {"plans": False, "why": [line for line in why if not line.startswith(_LONG)]}
+        lines = [line.partition("warning: ")[2] for line in lines]
+    told = [line.partition("error: ")[2] or line for line in lines]
+    short = [line for line in told if line and not line.startswith(_LONG)]
+    return ": ".join(filter(None, ("refused" if status else "plans", "; ".join(short))))
 
 
 def main() -> None:
@@ -207,12 +206,12 @@ def main() -> None:
         make_files(files)
         for name in REPOSITORIES:
             copytree(arguments.repositories / name, copies / name, symlinks=True)
-        rows = [row(line, copies, files) for line in SCRIPTS.read_text().splitlines()]
+        fates = {line.split()[0]: fate(line, copies, files) for line in SCRIPTS.read_text().splitlines()}
     figures = {
         "repositories": list(REPOSITORIES.values()),
-        "plan": sum(row["plans"] for row in rows),
-        "of": len(rows),
-        "scripts": rows,
+        "plan": sum(each.startswith("plans") for each in fates.values()),
+        "of": len(fates),
+        "scripts": fates,
     }
     write_result("public_scripts", figures, arguments.results)
 

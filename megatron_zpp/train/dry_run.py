@@ -1,5 +1,6 @@
 """--dry-run: prints a run's memory, traffic and time after the checks that need no device."""
 
+import math
 import sys
 from dataclasses import replace
 
@@ -66,7 +67,7 @@ def at_fitting_stage(inputs: RunInputs, mesh: Mesh, stages: int) -> tuple[RunInp
     """Return the inputs at the lowest ZeRO stage from theirs on that fits, and a note on the ranks.
 
     It takes the place of a pipeline of `stages`, whose ranks are data ranks of `mesh`. The memory is that of
-    --plan-gpu, or of the GPU that is here; CPUs keep the stage. Raises ValueError if no stage fits.
+    --plan-gpu, or of the GPU that is here; any stage fits CPUs. Raises ValueError if no stage fits.
     """
     config, asked, peak = inputs.config, inputs.config.zero.zero_stage, 0.0
     if config.plan.plan_gpu is not None:
@@ -74,8 +75,7 @@ def at_fitting_stage(inputs: RunInputs, mesh: Mesh, stages: int) -> tuple[RunInp
     elif torch.cuda.is_available():
         gibibytes = torch.cuda.mem_get_info()[1] / 2**30
     else:
-        return inputs, []
-    given = f"{_PIPELINE} {stages}"
+        gibibytes = math.inf
     for stage in range(asked, 4):
         try:
             zero = replace(config.zero, zero_stage=stage)
@@ -86,8 +86,8 @@ def at_fitting_stage(inputs: RunInputs, mesh: Mesh, stages: int) -> tuple[RunInp
         memory = memory_of(job_of(planned, inputs.tokenizer["vocab_size"], inputs.schedule, mesh))
         peak = memory.peak / 2**30
         if memory.fits(gibibytes):
-            ranks = f"{mesh.data_ranks} data ranks with whole layers"
-            note = f"{given}: {ranks} at --zero-stage {stage}, the lowest from {asked} on that fits"
+            ranks = f"{_PIPELINE} {stages}: {mesh.data_ranks} data ranks with whole layers"
+            note = f"{ranks} at --zero-stage {stage}, the lowest from {asked} on that fits"
             return replace(inputs, config=planned), [f"{note}; the same samples in every update"]
     fix = (
         f"its ranks would be data ranks, which need {peak:.0f} of {gibibytes:g} GiB at the highest "

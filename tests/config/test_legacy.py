@@ -200,7 +200,7 @@ RAMP = "--train-samples 1000 --rampup-batch-size 32 32 200 --global-batch-size"
         (2, 8, 4, "--train-iters 10 --global-batch-size 16", 2),
         (4, 16, 8, f"{RAMP} 512", 2),  # 16 ranks of 2 samples divide START 32 too
         (2, 8, 6, "--train-iters 10 --global-batch-size 72", 3),
-        (2, 8, 3, "--train-iters 10", 3),  # the default batch follows the ranks
+        (2, 8, 4, "--train-iters 10", 2),  # the default batch is that of 4 ranks
         (4, 64, 8, f"{RAMP} 512", None),
     ],
 )
@@ -215,7 +215,8 @@ def test_ranks_of_a_pipeline_are_data_ranks_of_the_same_batch(
             parse_command_line(line, ranks=lambda plan: ranks)
         return
     parsed = parse_command_line(line, ranks=lambda plan: ranks)
-    assert parsed.config == parse_args([*argv, str(kept)])
+    default = "--global-batch-size 16".split() * ("--global-batch-size" not in argv)
+    assert parsed.config == parse_args([*argv, str(kept), *default])
     assert parsed.pipeline_stages == stages
     assert len(parsed.notes) == (kept != micro)
 
