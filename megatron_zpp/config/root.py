@@ -212,11 +212,10 @@ def parse_command_line(
             theirs = others is not None and others.gives("--deepspeed")
             notes += obey_file(file, provided, max(1, data_ranks), under_deepspeed=theirs)
         notes += _drop_loss_scale(provided)
+        notes = (*(() if others is None else others.notes), *notes)
+        provided.check_refused("" if others is None else others.unknown, notes)
         if others is not None:
-            provided.check_refused(others.unknown, (*others.notes, *notes))
             others.settle(provided)
-            notes = (*others.notes, *notes)
-        provided.check_refused("", notes)
         if stages > 1:
             notes += _divide_batch(provided, stages, ranks)
         padded = others is None or not others.gives("--no-pad-vocab-size", "--disable-pad-vocab-size")

@@ -102,7 +102,10 @@ OPTIMIZER = [
     bad("--min-loss-scale 1e20", "--min-loss-scale 1e+20: must be at most --initial-loss-scale"),
     bad("--fp8 --fp16", "--fp8 (given): needs --bf16, not --fp16"),
     bad("--fp8-recipe delayed", "--fp8-recipe delayed: needs --fp8"),
-    bad("--fp8-margin 1", "--fp8-margin 1: the largest magnitude always has the largest code"),
+    bad(
+        "--fp8-margin 1",
+        "--fp8-margin 1: the largest magnitude of --fp8-recipe delayed always has the largest code",
+    ),
     bad("--bf16 --fp8-param-gather", "--fp8-param-gather (given): needs --fp8"),
     bad(
         "--fp8 --bf16 --kv-channels 16 --fp8-recipe delayed --fp8-param-gather --zero-stage 1 "

@@ -90,3 +90,10 @@ def refused(names_by_reason: Mapping[str, str]) -> tuple[OldFlag, ...]:
         for otherwise, names in names_by_reason.items()
         for name in names.split()
     )
+
+
+def retired(name: str, value: Any, why: str, otherwise: str = "", *, computes: bool = False) -> OldFlag:
+    """A flag of an earlier version that may only have one `value`, or none if that is a type."""
+    takes, allowed = (value, ()) if isinstance(value, type) else (type(value), (value,))
+    otherwise = otherwise or f"{why}; omit it"
+    return OldFlag(name=name, takes=takes, allowed=allowed, why=why, otherwise=otherwise, computes=computes)

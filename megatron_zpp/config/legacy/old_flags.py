@@ -12,7 +12,7 @@ from megatron_zpp.config.legacy.megatron_features import (
     YARN,
 )
 from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, REFUSED_TODAY, RENAMED_TODAY
-from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed
+from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed, retired
 
 _FULL = {"recompute.recompute_granularity": "full"}
 _LONG = "not supported: context parallelism"
@@ -201,54 +201,38 @@ _REFUSED = {
 IDLE, REFUSED = idle(_IDLE), refused(_REFUSED)
 
 RETIRED = (  # flags of this program, whose fields may be in settings files and in checkpoints
-    OldFlag(
-        name="--gemm-algorithms",
-        takes=str,
-        allowed=("heuristic",),
-        why="torch always chooses the algorithms of matmuls",
-        otherwise="torch always chooses the algorithms of matmuls; omit it",
+    retired("--gemm-algorithms", "heuristic", "torch always chooses the algorithms of matmuls"),
+    retired(
+        "--fp8-products",
+        "always",
+        "--fp8 always computes the matmuls of layers on 8-bit floats",
+        "no layer is timed any more; omit it, and below --hidden-size 2048, where no step was measured to be "
+        "faster with --fp8, omit --fp8 too",
     ),
-    OldFlag(
-        name="--fp8-products",
-        takes=str,
-        allowed=("always",),
-        why="--fp8 always computes the matmuls of layers on 8-bit floats",
-        otherwise="no layer is timed any more; omit it, and below --hidden-size 2048, where no step was "
-        "measured to be faster with --fp8, omit --fp8 too",
-    ),
-    OldFlag(
-        name="--fp8-margin",
-        takes=int,
-        allowed=(0,),
-        why="the largest magnitude of --fp8-recipe delayed always has the largest code",
-        otherwise="the largest magnitude always has the largest code; omit it",
-    ),
+    retired("--fp8-margin", 0, "the largest magnitude of --fp8-recipe delayed always has the largest code"),
     *idle(
         {
             "tensor ranks always exchange activations beside matmuls where their GPUs can": """
-                --tp-comm-overlap --no-tp-comm-overlap"""
+                --tp-comm-overlap --no-tp-comm-overlap""",
+            "TORCHINDUCTOR_CACHE_DIR names the cache of compiled kernels": "--compile-cache-dir:str",
+            "traces are in profile, below --tensorboard-dir if that is given": "--profile-dir:str",
+            "zeros of the gradient are not counted": "--log-num-zeros-in-grad",
+            "MFU is relative to the data sheet of a known GPU": "--device-peak-tflops:float",
+            "ranks wait --distributed-timeout-minutes for one another at the start too": """
+                --preflight-timeout:float""",
+            "copy engines are used if a trial at the start succeeds": "--zero-copy-engines:str",
+            "matmuls always spare what NCCL needs over TCP": "--zero-spare-multiprocessors:str",
+            "references are compared before each checkpoint is saved": "--zero-check-interval:int",
         }
     ),
-    OldFlag(
-        name="--zero-hpz-secondary",
-        takes=str,
-        allowed=("bf16",),
-        why="secondary shards always have the compute format",
-        otherwise="secondary shards always have the compute format; omit it",
-    ),
-    OldFlag(
-        name="--zero-delta4-iterations",
-        takes=int,
-        why="delta4 has 4 bits in all iterations",
-        otherwise="delta4 has 4 bits in all iterations; omit it",
-    ),
+    retired("--zero-hpz-secondary", "bf16", "secondary shards always have the compute format"),
+    retired("--zero-delta4-iterations", int, "delta4 has 4 bits in all iterations"),
     *(
-        OldFlag(
-            name=name,
-            takes=type(value),
-            allowed=(value,),
-            why="--use-rope-scaling always has this value",
-            otherwise="not supported: scaling of rope other than Llama 3's",
+        retired(
+            name,
+            value,
+            "--use-rope-scaling always has this value",
+            "not supported: scaling of rope other than Llama 3's",
             computes=True,
         )
         for name, value in (
@@ -257,72 +241,34 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
             ("--rope-original-max-position-embeddings", 8192),
         )
     ),
-    OldFlag(
-        name="--sample-tokens",
-        takes=int,
-        allowed=(64,),
-        why="a sampled text always has 64 tokens",
-        otherwise="a sampled text always has 64 tokens; omit it",
+    retired("--sample-tokens", 64, "a sampled text always has 64 tokens"),
+    retired(
+        "--wandb-mode",
+        str,
+        "the environment variable WANDB_MODE sets it",
+        "set the environment variable WANDB_MODE instead",
     ),
-    OldFlag(
-        name="--wandb-mode",
-        takes=str,
-        why="the environment variable WANDB_MODE sets it",
-        otherwise="set the environment variable WANDB_MODE instead",
+    retired(
+        "--plan-compute-share",
+        float,
+        "a plan takes the share of the peak that was measured or fitted for its GPU",
+        "omit it, and multiply the planned compute by the share that was measured or fitted for its GPU / yours",
     ),
-    OldFlag(
-        name="--plan-compute-share",
-        takes=float,
-        why="a plan takes the share of the peak that was measured or fitted for its GPU",
-        otherwise="a plan takes the share of the peak that was measured or fitted for its GPU; omit it, and "
-        "multiply the planned compute by that share / yours",
-    ),
-    OldFlag(
-        name="--max-nan-iterations",
-        takes=int,
-        allowed=(10,),
-        why="10 steps in a row with NaN or Inf always end a run",
-        otherwise="10 steps in a row with NaN or Inf always end a run; omit it",
-    ),
-    *idle(
-        {
-            "TORCHINDUCTOR_CACHE_DIR names the cache of compiled kernels": "--compile-cache-dir:str",
-            "traces are in profile, below --tensorboard-dir if that is given": "--profile-dir:str",
-            "zeros of the gradient are not counted": "--log-num-zeros-in-grad",
-            "MFU is relative to the data sheet of a known GPU": "--device-peak-tflops:float",
-            "ranks wait --distributed-timeout-minutes for one another at the start too": """
-                --preflight-timeout:float""",
-        }
-    ),
+    retired("--max-nan-iterations", 10, "10 steps in a row with NaN or Inf always end a run"),
     *(
-        OldFlag(
-            name=name,
-            takes=takes,
-            why=_NO_SNAPSHOTS,
-            otherwise=f"{_NO_SNAPSHOTS}; omit it, and save more often with --async-save",
+        retired(
+            name, takes, _NO_SNAPSHOTS, f"{_NO_SNAPSHOTS}; omit it, and save more often with --async-save"
         )
         for name, takes in (("--buddy-snapshots", int), ("--buddy-directory", str))
     ),
-    OldFlag(
-        name="--zero-quantization-block",
-        takes=int,
-        allowed=(256,),
-        why="blocks have 256 elements, and those of unrotated gradients 128",
-        otherwise="blocks have 256 elements, and those of unrotated gradients 128; omit it",
+    retired(
+        "--zero-quantization-block", 256, "blocks have 256 elements, and those of unrotated gradients 128"
     ),
-    OldFlag(
-        name="--nccl-sockets",
-        takes=str,
-        allowed=("auto",),
-        why="2x2 where NCCL would use TCP with one socket",
-        otherwise="omit it, and set NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD, which are obeyed",
-    ),
-    *idle(
-        {
-            "copy engines are used if a trial at the start succeeds": "--zero-copy-engines:str",
-            "matmuls always spare what NCCL needs over TCP": "--zero-spare-multiprocessors:str",
-            "references are compared before each checkpoint is saved": "--zero-check-interval:int",
-        }
+    retired(
+        "--nccl-sockets",
+        "auto",
+        "2x2 where NCCL would use TCP with one socket",
+        "omit it, and set NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD, which are obeyed",
     ),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
