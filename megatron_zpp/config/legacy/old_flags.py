@@ -252,7 +252,7 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         "--plan-compute-share",
         float,
         "a plan takes the share of the peak that was measured or fitted for its GPU",
-        "omit it, and multiply the planned compute by the share that was measured or fitted for its GPU / yours",
+        "omit it, and multiply the planned compute by the share measured or fitted for its GPU / yours",
     ),
     retired("--max-nan-iterations", 10, "10 steps in a row with NaN or Inf always end a run"),
     *(
