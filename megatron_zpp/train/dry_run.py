@@ -12,6 +12,7 @@ from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.words import counted
 from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import (
@@ -86,7 +87,7 @@ def at_fitting_stage(inputs: RunInputs, mesh: Mesh, stages: int) -> tuple[RunInp
         memory = memory_of(job_of(planned, inputs.tokenizer["vocab_size"], inputs.schedule, mesh))
         peak = memory.peak / 2**30
         if memory.fits(gibibytes):
-            ranks = f"{_PIPELINE} {stages}: {mesh.data_ranks} data ranks with whole layers"
+            ranks = f"{_PIPELINE} {stages}: {counted(mesh.data_ranks, 'data rank')} with whole layers"
             note = f"{ranks} at --zero-stage {stage}, the lowest from {asked} on that fits"
             return replace(inputs, config=planned), [f"{note}; the same samples in every update"]
     fix = (
