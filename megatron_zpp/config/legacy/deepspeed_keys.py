@@ -254,7 +254,7 @@ _IDLE = {
         zero_optimization.offload_optimizer.ratio zero_optimization.offload_optimizer.super_offload""",
     "every checkpoint loads at any number of ranks": "checkpoint.load_universal",
     "its parts decide": "data_efficiency.enabled data_efficiency.seed",
-    "DeepSpeed ignores it, which is misspelt": "zero_optimization.stage3_param_persitence_threshold",
+    "it is misspelt, and DeepSpeed ignores it": "zero_optimization.stage3_param_persitence_threshold",
     "states are not offloaded to disks": """aio zero_optimization.offload_optimizer.nvme_path
         zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.fast_init
         zero_optimization.offload_optimizer.pipeline_read
