@@ -21,10 +21,11 @@ from megatron_zpp.config.sources.checkpoint_arguments import CheckpointArguments
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.distributed.process_group import barrier
 from megatron_zpp.distributed.topology import planned
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.reporting.console import tell, warn
 from megatron_zpp.reporting.full_disk import drop_lines_when_full
 from megatron_zpp.supervision.process import Process
-from megatron_zpp.train.inputs import check_inputs
+from megatron_zpp.train.inputs import RunInputs, check_inputs
 from megatron_zpp.train.loop import train
 from megatron_zpp.train.run import build_run
 from megatron_zpp.train.setup.build_engine import build_engine
@@ -56,12 +57,16 @@ def main() -> None:
             mesh = planned(config.plan, topology).mesh(config.distributed.tensor_model_parallel_size)
         inputs = check_inputs(config, mesh.data_ranks, partial(tell, prog))
         if config.plan.dry_run:
-            warn(prog, topology.rank, notes)
+            inputs, chosen = _at_fitting_stage(inputs, mesh, command_line.pipeline_stages)
+            warn(prog, topology.rank, [*notes, *chosen])
             from megatron_zpp.train.dry_run import dry_run
 
             dry_run(inputs, mesh, speaks=topology.rank == 0)
             return
         device = prepare_device(config, topology)
+        inputs, chosen = _at_fitting_stage(inputs, mesh, command_line.pipeline_stages)
+        config = inputs.config
+        notes += chosen
         notes += config.precision.speed_notes(config.model.hidden_size)
         warn(prog, topology.rank, notes)
     with joined_ranks(process, config, device) as joined:
@@ -71,6 +76,15 @@ def main() -> None:
         joined.signals.finish()
         engine.close()
     ending.leave(prog, topology.rank)
+
+
+def _at_fitting_stage(inputs: RunInputs, mesh: Mesh, stages: int) -> tuple[RunInputs, list[str]]:
+    """The inputs where ranks of another program's pipeline of `stages` are data ranks, and a note."""
+    if stages == 1:
+        return inputs, []
+    from megatron_zpp.train.dry_run import at_fitting_stage
+
+    return at_fitting_stage(inputs, mesh, stages)
 
 
 def _saved_arguments(load: str, iteration: int | None) -> CheckpointArguments | None:

@@ -90,7 +90,9 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> tuple[C
     if found is None:
         raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
     config, mesh, vocab_size = found
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, mesh.data_ranks)
+    schedule = RunSchedule.from_config(
+        config.training, config.learning_rate, mesh.data_ranks, seq_length=config.model.seq_length
+    )
     precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
         planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))

@@ -167,14 +167,24 @@ def parse_groups(
     parser: argparse.ArgumentParser, groups: Iterable[str], argv: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """Return what was typed, by group and field; other fields are absent, so that presets can fill them."""
-    namespace, unknown = parser.parse_known_args(list(argv))
+    typed, unknown = parse_known(parser, groups, argv)
     if unknown:
-        parser.error(_unknown_message(parser, unknown))
+        raise UsageError(unknown)
+    return typed
+
+
+def parse_known(
+    parser: argparse.ArgumentParser, groups: Iterable[str], argv: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return what `parse_groups` does, and a message on words that mean nothing; empty without any."""
+    namespace, unknown = parser.parse_known_args(list(argv))
+    lists_flags = getattr(parser, "lists_flags", "--help")
+    message = f"{_unknown_message(parser, unknown)} ({lists_flags} lists every flag)" if unknown else ""
     typed: dict[str, dict[str, Any]] = {name: {} for name in groups}
     for destination, value in vars(namespace).items():
         group_name, field_name = destination.split(".", 1)
         typed[group_name][field_name] = with_home(tuple(value) if isinstance(value, list) else value)
-    return typed
+    return typed, message
 
 
 def with_home(value: Any) -> Any:

@@ -41,6 +41,13 @@ class TrainingConfig(Options):
     train_samples: int | None = option(
         None, "Length of the run in samples, instead of --train-iters.", at_least=1, at_most=_LONGEST
     )
+    train_tokens: int | None = option(
+        None,
+        "End the run with the step that reaches this many tokens, if the other length has not ended it.",
+        needs="--train-samples N or --train-iters N",
+        at_least=1,
+        at_most=_LONGEST**2,
+    )
     seed: int = option(1234, "Seed of initial weights, data order and dropout.", at_least=0, below=2**63)
     calculate_per_token_loss: bool = option(
         False,

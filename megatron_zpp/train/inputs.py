@@ -35,7 +35,9 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     end well.
     """
     with usage_errors():
-        schedule = RunSchedule.from_config(config.training, config.learning_rate, ranks)
+        schedule = RunSchedule.from_config(
+            config.training, config.learning_rate, ranks, seq_length=config.model.seq_length
+        )
     tokenizer = build_tokenizer(config.tokenizer)
     description = describe(tokenizer)
     vocab_size = description["vocab_size"]
