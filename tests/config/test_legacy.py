@@ -149,7 +149,7 @@ def test_all_that_is_refused_is_said_at_once() -> None:
         "--embed-layernorm: not supported: norm of embeddings",
         "--position-embedding-type alibi: not supported: ALiBi",
         "--optimizer sgd: not supported: optimizers other than AdamW",
-        "unrecognized argument --of-no-program 3 (--help lists every flag)",
+        "unrecognized argument --of-no-program 3 (--help all lists every flag)",
         "translated: --batch-size is --micro-batch-size",
         f"no effect here: --fsdp-double-buffer: {BY_NAME['--fsdp-double-buffer'].why}",
     ]

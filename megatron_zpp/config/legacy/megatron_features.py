@@ -51,7 +51,7 @@ _REASONS = {
         --min-offloaded-tensor-size --delay-offload-* --delta-offload-* --activation-offload-fraction""",
 }
 _IDLE = {
-    "training generates no text; megatron_zpp.commands.sample has flags of its own": """--inference-*
+    "training generates no text; megatron-zpp sample has flags of its own": """--inference-*
         --decode-only-* --enable-chunked-prefill --num-speculative-tokens --use-same-sampling-seed-*
         --mlp-chunks-*""",
     "only reports": """--log-*-to-tensorboard --profile-* --timing-* --codecarbon-* --record-memory-*

@@ -200,7 +200,7 @@ _IDLE = {
     "evaluation begins at iteration 0": "--start-eval-at-iter:int",
     "--zero-offload-optimizer offloads all states": "--optimizer-offload-fraction:float",
     "gradients are summed in fp32": "--ddp-param-name-patterns-for-fp32-local-accumulation:strs",
-    "training generates no text; megatron_zpp.commands.sample has flags of its own": """--flash-decode
+    "training generates no text; megatron-zpp sample has flags of its own": """--flash-decode
         --inference-rng-tracker --use-legacy-static-engine --max-tokens-to-oom:int
         --inference-max-requests:int --inference-max-seq-length:int""",
 }
@@ -211,7 +211,7 @@ _REFUSED = {
     "not supported: skipped iterations": "--iterations-to-skip --phase-transition-iterations",
     "not supported: batches of its own for evaluation": """--eval-global-batch-size
         --eval-micro-batch-size""",
-    "use python -m megatron_zpp.commands.evaluate": "--skip-train",
+    "use megatron-zpp evaluate": "--skip-train",
     "use --valid-data-path with weights": "--multiple-validation-sets --validation-set-names",
     "not supported: a format of its own for logits": "--output-logit-dtype",
     "not supported: export to ONNX": "--onnx-safe",

@@ -169,11 +169,11 @@ _REFUSED = {
     "not supported: objectives other than the next token": """--loss-on-targets-only --noise-density
         --mean-noise-span-length --reweight-loss-based-on-position-frequency""",
     OPTIMIZERS: "--use-bnb-optimizer",
-    "use python -m megatron_zpp.commands.evaluate": "--eval-only",
+    "use megatron-zpp evaluate": "--eval-only",
     "not supported: weighted ranges of data sets": """--train-weighted-split-paths
         --valid-weighted-split-paths --test-weighted-split-paths --train-weighted-split-paths-path
         --valid-weighted-split-paths-path --test-weighted-split-paths-path""",
-    "use python -m megatron_zpp.commands.sample to generate text": "--ds-inference --inference",
+    "use megatron-zpp sample to generate text": "--ds-inference --inference",
     _FEEDBACK: "--zero-gradient-error-feedback",
     "not supported: FP8 with e4m3 alone; use --fp8": "--fp8-e4m3",
     EXPERTS: """--mlp-type --topk --expert-interval --num-experts-switch --use-tutel --create-moe-param-group
