@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import keeps_gradient
 from megatron_zpp.model.row_blocks import RowBlockComponents
@@ -230,11 +231,9 @@ def test_an_engine_refuses_a_model_of_other_units(
     with pytest.raises(ValueError, match=f"^{said}$"):
         ZeroEngine(
             other,
-            lambda name, tensor: None,
-            zero=ZeroConfig(**zero),
-            optimizer=OptimizerConfig(),
-            precision=PrecisionConfig(fp32=True),
-            topology=Topology(),
+            Mesh(),
+            EngineConfig(zero=ZeroConfig(**zero)),
+            initialize=lambda name, tensor: None,
             device=torch.device("cpu"),
         )
 
