@@ -177,7 +177,7 @@ class ZeroEngine:
         self.spare = spare_multiprocessors(mesh.nodes, device, os.environ)
 
     def accumulate(
-        self, batch: Batch, *, index: int, micro_batches: int, weight: float | None = None
+        self, batch: Batch, *, index: int = 0, micro_batches: int = 1, weight: float | None = None
     ) -> Tensor:
         """Add the gradients of micro-batch `index` of a step's `micro_batches`; return its mean loss.
 

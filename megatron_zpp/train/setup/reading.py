@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 from megatron_zpp.checkpoint.file_worker import FileWorker
+from megatron_zpp.checkpoint.together import read_together
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits, TextSlice, open_splits
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
-from megatron_zpp.train.setup.bounded import read_together
 
 
 def open_data(
