@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_zpp.ops.library import load_operations
     from megatron_zpp.train.schedule.learning_rate import LearningRate
     from megatron_zpp.zero.engine import StepResult
+    from megatron_zpp.zero.optimizer import ShardSegment, UpdateRule
 
 __all__ = [
     "GPT",
@@ -30,8 +31,10 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "PrecisionConfig",
+    "ShardSegment",
     "StepResult",
     "Topology",
+    "UpdateRule",
     "ZeroConfig",
     "ZeroEngine",
     "__version__",
@@ -47,8 +50,10 @@ _MODULES = {
     "ModelConfig": "config.model",
     "OptimizerConfig": "config.optimizer",
     "PrecisionConfig": "config.optimizer",
+    "ShardSegment": "zero.optimizer",
     "StepResult": "zero.engine",
     "Topology": "distributed.topology",
+    "UpdateRule": "zero.optimizer",
     "ZeroConfig": "config.zero",
     "ZeroEngine": "api.engine",
     "load_operations": "ops.library",

@@ -37,7 +37,8 @@ class Vision(nn.Module):
         self.register_buffer("scale", torch.full((WIDTH,), 0.5))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.first(x) * self.scale + self.position
+        x = self.first(x.to(self.head.weight.dtype))
+        x = x * self.scale.to(x.dtype) + self.position
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         x = self.last(self.norm(x)) + F.linear(x, self.first.weight)
