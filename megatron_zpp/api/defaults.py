@@ -114,7 +114,7 @@ class OwnValues:
         kind = type(module)
         if not hasattr(kind, "reset_parameters"):
             raise _without_values(name, f"{kind.__name__} has no reset_parameters for")
-        copy = kind.__new__(kind)
+        copy = object.__new__(kind)
         copy.__dict__.update(module.__dict__)
         made: dict[str, Tensor] = {}
         for kept in ("_parameters", "_buffers"):

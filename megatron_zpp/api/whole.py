@@ -62,10 +62,8 @@ def load_state(
     """
     first = engine.mesh.rank == 0
     problem = _problem(engine, names, state, optimizer=optimizer) if first else None
-    if first and problem is None and optimizer:
-        told = problem, state["progress"], list(state["optimizer"])
-    else:
-        told = problem, {}, []
+    rest = first and problem is None and optimizer
+    told = (problem, state["progress"], list(state["optimizer"])) if rest else (problem, {}, [])
     problem, progress, saved = _sent(engine, told)
     if problem is not None:
         raise ValueError(problem)

@@ -43,10 +43,9 @@ def build_optimizer(
         if any(placement.decoupled for unit in units for placement in unit.layout.placements):
             raise option_error("--decoupled-lr", "(given)", "needs --fused-backend torch")
         return ApexAdamW(config, units, sources)
-    if rule is None and operations is None:
-        rule = TorchAdamW(config)
-    elif rule is None:
-        rule = KernelAdamW(config, operations, plan.weight_codes)
+    if rule is None:
+        format = plan.weight_codes
+        rule = TorchAdamW(config) if operations is None else KernelAdamW(config, operations, format)
     offloaded = units[0].master.device != units[0].gather_source.device
     return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule, units, sources)
 

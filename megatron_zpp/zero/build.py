@@ -232,8 +232,15 @@ def _put_parameters(
         paths.setdefault(id(own), []).append(path)
     for (_, own), placement, parameter in zip(in_order(module), layout.placements, parameters, strict=True):
         for path in paths[id(own)]:
-            owner, _, leaf = path.rpartition(".")
-            guard.put(module.get_submodule(owner), leaf, parameter, placement.name)
+            owner_path, _, leaf = path.rpartition(".")
+            owner = module.get_submodule(owner_path)
+            guard.put(owner, leaf, parameter, placement.name)
+            if isinstance(owner, nn.RNNBase):  # cuDNN's layout would move the weights out of their slot
+                owner.__dict__["flatten_parameters"] = _leave_in_slot
+
+
+def _leave_in_slot() -> None:
+    """In place of RNNBase.flatten_parameters, which the first forward on new parameters calls."""
 
 
 def fill(initialize: Initialize, name: str, tensor: Tensor) -> None:

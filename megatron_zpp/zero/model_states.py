@@ -1,6 +1,7 @@
 """The states of an engine that a checkpoint saves and loads."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weights import Weights
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
+
+
+def _named(values: dict[str, Tensor], placement: Placement) -> Tensor:
+    return values[placement.name]
 
 
 class ModelStates:
@@ -68,7 +73,7 @@ class ModelStates:
         for unit, flat in self._replaced(kind):
             if len(flat):
                 values = {placement.name: whole(placement) for placement in unit.layout.placements}
-                unit.fill(flat, lambda placement, values=values: values[placement.name])
+                unit.fill(flat, partial(_named, values))
 
     def _loaded(self, kind: str) -> Iterator[tuple[int, range, Tensor]]:
         """(unit, elements, their part of its buffer), each to be written before the next one is asked for."""

@@ -40,6 +40,13 @@ def test_one_rank_trains_modules_of_users_as_torch_does(kind: str) -> None:
     check_trained(Topology(), [(kind, zero) for zero in (STAGES[0], STAGES[3], NO_PREFETCH)])
 
 
+def test_no_forward_moves_the_weights_of_an_lstm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torch would pack them for cuDNN, and steps would change others."""
+    engine = engine_of(TRAINED["LSTM"])
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: pytest.fail("the weights are moved"))
+    steps_of(engine, steps=1)
+
+
 def test_two_nodes_train_modules_of_users_as_torch_does() -> None:
     """Some at stage 3; LoRA and units inside units with the other settings too."""
     cases = [(kind, STAGES[3]) for kind in list(TRAINED)[::2]]
