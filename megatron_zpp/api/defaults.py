@@ -1,12 +1,13 @@
 """What an engine asks of a model that does not say it: its units, and its initial values."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_zpp.api.whole import Name
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.reads import inside, key_of
 
@@ -23,9 +24,6 @@ class Units:
         self._model = model
         listed = getattr(model, "units", None)
         self._units = list(_default_units(model) if listed is None else listed())
-        for name, module in self._units:
-            if dict(model.named_modules(remove_duplicate=False)).get(name) is not module:
-                raise ValueError(f"{name}: units() must name each module by its path in the model")
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The names and modules, in forward order."""
@@ -87,8 +85,9 @@ class OwnValues:
     follow from `seed` and the module's path alone.
     """
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, model: nn.Module, names: Mapping[str, Name], seed: int) -> None:
+        """`names` has the parameters' names in their units."""
+        self._seed, self._paths = seed, {each.own: each.path for each in reversed(names.values())}
         self._values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self._values |= dict(model.named_buffers(remove_duplicate=False))
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -96,9 +95,10 @@ class OwnValues:
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Fill a tensor, in place. Raises ValueError, which names it, if nothing says its values."""
-        value = self._values[name]
+        path = self._paths.get(name, name)
+        value = self._values[path]
         if value.is_meta:
-            path, _, key = name.rpartition(".")
+            path, _, key = path.rpartition(".")
             if self._newest is None or self._newest[0] != path:
                 self._newest = path, self._reset(path, name, tensor.device)
             if key not in self._newest[1]:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_zpp.api.checks import check_model, check_ranks, check_values
 from megatron_zpp.api.defaults import OwnValues, Units, take_values_of_rank_0
 from megatron_zpp.api.old_call import accepts_old_call
-from megatron_zpp.api.whole import Name, State, load_state, state_of
+from megatron_zpp.api.whole import State, load_state, names_of, state_of
 from megatron_zpp.checkpoint.directory import checkpoint_name
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_state
@@ -33,6 +34,7 @@ from megatron_zpp.storage.location import Location, location
 from megatron_zpp.zero import engine
 from megatron_zpp.zero.build import Initialize
 from megatron_zpp.zero.optimizer import UpdateRule
+from megatron_zpp.zero.reads import without_inner
 
 _TIMEOUT = timedelta(minutes=10)  # without progress of any rank
 _NUMBERS = count()  # of operations of all engines, in the same order on all ranks
@@ -69,14 +71,17 @@ class ZeroEngine(engine.ZeroEngine):
     ) -> None:
         mesh = mesh or Topology.from_environment(os.environ).mesh()
         config = config or EngineConfig()
-        _check_ranks(mesh)
+        check_ranks(mesh)
         device = device or _device_of(mesh)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
-        names = _names_of(model)
-        _check_values(model, given=initialize is not None)
+        check_values(model, given=initialize is not None)
+        units = Units(model)
+        listed = without_inner(units.units())
+        check_model(model, config.zero, listed, decoupled=decoupled, inside_nodes=inside_nodes)
+        names = names_of(model, listed)
         if initialize is None:
-            initialize = OwnValues(model, take_values_of_rank_0(model, mesh, device))
+            initialize = OwnValues(model, names, take_values_of_rank_0(model, mesh, device))
         if operations is None and (config.zero.quantizes or device.type == "cuda"):
             from megatron_zpp.ops.library import load_operations
 
@@ -90,7 +95,7 @@ class ZeroEngine(engine.ZeroEngine):
             config,
             initialize=initialize,
             device=device,
-            units=Units(model),
+            units=units,
             rule=optimizer,
             operations=operations,
             timeout=timeout,
@@ -98,10 +103,9 @@ class ZeroEngine(engine.ZeroEngine):
             decoupled=decoupled,
             inside_nodes=inside_nodes,
         )
-        owned = {name for unit in self.units for name in unit.names}
+        shapes = {each.name: each.shape for unit in self.units for each in unit.layout.placements}
         self._names = {
-            name: Name(next((each for each in tied if each in owned), name), shape)
-            for name, (tied, shape) in names.items()
+            name: each._replace(shape=shapes.get(each.own, each.shape)) for name, each in names.items()
         }
         self._config, self._timeout, self._say = config, timeout or _TIMEOUT, say
         self._files = FileWorker()
@@ -171,60 +175,8 @@ class ZeroEngine(engine.ZeroEngine):
         return Exchange(store, self.topology, self._timeout, name)
 
 
-def _check_ranks(mesh: Mesh) -> None:
-    """Raise ValueError unless the process group is the mesh's, and its ranks read different samples."""
-    shown = f"mesh of {mesh.world_size} ranks"
-    if mesh.tensor_ranks * mesh.context_ranks > 1:
-        raise ValueError(
-            f"{shown}: ranks cannot share a model of one's own; give nodes and local_ranks alone"
-        )
-    if mesh.world_size > 1 and not dist.is_initialized():
-        raise ValueError(
-            f"{shown}: there is no process group; call torch.distributed.init_process_group first"
-        )
-    if not dist.is_initialized():
-        return
-    ours, theirs = (mesh.rank, mesh.world_size), (dist.get_rank(), dist.get_world_size())
-    if ours != theirs:
-        fix = "give mesh=Mesh(nodes=…, local_ranks=…, rank=torch.distributed.get_rank())"
-        raise ValueError(
-            f"{shown}, rank {ours[0]}: the process group has {theirs[1]}, this is {theirs[0]}; {fix}"
-        )
-
-
 def _device_of(mesh: Mesh) -> torch.device:
     """The default device of a rank."""
     if dist.is_initialized() and "nccl" not in dist.get_backend():
         return torch.device("cpu")
     return select_device("auto", Topology.of(mesh))
-
-
-def _names_of(model: nn.Module) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-    """By name of a parameter in the model: all names that it has, and its shape."""
-    tied: dict[int, list[str]] = {}
-    named = list(model.named_parameters(remove_duplicate=False))
-    for name, parameter in named:
-        tied.setdefault(id(parameter), []).append(name)
-    return {name: (tied[id(parameter)], tuple(parameter.shape)) for name, parameter in named}
-
-
-def _check_values(model: nn.Module, *, given: bool) -> None:
-    """Raise ValueError for values that the engine would replace, or train in another number format.
-
-    `given`: whether the user fills all parameters.
-    """
-    first: tuple[str, torch.dtype] | None = None
-    for name, parameter in model.named_parameters():
-        if given and not parameter.is_meta:
-            raise ValueError(
-                f"{name}: is on {parameter.device}, and initialize would replace its values; build the model "
-                'under torch.device("meta"), or omit initialize'
-            )
-        if parameter.dtype == torch.float64:
-            raise ValueError(f"{name}: is torch.float64, and master weights are fp32; call model.float()")
-        first = first or (name, parameter.dtype)
-        if parameter.dtype != first[1] and parameter.is_floating_point():
-            raise ValueError(
-                f"{name}: is {parameter.dtype}, and {first[0]} is {first[1]}; all parameters are computed in "
-                "PrecisionConfig's format, so give all the same dtype"
-            )

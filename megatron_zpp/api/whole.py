@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_zpp.placement import Placement
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
+from megatron_zpp.zero.reads import NamedUnits, distinct, inside
 
 State = dict[str, Any]
 
@@ -27,6 +28,23 @@ class Name(NamedTuple):
 
     own: str  # its name in its unit, where a tied parameter has one name
     shape: tuple[int, ...]
+    path: str  # where the model has it, first
+
+
+def names_of(model: nn.Module, units: NamedUnits) -> dict[str, Name]:
+    """Each name of the model's parameters; their names in `units` where these call them otherwise."""
+    own: dict[int, str] = {}
+    for unit, part in distinct(units):
+        for path, parameter in part.named_parameters():
+            own.setdefault(id(parameter), inside(unit, path))
+    named = list(model.named_parameters(remove_duplicate=False))
+    places = {(name, id(parameter)) for name, parameter in named}
+    found: dict[str, Name] = {}
+    for name, parameter in named:
+        mine = own.get(id(parameter), name)
+        known = (mine, id(parameter)) in places
+        found.setdefault(name if known else mine, Name(mine, tuple(parameter.shape), name))
+    return found
 
 
 def state_of(engine: ZeroEngine, names: Mapping[str, Name]) -> State:
@@ -43,7 +61,7 @@ def state_of(engine: ZeroEngine, names: Mapping[str, Name]) -> State:
     weights = states.pop(WEIGHTS)
     model: dict[str, Tensor] = {}
     used: set[str] = set()
-    for name, (own, shape) in names.items():
+    for name, (own, shape, _) in names.items():
         weight = weights.get(own, torch.empty(shape))  # without elements it is in no unit
         model[name] = weight.clone() if own in used else weight  # safetensors refuses shared memory
         used.add(own)
@@ -68,7 +86,7 @@ def load_state(
     if problem is not None:
         raise ValueError(problem)
     model = state["model"] if first else {}
-    _load(engine, WEIGHTS, {own: model[name] for name, (own, _) in names.items()} if first else {})
+    _load(engine, WEIGHTS, {each.own: model[name] for name, each in names.items()} if first else {})
     for name, buffer in engine.buffers.persistent().items():
         sent = model[name].to(engine.device, buffer.dtype).contiguous() if first else torch.empty_like(buffer)
         if engine.mesh.world_size > 1:

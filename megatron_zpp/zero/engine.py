@@ -29,7 +29,6 @@ from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
-from megatron_zpp.zero.model_checks import check_model
 from megatron_zpp.zero.model_states import ModelStates
 from megatron_zpp.zero.optimizer import UpdateRule
 from megatron_zpp.zero.prefetch import Phase
@@ -79,9 +78,9 @@ class ZeroEngine:
     nodes. `scaling` has the scales of 8-bit products if they follow from earlier steps. `codes` encodes the
     weights that are held as codes, by these scales.
 
-    Raises ValueError for a model that cannot be trained as it is, for a name that it does not have, and for
-    settings that these ranks cannot obey. Passes raise RuntimeError where a parameter is read while its unit
-    is not gathered, and on several ranks where a forward changes a persistent buffer.
+    Raises ValueError for settings that these ranks cannot obey; api/checks.py refuses models that cannot be
+    trained as they are. Passes raise RuntimeError where a parameter is read while its unit is not gathered,
+    and on several ranks where a forward changes a persistent buffer.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class ZeroEngine:
     ) -> None:
         units = units or cast(ModelOfUnits, model)  # torch declares no protocol that includes nn.Module
         modules = without_inner(units.units())
-        check_model(model, config.zero, modules, decoupled=decoupled, inside_nodes=inside_nodes)
         _check_settings(config.zero, mesh, share, operations, device)
         self.model, self.mesh, self.device, self.share = model, mesh, device, share
         self.topology, self.scaling, self.sections = Topology.of(mesh), scaling, sections

@@ -7,8 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp import EngineConfig, Mesh, PrecisionConfig, Topology, ZeroConfig, ZeroEngine
+from megatron_zpp import (
+    GPT,
+    EngineConfig,
+    Mesh,
+    ModelConfig,
+    PrecisionConfig,
+    Topology,
+    ZeroConfig,
+    ZeroEngine,
+)
 from megatron_zpp.api.defaults import Units
+from megatron_zpp.model.row_blocks import RowBlockComponents
 from tests.api.models import Vision, engine_of, steps_of, steps_of_torch
 from tests.zero.own_modules import Stack, initialize, stack_of
 from tests.zero.own_modules import WithBuffers as Buffered
@@ -91,12 +101,13 @@ def test_default_units(make: Callable[[], nn.Module], expected: list[str]) -> No
     assert units_of(make()) == expected
 
 
-def test_units_that_a_model_lists_have_its_names() -> None:
+def test_units_that_a_model_lists_may_have_names_of_their_own() -> None:
     model = Stack()
-    assert units_of(model) == [*(f"layers.{index}" for index in range(5)), "head"]
-    model.units = lambda: [("other", model.head)]
-    with pytest.raises(ValueError, match=r"^other: units\(\) must name each module by its path in"):
-        Units(model)
+    names = list(model.state_dict())
+    model.units = lambda: [("body", layer) for layer in model.layers[:1]] + [("rest", model)]
+    assert units_of(model) == ["body", "rest"]
+    state = engine_of(model).state_dict()["model"]
+    assert list(state) == ["body.linear.weight", "body.linear.bias", *(f"rest.{name}" for name in names[2:])]
 
 
 def trains(topology: Topology, recomputes: bool) -> bool:
@@ -269,3 +280,35 @@ def test_the_old_call_works_and_warns() -> None:
         )
     new = engine_of(models[1], initialize=initialize)
     assert steps_of(old) == steps_of(new)
+
+
+SHAPE = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
+
+
+@pytest.mark.parametrize(
+    ("zero", "model", "said"),
+    [
+        ({"zero_unit": "layer"}, {"cut_layers": True}, "--zero-unit layer: .*cut_layers=False"),
+        ({"zero_unit": "sublayer"}, {}, "--zero-unit sublayer: .*cut_layers=True"),
+        (
+            {},
+            {"parts": RowBlockComponents(rows=37)},
+            "--zero-table-rows None: .* GPT ModelComponents as parts",
+        ),
+        ({"zero_table_rows": 20}, {}, "--zero-table-rows 20: .* give GPT RowBlockComponents as parts"),
+    ],
+)
+def test_an_engine_refuses_a_model_of_other_units(
+    zero: dict[str, Any], model: dict[str, Any], said: str
+) -> None:
+    """In Python, where the model is built beside the settings."""
+    with torch.device("meta"):
+        other = GPT(SHAPE, 50, **model)
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        ZeroEngine(
+            other,
+            Mesh(),
+            EngineConfig(zero=ZeroConfig(**zero)),
+            initialize=lambda name, tensor: None,
+            device=torch.device("cpu"),
+        )

@@ -8,12 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.config.engine import EngineConfig
-from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.ops.library import load_operations
-from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp import (
+    EngineConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    Topology,
+    ZeroConfig,
+    ZeroEngine,
+    load_operations,
+)
 
 WIDTH, LAYERS = 12, 5
 
@@ -292,7 +295,6 @@ def engine_of(
     say: Callable[[str], None] = lambda line: None,
     device: str = "cpu",
     decoupled: tuple[str, ...] = (),
-    has_operations: bool = True,
     **zero: Any,
 ) -> ZeroEngine:
     """In fp32, without weight decay."""
@@ -308,7 +310,7 @@ def engine_of(
         ),
         initialize=initialize,
         device=torch.device(device),
-        operations=load_operations(device, require_kernels=False, say=print) if has_operations else None,
+        operations=load_operations(device, require_kernels=False, say=print),
         say=say,
         decoupled=decoupled,
     )

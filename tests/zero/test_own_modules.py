@@ -286,12 +286,6 @@ def test_a_second_rate_without_decoupled_parameters_is_refused() -> None:
             engine.step(1e-2, 1e-3)
 
 
-@pytest.mark.parametrize("setting", ["zero_quantized_weights", "zero_quantized_gradients"])
-def test_codes_need_operations(setting: str) -> None:
-    with pytest.raises(ValueError, match=r"^operations None: .* load_operations\("):
-        engine_of(Stack, has_operations=False, **{setting: True})
-
-
 def test_ranks_that_cannot_obey_are_refused_in_python_too() -> None:
     differences = {"zero_quantized_weights": True, "zero_quantized_weights_format": "delta4"}
     with pytest.raises(ValueError, match=r"^--zero-quantized-weights-format delta4: needs 2 or more nodes"):

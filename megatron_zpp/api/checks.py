@@ -1,13 +1,59 @@
-"""Refuses models that an engine cannot train as they are."""
+"""Refuses models that an engine cannot train as they are, and ranks that are not there."""
 
 import difflib
 from collections.abc import Collection, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside, key_of, module_of
+
+
+def check_ranks(mesh: Mesh) -> None:
+    """Raise ValueError unless the process group is the mesh's, and its ranks read different samples."""
+    shown = f"mesh of {mesh.world_size} ranks"
+    if mesh.tensor_ranks * mesh.context_ranks > 1:
+        raise ValueError(
+            f"{shown}: ranks cannot share a model of one's own; give nodes and local_ranks alone"
+        )
+    if mesh.world_size > 1 and not dist.is_initialized():
+        raise ValueError(
+            f"{shown}: there is no process group; call torch.distributed.init_process_group first"
+        )
+    if not dist.is_initialized():
+        return
+    ours, theirs = (mesh.rank, mesh.world_size), (dist.get_rank(), dist.get_world_size())
+    if ours != theirs:
+        fix = "give mesh=Mesh(nodes=…, local_ranks=…, rank=torch.distributed.get_rank())"
+        raise ValueError(
+            f"{shown}, rank {ours[0]}: the process group has {theirs[1]}, this is {theirs[0]}; {fix}"
+        )
+
+
+def check_values(model: nn.Module, *, given: bool) -> None:
+    """Raise ValueError for values that the engine would replace, or train in another number format.
+
+    `given`: whether the user fills all parameters.
+    """
+    first: tuple[str, torch.dtype] | None = None
+    for name, parameter in model.named_parameters():
+        if given and not parameter.is_meta:
+            raise ValueError(
+                f"{name}: is on {parameter.device}, and initialize would replace its values; build the model "
+                'under torch.device("meta"), or omit initialize'
+            )
+        if parameter.dtype == torch.float64:
+            raise ValueError(f"{name}: is torch.float64, and master weights are fp32; call model.float()")
+        first = first or (name, parameter.dtype)
+        if parameter.dtype != first[1] and parameter.is_floating_point():
+            raise ValueError(
+                f"{name}: is {parameter.dtype}, and {first[0]} is {first[1]}; all parameters are computed in "
+                "PrecisionConfig's format, so give all the same dtype"
+            )
 
 
 def check_model(
