@@ -148,9 +148,8 @@ def take_values_of_rank_0(model: nn.Module, mesh: Mesh, device: torch.device) ->
     if mesh.world_size == 1:
         return seeds[0]
     dist.broadcast_object_list(seeds, device=device)
-    named = {id(tensor): (name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    named |= {id(tensor): (name, tensor) for name, tensor in model.named_buffers()}
-    real = [(name, tensor) for name, tensor in named.values() if not tensor.is_meta and tensor.numel()]
+    named = (*model.named_parameters(), *model.named_buffers())
+    real = [(name, tensor) for name, tensor in named if not tensor.is_meta and tensor.numel()]
     found: list[list[str]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(found, [name for name, _ in real])
     if odd := next((set(names) ^ set(found[0]) for names in found if names != found[0]), None):

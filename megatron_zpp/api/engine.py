@@ -16,14 +16,16 @@ from megatron_zpp.api.checks import check_model, check_ranks, check_values
 from megatron_zpp.api.defaults import OwnValues, Units, take_values_of_rank_0
 from megatron_zpp.api.old_call import accepts_old_call
 from megatron_zpp.api.whole import State, load_state, names_of, state_of
-from megatron_zpp.checkpoint.directory import checkpoint_name
+from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_state
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.checkpoint.read_back import read_back
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.together import load_newest
 from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
 from megatron_zpp.config.engine import EngineConfig
+from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
@@ -125,22 +127,29 @@ class ZeroEngine(engine.ZeroEngine):
         """
         load_state(self, self._names, state, optimizer=optimizer)
 
-    def save(self, directory: str | os.PathLike, *, extra: Any = None) -> Location:
+    def save(
+        self, directory: str | os.PathLike, *, extra: Any = None, keep_last: int | None = None
+    ) -> Location:
         """Write all states to `directory`/iter_N, N the steps so far, and return its path.
 
         Every rank must call it, and writes its own shards; all see the same file system. A kill at any time
         leaves the checkpoint whole or absent. `extra` is a JSON value that `load` returns: where the data
-        stand, the schedule, random numbers. Raises SaveFailed, an OSError.
+        stand, the schedule, random numbers. With `keep_last` the checkpoint is read back, and then all but so
+        many are removed. Raises SaveFailed, an OSError.
         """
+        if keep_last is not None and keep_last < 1:
+            raise option_error("keep_last", keep_last, "must be at least 1")
         state = describe_state(
             self, Progress(self.iteration), with_optimizer=True, config=asdict(self._config), tokenizer={}
         )
         path = location(os.fspath(directory)) / checkpoint_name(self.iteration)
+        shards, options = shards_of(self, with_optimizer=True), SaveOptions(files=self._files)
         exchange = self._exchange("save")
-        shards = shards_of(self, with_optimizer=True)
-        path, _ = write_checkpoint(
-            path, shards, state | {"extra": extra}, exchange, SaveOptions(files=self._files)
-        )
+        path, checksums = write_checkpoint(path, shards, state | {"extra": extra}, exchange, options)
+        if keep_last is not None:
+            read_back(path, checksums, self._exchange("read-back"), options)
+            if self.mesh.rank == 0:
+                remove_old(path.parent, keep_last, None, newest=path)
         return path
 
     def load(

@@ -39,7 +39,7 @@ def continued(topology: Topology, directory: str, cases: list[dict[str, Any]]) -
         steps_of(engine)
         state, saved = engine.state_dict(), Path(directory, str(number))
         assert bool(state) == (topology.rank == 0)
-        engine.save(saved, extra={"samples": [3]})
+        engine.save(saved, extra={"samples": [3]}, keep_last=1)
         expected = steps_of(engine, first=3)
         for loads_state in (True, False):
             torch.manual_seed(5)
@@ -148,8 +148,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert engine.iteration == 1
     assert said[0].startswith(f" WARNING: {newest} is skipped: ")
     assert engine.load(tmp_path / "none") is None
+    with pytest.raises(ValueError, match=r"^keep_last 0: must be at least 1$"):
+        engine.save(tmp_path, keep_last=0)
     with pytest.raises(ValueError, match=r"not in .*; iterations there: 1, 2"):
         engine.load(tmp_path, iteration=7)
+    steps_of(engine, first=1, steps=2)
+    engine.save(tmp_path, keep_last=1)
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000003"]
 
 
 def test_another_optimizers_states_are_refused_by_name(tmp_path: Path) -> None:
