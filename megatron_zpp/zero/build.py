@@ -1,6 +1,7 @@
 """Makes the units of a model: lays out its parameters, allocates the buffers, fills in initial weights."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Protocol
 
@@ -8,11 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.engine import EngineConfig
+from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
+from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.rooms import Buffer
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import ALIGNMENT, SHARD_MULTIPLE, Layout, Placement, Split, within
 from megatron_zpp.zero.communication import Communication, Legs
-from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
+from megatron_zpp.zero.communication_plan import plan_communication
 from megatron_zpp.zero.read_guard import ReadGuard
 from megatron_zpp.zero.reads import (
     NamedUnits,
@@ -253,35 +258,43 @@ def fill(initialize: Initialize, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: initialize({name!r}, tensor) must fill the whole tensor, in place")
 
 
-def plan_of(
+def build_communication(
     modules: NamedUnits,
     config: EngineConfig,
     mesh: Mesh,
+    device: torch.device,
+    ledger: TrafficLedger,
     *,
     recomputed: Sequence[range],
     share: TensorShare,
     coded: Collection[str],
     decoupled: Collection[str],
     inside_nodes: Collection[str],
-    device: torch.device,
-    copy_engines: bool,
-) -> CommunicationPlan:
-    """How the weights and gradients of modules in forward order travel.
+    operations: Operations | None,
+    timeout: timedelta | None,
+    say: Callable[[str], None],
+) -> Communication:
+    """What the weights and gradients of modules in forward order travel through; every rank must call it.
 
     `share`: how tensor ranks share the model; `coded` and `decoupled` as in `layouts_of`.
     """
     units = distinct(modules)
     block = max(config.zero.largest_block, share.block)
-    return plan_communication(
+    plan = plan_communication(
         config.zero,
         mesh,
         layouts_of(units, mesh, block, share.splits, coded, decoupled),
         compute_dtype=getattr(torch, config.precision.compute_dtype(device.type)),
         reduce_in_bf16=config.precision.grad_reduce_in_bf16,
-        copy_engines=copy_engines,
+        copy_engines=choose_copy_engines(mesh, device, timeout, say),
         reads=reads_of(modules, recomputed),
         inside_nodes=[at for at, (name, _) in enumerate(units) if name in inside_nodes],
     )
+
+    def stream(ranks: Sequence[int]) -> CommStream:
+        return CommStream(ranks, mesh, device, ledger, timeout, copy_engines=plan.copy_engines)
+
+    return Communication(plan, stream, operations)
 
 
 def layouts_of(

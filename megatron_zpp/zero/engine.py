@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.comm_stream import CommStream
-from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
 from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
@@ -24,8 +21,7 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.adamw import build_optimizer
 from megatron_zpp.zero.buffers import Buffers
-from megatron_zpp.zero.build import Initialize, ModelOfUnits, UnitBuilder, plan_of
-from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.build import Initialize, ModelOfUnits, UnitBuilder, build_communication
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
@@ -111,44 +107,33 @@ class ZeroEngine:
         self.topology, self.scaling, self.sections = Topology.of(mesh), scaling, sections
         self._clip_grad, self._decouples = config.optimizer.clip_grad, bool(decoupled)
         self._ledger = TrafficLedger(mesh)
-        self.copy_engines = choose_copy_engines(mesh, device, timeout, say)
-        self.plan = plan_of(
+        self._communication = communication = build_communication(
             modules,
             config,
             mesh,
+            device,
+            self._ledger,
             recomputed=units.recomputed_units(),
             share=share,
             coded=() if codes is None else codes.names,
             decoupled=decoupled,
             inside_nodes=inside_nodes,
-            device=device,
-            copy_engines=self.copy_engines,
+            operations=operations,
+            timeout=timeout,
+            say=say,
         )
-        self._communication = Communication(
-            self.plan,
-            partial(
-                CommStream,
-                mesh=mesh,
-                device=device,
-                ledger=self._ledger,
-                timeout=timeout,
-                copy_engines=self.copy_engines,
-            ),
-            operations,
-        )
+        self.plan = communication.plan
         sources = GatherSources(operations, codes)
         offloads = config.zero.zero_offload_optimizer
-        builder = UnitBuilder(
-            self._communication, device, offload_optimizer=offloads, sources=sources, codes=codes
-        )
+        builder = UnitBuilder(communication, device, offload_optimizer=offloads, sources=sources, codes=codes)
         self.units = builder.build(modules, initialize)
         self.buffers = Buffers(model, initialize, device, mesh, say)
         self._trained = [index for index, unit in enumerate(self.units) if not unit.frozen]
         trained = [self.units[index] for index in self._trained]
-        for comm_stream in self._communication.comm_streams:
+        for comm_stream in communication.comm_streams:
             comm_stream.ready()
         self.weights = Weights(
-            self.units, self._communication, sections, sources, operations=operations, codes=codes
+            self.units, communication, sections, sources, operations=operations, codes=codes
         )
         self._optimizer = build_optimizer(
             config.optimizer, trained, self.plan, fused_backend, operations, sources, rule
@@ -156,7 +141,7 @@ class ZeroEngine:
         self.states = ModelStates(self.units, self.weights, self._optimizer, mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(
-            self.units, self._communication, operations, accepts_16bit=accepts_16bit, share=share
+            self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
         )
         self._sums = StepSums(trained, self._gradients, mesh, sections)
         self._exchanges = ExchangeCounter(share, self._ledger, self.plan.made)

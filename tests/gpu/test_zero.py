@@ -178,7 +178,7 @@ def losses_of_copy_engines(
         tokens = torch.randint(VOCAB, (4, 129), device=engine.device)
         losses.append(engine.accumulate(tokens, index=0, micro_batches=1).item())
         engine.step(1e-3)
-    used = engine.copy_engines
+    used = engine.plan.copy_engines
     engine.close()
     return used, said, losses, seconds
 
