@@ -23,7 +23,7 @@ class Units:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         listed = getattr(model, "units", None)
-        self._units = list(_default_units(model) if listed is None else listed())
+        self._units = list(listed() if callable(listed) else _default_units(model))
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The names and modules, in forward order."""
@@ -43,6 +43,10 @@ def _default_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for _, module in found:
         for parameter in module.parameters():
             owners.setdefault(id(parameter), set()).add(key_of(module))
+    inner = {id(part) for _, module in found for part in module.modules()}
+    for module in model.modules():
+        for parameter in () if id(module) in inner else module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(())
     alone = [
         (name, module)
         for name, module in found
@@ -87,7 +91,7 @@ class OwnValues:
 
     def __init__(self, model: nn.Module, names: Mapping[str, Name], seed: int) -> None:
         """`names` has the parameters' names in their units."""
-        self._seed, self._paths = seed, {each.own: each.path for each in reversed(names.values())}
+        self._seed, self._paths = seed, {each.own: each.path for each in reversed(list(names.values()))}
         self._values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self._values |= dict(model.named_buffers(remove_duplicate=False))
         self._modules = dict(model.named_modules(remove_duplicate=False))

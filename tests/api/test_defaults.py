@@ -61,6 +61,13 @@ def tied_with_bias() -> nn.Module:
     return made
 
 
+def tied_to_its_own() -> nn.Module:
+    made = Holder(embedding=linear(bias=False), layers=listed(2))
+    made.table = made.embedding.weight
+    made.units = 4  # not a method
+    return made
+
+
 def body() -> nn.Module:
     """As Hugging Face nests it."""
     inner = Holder(wte=linear(), h=listed(2), drop=nn.Dropout(), ln=nn.LayerNorm(4))
@@ -89,6 +96,7 @@ LAYERS = ["layers.0", "layers.1"]
         (body, ["transformer.wte", "transformer.h.0", "transformer.h.1", "transformer.ln", "lm_head"]),
         (tied, ["embedding", *LAYERS, "head"]),
         (tied_with_bias, ["", *LAYERS, "norm"]),
+        (tied_to_its_own, ["", *LAYERS]),
         (two_stacks, [*(f"encoder.{each}" for each in (*LAYERS, "norm")), *(f"decoder.{n}" for n in LAYERS)]),
         (experts, LAYERS),
         (in_a_dictionary, ["parts.first", *(f"parts.layers.{n}" for n in range(3))]),
