@@ -52,6 +52,7 @@ def engine_of(
     initialize: Callable[[str, Tensor], None] | None = None,
     precision: PrecisionConfig | None = None,
     optimizer: Any = None,
+    device: str = "cpu",
     **zero: Any,
 ) -> ZeroEngine:
     """In fp32, at stage 3."""
@@ -60,7 +61,7 @@ def engine_of(
         optimizer=OPTIMIZER,
         precision=precision or PrecisionConfig(fp32=True),
     )
-    silent: dict[str, Any] = {"say": lambda line: None, "device": torch.device("cpu")}
+    silent: dict[str, Any] = {"say": lambda line: None, "device": torch.device(device)}
     return ZeroEngine(model, mesh or Mesh(), config, initialize=initialize, optimizer=optimizer, **silent)
 
 
@@ -68,11 +69,11 @@ def steps_of(engine: ZeroEngine, first: int = 0, steps: int = 3) -> list[float]:
     """The mean loss over ranks of each step, on two micro-batches."""
     losses = []
     for step in range(first, first + steps):
-        total = torch.zeros(())
-        for index in range(2):
-            batch = batch_of(step, 2 * engine.mesh.rank + index)
-            total += engine.accumulate(batch, index=index, micro_batches=2) / 2
-        losses.append(engine.mean_over_ranks(total).item())
+        found = [
+            engine.accumulate(batch_of(step, 2 * engine.mesh.rank + index), index=index, micro_batches=2)
+            for index in range(2)
+        ]
+        losses.append(engine.mean_over_ranks(torch.stack(found).mean()).item())
         engine.step(1e-2)
     return losses
 
