@@ -85,7 +85,7 @@ class UnitBuilder:
         ):
             at = [plan.reads.units[place].index(len(units)) for place in places]
             others = [parts[place][index] for place, index in zip(places[1:], at[1:], strict=True)]
-            guard = ReadGuard(name or "of the model", sum(len(unit.guard) for unit in units))
+            guard = ReadGuard(name or "the model", sum(len(unit.guard) for unit in units))
             unit = self._unit(
                 first, others, weights, self._communication.legs[len(units)], slots[slot], guard
             )
