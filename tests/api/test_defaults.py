@@ -266,6 +266,11 @@ def test_a_mesh_of_other_ranks_is_refused() -> None:
     assert said[1].startswith("mesh of 4 ranks, rank 1: the process group has 2, this is 1; give mesh=Mesh(")
 
 
+def test_a_unit_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^inside_nodes layer.1: no unit of the model; did you mean layers"):
+        ZeroEngine(Stack(), inside_nodes=("layer.1",))
+
+
 def test_one_line_is_enough() -> None:
     engine = ZeroEngine(nn.Sequential(nn.Linear(12, 12)), config=EngineConfig(zero=ZeroConfig(zero_stage=3)))
     assert (engine.device.type, engine.mesh, engine.iteration) == ("cpu", Mesh(), 0)
