@@ -28,6 +28,7 @@ from benchmarks.common import RESULTS, write_result
 from megatron_zpp.checkpoint.directory import committed
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.distributed.process_group import barrier, process_group, select_device
 from megatron_zpp.distributed.topology import Topology
@@ -78,11 +79,9 @@ def build(config: Config, topology: Topology, device: torch.device) -> ZeroEngin
         operations = load_operations("cuda", require_kernels=True, say=print)
     return ZeroEngine(
         model,
-        partial(model.initialize_parameter, seed=1),
-        zero=config.zero,
-        optimizer=config.optimizer,
-        precision=config.precision,
-        topology=topology,
+        topology.mesh(),
+        EngineConfig(zero=config.zero, optimizer=config.optimizer, precision=config.precision),
+        initialize=partial(model.initialize_parameter, seed=1),
         device=device,
         operations=operations,
     )

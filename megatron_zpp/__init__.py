@@ -6,21 +6,35 @@ from typing import TYPE_CHECKING, Any
 from megatron_zpp.version import __version__
 
 if TYPE_CHECKING:
+    from megatron_zpp.api.engine import ZeroEngine
+    from megatron_zpp.config.engine import EngineConfig
     from megatron_zpp.config.model import ModelConfig
     from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
     from megatron_zpp.config.zero import ZeroConfig
+    from megatron_zpp.data.batches import BatchSchedule
+    from megatron_zpp.data.loader import MicroBatches
     from megatron_zpp.distributed.topology import Topology
+    from megatron_zpp.mesh import Mesh
     from megatron_zpp.model.gpt import GPT
     from megatron_zpp.ops.library import load_operations
-    from megatron_zpp.zero.engine import StepResult, ZeroEngine
+    from megatron_zpp.train.schedule.learning_rate import LearningRate
+    from megatron_zpp.zero.engine import StepResult
+    from megatron_zpp.zero.optimizer import ShardSegment, UpdateRule
 
 __all__ = [
     "GPT",
+    "BatchSchedule",
+    "EngineConfig",
+    "LearningRate",
+    "Mesh",
+    "MicroBatches",
     "ModelConfig",
     "OptimizerConfig",
     "PrecisionConfig",
+    "ShardSegment",
     "StepResult",
     "Topology",
+    "UpdateRule",
     "ZeroConfig",
     "ZeroEngine",
     "__version__",
@@ -28,13 +42,20 @@ __all__ = [
 ]
 _MODULES = {
     "GPT": "model.gpt",
+    "BatchSchedule": "data.batches",
+    "EngineConfig": "config.engine",
+    "LearningRate": "train.schedule.learning_rate",
+    "Mesh": "mesh",
+    "MicroBatches": "data.loader",
     "ModelConfig": "config.model",
     "OptimizerConfig": "config.optimizer",
     "PrecisionConfig": "config.optimizer",
+    "ShardSegment": "zero.optimizer",
     "StepResult": "zero.engine",
     "Topology": "distributed.topology",
+    "UpdateRule": "zero.optimizer",
     "ZeroConfig": "config.zero",
-    "ZeroEngine": "zero.engine",
+    "ZeroEngine": "api.engine",
     "load_operations": "ops.library",
 }
 

@@ -7,8 +7,8 @@ from tests.support import run
 OPTIONAL = "wandb datasets matplotlib apex sentencepiece tokenizers tensorboard zstandard transformers"
 SLOW = "sympy torch._dynamo triton"  # half a second to two, which each start and each rank would pay
 SET_APART = (
-    "checkpoint.foreign checkpoint.huggingface checkpoint.object_saves config.legacy data.megatron data.text "
-    "generate model.fp8 model.fused model.parallel ops.library plan reporting.report "
+    "api checkpoint.foreign checkpoint.huggingface checkpoint.object_saves config.legacy data.megatron "
+    "data.text generate model.fp8 model.fused model.parallel ops.library plan reporting.report "
     "storage.hub storage.objects train.saving config.sources.huggingface config.help"
 )
 MOST = 210  # modules of the package

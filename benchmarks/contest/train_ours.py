@@ -21,6 +21,7 @@ from benchmarks.contest.protocol import (
     join,
     report,
 )
+from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -40,11 +41,13 @@ def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
         compile_parts(model, shape, print, on_gpu=rank.on_gpu)
     return ZeroEngine(
         model,
-        partial(model.initialize_parameter, seed=SEED),
-        zero=ZeroConfig(**OURS[options.settings]),
-        optimizer=ADAMW,
-        precision=PrecisionConfig(bf16=options.dtype == "bf16", fp32=options.dtype == "fp32"),
-        topology=topology,
+        topology.mesh(),
+        EngineConfig(
+            zero=ZeroConfig(**OURS[options.settings]),
+            optimizer=ADAMW,
+            precision=PrecisionConfig(bf16=options.dtype == "bf16", fp32=options.dtype == "fp32"),
+        ),
+        initialize=partial(model.initialize_parameter, seed=SEED),
         device=rank.device,
         operations=load_operations(rank.device.type, require_kernels=rank.on_gpu, say=print),
     )

@@ -13,11 +13,12 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import read_back
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
+from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.tokenizer.base import describe
@@ -40,11 +41,13 @@ def small(seed: int = 1, precision: PrecisionConfig | None = None, **zero: Any) 
     quantized = "zero_quantized_weights" in zero
     return ZeroEngine(
         model,
-        initialize,
-        zero=ZeroConfig(**zero),
-        optimizer=OptimizerConfig(weight_decay=0.1),
-        precision=precision or PrecisionConfig(),
-        topology=Topology(),
+        Mesh(),
+        EngineConfig(
+            zero=ZeroConfig(**zero),
+            optimizer=OptimizerConfig(weight_decay=0.1),
+            precision=precision or PrecisionConfig(),
+        ),
+        initialize=initialize,
         device=torch.device("cpu"),
         operations=load_operations("cpu", require_kernels=False, say=print) if quantized else None,
         fused_backend="torch",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import STATE_LIMIT, CheckpointReader
-from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
+from megatron_zpp.checkpoint.same_model import check_states, check_tokenizer, check_units
 from megatron_zpp.checkpoint.states import saved_mesh
 from megatron_zpp.checkpoint.unit_entries import (
     describe_buffers,
@@ -29,19 +29,21 @@ from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 def load_checkpoint(
     path: Location,
     engine: ZeroEngine,
-    tokenizer: dict[str, Any],
+    tokenizer: dict[str, Any] | None,
     *,
     with_optimizer: bool,
     on_progress: OnProgress = no_report,
 ) -> Progress:
     """Load a checkpoint's states into the engine, and return its progress.
 
-    Every rank reads what it owns, and together the ranks check all files. Raises DamagedFile, and ValueError
-    if model or tokenizer differ. After either error the engine's states are undefined until another
-    checkpoint is loaded. Nothing is sent, so ranks may fail independently.
+    Every rank reads what it owns, and together the ranks check all files. A `tokenizer` of None fits any.
+    Raises DamagedFile, and ValueError if model, tokenizer or the optimizer's states differ. After either
+    error the engine's states are undefined until another checkpoint is loaded. Nothing is sent, so ranks may
+    fail independently.
     """
     with CheckpointReader(path, on_progress) as reader:
-        check_tokenizer(path, reader.state["tokenizer"], tokenizer)
+        if tokenizer is not None:
+            check_tokenizer(path, reader.state["tokenizer"], tokenizer)
         model = engine.model.config if isinstance(engine.model, GPT) else None
         saved_model = reader.state["config"].get("model")
         padded = check_units(path, reader.units, describe_units(engine), saved_model, model)
@@ -55,6 +57,7 @@ def load_checkpoint(
                     if kind in reader.state.get("kinds", []):  # otherwise the reference starts as the weights
                         _load(kind, reader, engine, padded)
                 elif reader.state["with_optimizer"]:
+                    check_states(path, kind, reader.state.get("kinds"))
                     _load(kind, reader, engine, padded)
                 else:  # imported weights: no step has been taken, so the moments are zero
                     engine.states.load(kind, lambda unit, elements: torch.zeros(len(elements)))
@@ -74,8 +77,13 @@ def load_checkpoint(
 
 def saved_settings(path: Location) -> tuple[dict[str, Any], int]:
     """(settings by part and field, data ranks) of the run that saved a checkpoint, after it was loaded."""
-    state = json.loads(read_limited(path / STATE, STATE_LIMIT))
+    state = saved_state(path)
     return state["config"], saved_mesh(state).data_ranks
+
+
+def saved_state(path: Location) -> dict[str, Any]:
+    """The content of state.json of a checkpoint, after it was loaded."""
+    return json.loads(read_limited(path / STATE, STATE_LIMIT))
 
 
 def _load_buffers(reader: CheckpointReader, engine: ZeroEngine) -> None:

@@ -22,6 +22,7 @@ state.json contains the rest:
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step
              after: `raised` and `measured` by unit; null where the run sends none, absent in older versions
+    extra    what a program with an engine of its own keeps there; absent in others
     product_scaling   by linear map, what the scales of 8-bit products follow from (model/fp8/scaling.py);
              null with other recipes and before the first step, absent in older versions
 """

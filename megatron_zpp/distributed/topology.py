@@ -55,6 +55,11 @@ class Topology:
         )
 
     @classmethod
+    def of(cls, mesh: Mesh) -> "Topology":
+        """What the launcher says of the rank of a mesh."""
+        return cls(mesh.rank, mesh.world_size, mesh.rank % mesh.node_size, mesh.node_size)
+
+    @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Topology":
         """Read torchrun's variables, or those of a SLURM task; without any, return a single rank.
 

@@ -33,8 +33,9 @@ def build_optimizer(
     backend: Literal["apex", "torch"],
     operations: Operations | None,
     sources: GatherSources,
+    rule: UpdateRule | None = None,
 ) -> Optimizer:
-    """AdamW of the fused backend; without `operations`, by torch's own kernel.
+    """The optimizer of `rule`; without one, AdamW of the fused backend, or of torch without `operations`.
 
     Raises ValueError for decoupled parameters where the optimizer has one learning rate.
     """
@@ -42,9 +43,9 @@ def build_optimizer(
         if any(placement.decoupled for unit in units for placement in unit.layout.placements):
             raise option_error("--decoupled-lr", "(given)", "needs --fused-backend torch")
         return ApexAdamW(config, units, sources)
-    rule: UpdateRule = (
-        TorchAdamW(config) if operations is None else KernelAdamW(config, operations, plan.weight_codes)
-    )
+    if rule is None:
+        format = plan.weight_codes
+        rule = TorchAdamW(config) if operations is None else KernelAdamW(config, operations, format)
     offloaded = units[0].master.device != units[0].gather_source.device
     return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule, units, sources)
 
@@ -53,6 +54,7 @@ class KernelAdamW:
     """AdamW by the project's kernel: one pass over memory, which also writes the gather source."""
 
     state_names = MOMENTS
+    writes_gather_source = True
 
     def __init__(
         self, config: OptimizerConfig, operations: Operations, quant_format: QuantFormat | None = None
@@ -102,6 +104,7 @@ class TorchAdamW:
 
     state_names = MOMENTS
     accepts_16bit_gradients = False
+    writes_gather_source = True
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config

@@ -5,25 +5,33 @@ that a forward changes, such as the averages of a BatchNorm, would follow from e
 buffer that is not persistent is scratch of one rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.build import Initialize, fill
 
 
 class Buffers:
     """The buffers of `model`, on `device`.
 
-    Those on the meta device are filled by `initialize`; the others keep their values. Raises ValueError for a
-    tensor on the meta device that is neither a parameter nor a buffer, and for one that is not filled.
+    Those on the meta device are filled by `initialize`, which rank 0 says, because their constructor may have
+    computed other values; the others keep their values. Raises ValueError for a tensor on the meta device
+    that is neither a parameter nor a buffer, and for one that is not filled.
     """
 
-    def __init__(self, model: nn.Module, initialize: Initialize, device: torch.device, ranks: int) -> None:
-        self._ranks = ranks
-        self.filled: list[str] = []  # the names of those that `initialize` filled
+    def __init__(
+        self,
+        model: nn.Module,
+        initialize: Initialize,
+        device: torch.device,
+        mesh: Mesh,
+        say: Callable[[str], None],
+    ) -> None:
+        self._ranks, filled = mesh.world_size, []
         self._persistent: list[tuple[str, nn.Module, str]] = []
         made: dict[int, Tensor] = {}
         for name, module, key, buffer in _buffers_of(model):
@@ -32,12 +40,15 @@ class Buffers:
                 real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
                 if buffer.is_meta:
                     fill(initialize, name, real)
-                    self.filled.append(name)
+                    filled.append(name)
                 made[id(buffer)] = real
             module._buffers[key] = real
             if key not in module._non_persistent_buffers_set:
                 self._persistent.append((name, module, key))
         _refuse_meta_tensors(model)
+        if filled and mesh.rank == 0:
+            names = ", ".join(filled)
+            say(f" buffers with the values of initialize, not of their module's constructor: {names}")
 
     def persistent(self) -> dict[str, Tensor]:
         """The buffers that a checkpoint has, by name: the model's memory."""

@@ -1,20 +1,33 @@
 """Makes the units of a model: lays out its parameters, allocates the buffers, fills in initial weights."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.config.engine import EngineConfig
+from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
+from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.rooms import Buffer
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import ALIGNMENT, SHARD_MULTIPLE, Layout, Placement, Split, within
 from megatron_zpp.zero.communication import Communication, Legs
-from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
+from megatron_zpp.zero.communication_plan import plan_communication
 from megatron_zpp.zero.read_guard import ReadGuard
-from megatron_zpp.zero.reads import Parameters, distinct, parts_of, reads_of
+from megatron_zpp.zero.reads import (
+    NamedUnits,
+    Parameters,
+    distinct,
+    inside,
+    module_of,
+    parts_of,
+    reads_of,
+)
 from megatron_zpp.zero.sharded_unit import Encoded, Unit
 from megatron_zpp.zero.tensor_parallel import TensorShare
 from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder
@@ -37,7 +50,7 @@ class ModelOfUnits(Protocol):
 
 
 class UnitBuilder:
-    """Makes the units of a model whose parameters are on the meta device."""
+    """Makes the units of a model, whose own parameters they replace."""
 
     def __init__(
         self,
@@ -53,7 +66,7 @@ class UnitBuilder:
         self._communication, self._plan = communication, communication.plan
         self._device, self._offload, self._codes = device, offload_optimizer, codes
 
-    def build(self, modules: list[tuple[str, nn.Module]], initialize: Initialize) -> list[Unit]:
+    def build(self, modules: NamedUnits, initialize: Initialize) -> list[Unit]:
         """The units of modules in forward order. `initialize(name, tensor)` fills one whole fp32 parameter.
 
         The modules' parameters become views of the units' slots; the engine encodes those that are held as
@@ -72,7 +85,7 @@ class UnitBuilder:
         ):
             at = [plan.reads.units[place].index(len(units)) for place in places]
             others = [parts[place][index] for place, index in zip(places[1:], at[1:], strict=True)]
-            guard = ReadGuard(name, sum(len(unit.guard) for unit in units))
+            guard = ReadGuard(name or "the model", sum(len(unit.guard) for unit in units))
             unit = self._unit(
                 first, others, weights, self._communication.legs[len(units)], slots[slot], guard
             )
@@ -82,11 +95,12 @@ class UnitBuilder:
         self._make_empty_parameters(modules)
         return units
 
-    def _make_empty_parameters(self, modules: list[tuple[str, nn.Module]]) -> None:
-        """Give modules without any elements their parameters."""
-        for _, module in modules:
+    def _make_empty_parameters(self, modules: NamedUnits) -> None:
+        """Make parameters that are in no unit, because nothing beside them has elements."""
+        here = self._device.type, self._plan.made
+        for module in (module_of(parameters) for _, parameters in modules):
             for path, parameter in module.named_parameters():
-                if parameter.is_meta:
+                if not parameter.numel() and (parameter.device.type, parameter.dtype) != here:
                     owner, _, leaf = path.rpartition(".")
                     made = torch.empty(parameter.shape, dtype=self._plan.made, device=self._device)
                     setattr(module.get_submodule(owner), leaf, nn.Parameter(made, parameter.requires_grad))
@@ -178,13 +192,7 @@ class UnitBuilder:
 
     def _initialize_master(self, unit: Unit, drawn: "_InitialValues") -> None:
         """Fill this rank's part of each parameter that it owns a part of."""
-        for piece in unit.layout.pieces_in(unit.owned):
-            initial = drawn.values(piece.placement.name, piece.placement.shape)
-            owned = unit.master[within(piece.at, unit.owned)]
-            for block in piece.blocks(self._plan.mesh.rank):
-                part = owned[within(block.elements, piece.elements)].view(block.shape)
-                for here, there in block.parts:
-                    part[here].copy_(initial[there])
+        unit.fill(unit.master, drawn.values)
 
     def _encoded(
         self, weights: WeightPlan, shard: Encoded, reference: Tensor | None, full: Tensor
@@ -209,11 +217,12 @@ class _InitialValues:
         self._initialize, self._device = initialize, device
         self._newest: tuple[str, Tensor] | None = None
 
-    def values(self, name: str, shape: Sequence[int]) -> Tensor:
+    def values(self, placement: Placement) -> Tensor:
         """Those of a parameter, in fp32; the values of one parameter are held until another is asked for."""
+        name = placement.name
         if self._newest is None or self._newest[0] != name:
             self._newest = None
-            initial = torch.empty(shape, dtype=torch.float32, device=self._device)
+            initial = torch.empty(placement.shape, dtype=torch.float32, device=self._device)
             fill(self._initialize, name, initial)
             self._newest = name, initial
         return self._newest[1]
@@ -222,10 +231,21 @@ class _InitialValues:
 def _put_parameters(
     module: Parameters, layout: Layout, parameters: Sequence[nn.Parameter], guard: ReadGuard
 ) -> None:
-    """Give the module these parameters in place of its own ones."""
-    for (path, _), placement, parameter in zip(in_order(module), layout.placements, parameters, strict=True):
-        owner, _, leaf = path.rpartition(".")
-        guard.put(module.get_submodule(owner), leaf, parameter, placement.name)
+    """Give the module these parameters in place of its own ones, wherever it has them."""
+    paths: dict[int, list[str]] = {}
+    for path, own in module.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(own), []).append(path)
+    for (_, own), placement, parameter in zip(in_order(module), layout.placements, parameters, strict=True):
+        for path in paths[id(own)]:
+            owner_path, _, leaf = path.rpartition(".")
+            owner = module.get_submodule(owner_path)
+            guard.put(owner, leaf, parameter, placement.name)
+            if isinstance(owner, nn.RNNBase):  # cuDNN's layout would move the weights out of their slot
+                owner.__dict__["flatten_parameters"] = _leave_in_slot
+
+
+def _leave_in_slot() -> None:
+    """In place of RNNBase.flatten_parameters, which the first forward on new parameters calls."""
 
 
 def fill(initialize: Initialize, name: str, tensor: Tensor) -> None:
@@ -238,41 +258,43 @@ def fill(initialize: Initialize, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: initialize({name!r}, tensor) must fill the whole tensor, in place")
 
 
-def named_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """`model.units()`, of a model that is a ModelOfUnits."""
-    return cast(ModelOfUnits, model).units()  # torch declares no protocol that includes nn.Module
-
-
-def plan_of(
-    model: nn.Module,
-    zero: ZeroConfig,
+def build_communication(
+    modules: NamedUnits,
+    config: EngineConfig,
     mesh: Mesh,
+    device: torch.device,
+    ledger: TrafficLedger,
     *,
+    recomputed: Sequence[range],
     share: TensorShare,
     coded: Collection[str],
     decoupled: Collection[str],
-    compute_dtype: torch.dtype,
-    reduce_in_bf16: bool,
-    copy_engines: bool,
-    inside_nodes: Collection[str] = (),
-) -> CommunicationPlan:
-    """How the weights and gradients of `model` travel.
+    inside_nodes: Collection[str],
+    operations: Operations | None,
+    timeout: timedelta | None,
+    say: Callable[[str], None],
+) -> Communication:
+    """What the weights and gradients of modules in forward order travel through; every rank must call it.
 
     `share`: how tensor ranks share the model; `coded` and `decoupled` as in `layouts_of`.
     """
-    named_modules = named_units(model)
-    block = max(zero.largest_block, share.block)
-    layouts = layouts_of(distinct(named_modules), mesh, block, share.splits, coded, decoupled)
-    return plan_communication(
-        zero,
+    units = distinct(modules)
+    block = max(config.zero.largest_block, share.block)
+    plan = plan_communication(
+        config.zero,
         mesh,
-        layouts,
-        compute_dtype=compute_dtype,
-        reduce_in_bf16=reduce_in_bf16,
-        copy_engines=copy_engines,
-        reads=reads_of(named_modules, cast(ModelOfUnits, model).recomputed_units()),
-        inside_nodes=[at for at, (name, _) in enumerate(distinct(named_modules)) if name in inside_nodes],
+        layouts_of(units, mesh, block, share.splits, coded, decoupled),
+        compute_dtype=getattr(torch, config.precision.compute_dtype(device.type)),
+        reduce_in_bf16=config.precision.grad_reduce_in_bf16,
+        copy_engines=choose_copy_engines(mesh, device, timeout, say),
+        reads=reads_of(modules, recomputed),
+        inside_nodes=[at for at, (name, _) in enumerate(units) if name in inside_nodes],
     )
+
+    def stream(ranks: Sequence[int]) -> CommStream:
+        return CommStream(ranks, mesh, device, ledger, timeout, copy_engines=plan.copy_engines)
+
+    return Communication(plan, stream, operations)
 
 
 def layouts_of(
@@ -295,7 +317,7 @@ def layouts_of(
         rows, entries = getattr(module, "block_rows", None), getattr(module, "table_entries", 0)
         placements = []
         for path, parameter in in_order(module):
-            name, shape = f"{unit}.{path}", tuple(parameter.shape)
+            name, shape = inside(unit, path), tuple(parameter.shape)
             split = splits.get(name)
             if split is not None:
                 shape = split.whole_shape(shape)

@@ -243,7 +243,11 @@ def plan_communication(
         gradient_dtype = torch.bfloat16 if reduce_in_bf16 else sums
     inside = tuple(axis for axis in mesh.shards if axis != mesh.node)
     kinds = [
-        (layout, () if zero.zero_stage == 0 else inside if unit in inside_nodes else mesh.shards)
+        (
+            layout,
+            () if zero.zero_stage == 0 else inside if unit in inside_nodes else mesh.shards,
+            unit if unit in reads.around else None,
+        )
         for unit, layout in enumerate(layouts)
     ]
     slots = tuple(_slots(kinds, orders, zero.prefetched_units if zero.zero_stage >= 3 else None))

@@ -4,36 +4,32 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.comm_stream import CommStream
-from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
 from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.exchange.sums import largest_over_ranks, sum_over_ranks
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.adamw import build_optimizer
 from megatron_zpp.zero.buffers import Buffers
-from megatron_zpp.zero.build import Initialize, UnitBuilder, named_units, plan_of
-from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.communication_plan import CommunicationPlan
-from megatron_zpp.zero.difference_formats import DifferenceFormats
+from megatron_zpp.zero.build import Initialize, ModelOfUnits, UnitBuilder, build_communication
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
-from megatron_zpp.zero.model_checks import check_names, check_parameters, check_unit
 from megatron_zpp.zero.model_states import ModelStates
+from megatron_zpp.zero.optimizer import UpdateRule
 from megatron_zpp.zero.prefetch import Phase
 from megatron_zpp.zero.product_scaling import ProductScaling
+from megatron_zpp.zero.reads import module_of, without_inner
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
@@ -65,35 +61,35 @@ class StepResult:
 class ZeroEngine:
     """One engine for all stages: the stage says what stays whole on every rank.
 
-    `model(tokens, targets)` returns a mean loss; a batch may bring more arguments. `model.units()` are its
-    modules in forward order, and `model.recomputed_units()` the ranges of them whose forward its backward
-    repeats. The model is on the meta device; `initialize(name, tensor)` fills a parameter, in fp32, or a
-    buffer. Parameters become views of flat memory on `device`, and this rank holds no more of them than the
-    stage says. Those that do not require gradients are gathered, and not trained. `share` says
-    how tensor ranks share the model, which has this rank's parts of its parameters then. `operations`
-    has the kernels for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say`
-    gets a line if copy engines were tried and cannot be used, and on rank 0 one that names the buffers which
-    `initialize` filled. Parameters whose names are `decoupled` have a learning rate of their own. The units
-    `inside_nodes` are sharded among the ranks of a node alone: each node holds them by itself, so their
-    weights do not cross nodes. `scaling` has the scales of 8-bit products if they follow from earlier steps.
-    `codes` encodes the weights that are held as codes, by these scales.
+    `model(tokens, targets)` returns a mean loss; a batch may bring more arguments. `units` says which of its
+    modules are gathered together, by default the model itself. `initialize(name, tensor)` fills a parameter,
+    in fp32, or a buffer on the meta device. Parameters become views of flat memory on `device`, and this rank
+    holds no more of them than the stage says. Those that do not require gradients are gathered, and not
+    trained. `share` says how the tensor ranks of `mesh` share the model, which has this rank's parts of its
+    parameters then. `rule` is the arithmetic of another optimizer than AdamW. `operations` has the kernels
+    for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say` gets a line if
+    copy engines were tried and cannot be used, and on rank 0 one that names the buffers which `initialize`
+    filled. Parameters whose names are `decoupled` have a learning rate of their own. The units `inside_nodes`
+    are sharded among the ranks of a node alone: each node holds them by itself, so their weights do not cross
+    nodes. `scaling` has the scales of 8-bit products if they follow from earlier steps. `codes` encodes the
+    weights that are held as codes, by these scales.
 
-    Raises ValueError for a model that cannot be trained as it is, for a name that it does not have, and for
-    settings that these ranks cannot obey. Passes raise RuntimeError where a parameter is read while its unit
-    is not gathered, and on several ranks where a forward changes a persistent buffer.
+    Raises ValueError for settings that these ranks cannot obey; api/checks.py refuses models that cannot be
+    trained as they are. Passes raise RuntimeError where a parameter is read while its unit is not gathered,
+    and on several ranks where a forward changes a persistent buffer.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        initialize: Initialize,
+        mesh: Mesh,
+        config: EngineConfig,
         *,
-        zero: ZeroConfig,
-        optimizer: OptimizerConfig,
-        precision: PrecisionConfig,
-        topology: Topology,
+        initialize: Initialize,
         device: torch.device,
+        units: ModelOfUnits | None = None,
         share: TensorShare = ALONE,
+        rule: UpdateRule | None = None,
         fused_backend: Literal["apex", "torch"] = "torch",
         operations: Operations | None = None,
         timeout: timedelta | None = None,
@@ -104,96 +100,67 @@ class ZeroEngine:
         scaling: ProductScaling | None = None,
         codes: WeightEncoder | None = None,
     ) -> None:
-        check_unit(zero, model)
-        named_modules = named_units(model)
-        check_parameters(model, named_modules)
-        check_names(decoupled, inside_nodes, named_modules)
-        self.model, self.topology, self.device, self.share = model, topology, device, share
-        self.scaling, self.sections = scaling, sections
-        self.mesh = topology.mesh(1 if share.group is None else share.group.size)
-        check_routes(zero, self.mesh)
-        if zero.quantizes and operations is None:
-            fix = f'codes need them; give load_operations("{device.type}", require_kernels=False, say=print)'
-            raise option_error("operations", operations, fix)
-        self._ledger = TrafficLedger(self.mesh)
-        self._clip_grad, self._decouples = optimizer.clip_grad, bool(decoupled)
-        dtype = getattr(torch, precision.compute_dtype(device.type))
-        self.copy_engines = choose_copy_engines(self.mesh, device, timeout, say)
-        plan = plan_of(
-            model,
-            zero,
-            self.mesh,
+        units = units or cast(ModelOfUnits, model)  # torch declares no protocol that includes nn.Module
+        modules = without_inner(units.units())
+        _check_settings(config.zero, mesh, share, operations, device)
+        self.model, self.mesh, self.device, self.share = model, mesh, device, share
+        self.topology, self.scaling, self.sections = Topology.of(mesh), scaling, sections
+        self._clip_grad, self._decouples = config.optimizer.clip_grad, bool(decoupled)
+        self._ledger = TrafficLedger(mesh)
+        self._communication = communication = build_communication(
+            modules,
+            config,
+            mesh,
+            device,
+            self._ledger,
+            recomputed=units.recomputed_units(),
             share=share,
+            coded=() if codes is None else codes.names,
             decoupled=decoupled,
             inside_nodes=inside_nodes,
-            coded=() if codes is None else codes.names,
-            compute_dtype=dtype,
-            reduce_in_bf16=precision.grad_reduce_in_bf16,
-            copy_engines=self.copy_engines,
-        )
-        make_comm_stream = partial(
-            CommStream,
-            mesh=self.mesh,
-            device=device,
-            ledger=self._ledger,
+            operations=operations,
             timeout=timeout,
-            copy_engines=self.copy_engines,
+            say=say,
         )
-        self._communication = communication = Communication(plan, make_comm_stream, operations)
+        self.plan = communication.plan
         sources = GatherSources(operations, codes)
-        self.units = UnitBuilder(
-            communication,
-            device,
-            offload_optimizer=zero.zero_offload_optimizer,
-            sources=sources,
-            codes=codes,
-        ).build(named_modules, initialize)
-        self.buffers = Buffers(model, initialize, device, topology.world_size)
-        if self.buffers.filled and topology.rank == 0:  # a constructor may have computed other values
-            names = ", ".join(self.buffers.filled)
-            say(f" buffers with the values of initialize, not of their module's constructor: {names}")
+        offloads = config.zero.zero_offload_optimizer
+        builder = UnitBuilder(communication, device, offload_optimizer=offloads, sources=sources, codes=codes)
+        self.units = builder.build(modules, initialize)
+        self.buffers = Buffers(model, initialize, device, mesh, say)
         self._trained = [index for index, unit in enumerate(self.units) if not unit.frozen]
         trained = [self.units[index] for index in self._trained]
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
-        formats = None
-        if (differences := plan.differences) is not None:
-            formats = DifferenceFormats(differences, len(plan.weights), device)
         self.weights = Weights(
-            self.units,
-            communication,
-            sections,
-            sources,
-            operations=operations,
-            formats=formats,
-            codes=codes,
+            self.units, communication, sections, sources, operations=operations, codes=codes
         )
         self._optimizer = build_optimizer(
-            optimizer, trained, plan, fused_backend, operations, self.weights.sources
+            config.optimizer, trained, self.plan, fused_backend, operations, sources, rule
         )
-        self.states = ModelStates(self.units, self.weights, self._optimizer, self.mesh)
+        self.states = ModelStates(self.units, self.weights, self._optimizer, mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
         )
-        self._sums = StepSums(trained, self._gradients, self.mesh, sections)
-        self._exchanges = ExchangeCounter(share, self._ledger, dtype)
+        self._sums = StepSums(trained, self._gradients, mesh, sections)
+        self._exchanges = ExchangeCounter(share, self._ledger, self.plan.made)
         self._hooks = register_hooks(
-            [module for _, module in named_modules],
+            [module_of(unit) for _, unit in modules],
             self.units,
-            plan.reads,
+            self.plan.reads,
             self.weights.prefetcher,
             self._gradients,
             self._exchanges,
         )
-        self.loss_scale = LossScale(precision, device)
+        self.loss_scale = LossScale(config.precision, device)
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
-        self.spare = spare_multiprocessors(self.mesh.nodes, device, os.environ)
+        self.spare = spare_multiprocessors(mesh.nodes, device, os.environ)
 
     def accumulate(
-        self, batch: Batch, *, index: int, micro_batches: int, weight: float | None = None
+        self, batch: Batch, *, index: int = 0, micro_batches: int = 1, weight: float | None = None
     ) -> Tensor:
         """Add the gradients of micro-batch `index` of a step's `micro_batches`; return its mean loss.
 
@@ -330,11 +297,6 @@ class ZeroEngine:
         """The norm () fp64 of the master weights that are trained; every rank must call it."""
         return self._sums.norm_of_weights()
 
-    @property
-    def plan(self) -> CommunicationPlan:
-        """How the weights and gradients of this rank travel."""
-        return self._communication.plan
-
     def _loss(self, batch: Batch) -> Tensor:
         self.spare.reserve()
         if isinstance(batch, Tensor):
@@ -345,3 +307,16 @@ class ZeroEngine:
         assert moved[0] is not None  # the tokens
         self._exchanges.begin(moved[0].numel())
         return self.model(*moved)
+
+
+def _check_settings(
+    zero: ZeroConfig, mesh: Mesh, share: TensorShare, operations: Operations | None, device: torch.device
+) -> None:
+    """Raise ValueError for settings that these ranks cannot obey."""
+    check_routes(zero, mesh)
+    sharing = 1 if share.group is None else share.group.size
+    if mesh.tensor_ranks != sharing:
+        raise option_error("tensor_ranks", mesh.tensor_ranks, f"the model is shared among {sharing}")
+    if zero.quantizes and operations is None:
+        fix = f'codes need them; give load_operations("{device.type}", require_kernels=False, say=print)'
+        raise option_error("operations", operations, fix)

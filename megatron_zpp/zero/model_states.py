@@ -1,6 +1,7 @@
 """The states of an engine that a checkpoint saves and loads."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,11 +9,16 @@ from torch import Tensor
 
 from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.placement import Placement
 from megatron_zpp.zero.optimizer import Optimizer
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weights import Weights
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
+
+
+def _named(values: dict[str, Tensor], placement: Placement) -> Tensor:
+    return values[placement.name]
 
 
 class ModelStates:
@@ -59,14 +65,29 @@ class ModelStates:
             fill(index, elements, shared[: len(elements)])
             part.copy_(shared[: len(elements)])
 
+    def load_whole(self, kind: str, whole: Callable[[Placement], Tensor]) -> None:
+        """Load one of `kinds` from whole parameters, of any device.
+
+        `whole` is asked for all parameters with such states, in the same order on all ranks.
+        """
+        for unit, flat in self._replaced(kind):
+            if len(flat):
+                values = {placement.name: whole(placement) for placement in unit.layout.placements}
+                unit.fill(flat, partial(_named, values))
+
     def _loaded(self, kind: str) -> Iterator[tuple[int, range, Tensor]]:
         """(unit, elements, their part of its buffer), each to be written before the next one is asked for."""
-        for index, (unit, flat) in enumerate(zip(self._units, self._flats(kind), strict=True)):
-            self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
+        for index, (unit, flat) in enumerate(self._replaced(kind)):
             pieces = list(unit.layout.pieces_in(unit.owned))
             if pieces and len(flat):
                 elements = range(unit.owned.start, pieces[-1].at.stop)
                 yield index, elements, flat[: len(elements)]
+
+    def _replaced(self, kind: str) -> Iterator[tuple[Unit, Tensor]]:
+        """Each unit and its buffer, to be written before the next one is asked for."""
+        for index, (unit, flat) in enumerate(zip(self._units, self._flats(kind), strict=True)):
+            self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
+            yield unit, flat
             if kind == WEIGHTS:
                 self._weights.replaced(index)
             elif kind == REFERENCE:

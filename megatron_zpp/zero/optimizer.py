@@ -47,21 +47,29 @@ class ShardSegment(NamedTuple):
 
     master: Tensor  # (n,) fp32
     states: tuple[Tensor, ...]  # each (n,) fp32, in the order of `UpdateRule.state_names`
-    gather_source: Tensor | None  # also receives the new weights: (n,), or a message; None if it is `master`
+    gather_source: Tensor | None  # also receives the new weights: (n,), or a message; None if nothing does
     decayed: int  # the first `decayed` elements have weight decay
 
 
 class UpdateRule(Protocol[Scalars]):
-    """The arithmetic of an elementwise optimizer, on any part of a unit."""
+    """The arithmetic of an elementwise optimizer, on any part of a unit.
+
+    A rule that `writes_gather_source` also writes the new weights to `ShardSegment.gather_source`, in one
+    pass over memory. Otherwise the segment has none, and the engine writes what is gathered.
+    """
 
     state_names: tuple[str, ...]
     accepts_16bit_gradients: bool
+    writes_gather_source: bool
 
     def scalars(self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Scalars:
         """What all units of a step share, computed once per step; `steps` () includes the one to come."""
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: Scalars) -> None:
-        """Change the master weights and states of `shard`, unless `found_inf` is 1; `gradient` is (n,)."""
+        """Change the master weights and states of `shard`, unless `found_inf` is 1; `gradient` is (n,).
+
+        The gradient is the one of the loss times `divisor`.
+        """
 
 
 class _Steps(Generic[Scalars]):
@@ -87,7 +95,8 @@ class _Steps(Generic[Scalars]):
         """
         unit, runs = self._units[index], self._runs[index]
         is_message = source is not None and unit.plan.codes is not None
-        whole = None if is_message and len(runs) > 1 else source
+        by_rule = self._rule.writes_gather_source and not (is_message and len(runs) > 1)
+        whole = source if by_rule else None
         for run in runs:
             for start, flat in segments_inside(gradients, run.elements):
                 part = GradSegment(run.elements.start + start, flat)
@@ -98,7 +107,7 @@ class _Steps(Generic[Scalars]):
                     min(max(unit.decayed - part.start, 0), len(flat)),
                 )
                 self._rule.step(shard, flat, self._scalars[run.decoupled])
-        if is_message and whole is None:
+        if source is not None and whole is None:
             self._sources.write(unit, source)
 
 

@@ -8,6 +8,7 @@ Most places have one unit. A module of which some parameters are frozen has two,
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TypeAlias
 
 from torch import nn
@@ -18,12 +19,14 @@ class Reads:
     """`units`: the units at each place, in the order of the forward; units are numbered by first place.
 
     `recomputed`: ranges of places whose forward is repeated before the backward of their last place.
-    `forward_only`: places whose backward does not read the parameters.
+    `forward_only`: places whose backward does not read the parameters. `around`: units that are read while
+    others are, so that they cannot take turns with these.
     """
 
     units: tuple[tuple[int, ...], ...]
     recomputed: tuple[range, ...] = ()
     forward_only: frozenset[int] = frozenset()
+    around: frozenset[int] = frozenset()
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
@@ -53,33 +56,22 @@ class Reads:
         return tuple(map(tuple, found))
 
 
-def reads_of(modules: Sequence[tuple[str, nn.Module]], recomputed: Sequence[range] = ()) -> Reads:
-    """How passes read the units of a model whose modules in forward order are these.
-
-    A module with `read_by_backward` False needs no parameters in its backward.
-    """
-    numbers: dict[tuple[int, ...], int] = {}
-    units = tuple(
-        tuple(numbers.setdefault(key_of(part), len(numbers)) for part in parts_of(module))
-        for _, module in modules
-    )
-    forward_only = frozenset(
-        place for place, (_, module) in enumerate(modules) if not getattr(module, "read_by_backward", True)
-    )
-    return Reads(units, tuple(recomputed), forward_only)
-
-
 class Part:
-    """The frozen parameters of a module, or those that are trained, as a unit of their own."""
+    """Some of a module's parameters, as a unit of their own."""
 
-    def __init__(self, module: nn.Module, *, frozen: bool) -> None:
-        self.module, self.frozen = module, frozen
+    def __init__(self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """`named`: each parameter by its path in the module, once for each place that has it."""
+        self.module, self._named = module, list(named)
 
-    def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the part, with their paths in the module."""
-        for name, parameter in self.module.named_parameters(prefix):
-            if parameter.requires_grad != self.frozen:
-                yield name, parameter
+    def named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As those of modules."""
+        found: set[int] = set()
+        for path, parameter in self._named:
+            if id(parameter) not in found or not remove_duplicate:
+                yield inside(prefix, path), parameter
+            found.add(id(parameter))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of the part."""
@@ -91,24 +83,74 @@ class Part:
 
 
 Parameters: TypeAlias = nn.Module | Part  # of a unit
+NamedUnits: TypeAlias = Sequence[tuple[str, Parameters]]  # in forward order
 
 
-def parts_of(module: nn.Module) -> list[Parameters]:
-    """What is gathered for a module: the whole of it; frozen and trained parameters apart; nothing.
+def inside(unit: str, path: str) -> str:
+    """The name in the model of what is at `path` in a unit; the unit "" is the model itself."""
+    return f"{unit}.{path}" if unit else path
+
+
+def module_of(parameters: Parameters) -> nn.Module:
+    """The module whose passes read them."""
+    return parameters.module if isinstance(parameters, Part) else parameters
+
+
+def without_inner(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Parameters]]:
+    """The same, where a module with other ones inside has the parameters that none of these has."""
+    listed = {id(module) for _, module in modules}
+    found: list[tuple[str, Parameters]] = []
+    for name, module in modules:
+        units = (each for each in module.modules() if each is not module and id(each) in listed)
+        inner = {id(part) for each in units for part in each.modules()}
+        own = [
+            (inside(path, key), parameter)
+            for path, owner in module.named_modules()
+            if id(owner) not in inner
+            for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        found.append((name, Part(module, own) if inner else module))
+    return found
+
+
+def reads_of(units: NamedUnits, recomputed: Sequence[range] = ()) -> Reads:
+    """How passes read the units of a model whose modules in forward order are these.
+
+    A module with `read_by_backward` False needs no parameters in its backward. A module with other units
+    inside is read while they are.
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    by_place = tuple(
+        tuple(numbers.setdefault(key_of(part), len(numbers)) for part in parts_of(unit)) for _, unit in units
+    )
+    modules = [module_of(unit) for _, unit in units]
+    forward_only = frozenset(
+        place for place, module in enumerate(modules) if not getattr(module, "read_by_backward", True)
+    )
+    around = (numbers for (_, unit), numbers in zip(units, by_place, strict=True) if isinstance(unit, Part))
+    return Reads(by_place, tuple(recomputed), forward_only, frozenset(chain.from_iterable(around)))
+
+
+def parts_of(unit: Parameters) -> list[Parameters]:
+    """What is gathered for a unit: the whole of it; frozen and trained parameters apart; nothing.
 
     Parameters without elements are not gathered where no other one is.
     """
-    kinds = {parameter.requires_grad for parameter in module.parameters() if parameter.numel()}
-    if {parameter.requires_grad for parameter in module.parameters()} == kinds and len(kinds) == 1:
-        return [module]
-    return [Part(module, frozen=not trained) for trained in sorted(kinds)]
+    kinds = {parameter.requires_grad for parameter in unit.parameters() if parameter.numel()}
+    if {parameter.requires_grad for parameter in unit.parameters()} == kinds and len(kinds) == 1:
+        return [unit]
+    named = list(unit.named_parameters(remove_duplicate=False))
+    return [
+        Part(module_of(unit), [each for each in named if each[1].requires_grad == trained])
+        for trained in sorted(kinds)
+    ]
 
 
-def distinct(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Parameters]]:
+def distinct(units: NamedUnits) -> list[tuple[str, Parameters]]:
     """The names and parameters at the first place of each unit, by the units' numbers."""
     firsts: dict[tuple[int, ...], tuple[str, Parameters]] = {}
-    for name, module in modules:
-        for part in parts_of(module):
+    for name, unit in units:
+        for part in parts_of(unit):
             firsts.setdefault(key_of(part), (name, part))
     return list(firsts.values())
 

@@ -33,6 +33,7 @@ A `Unit` itself never changes. prefetch.py keeps where its weights are (`WeightS
 has come is in `grad`, which gradients.py alone changes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.exchange.segments import GradSegment
-from megatron_zpp.placement import Layout, within
+from megatron_zpp.placement import Layout, Placement, within
 from megatron_zpp.zero.read_guard import ReadGuard
 from megatron_zpp.zero.weight_plan import WeightPlan
 
@@ -203,6 +204,15 @@ class Unit:
             flat[offset : offset + parameter.numel()].view(parameter.shape)
             for offset, parameter in zip(self.layout.offsets, self.parameters, strict=True)
         ]
+
+    def fill(self, flat: Tensor, whole: Callable[[Placement], Tensor]) -> None:
+        """Fill a buffer like `master` with this rank's parts of whole parameters, of any device."""
+        for piece in self.layout.pieces_in(self.owned):
+            values, owned = whole(piece.placement), flat[within(piece.at, self.owned)]
+            for block in piece.blocks(self.plan.mesh.rank):
+                part = owned[within(block.elements, piece.elements)].view(block.shape)
+                for here, there in block.parts:
+                    part[here].copy_(values[there])
 
     @cached_property
     def decayed(self) -> int:

@@ -59,17 +59,18 @@ class GatherSources:
     def write(self, unit: Unit, room: Tensor | None = None) -> None:
         """Write the gather source of a unit from its master weights: codes, a message, or its shard.
 
-        Where weight differences are sent, that is what they are computed from, and codes follow later. A
-        message goes to `room` if that is given.
+        Where weight differences are sent, that is what they are computed from, and codes follow later.
+        Weights and messages go to `room` if that is given.
         """
         if unit.encoded is not None and unit.message is None:
             self.encode(unit)
-        elif (format := unit.plan.codes) is not None:
+            return
+        room = unit.gather_source if room is None else room
+        if (format := unit.plan.codes) is not None:
             assert self._operations is not None
-            message = unit.gather_source if room is None else room
-            self._operations.quantize(unit.master.to(message.device)[None], message[None], format)
+            self._operations.quantize(unit.master.to(room.device)[None], room[None], format)
         else:
-            copy(unit.gather_source, unit.master)
+            copy(room, unit.master)
 
     def replace(self, unit: Unit) -> None:
         """The same for weights that no step has made; a reference begins with them, in bf16.

@@ -24,8 +24,7 @@ from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder, write_a
 class Weights:
     """The weights of all units, as a step or a loaded checkpoint changes them and the passes need them.
 
-    `prefetcher` fills the slots, `sources` writes what the gathers send. `formats` are those of weight
-    differences; None where none are sent.
+    `prefetcher` fills the slots. `formats` are those of weight differences; None where none are sent.
     """
 
     def __init__(
@@ -36,22 +35,23 @@ class Weights:
         sources: GatherSources,
         *,
         operations: Operations | None,
-        formats: DifferenceFormats | None = None,
         codes: WeightEncoder | None = None,
     ) -> None:
-        """`codes` encodes the weights that are held as codes, if some are."""
+        """`sources` writes what the gathers send; `codes` encodes the weights that are held as codes."""
         self._units, self._legs, self._mesh = units, communication.legs, communication.plan.mesh
         self._operations = operations
-        self.sources, self.formats = sources, formats
+        self._sources = sources
         self.prefetcher = Prefetcher(communication.plan, self._fill, sections, self._set_readable)
         self._brought: dict[int, Pending] = {}  # by unit: the newest work that fills what is kept
         self._due = {index for index, unit in enumerate(units) if unit.kept is not None}  # to be brought
         self._codes = codes
         self._codes_present = codes is None  # False: master weights have changed since they were encoded
-        self._squares = torch.empty(0)
-        if formats is not None:
-            blocks = max(unit.layout.shard_numel for unit in units) // formats.format.block
-            self._squares = torch.zeros(2 * blocks, device=units[0].full.device)
+        self.formats: DifferenceFormats | None = None
+        if (format := communication.plan.differences) is not None:
+            device = units[0].full.device
+            self.formats = DifferenceFormats(format, len(units), device)
+            blocks = max(unit.layout.shard_numel for unit in units) // format.block
+            self._squares = torch.zeros(2 * blocks, device=device)
 
     @torch.no_grad()
     def encode_changed(self) -> None:
@@ -69,7 +69,7 @@ class Weights:
                 self._bring(index)
         for index in coded:
             self._wait_for_brought(index)
-        write_all_codes(self._units, self._codes, self.sources, self._mesh)
+        write_all_codes(self._units, self._codes, self._sources, self._mesh)
         for index in coded:
             self.prefetcher.changed(index)
         self._codes_present = True
@@ -97,7 +97,7 @@ class Weights:
     def replaced(self, index: int) -> None:
         """The master weights of a unit have been replaced; what its gathers send follows."""
         self._wait_for_brought(index)
-        self.sources.replace(self._units[index])
+        self._sources.replace(self._units[index])
         self.reference_replaced(index)
 
     def reference_replaced(self, index: int) -> None:
@@ -204,7 +204,7 @@ class Weights:
         apply(self._operations, messages.view(parts, -1), unit.reference, sent)
         clear(unit.reference, unit.gaps)
         if unit.encoded is not None:
-            self.sources.encode(unit)
+            self._sources.encode(unit)
 
     def _decoding(self, unit: Unit, target: Tensor) -> Callable[[Tensor], None] | None:
         """What decodes the messages of weights, if they travel as codes."""

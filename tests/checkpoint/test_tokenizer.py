@@ -13,7 +13,7 @@ from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
-from megatron_zpp.commands import huggingface, sample
+from megatron_zpp.commands import export_checkpoint, sample
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.storage.checksums import DamagedFile, checksums_of
 from megatron_zpp.tokenizer import describe
@@ -74,8 +74,8 @@ def test_programs_read_it_after_the_original_files_are_gone(
     argv = ["--load", "../run", "--device", "cpu", "--max-new-tokens", "2"]
     monkeypatch.setattr(sys, "argv", ["sample", *argv, "--prompt", text])
     sample.main()
-    monkeypatch.setattr(sys, "argv", ["huggingface", "export", "../run", "exported"])
-    huggingface.main()
+    monkeypatch.setattr(sys, "argv", ["export", "../run", "exported"])
+    export_checkpoint.main()
     assert text in capsys.readouterr().out
     assert (tmp_path / "elsewhere/exported/tokenizer.json").exists() == bool(FILES[kind])
 

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.file_worker import FileWorker
+from megatron_zpp.checkpoint.together import _agreed_candidates
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
-from megatron_zpp.config.run import CheckpointConfig, DistributedConfig
+from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed import rendezvous as module
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.job_store import VARIABLE, ForeignValue, JobStore, derived, job_key
@@ -25,7 +26,6 @@ from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage
 from megatron_zpp.supervision.process import connect_ranks
-from megatron_zpp.train.resume.restore import _agreed_candidates
 from tests.support import free_port
 
 MINUTE = timedelta(minutes=1)
@@ -228,12 +228,12 @@ def test_a_rank_writes_its_shards_below_save_alone(met: Met, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["../elsewhere/iter_0000001", "iter_0000001/..", "..", "", 1, None])
 def test_checkpoints_that_rank_0_names_are_below_load(met: Met, tmp_path: Path, name: object) -> None:
     exchange = Exchange(met.ranks[1].store, Topology(1, 2, 0, 1), MINUTE, "load")
-    config = CheckpointConfig(load=str(tmp_path / "load"))
+    load = str(tmp_path / "load")
     met.ranks[0].store.set("load/candidates", json.dumps(["iter_0000001"]))
-    assert _agreed_candidates(config, exchange, FileWorker()) == [tmp_path / "load" / "iter_0000001"]
+    assert _agreed_candidates(load, None, exchange, FileWorker()) == [tmp_path / "load" / "iter_0000001"]
     met.ranks[0].store.set("load/candidates", json.dumps(["iter_0000001", name]))
     with pytest.raises(ValueError, match="a rank sent what is no name of a checkpoint"):
-        _agreed_candidates(config, exchange, FileWorker())
+        _agreed_candidates(load, None, exchange, FileWorker())
 
 
 @pytest.mark.parametrize("text", [b"null", b""])

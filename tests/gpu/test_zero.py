@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
+from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed import copy_engine_trial as trial
 from megatron_zpp.distributed.symmetric_memory import SymmetricMemory
@@ -165,11 +166,9 @@ def losses_of_copy_engines(
     said, started = [], time.monotonic()
     engine = ZeroEngine(
         model,
-        partial(model.initialize_parameter, seed=3),
-        zero=ZeroConfig(zero_stage=3),
-        optimizer=OptimizerConfig(),
-        precision=PrecisionConfig(bf16=True),
-        topology=topology,
+        topology.mesh(),
+        EngineConfig(zero=ZeroConfig(zero_stage=3), precision=PrecisionConfig(bf16=True)),
+        initialize=partial(model.initialize_parameter, seed=3),
         device=torch.device("cuda", topology.local_rank),
         say=said.append,
     )
@@ -179,7 +178,7 @@ def losses_of_copy_engines(
         tokens = torch.randint(VOCAB, (4, 129), device=engine.device)
         losses.append(engine.accumulate(tokens, index=0, micro_batches=1).item())
         engine.step(1e-3)
-    used = engine.copy_engines
+    used = engine.plan.copy_engines
     engine.close()
     return used, said, losses, seconds
 

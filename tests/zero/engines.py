@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -16,6 +17,7 @@ from megatron_zpp.model.build import build_model, norm_classes
 from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.optimizer import UpdateRule
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
 
@@ -37,16 +39,15 @@ def engine_of(
     overlapped: bool = False,
     decoupled: Collection[str] = (),
     inside_nodes: Collection[str] = (),
+    rule: UpdateRule | None = None,
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device.
 
     `tensor` ranks share each layer; `overlapped`: with products beside their exchanges.
     """
-    zero = zero or ZeroConfig()
+    zero, mesh = zero or ZeroConfig(), (topology or Topology()).mesh(tensor)
     share, group = ALONE, None
     if tensor > 1:
-        assert topology is not None
-        mesh = topology.mesh(tensor)
         group = TensorGroup(mesh.ranks(mesh.tensor), mesh.rank)
     with torch.device("meta"):
         model = build_model(
@@ -70,17 +71,20 @@ def engine_of(
 
     return ZeroEngine(
         model,
-        initialize,
-        zero=zero,
-        optimizer=optimizer or OptimizerConfig(weight_decay=0.1),
-        precision=precision or PrecisionConfig(),
-        topology=topology or Topology(),
+        mesh,
+        EngineConfig(
+            zero=zero,
+            optimizer=optimizer or OptimizerConfig(weight_decay=0.1),
+            precision=precision or PrecisionConfig(),
+        ),
+        initialize=initialize,
         device=torch.device(device),
         operations=operations,
         fused_backend=fused_backend,
         share=share,
         decoupled=decoupled,
         inside_nodes=inside_nodes,
+        rule=rule,
     )
 
 

@@ -8,11 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.ops.library import load_operations
-from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp import (
+    EngineConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    Topology,
+    ZeroConfig,
+    ZeroEngine,
+    load_operations,
+)
 
 WIDTH, LAYERS = 12, 5
 
@@ -206,6 +210,47 @@ class TiesUnits(Stack):
         return [("first", self.first), *layers, ("last", self.last), head]
 
 
+class ReadsTheRest(Stack):
+    """What the model itself reads is a unit around its layers: a parameter, and a table that it shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.zeros(WIDTH)), nn.LayerNorm(WIDTH)
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.last.weight = self.first.weight
+
+    def hidden(self, x: Tensor) -> Tensor:
+        x = self.norm(super().hidden(self.first(x) * self.scale))
+        return self.last(x) + F.linear(x, self.first.weight)
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [("", self), *super().units()]
+
+
+class Deep(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.other(super().encode(x)))
+
+
+class TiesInside(Deep):
+    """Two modules of a unit share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other.weight = self.linear.weight
+
+
+class Nested(Stack):
+    """A module of a unit is a unit of its own."""
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [*super().units(), ("layers.2.other", self.layers[2].other)]
+
+
 def stack_of(layer: Callable[[], nn.Module], kind: type[Stack] = Stack) -> Callable[[], Stack]:
     return lambda: kind(layer)
 
@@ -222,6 +267,9 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "no elements": WithoutElements,
     "shared layer": stack_of(SharesALayer),
     "tied units": TiesUnits,
+    "tied inside": stack_of(TiesInside),
+    "the rest": ReadsTheRest,
+    "nested": stack_of(Deep, Nested),
 }
 
 
@@ -247,7 +295,6 @@ def engine_of(
     say: Callable[[str], None] = lambda line: None,
     device: str = "cpu",
     decoupled: tuple[str, ...] = (),
-    has_operations: bool = True,
     **zero: Any,
 ) -> ZeroEngine:
     """In fp32, without weight decay."""
@@ -255,13 +302,15 @@ def engine_of(
         model = make()
     return ZeroEngine(
         model,
-        initialize,
-        zero=ZeroConfig(**({"zero_stage": 3} | zero)),
-        optimizer=OptimizerConfig(weight_decay=0.0),
-        precision=PrecisionConfig(fp32=True),
-        topology=topology or Topology(),
+        (topology or Topology()).mesh(),
+        EngineConfig(
+            zero=ZeroConfig(**({"zero_stage": 3} | zero)),
+            optimizer=OptimizerConfig(weight_decay=0.0),
+            precision=PrecisionConfig(fp32=True),
+        ),
+        initialize=initialize,
         device=torch.device(device),
-        operations=load_operations(device, require_kernels=False, say=print) if has_operations else None,
+        operations=load_operations(device, require_kernels=False, say=print),
         say=say,
         decoupled=decoupled,
     )

@@ -1,7 +1,6 @@
 """The engine against plain torch: same weights after the same batches."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -9,8 +8,6 @@ import torch
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.build import build_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import keeps_gradient
 from megatron_zpp.zero.engine import ZeroEngine
@@ -208,35 +205,10 @@ def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
     assert all(torch.equal(found[0][1][name], weights) for name, weights in found[1][1].items())
 
 
-@pytest.mark.parametrize(
-    ("zero", "model", "said"),
-    [
-        ({"zero_unit": "layer"}, {"cut_layers": True}, "--zero-unit layer: .*cut_layers=False"),
-        ({"zero_unit": "sublayer"}, {}, "--zero-unit sublayer: .*cut_layers=True"),
-        (
-            {},
-            {"table_rows": 37},
-            "--zero-table-rows None: .*table_rows=None",
-        ),
-        ({"zero_table_rows": 20}, {}, "--zero-table-rows 20: .*table_rows=20"),
-    ],
-)
-def test_an_engine_refuses_a_model_of_other_units(
-    zero: dict[str, Any], model: dict[str, Any], said: str
-) -> None:
-    """In Python, where the model is built beside the settings."""
-    with torch.device("meta"):
-        other = build_model(MODEL, VOCAB, **model)
-    with pytest.raises(ValueError, match=f"^{said}$"):
-        ZeroEngine(
-            other,
-            lambda name, tensor: None,
-            zero=ZeroConfig(**zero),
-            optimizer=OptimizerConfig(),
-            precision=PrecisionConfig(fp32=True),
-            topology=Topology(),
-            device=torch.device("cpu"),
-        )
+@pytest.mark.parametrize("setting", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_codes_need_operations(setting: str) -> None:
+    with pytest.raises(ValueError, match=r"^operations None: .* load_operations\("):
+        engine_of(MODEL, VOCAB, zero=ZeroConfig(zero_stage=3, **{setting: True}))
 
 
 def test_a_load_writes_into_the_states_themselves_on_a_cpu() -> None:

@@ -77,8 +77,3 @@ def test_beside_units_of_weight_differences(tmp_path: Path) -> None:
     for norms, resumed, differing in on_ranks(4, four_bits, str(tmp_path), ranks_per_node=2):
         assert norms == resumed
         assert differing is None
-
-
-def test_a_unit_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"inside_nodes layer\.1: no unit of the model; did you mean layers"):
-        build(Topology(), {}, inside_nodes=("layer.1",))

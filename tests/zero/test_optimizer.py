@@ -2,12 +2,9 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
@@ -16,10 +13,9 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.train.setup.build_engine import DECOUPLED
-from megatron_zpp.zero import engine as module
 from megatron_zpp.zero.adamw import KernelAdamW, TorchAdamW
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.optimizer import DeviceOptimizer, OffloadedOptimizer, ShardSegment, UpdateRule
+from megatron_zpp.zero.optimizer import DeviceOptimizer, OffloadedOptimizer
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.offloading import offloaded
 from tests.zero.quantizing import operations
@@ -32,16 +28,9 @@ MODEL = ModelConfig(
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, adam_eps=1e-4)  # a key bias has no gradient but rounding
 
 
-def engine_with(rule: UpdateRule, **settings: Any) -> ZeroEngine:
-    with patch.object(
-        module, "build_optimizer", lambda _, units, *others: DeviceOptimizer(rule, units, others[-1])
-    ):
-        return engine_of(MODEL, VOCAB, **settings)
-
-
 def trained(precision: PrecisionConfig, kernel: bool, steps: int) -> ZeroEngine:
     rule = KernelAdamW(OPTIMIZER, Operations(reference, compiled=False)) if kernel else TorchAdamW(OPTIMIZER)
-    engine = engine_with(rule, optimizer=OPTIMIZER, precision=precision)
+    engine = engine_of(MODEL, VOCAB, optimizer=OPTIMIZER, precision=precision, rule=rule)
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
         engine.accumulate(torch.randint(VOCAB, (3, 17), generator=generator), index=0, micro_batches=1)
@@ -117,41 +106,3 @@ def two_rates(topology: Topology, name: str) -> list[bool]:
 def test_an_offloaded_optimizer_has_two_rates_too(name: str) -> None:
     for equal in on_ranks(2, two_rates, name):
         assert all(equal)
-
-
-class SGD:
-    """Stochastic gradient descent with momentum, an update rule beside AdamW."""
-
-    state_names = ("momentum",)
-    accepts_16bit_gradients = False
-
-    def scalars(
-        self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
-    ) -> tuple[float, Tensor]:
-        return learning_rate, divisor
-
-    def step(self, shard: ShardSegment, gradient: Tensor, scalars: tuple[float, Tensor]) -> None:
-        learning_rate, divisor = scalars
-        (momentum,) = shard.states
-        momentum.mul_(0.9).add_(gradient / divisor)
-        shard.master.sub_(learning_rate * momentum)
-
-
-def test_another_rule_steps_and_names_what_a_checkpoint_saves() -> None:
-    """The weights after three steps are those of torch.optim.SGD on the same gradients."""
-    engine = engine_with(SGD(), optimizer=OptimizerConfig(clip_grad=0.0))
-    weights = [unit.master.clone().requires_grad_() for unit in engine.units]
-    torchs = torch.optim.SGD(weights, lr=1e-2, momentum=0.9)
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(3):
-        engine.accumulate(torch.randint(VOCAB, (3, 17), generator=generator), index=0, micro_batches=1)
-        for unit, weight in zip(engine.units, weights, strict=True):
-            weight.grad = unit.gradient.clone()
-        engine.step(1e-2)
-        torchs.step()
-    for unit, weight in zip(engine.units, weights, strict=True):
-        torch.testing.assert_close(unit.master, weight.detach())
-    assert engine.states.kinds == ("weights", "momentum")
-    assert [len(shard) for shard in engine.states.shards("momentum")] == [
-        len(unit.master) for unit in engine.units
-    ]

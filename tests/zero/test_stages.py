@@ -16,7 +16,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
-from megatron_zpp.zero import engine as engine_module
+from megatron_zpp.zero import build as build_module
 from megatron_zpp.zero import gradients
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import Phase, WeightState
@@ -241,7 +241,7 @@ def train_in_parts(topology: Topology, cases: tuple[Case, ...]) -> list[list[flo
 
 def train_writing(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
     """`train` where ranks write each other's memory, each gradient that can be from where it was made."""
-    engine_module.CommStream, gradients._SENT_FROM_THERE = SharedMemoryStream, 1
+    build_module.CommStream, gradients._SENT_FROM_THERE = SharedMemoryStream, 1
     return train(topology, cases)
 
 

@@ -3,25 +3,16 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.directory import (
-    LOOKUPS,
-    candidates,
-    lost_newest,
-    named_checkpoint,
-    removed_too_often,
-    write_tracker,
-)
+from megatron_zpp.checkpoint.directory import lost_newest, write_tracker
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
-from megatron_zpp.checkpoint.manifest import is_committed
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.options import option_error
+from megatron_zpp.checkpoint.together import bounded, load_newest
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
@@ -41,7 +32,6 @@ from megatron_zpp.train.resume.changes import (
 )
 from megatron_zpp.train.resume.start import Start, named
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
-from megatron_zpp.train.setup.bounded import bounded, read_together
 from megatron_zpp.zero.engine import ZeroEngine
 
 _SCHEDULE_GOES_ON = (
@@ -67,58 +57,19 @@ def restore(
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
         return Start(named(Progress(), settings, exchange_for), [line])
-    paths = _agreed_candidates(settings, exchange_for("load"), files)
-    passed_over: list[tuple[Location, str]] = []
-    numbers, removals = count(), 0
-    while paths:
-        path, number = paths.pop(0), next(numbers)
-        exchange = exchange_for(f"load/{number}")
-        load = partial(_load, config, path, engine, tokenizer, schedule)
-        start, problem = read_together(load, exchange, files, "--load", settings.load)
-        if problem is None:
-            with bounded(exchange, "--load", settings.load):
-                if engine.topology.rank == 0:
-                    exchange.put("warnings", files.run(partial(_directory_warnings, settings), exchange))
-                warnings = exchange.get("warnings")
-            warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in passed_over]
-            progress = named(start.progress, settings, exchange_for)
-            return Start(progress, [*warnings, *start.lines])
-        if _is_removed(path, exchange, files, settings):
-            removals += 1
-            if removals == LOOKUPS:
-                raise removed_too_often(path)
-            found = _agreed_candidates(settings, exchange_for(f"load/{number}/again"), files)
-            tried = [path for path, _ in passed_over]
-            paths = [path for path in found if path not in tried]
-            continue
-        passed_over.append((path, problem))
-    if passed_over:
-        fix = f"none of its checkpoints is whole: {passed_over[0][1]}; omit --load to start from new weights"
-        raise option_error("--load", settings.load, fix)
-    return Start(named(Progress(), settings, exchange_for), [" starting from initial weights"])
-
-
-def _is_removed(path: Location, exchange: Exchange, files: FileWorker, config: CheckpointConfig) -> bool:
-    """Whether `path`, which could not be read, is no checkpoint any more. All ranks must call it.
-
-    The lease keeps other runs away from --save, but not from the --load of a run that saves elsewhere: the
-    run that owns it may remove old checkpoints meanwhile (--keep-last), and has saved newer ones.
-    """
-    with bounded(exchange, "--load", config.load):
-        if exchange.topology.rank == 0:
-            exchange.put("removed", files.run(lambda on_progress: not is_committed(path), exchange))
-        return exchange.get("removed")
-
-
-def _agreed_candidates(config: CheckpointConfig, exchange: Exchange, files: FileWorker) -> list[Location]:
-    """The checkpoints that rank 0 sees, because a shared file system may show ranks different ones."""
-    load = config.load
-    assert load is not None  # a run without starts from new weights
-    with bounded(exchange, "--load", load):
-        if exchange.topology.rank == 0:
-            found = files.run(lambda on_progress: candidates(load, config.ckpt_step), exchange)
-            exchange.put("candidates", [path.name for path in found])
-        return [named_checkpoint(location(load), name) for name in exchange.get("candidates")]
+    assert settings.load is not None  # a run without starts from new weights
+    load = partial(_load, config, engine, tokenizer, schedule)
+    found = load_newest(settings.load, settings.ckpt_step, load, exchange_for, files)
+    if found is None:
+        return Start(named(Progress(), settings, exchange_for), [" starting from initial weights"])
+    exchange = exchange_for("load/warnings")
+    with bounded(exchange, "--load", settings.load):
+        if engine.topology.rank == 0:
+            exchange.put("warnings", files.run(partial(_directory_warnings, settings), exchange))
+        warnings = exchange.get("warnings")
+    warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in found.passed_over]
+    progress = named(found.loaded.progress, settings, exchange_for)
+    return Start(progress, [*warnings, *found.loaded.lines])
 
 
 def _directory_warnings(config: CheckpointConfig, on_progress: OnProgress) -> list[str]:
@@ -133,10 +84,10 @@ def _directory_warnings(config: CheckpointConfig, on_progress: OnProgress) -> li
 
 def _load(
     config: Config,
-    path: Location,
     engine: ZeroEngine,
     tokenizer: dict[str, Any],
     schedule: RunSchedule,
+    path: Location,
     on_progress: OnProgress,
 ) -> Start:
     """Load the checkpoint at `path` on this rank, on a thread of its own."""

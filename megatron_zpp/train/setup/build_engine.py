@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import option_error
@@ -61,11 +62,9 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         share = TensorShare(group, splits, exchanges_of(model), config.model.hidden_size)
     return ZeroEngine(
         model,
-        partial(model.initialize_parameter, seed=config.training.seed),
-        zero=config.zero,
-        optimizer=config.optimizer,
-        precision=config.precision,
-        topology=topology,
+        mesh,
+        EngineConfig(zero=config.zero, optimizer=config.optimizer, precision=config.precision),
+        initialize=partial(model.initialize_parameter, seed=config.training.seed),
         device=device.device,
         share=share,
         fused_backend=device.fused_backend,

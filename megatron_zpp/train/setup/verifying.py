@@ -4,11 +4,11 @@ import time
 from functools import partial
 
 from megatron_zpp.checkpoint.file_worker import FileWorker
+from megatron_zpp.checkpoint.together import read_together
 from megatron_zpp.data.open import Splits
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.train.setup.bounded import read_together
 
 
 def verify_data(splits: Splits, exchange: Exchange) -> str:

@@ -65,7 +65,7 @@ def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: Ru
     from megatron_zpp.plan.memory import memory_of
     from megatron_zpp.train.dry_run import job_of
 
-    job = replace(job_of(config, vocab_size, schedule, engine.mesh), copy_engines=engine.copy_engines)
+    job = replace(job_of(config, vocab_size, schedule, engine.mesh), copy_engines=engine.plan.copy_engines)
     lines, total = [], math.inf
     if on_gpu:
         total = torch.cuda.get_device_properties(engine.device).total_memory

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.manifest import MANIFEST
+from megatron_zpp.checkpoint.together import read_together
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.regular import UnfitFile
-from megatron_zpp.train.setup.bounded import read_together
 
 RANKS = 3
 

@@ -1,0 +1,165 @@
+"""What an engine asks of a model that does not say it: its units, and its initial values."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_zpp.api.whole import Name
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.zero.reads import inside, key_of
+
+
+class Units:
+    """The units of a model, and the ranges of them that its backward recomputes; see ModelOfUnits.
+
+    They are what its own `units()` and `recomputed_units()` return, where it has these. Otherwise units are
+    the modules of the longest ModuleList, and of others as long; the modules beside it; and around them the
+    model itself, with the parameters that only its own forward can read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        listed = getattr(model, "units", None)
+        self._units = list(listed() if callable(listed) else _default_units(model))
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """The names and modules, in forward order."""
+        return self._units
+
+    def recomputed_units(self) -> Sequence[range]:
+        """By default none. A unit that `torch.utils.checkpoint` runs again by itself needs none."""
+        recomputed = getattr(self._model, "recomputed_units", list)
+        return recomputed()
+
+
+def _default_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The units of a model without `units()`."""
+    layers = {id(each) for each in _longest(model)}
+    found = list(_walk("", model, layers))
+    owners: dict[int, set[tuple[int, ...]]] = {}  # by parameter: the modules that have it
+    for _, module in found:
+        for parameter in module.parameters():
+            owners.setdefault(id(parameter), set()).add(key_of(module))
+    inner = {id(part) for _, module in found for part in module.modules()}
+    for module in model.modules():
+        for parameter in () if id(module) in inner else module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(())
+    alone = [
+        (name, module)
+        for name, module in found
+        if all(len(owners[id(parameter)]) == 1 for parameter in module.parameters())
+    ]
+    covered = {id(part) for _, module in alone for part in module.modules()}
+    rest = (module for module in model.modules() if id(module) not in covered)
+    if any(next(module.parameters(recurse=False), None) is not None for module in rest):
+        yield "", model
+    yield from alone
+
+
+def _longest(model: nn.Module) -> list[nn.Module]:
+    """The ModuleLists, of those outside of any other, that are as long as the longest."""
+    found: list[nn.ModuleList] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and id(module) not in seen:
+            found.append(module)
+            seen |= {id(each) for each in module.modules()}
+    return [each for each in found if len(each) == max(map(len, found))]
+
+
+def _walk(path: str, module: nn.Module, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules with parameters and a forward that have none of `layers` inside."""
+    for name, child in module.named_children():
+        place = inside(path, name)
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward or any(id(each) in layers for each in child.modules()):
+            yield from _walk(place, child, layers)
+        else:
+            yield place, child
+
+
+class OwnValues:
+    """Fills parameters and buffers with what the model has: `initialize` of an engine.
+
+    A tensor that is on the meta device, without values, gets those of its module's `reset_parameters`. They
+    follow from `seed` and the module's path alone.
+    """
+
+    def __init__(self, model: nn.Module, names: Mapping[str, Name], seed: int) -> None:
+        """`names` has the parameters' names in their units."""
+        self._seed, self._paths = seed, {each.own: each.path for each in reversed(list(names.values()))}
+        self._values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._values |= dict(model.named_buffers(remove_duplicate=False))
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._newest: tuple[str, dict[str, Tensor]] | None = None
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """Fill a tensor, in place. Raises ValueError, which names it, if nothing says its values."""
+        path = self._paths.get(name, name)
+        value = self._values[path]
+        if value.is_meta:
+            path, _, key = path.rpartition(".")
+            if self._newest is None or self._newest[0] != path:
+                self._newest = path, self._reset(path, name, tensor.device)
+            if key not in self._newest[1]:
+                raise _without_values(
+                    name, f"reset_parameters of {type(self._modules[path]).__name__} leaves"
+                )
+            value = self._newest[1][key]
+        tensor.copy_(value.detach())
+
+    def _reset(self, path: str, name: str, device: torch.device) -> dict[str, Tensor]:
+        """What `reset_parameters` fills of a module's own tensors on the meta device, by key."""
+        module = self._modules[path]
+        kind = type(module)
+        if not hasattr(kind, "reset_parameters"):
+            raise _without_values(name, f"{kind.__name__} has no reset_parameters for")
+        copy = object.__new__(kind)
+        copy.__dict__.update(module.__dict__)
+        made: dict[str, Tensor] = {}
+        for kept in ("_parameters", "_buffers"):
+            own = dict(getattr(module, kept))
+            for key in own:
+                value = self._values.get(inside(path, key))
+                if value is not None and value.is_meta:
+                    empty = torch.zeros(value.shape, dtype=value.dtype, device=device)
+                    own[key] = made[key] = nn.Parameter(empty, False) if kept == "_parameters" else empty
+            copy.__dict__[kept] = own
+        versions = {key: tensor._version for key, tensor in made.items()}
+        seed = hashlib.sha256(f"{self._seed}/{path}".encode()).digest()[:8]
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            torch.manual_seed(int.from_bytes(seed, "big") >> 1)
+            copy.reset_parameters()
+        return {key: tensor for key, tensor in made.items() if tensor._version != versions[key]}
+
+
+def _without_values(name: str, why: str) -> ValueError:
+    fix = "build the model, or this tensor, with values, or give initialize"
+    return ValueError(f"{name}: is on the meta device, and {why} it; {fix}")
+
+
+def take_values_of_rank_0(model: nn.Module, mesh: Mesh, device: torch.device) -> int:
+    """Give all ranks rank 0's values of what has some, and return its seed. Every rank must call it.
+
+    Ranks may have drawn with seeds of their own, and would then train different models. Raises ValueError if
+    some ranks have values where others have none.
+    """
+    seeds = [torch.initial_seed()]
+    if mesh.world_size == 1:
+        return seeds[0]
+    dist.broadcast_object_list(seeds, device=device)
+    named = (*model.named_parameters(), *model.named_buffers())
+    real = [(name, tensor) for name, tensor in named if not tensor.is_meta and tensor.numel()]
+    found: list[list[str]] = [[] for _ in range(mesh.world_size)]
+    dist.all_gather_object(found, [name for name, _ in real])
+    if odd := next((set(names) ^ set(found[0]) for names in found if names != found[0]), None):
+        raise ValueError(f"{min(odd)}: has values on some ranks and is on the meta device on others")
+    for _, tensor in real:
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), 0)
+        tensor.detach().copy_(sent)
+    return seeds[0]

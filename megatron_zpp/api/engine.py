@@ -1,0 +1,191 @@
+"""`ZeroEngine` as `megatron_zpp` offers it: around any module, with defaults, and with saving and loading."""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_zpp.api.checks import check_model, check_ranks, check_values
+from megatron_zpp.api.defaults import OwnValues, Units, take_values_of_rank_0
+from megatron_zpp.api.old_call import accepts_old_call
+from megatron_zpp.api.whole import State, load_state, names_of, state_of
+from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
+from megatron_zpp.checkpoint.file_worker import FileWorker
+from megatron_zpp.checkpoint.load import load_checkpoint, saved_state
+from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.checkpoint.read_back import read_back
+from megatron_zpp.checkpoint.states import describe_state, shards_of
+from megatron_zpp.checkpoint.together import load_newest
+from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
+from megatron_zpp.config.engine import EngineConfig
+from megatron_zpp.config.options import option_error
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.process_group import select_device
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.storage.checksums import OnProgress
+from megatron_zpp.storage.location import Location, location
+from megatron_zpp.zero import engine
+from megatron_zpp.zero.build import Initialize
+from megatron_zpp.zero.optimizer import UpdateRule
+from megatron_zpp.zero.reads import without_inner
+
+_TIMEOUT = timedelta(minutes=10)  # without progress of any rank
+_NUMBERS = count()  # of operations of all engines, in the same order on all ranks
+
+
+class ZeroEngine(engine.ZeroEngine):
+    """A model of one's own, sharded over the ranks of a mesh as the config's ZeRO stage says.
+
+    `mesh`: by default the launcher's, from the environment variables of torchrun or SLURM. `initialize`: by
+    default parameters keep the values that the model has on rank 0, and those on the meta device get what
+    `reset_parameters` of their modules draws with rank 0's `torch.initial_seed()`. `device`: by default this
+    rank's GPU, or the CPU if there is none or the process group is gloo's; a GPU becomes the current device.
+    `optimizer` is the arithmetic of another optimizer than AdamW. `operations`: by default the kernels, on a
+    GPU and where the config quantises.
+
+    Raises ValueError, in one line, for a model or settings that the ranks cannot train.
+    """
+
+    @accepts_old_call
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh | None = None,
+        config: EngineConfig | None = None,
+        *,
+        initialize: Initialize | None = None,
+        device: torch.device | None = None,
+        optimizer: UpdateRule | None = None,
+        operations: Operations | None = None,
+        timeout: timedelta | None = None,
+        say: Callable[[str], None] = print,
+        decoupled: Collection[str] = (),
+        inside_nodes: Collection[str] = (),
+    ) -> None:
+        mesh = mesh or Topology.from_environment(os.environ).mesh()
+        config = config or EngineConfig()
+        check_ranks(mesh)
+        device = device or _device_of(mesh)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
+        check_values(model, given=initialize is not None)
+        units = Units(model)
+        listed = without_inner(units.units())
+        check_model(model, config.zero, listed, decoupled=decoupled, inside_nodes=inside_nodes)
+        names = names_of(model, listed)
+        if initialize is None:
+            initialize = OwnValues(model, names, take_values_of_rank_0(model, mesh, device))
+        if operations is None and (config.zero.quantizes or device.type == "cuda"):
+            from megatron_zpp.ops.library import load_operations
+
+            quiet = mesh.rank % mesh.node_size != 0
+            operations = load_operations(
+                device.type, require_kernels=False, say=(lambda line: None) if quiet else say
+            )
+        super().__init__(
+            model,
+            mesh,
+            config,
+            initialize=initialize,
+            device=device,
+            units=units,
+            rule=optimizer,
+            operations=operations,
+            timeout=timeout,
+            say=say,
+            decoupled=decoupled,
+            inside_nodes=inside_nodes,
+        )
+        shapes = {each.name: each.shape for unit in self.units for each in unit.layout.placements}
+        self._names = {
+            name: each._replace(shape=shapes.get(each.own, each.shape)) for name, each in names.items()
+        }
+        self._config, self._timeout, self._say = config, timeout or _TIMEOUT, say
+        self._files = FileWorker()
+
+    def state_dict(self) -> State:
+        """Weights, buffers, and the optimizer's states as whole tensors on the CPU of rank 0.
+
+        Every rank must call it; ranks other than 0 get an empty dictionary. Keys: see api/whole.py.
+        """
+        return state_of(self, self._names)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
+        """Load what `state_dict` returned on any mesh. Every rank must call it; rank 0's `state` is read.
+
+        `optimizer=False` loads weights and buffers alone, from {"model": tensors by name}. Raises ValueError,
+        which names what does not fit.
+        """
+        load_state(self, self._names, state, optimizer=optimizer)
+
+    def save(
+        self, directory: str | os.PathLike, *, extra: Any = None, keep_last: int | None = None
+    ) -> Location:
+        """Write all states to `directory`/iter_N, N the steps so far, and return its path.
+
+        Every rank must call it, and writes its own shards; all see the same file system. A kill at any time
+        leaves the checkpoint whole or absent. `extra` is a JSON value that `load` returns: where the data
+        stand, the schedule, random numbers. With `keep_last` the checkpoint is read back, and then all but so
+        many are removed. Raises SaveFailed, an OSError.
+        """
+        if keep_last is not None and keep_last < 1:
+            raise option_error("keep_last", keep_last, "must be at least 1")
+        state = describe_state(
+            self, Progress(self.iteration), with_optimizer=True, config=asdict(self._config), tokenizer={}
+        )
+        path = location(os.fspath(directory)) / checkpoint_name(self.iteration)
+        shards, options = shards_of(self, with_optimizer=True), SaveOptions(files=self._files)
+        exchange = self._exchange("save")
+        path, checksums = write_checkpoint(path, shards, state | {"extra": extra}, exchange, options)
+        if keep_last is not None:
+            read_back(path, checksums, self._exchange("read-back"), options)
+            if self.mesh.rank == 0:
+                remove_old(path.parent, keep_last, None, newest=path)
+        return path
+
+    def load(
+        self, directory: str | os.PathLike, *, iteration: int | None = None, optimizer: bool = True
+    ) -> Any:
+        """Load the newest whole checkpoint of `directory`, or that of `iteration`, saved on any mesh.
+
+        Returns the `extra` that `save` got; None if the directory has no checkpoint. Every rank must call it.
+        A damaged checkpoint is said and passed over for the one before. Raises ValueError if none is whole,
+        or if one is of another model or optimizer. `optimizer=False` loads weights and buffers alone.
+        """
+        on_gpu = self.device.type == "cuda"
+
+        def load(path: Location, on_progress: OnProgress) -> Any:
+            with torch.cuda.device(self.device) if on_gpu else nullcontext():  # a thread begins with device 0
+                load_checkpoint(path, self, None, with_optimizer=optimizer, on_progress=on_progress)
+            return saved_state(path).get("extra")
+
+        found = load_newest(os.fspath(directory), iteration, load, self._exchange, self._files, "load")
+        if found is None:
+            return None
+        for path, problem in found.passed_over if self.mesh.rank == 0 else ():
+            self._say(f" WARNING: {path} is skipped: {problem}")
+        return found.loaded
+
+    def _exchange(self, purpose: str) -> Exchange:
+        if self.mesh.world_size == 1:
+            store: dist.Store = dist.HashStore()
+        else:
+            store = dist.distributed_c10d._get_default_store()
+        name = f"zero_engine/{next(_NUMBERS)}/{purpose}"
+        return Exchange(store, self.topology, self._timeout, name)
+
+
+def _device_of(mesh: Mesh) -> torch.device:
+    """The default device of a rank."""
+    if dist.is_initialized() and "nccl" not in dist.get_backend():
+        return torch.device("cpu")
+    return select_device("auto", Topology.of(mesh))

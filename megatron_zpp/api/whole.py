@@ -1,0 +1,170 @@
+"""The states of an engine as whole tensors by the names of the model: what `state_dict` has and takes.
+
+    model       weights in fp32, and buffers, by the names of the model's own `state_dict()`
+    optimizer   `exp_avg` and `exp_avg_sq`, or the states of another optimizer, by name, each with a tensor in
+                fp32 by parameter; with weight differences also `reference`
+    progress    `iteration`, `optimizer_steps`, `loss_scale`, `difference_formats`: plain values
+
+Every rank must call the functions here. Rank 0 has the states.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_zpp.placement import Placement
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
+from megatron_zpp.zero.reads import NamedUnits, distinct, inside
+
+State = dict[str, Any]
+
+
+class Name(NamedTuple):
+    """What a name of a parameter in the model stands for."""
+
+    own: str  # its name in its unit, where a tied parameter has one name
+    shape: tuple[int, ...]
+    path: str  # where the model has it, first
+
+
+def names_of(model: nn.Module, units: NamedUnits) -> dict[str, Name]:
+    """Each name of the model's parameters; their names in `units` where these call them otherwise."""
+    own: dict[int, str] = {}
+    for unit, part in distinct(units):
+        for path, parameter in part.named_parameters():
+            own.setdefault(id(parameter), inside(unit, path))
+    named = list(model.named_parameters(remove_duplicate=False))
+    places = {(name, id(parameter)) for name, parameter in named}
+    found: dict[str, Name] = {}
+    for name, parameter in named:
+        mine = own.get(id(parameter), name)
+        known = (mine, id(parameter)) in places
+        found.setdefault(name if known else mine, Name(mine, tuple(parameter.shape), name))
+    return found
+
+
+def state_of(engine: ZeroEngine, names: Mapping[str, Name]) -> State:
+    """The states, on rank 0 and on its CPU; an empty dictionary on the other ranks."""
+    states = {kind: _gathered(engine, kind) for kind in engine.states.kinds}
+    progress = {
+        "iteration": engine.iteration,
+        "optimizer_steps": engine.states.optimizer_steps,
+        "loss_scale": engine.loss_scale.state(),
+        "difference_formats": engine.states.difference_formats(),
+    }
+    if engine.mesh.rank:
+        return {}
+    weights = states.pop(WEIGHTS)
+    model: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for name, (own, shape, _) in names.items():
+        weight = weights.get(own, torch.empty(shape))  # without elements it is in no unit
+        model[name] = weight.clone() if own in used else weight  # safetensors refuses shared memory
+        used.add(own)
+    buffers = {name: buffer.detach().cpu().clone() for name, buffer in engine.buffers.persistent().items()}
+    return {"model": model | buffers, "optimizer": states, "progress": progress}
+
+
+def load_state(
+    engine: ZeroEngine, names: Mapping[str, Name], state: Mapping[str, Any], *, optimizer: bool
+) -> None:
+    """Load what `state_of` returned, of any mesh and stage. Only rank 0's `state` is read.
+
+    Without `optimizer` weights and buffers alone. A parameter that was frozen begins with moments of zero.
+    Raises the same ValueError on all ranks, which names what is missing, is not part of the model, or has
+    another shape; nothing is loaded then.
+    """
+    first = engine.mesh.rank == 0
+    problem = _problem(engine, names, state, optimizer=optimizer) if first else None
+    rest = first and problem is None and optimizer
+    told = (problem, state["progress"], list(state["optimizer"])) if rest else (problem, {}, [])
+    problem, progress, saved = _sent(engine, told)
+    if problem is not None:
+        raise ValueError(problem)
+    model = state["model"] if first else {}
+    _load(engine, WEIGHTS, {each.own: model[name] for name, each in names.items()} if first else {})
+    for name, buffer in engine.buffers.persistent().items():
+        sent = model[name].to(engine.device, buffer.dtype).contiguous() if first else torch.empty_like(buffer)
+        if engine.mesh.world_size > 1:
+            dist.broadcast(sent.view(-1).view(torch.uint8), 0)
+        buffer.copy_(sent)
+    if not optimizer:
+        return
+    for kind in engine.states.kinds[1:]:
+        if kind in saved:  # without a reference it begins as the weights
+            _load(engine, kind, state["optimizer"][kind] if first else {})
+    formats = progress["difference_formats"] if REFERENCE in saved else None
+    engine.states.load_difference_formats(formats)
+    engine.states.load_optimizer_steps(progress["optimizer_steps"])
+    engine.loss_scale.load_state(progress["loss_scale"])
+    engine.iteration = progress["iteration"]
+
+
+def _gathered(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
+    """One kind of states by the units' names, whole and on the CPU of rank 0; empty on other ranks."""
+    mesh, found = engine.mesh, dict[str, Tensor]()
+    for unit, shard in zip(engine.units, engine.states.shards(kind), strict=True):
+        if not len(shard):
+            continue
+        shards = [shard.to(engine.device)]
+        if mesh.world_size > 1:
+            own, count = shards[0], mesh.world_size if mesh.rank == 0 else 0
+            shards = [torch.empty_like(own) for _ in range(count)]
+            dist.gather(own, shards or None)
+        for tensor_rank in range(mesh.tensor_ranks if mesh.rank == 0 else 0):
+            owners = mesh.at(tensor_rank).ranks(*mesh.shards)
+            flat = torch.cat([shards[owner] for owner in owners]).cpu()
+            for placement, offset in zip(unit.layout.placements, unit.layout.offsets, strict=True):
+                whole = found.setdefault(placement.name, torch.empty(placement.shape))
+                part = flat[offset : offset + placement.numel].view(placement.local_shape)
+                for here, there in placement.parts(tensor_rank):
+                    whole[there].copy_(part[here])
+    return found
+
+
+def _load(engine: ZeroEngine, kind: str, given: Mapping[str, Tensor]) -> None:
+    """Load one kind of states from rank 0's whole tensors; parameters without moments begin with zero."""
+
+    def whole(placement: Placement) -> Tensor:
+        values = torch.zeros(placement.shape, device=engine.device)
+        if placement.name in given:
+            values.copy_(given[placement.name])
+        if engine.mesh.world_size > 1:
+            dist.broadcast(values, 0)
+        return values
+
+    engine.states.load_whole(kind, whole)
+
+
+def _sent(engine: ZeroEngine, value: Any) -> Any:
+    """Rank 0's value."""
+    values = [value]
+    if engine.mesh.world_size > 1:
+        dist.broadcast_object_list(values, 0, device=engine.device)
+    return values[0]
+
+
+def _problem(
+    engine: ZeroEngine, names: Mapping[str, Name], state: Mapping[str, Any], *, optimizer: bool
+) -> str | None:
+    """Why `state` is not one of the engine's model; None if it is."""
+    for part in ("model", "optimizer", "progress") if optimizer else ("model",):
+        if part not in state:
+            fix = "" if part == "model" else "; optimizer=False loads weights and buffers alone"
+            return f"state: has no {part!r}{fix}"
+    shapes = {name: each.shape for name, each in names.items()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in engine.buffers.persistent().items()}
+    for name in sorted(shapes.keys() ^ state["model"].keys()):
+        return f"{name}: {'missing from the state' if name in shapes else 'not part of this model'}"
+    for name, shape in shapes.items():
+        if (saved := tuple(state["model"][name].shape)) != shape:
+            return f"{name}: has shape {saved} in the state, {shape} in this model"
+    for kind in engine.states.kinds[1:] if optimizer else ():
+        if kind not in state["optimizer"] and kind != REFERENCE:
+            there = ", ".join(state["optimizer"]) or "nothing"
+            return f"{kind}: missing from the state, whose optimizer has {there}"
+    return None

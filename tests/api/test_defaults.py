@@ -1,0 +1,322 @@
+"""A module as users write it, with nothing said: its units, its initial values, and refusals by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp import (
+    EngineConfig,
+    Mesh,
+    ModelConfig,
+    PrecisionConfig,
+    Topology,
+    ZeroConfig,
+    ZeroEngine,
+)
+from megatron_zpp.api.defaults import Units
+from megatron_zpp.model.build import build_model
+from tests.api.models import Vision, engine_of, steps_of, steps_of_torch
+from tests.zero.own_modules import Stack, initialize, stack_of
+from tests.zero.own_modules import WithBuffers as Buffered
+from tests.zero.ranks import on_ranks
+
+
+def units_of(model: nn.Module) -> list[str]:
+    return [name for name, _ in Units(model).units()]
+
+
+class Holder(nn.Module):
+    """Some modules, by name."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def linear(**settings: Any) -> nn.Linear:
+    return nn.Linear(4, 4, **settings)
+
+
+def listed(count: int) -> nn.ModuleList:
+    return nn.ModuleList(linear() for _ in range(count))
+
+
+def tied() -> nn.Module:
+    made = Holder(embedding=linear(bias=False), layers=listed(2), head=linear(bias=False))
+    made.head.weight = made.embedding.weight
+    return made
+
+
+def tied_with_bias() -> nn.Module:
+    made = Holder(embedding=linear(bias=False), layers=listed(2), norm=linear(), head=linear())
+    made.head.weight = made.embedding.weight
+    return made
+
+
+def tied_to_its_own() -> nn.Module:
+    made = Holder(embedding=linear(bias=False), layers=listed(2))
+    made.table = made.embedding.weight
+    made.units = 4  # not a method
+    return made
+
+
+def body() -> nn.Module:
+    """As Hugging Face nests it."""
+    inner = Holder(wte=linear(), h=listed(2), drop=nn.Dropout(), ln=nn.LayerNorm(4))
+    return Holder(transformer=inner, lm_head=linear())
+
+
+def two_stacks() -> nn.Module:
+    return Holder(encoder=Holder(layers=listed(2), norm=linear()), decoder=Holder(layers=listed(2)))
+
+
+def experts() -> nn.Module:
+    layers = nn.ModuleList(Holder(experts=listed(8)) for _ in range(2))
+    return Holder(layers=layers)
+
+
+def in_a_dictionary() -> nn.Module:
+    return Holder(parts=nn.ModuleDict({"first": linear(), "layers": listed(3)}))
+
+
+LAYERS = ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (body, ["transformer.wte", "transformer.h.0", "transformer.h.1", "transformer.ln", "lm_head"]),
+        (tied, ["embedding", *LAYERS, "head"]),
+        (tied_with_bias, ["", *LAYERS, "norm"]),
+        (tied_to_its_own, ["", *LAYERS]),
+        (two_stacks, [*(f"encoder.{each}" for each in (*LAYERS, "norm")), *(f"decoder.{n}" for n in LAYERS)]),
+        (experts, LAYERS),
+        (in_a_dictionary, ["parts.first", *(f"parts.layers.{n}" for n in range(3))]),
+        (lambda: Holder(one=nn.Sequential(linear(), linear())), ["one"]),
+        (lambda: nn.Linear(3, 3), [""]),
+        (Vision, ["", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]),
+    ],
+)
+def test_default_units(make: Callable[[], nn.Module], expected: list[str]) -> None:
+    assert units_of(make()) == expected
+
+
+def test_units_that_a_model_lists_may_have_names_of_their_own() -> None:
+    model = Stack()
+    names = list(model.state_dict())
+    model.units = lambda: [("body", layer) for layer in model.layers[:1]] + [("rest", model)]
+    assert units_of(model) == ["body", "rest"]
+    state = engine_of(model).state_dict()["model"]
+    assert list(state) == ["body.linear.weight", "body.linear.bias", *(f"rest.{name}" for name in names[2:])]
+
+
+def trains(topology: Topology, recomputes: bool) -> bool:
+    """A model with values, which differ between ranks, trains as torch trains that of rank 0."""
+    for stage in (1, 3):
+        torch.manual_seed(topology.rank)
+        model = Vision(recomputes)
+        engine = engine_of(model, topology.mesh(), zero_stage=stage)
+        torch.manual_seed(0)
+        expected = steps_of_torch(Vision(), topology.world_size)
+        assert torch.allclose(torch.tensor(steps_of(engine)), torch.tensor(expected), rtol=2e-5, atol=1e-6)
+        engine.close()
+    return True
+
+
+@pytest.mark.parametrize(("ranks", "recomputes"), [(1, False), (2, True)])
+def test_a_model_with_values_trains_as_it_is(ranks: int, recomputes: bool) -> None:
+    assert all(on_ranks(ranks, trains, recomputes))
+
+
+def drawn(topology: Topology) -> list[float]:
+    """Weights that ranks of other seeds have of a model without values."""
+    torch.manual_seed(7 + topology.rank)
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    engine = engine_of(model, topology.mesh(), zero_stage=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model[1].running_var.tolist() == [1.0, 1.0, 1.0]
+    return [number for unit in engine.units for number in unit.master.tolist()]
+
+
+def test_a_model_without_values_gets_those_of_reset_parameters() -> None:
+    (alone,) = on_ranks(1, drawn)
+    assert alone[:3] != [0.0, 0.0, 0.0]
+    for found in on_ranks(2, drawn):
+        assert [number for number in found if number] == [number for number in alone if number]
+
+
+def some_values(topology: Topology) -> str:
+    model = nn.Linear(12, 1)
+    if topology.rank == 1:
+        with torch.device("meta"):
+            model = nn.Linear(12, 1)
+    with pytest.raises(ValueError, match=":") as raised:
+        engine_of(model, topology.mesh())
+    return str(raised.value)
+
+
+def test_ranks_must_agree_on_what_has_values() -> None:
+    said = "bias: has values on some ranks and is on the meta device on others"
+    assert on_ranks(2, some_values) == [said, said]
+
+
+class Own(nn.Module):
+    """A parameter of its own, and no reset_parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(12))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x * self.scale).sum()
+
+
+class Forgets(Own):
+    def reset_parameters(self) -> None:
+        return
+
+
+class FloatAndDouble(Stack):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("make", "meta", "said"),
+    [
+        (
+            Own,
+            True,
+            r"scale: is on the meta device, and Own has no reset_parameters for it; build",
+        ),
+        (
+            Forgets,
+            True,
+            r"scale: is on the meta device, and reset_parameters of Forgets leaves it",
+        ),
+        (
+            stack_of(Buffered),
+            True,
+            r"layers.0.frequencies: is on the meta device, and WithBuffers has",
+        ),
+        (
+            lambda: FloatAndDouble(torch.float64),
+            False,
+            r"head.weight: is torch.float64, .*; call model",
+        ),
+        (
+            lambda: FloatAndDouble(torch.bfloat16),
+            False,
+            r"head.weight: is torch.bfloat16, and layers.0.linear.weight is torch.float32",
+        ),
+    ],
+)
+def test_what_has_no_value_or_another_format_is_refused_by_name(
+    make: Callable[[], nn.Module], meta: bool, said: str
+) -> None:
+    with torch.device("meta" if meta else "cpu"):
+        model = make()
+    with pytest.raises(ValueError, match=f"^{said}"):
+        engine_of(model)
+
+
+def test_values_that_initialize_would_replace_are_refused_by_name() -> None:
+    said = r"^layers.0.linear.weight: is on cpu, and initialize would replace its values; build"
+    with pytest.raises(ValueError, match=said):
+        ZeroEngine(Stack(), initialize=initialize)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        (
+            Mesh(local_ranks=2),
+            "mesh of 2 ranks: there is no process group; call torch.dist",
+        ),
+        (
+            Mesh(tensor_ranks=2),
+            "mesh of 2 ranks: ranks cannot share a model of one's own",
+        ),
+    ],
+)
+def test_a_mesh_that_is_not_there_is_refused(mesh: Mesh, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        ZeroEngine(Stack(), mesh)
+
+
+def other_mesh(topology: Topology) -> str:
+    with pytest.raises(ValueError, match=":") as raised:
+        ZeroEngine(Stack(), Mesh(local_ranks=4, rank=topology.rank))
+    return str(raised.value)
+
+
+def test_a_mesh_of_other_ranks_is_refused() -> None:
+    said = on_ranks(2, other_mesh)
+    assert said[1].startswith("mesh of 4 ranks, rank 1: the process group has 2, this is 1; give mesh=Mesh(")
+
+
+def test_a_unit_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^inside_nodes layer.1: no unit of the model; did you mean layers"):
+        ZeroEngine(Stack(), inside_nodes=("layer.1",))
+
+
+def test_one_line_is_enough() -> None:
+    engine = ZeroEngine(nn.Sequential(nn.Linear(12, 12)), config=EngineConfig(zero=ZeroConfig(zero_stage=3)))
+    assert (engine.device.type, engine.mesh, engine.iteration) == ("cpu", Mesh(), 0)
+    with pytest.raises(ValueError, match="--zero-stage 4: must be at most 3"):
+        ZeroConfig(zero_stage=4)
+
+
+def test_the_old_call_works_and_warns() -> None:
+    with torch.device("meta"):
+        models = [Stack() for _ in range(2)]
+    with pytest.warns(DeprecationWarning, match=r"call ZeroEngine\(model, mesh, EngineConfig"):
+        old = ZeroEngine(  # type: ignore[call-arg]
+            models[0],
+            initialize,  # type: ignore[arg-type]
+            zero=ZeroConfig(zero_stage=3),
+            optimizer=engine_of(Stack())._config.optimizer,
+            precision=PrecisionConfig(fp32=True),
+            topology=Topology(),
+            device=torch.device("cpu"),
+        )
+    new = engine_of(models[1], initialize=initialize)
+    assert steps_of(old) == steps_of(new)
+
+
+SHAPE = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
+
+
+@pytest.mark.parametrize(
+    ("zero", "model", "said"),
+    [
+        ({"zero_unit": "layer"}, {"cut_layers": True}, "--zero-unit layer: .*cut_layers=False"),
+        ({"zero_unit": "sublayer"}, {}, "--zero-unit sublayer: .*cut_layers=True"),
+        ({}, {"table_rows": 37}, "--zero-table-rows None: .* with table_rows=None"),
+        ({"zero_table_rows": 20}, {}, "--zero-table-rows 20: .* with table_rows=20"),
+    ],
+)
+def test_an_engine_refuses_a_model_of_other_units(
+    zero: dict[str, Any], model: dict[str, Any], said: str
+) -> None:
+    """In Python, where the model is built beside the settings."""
+    with torch.device("meta"):
+        other = build_model(SHAPE, 50, **model)
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        ZeroEngine(
+            other,
+            Mesh(),
+            EngineConfig(zero=ZeroConfig(**zero)),
+            initialize=lambda name, tensor: None,
+            device=torch.device("cpu"),
+        )
