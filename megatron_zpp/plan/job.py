@@ -1,7 +1,7 @@
 """What is planned: a model, its settings and the ranks that it would run on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -24,6 +24,7 @@ from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.reads import Reads, distinct, reads_of
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
+from megatron_zpp.zero.weight_plan import WeightPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,29 +163,38 @@ class Job:
             sum(each.numel for each in layout.placements if each.split is None) for layout in self.layouts
         ]
 
-    @property
+    @cached_property
     def communication(self) -> CommunicationPlan:
         """The engine's plan on rank 0."""
-        return self.node_communication[0]
+        return plan_communication(
+            self.zero,
+            self.mesh,
+            self.layouts,
+            compute_dtype=self.dtype,
+            reduce_in_bf16=self.precision.grad_reduce_in_bf16,
+            copy_engines=self.copy_engines,
+            reads=self.reads,
+        )
 
     @cached_property
     def node_communication(self) -> list[CommunicationPlan]:
         """The engine's plans on the data ranks of node 0, by their first tensor ranks.
 
-        The other tensor ranks, and the ranks of other nodes, send and hold the same.
+        The other tensor ranks, and the ranks of other nodes, send and hold the same. Routes, slots and reads
+        are those of rank 0 on all ranks.
         """
+        meshes = [self.mesh.at(rank) for rank in self.mesh.ranks(self.mesh.local)]
+        plan = self.communication
         return [
-            plan_communication(
-                self.zero,
-                self.mesh.at(rank),
-                self.layouts,
-                compute_dtype=self.dtype,
-                reduce_in_bf16=self.precision.grad_reduce_in_bf16,
-                copy_engines=self.copy_engines,
-                reads=self.reads,
-            )
-            for rank in self.mesh.ranks(self.mesh.local)
+            replace(plan, mesh=mesh, weights=tuple(replace(each, mesh=mesh) for each in plan.weights))
+            for mesh in meshes
         ]
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each unit, the first one whose weights travel alike."""
+        first: dict[WeightPlan, int] = {}
+        return [first.setdefault(weights, unit) for unit, weights in enumerate(self.communication.weights)]
 
     @property
     def owned(self) -> int:

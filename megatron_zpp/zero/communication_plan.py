@@ -174,7 +174,7 @@ class CommunicationPlan:
         """Whether gradients are sent and summed from where the backward made them."""
         return not self.gradients or self.peer_writes
 
-    @property
+    @cached_property
     def rooms(self) -> ReductionRooms | None:
         """The buffers of reductions; None where nothing is sent."""
         if not self.gradients:
@@ -246,15 +246,17 @@ def plan_communication(
         (layout, () if zero.zero_stage == 0 else inside if unit in inside_nodes else mesh.shards)
         for unit, layout in enumerate(layouts)
     ]
-    slots = tuple(_slots(kinds, orders, zero.prefetched_units if zero.zero_stage >= 3 else None))
-    units, slots_of = Counter(kinds), Counter(kind for kind, _ in {*zip(kinds, slots, strict=True)})
+    first = {kind: unit for unit, kind in reversed([*enumerate(kinds)])}
+    numbers = [first[kind] for kind in kinds]  # of kinds, because layouts take long to compare
+    slots = tuple(_slots(numbers, orders, zero.prefetched_units if zero.zero_stage >= 3 else None))
+    units, slots_of = Counter(numbers), Counter(number for number, _ in {*zip(numbers, slots, strict=True)})
     return CommunicationPlan(
         mesh=mesh,
         weights=tuple(
             weight_plan(
-                zero, mesh, kind[0], compute_dtype, axes=kind[1], in_turn=slots_of[kind] < units[kind]
+                zero, mesh, kind[0], compute_dtype, axes=kind[1], in_turn=slots_of[number] < units[number]
             )
-            for kind in kinds
+            for kind, number in zip(kinds, numbers, strict=True)
         ),
         gradients=gradients,
         made=compute_dtype,
@@ -262,7 +264,7 @@ def plan_communication(
         copy_engines=copy_engines,
         prefetch=zero.prefetched_units,
         slots=slots,
-        reduction_slots=tuple(_slots(kinds, (forward,), 1)),  # for two units in a row
+        reduction_slots=tuple(_slots(numbers, (forward,), 1)),  # for two units in a row
         reads=reads,
     )
 
