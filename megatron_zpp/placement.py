@@ -218,7 +218,7 @@ class Layout:
 
 @cache
 def _runs(axes: tuple[Axis, ...], over: tuple[Axis, ...], rank: int) -> list[tuple[int, int]]:
-    """Runs of shards, as (first, last + 1), that `rank` has of `axes` where the cut is `over` some of them."""
+    """Runs of shards, as (first, last + 1), that `rank` has of `axes` if the cut is `over` some of them."""
     found: list[tuple[int, int]] = []
     for shard, place in enumerate(product(*(range(axis.size) for axis in axes))):
         there = sum(axis.stride * at for axis, at in zip(axes, place, strict=True))

@@ -48,7 +48,8 @@ def main() -> None:
         config, notes = command_line.config, [*command_line.notes, *untested_torch(torch.__version__)]
         with usage_errors():
             mesh = planned(config.plan, topology).mesh(config.distributed.tensor_model_parallel_size)
-        inputs = check_inputs(config, mesh.data_ranks, partial(tell, PROG))
+        inputs = check_inputs(config, mesh, partial(tell, PROG))
+        config = inputs.config
         if config.plan.dry_run:
             warn(PROG, topology.rank, notes)
             from megatron_zpp.train.dry_run import dry_run

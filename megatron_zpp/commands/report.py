@@ -96,7 +96,7 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> tuple[C
     precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
         planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))
-    return config, job_of(planned, vocab_size, schedule, mesh), schedule.iterations
+    return config, job_of(planned, vocab_size, mesh), schedule.iterations
 
 
 def settings_of(config: Config) -> list[Setting]:

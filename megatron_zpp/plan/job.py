@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,9 @@ class Job:
     as by default. `async_save`: the run saves beside the training, with `save_optim` the optimizer's states
     too. `overlapped`: tensor ranks, if there are several, compute beside their exchanges. `may_offload`: no
     setting refuses the optimizer on the CPU. `copy_engines`: GPUs of a node use theirs, as is assumed before
-    a run has tried.
+    a run has tried. `batch_given`: a flag gives the global batch. `batch_multiple`: of which micro-batches of
+    all data ranks are a divisor, if not of one step's samples alone. `may_resize`: micro-batches of another
+    size leave the numerics alone.
     """
 
     model: ModelConfig
@@ -56,6 +59,10 @@ class Job:
     overlapped: bool = False
     may_offload: bool = True
     copy_engines: bool = True
+    device: str = "cuda"
+    batch_given: bool = True
+    batch_multiple: int | None = None
+    may_resize: bool = True
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -115,14 +122,18 @@ class Job:
     @property
     def dtype(self) -> torch.dtype:
         """The compute format on a GPU."""
-        return getattr(torch, self.precision.compute_dtype("cuda"))
+        return getattr(torch, self.precision.compute_dtype(self.device))
 
     @cached_property
     def layouts(self) -> list[Layout]:
         """The layouts of the units, in forward order."""
+        return layouts_of(distinct(self.units), self.mesh, self.block, splits_of(self.units), self.coded)
+
+    @property
+    def block(self) -> int:
+        """Elements of the largest block that no two parameters share."""
         share = ALONE if self.tensor == 1 else TensorShare(UnconnectedGroup(self.tensor))
-        block = max(self.zero.largest_block, share.block)
-        return layouts_of(distinct(self.units), self.mesh, block, splits_of(self.units), self.coded)
+        return max(self.zero.largest_block, share.block)
 
     @property
     def coded(self) -> set[str]:
@@ -149,10 +160,15 @@ class Job:
 
     @cached_property
     def reads(self) -> Reads:
-        """How passes read the units."""
+        """How passes read the units. One that is recomputed by itself is read once in its backward anyway."""
         of_a_layer = units_of_a_layer(self.zero.cuts_layers)
         recomputed = recomputed_units(self.model.num_layers, self.recompute, of_a_layer, self.first_layer)
-        return reads_of(self.units, recomputed)
+        return replace(self.plain_reads, recomputed=tuple(each for each in recomputed if len(each) > 1))
+
+    @cached_property
+    def plain_reads(self) -> Reads:
+        """The same without recomputation."""
+        return reads_of(self.units)
 
     @cached_property
     def replicated(self) -> list[int]:
@@ -196,7 +212,18 @@ class Job:
         first: dict[WeightPlan, int] = {}
         return [first.setdefault(weights, unit) for unit, weights in enumerate(self.communication.weights)]
 
-    @property
+    def varied(self, **changes: Any) -> "Job":
+        """The job with other settings. What is computed from the same settings is not computed again."""
+        other = replace(self, **changes)
+        if "units" not in changes:
+            vars(other).update(plain_reads=self.plain_reads)
+        names = (*changes, "block", "reads")
+        changed = {name for name in names if getattr(self, name) != getattr(other, name)}
+        kept = {name: value for name, value in vars(self).items() if not _DEPENDS.get(name, {name}) & changed}
+        vars(other).update({name: value for name, value in kept.items() if name in _DEPENDS})
+        return other
+
+    @cached_property
     def owned(self) -> int:
         """Elements that the optimizer of a rank changes."""
         return sum(len(weights.owned) for weights in self.communication.weights)
@@ -217,6 +244,20 @@ class Job:
     def returns_squared_norms(self) -> bool:
         """Whether reductions compute the squares for the norm, which then needs no further pass."""
         return self.sums_gradients and self.communication.returns_squared_norms
+
+
+_PARTS = {"nodes", "local", "tensor", "units", "block", "precision"}  # on which layouts depend
+_ROUTES = {*_PARTS, "zero", "reads", "copy_engines", "device"}
+_DEPENDS = {  # what is computed once, and the settings that change it
+    "mesh": {"nodes", "local", "tensor"},
+    "layouts": _PARTS,
+    "replicated": _PARTS,
+    "plain_reads": {"units"},
+    "communication": _ROUTES,
+    "node_communication": _ROUTES,
+    "kinds": _ROUTES,
+    "owned": _ROUTES,
+}
 
 
 class UnconnectedGroup(TensorGroup):

@@ -7,7 +7,7 @@ recomputation. What tensor ranks exchange is not among the bytes: plan/exchanges
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.exchange.route import SentBytes
@@ -70,6 +70,13 @@ def traffic_of(job: Job) -> list[Pass]:
             )
         )
     return passes
+
+
+def repeated(passes: list[Pass], micro_batches: int) -> list[Pass]:
+    """The passes of the same job with other micro-batches, if it has more than two before and after."""
+    assert len(passes) == 2 * _DIFFERENT <= 2 * micro_batches
+    times = micro_batches - _DIFFERENT + 1
+    return [replace(one, times=times if at in (2, 3) else 1) for at, one in enumerate(passes)]
 
 
 def total(passes: list[Pass]) -> SentBytes:

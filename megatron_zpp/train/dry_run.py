@@ -1,5 +1,6 @@
 """--dry-run: prints a run's memory, traffic and time after the checks that need no device."""
 
+import math
 import sys
 
 import torch
@@ -22,12 +23,12 @@ from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.inputs import RunInputs
-from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 
-def job_of(config: Config, vocab_size: int, schedule: RunSchedule, mesh: Mesh) -> Job:
+def job_of(config: Config, vocab_size: int, mesh: Mesh, device: str = "cuda") -> Job:
     """The values that a plan of a run on the ranks of `mesh` is made from."""
-    batches = schedule.batches
+    training = config.training
+    batch = training.global_batch_size or training.micro_batch_size * mesh.data_ranks
     return Job(
         model=config.model,
         vocab_size=vocab_size,
@@ -36,8 +37,8 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, mesh: Mesh) -
         precision=config.precision,
         nodes=mesh.nodes,
         local=mesh.node_size,
-        micro_batch_size=batches.micro_batch_size,
-        micro_batches=batches.global_batch_size // (batches.micro_batch_size * mesh.data_ranks),
+        micro_batch_size=training.micro_batch_size,
+        micro_batches=batch // (training.micro_batch_size * mesh.data_ranks),
         units=units_of(
             config.model,
             vocab_size,
@@ -46,11 +47,16 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, mesh: Mesh) -
             table_rows=config.zero.zero_table_rows,
         ),
         tensor=mesh.tensor_ranks,
-        compiled=_compiles(config.compilation, config.optimizer),
+        compiled=device == "cuda" and _compiles(config.compilation, config.optimizer),
         async_save=config.checkpoint.async_save,
         save_optim=config.checkpoint.save_optim,
         overlapped=not config.precision.fp8,
         may_offload=config.optimizer.fused_backend != "apex",
+        copy_engines=device == "cuda",
+        device=device,
+        batch_given=training.global_batch_size is not None,
+        batch_multiple=math.gcd(batch, *(training.rampup_batch_size or ())[:2]),
+        may_resize=config.may_resize,
     )
 
 
@@ -69,11 +75,14 @@ def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:
     resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles, decoupled=decoupled)
     dtype = config.precision.compute_dtype("cuda")
     assert config.plan.plan_gpu is not None  # PlanConfig fills its default in with --dry-run
-    gpu, rates = GPUS[config.plan.plan_gpu], machine(config.plan, dtype)
+    gpu = GPUS[config.plan.plan_gpu]
+    with usage_errors():
+        config.plan.link_of(mesh.nodes)
+    rates = machine(config.plan, dtype, mesh.nodes)
     config.precision.check_device("cuda", gpu.capability)
     dense = _dense_mask(config, getattr(torch, dtype))
     if speaks:
-        job = job_of(config, inputs.tokenizer["vocab_size"], schedule, mesh)
+        job = job_of(config, inputs.tokenizer["vocab_size"], mesh)
         lines = report(job, gpu, rates, schedule.iterations)
         lines += _not_planned(config, dense)
         sys.stdout.write("\n".join(lines) + "\n")

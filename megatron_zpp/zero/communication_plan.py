@@ -74,12 +74,12 @@ class CommunicationPlan:
         """Ranks that share the states of a unit."""
         return self.layouts[0].shards
 
-    @property
+    @cached_property
     def weight_codes(self) -> QuantFormat | None:
         """The format of the messages that the optimizer writes; None where it writes weights."""
         return next((each.codes for each in self.weights if each.codes is not None), None)
 
-    @property
+    @cached_property
     def differences(self) -> LloydMaxFormat | None:
         """The format in which weight differences travel; None where weights themselves do.
 
@@ -183,18 +183,18 @@ class CommunicationPlan:
             self.gradients, self.trained, self.mesh, self.made, peer_writes=self.peer_writes
         )
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes of slots, and of what this rank's gathers send where that is not a part of them."""
         slots = {slot: each.slot for slot, each in zip(self.slots, self.weights, strict=True)}
         return sum(slot.nbytes for slot in slots.values()) + sum(each.own_bytes for each in self.weights)
 
-    @property
+    @cached_property
     def kept_bytes(self) -> int:
         """Bytes of secondary shards, or of this rank's parts of the references."""
         return sum(each.kept.nbytes for each in self.weights)
 
-    @property
+    @cached_property
     def accumulator_bytes(self) -> int:
         """Bytes of the sums of gradients over micro-batches that this rank keeps during a step."""
         return 4 * sum(map(self.accumulator_numel, self.trained))
@@ -203,7 +203,7 @@ class CommunicationPlan:
         """Bytes of the largest message that this rank brings to these stages of the weights' routes."""
         return message_room(stages, [len(each.owned) for each in self.weights if stages == each.first])
 
-    @property
+    @cached_property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of gathers and reductions."""
         relayed = 0

@@ -12,16 +12,19 @@ from benchmarks.common import RESULTS
 from benchmarks.plan_rows import h200, h200_rows, nvlink_rows, socket_rows
 from benchmarks.plan_tensor import fitted_slowdown, tensor_rows
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
+from megatron_zpp.config.plan import PlanConfig
+from megatron_zpp.plan.exchanges import waiting_seconds
+from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.step_time import StepTime, step_time
+from megatron_zpp.plan.step_time import StepTime, compute_seconds, step_time
 from megatron_zpp.plan.traffic import total, traffic_of
 from tests.plan.jobs import FOUR_BITS, FULL, NO_DROPOUT, job_of
 
 MODEL = ModelConfig(num_layers=12, hidden_size=1024, num_attention_heads=16, seq_length=512, **NO_DROPOUT)
 INFINITE = float("inf")
 GPU = Machine(flops=5e14, memory_rate=INFINITE, inside=INFINITE, link=INFINITE)
+LARGER, H100 = ModelConfig(model_preset="6.7b", **NO_DROPOUT), machine(PlanConfig(dry_run=True), "bfloat16")
 GRID = {"nodes": 4, "local": 8, "micro_batch_size": 4, "micro_batches": 2}
 
 
@@ -135,3 +138,18 @@ def test_measured_runs_of_two_h100s_are_predicted() -> None:
         "T = 2, 1.3B, 65,536 tokens",
         "ZeRO-3",
     ]
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_time_is_divided_products_and_the_wait_for_activations(size: int) -> None:
+    """Of 6.7B: 4 collectives per layer in a forward, 2 in a backward, and 2 of embedding and head."""
+    job = job_of(LARGER, 50304, local=size, tensor=size)
+    alone = job_of(LARGER, 50304)
+    for forward in (True, False):
+        whole = compute_seconds(alone, H100, forward)
+        assert compute_seconds(job, H100, forward) == pytest.approx(TENSOR_SLOWDOWN * whole / size)
+    one = (size - 1) / size * 2 * 2048 * 4096  # bytes that a collective on hidden states sends
+    replicated = 2048 * 4096 + 32 * (4 + 2) * 4096 + 2 * 4096  # positions, norms, biases after sums
+    summed = 2 * (size - 1) / size * 4 * replicated
+    for forward, sent in ((True, (4 * 32 + 2) * one), (False, (2 * 32 + 2) * one + summed)):
+        assert waiting_seconds(job, H100, forward) == pytest.approx(sent / H100.inside, rel=0.01)

@@ -10,7 +10,7 @@ from megatron_zpp.config.legacy.megatron_features import feature_flag
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag
 from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED, RETIRED_VALUES
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import flag_name, option_error
+from megatron_zpp.config.options import AUTO, flag_name, option_error
 from megatron_zpp.config.sources.provided import OTHERS, Provided
 
 _LENGTH = "training.train_samples"
@@ -98,7 +98,7 @@ def settle_old_flags(typed: Mapping[str, Any], provided: Provided) -> None:
             value = provided.get(field_path)
             if value is None:
                 provided.put(field_path, least, name)
-            elif value < least:
+            elif value != AUTO and value < least:
                 raise option_error(
                     name, "(given)", f"contradicts {provided.name(field_path)} {value}; omit one"
                 )
