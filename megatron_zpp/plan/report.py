@@ -119,7 +119,7 @@ def _why(run: Plan, best: Plan) -> str:
         return "as fast as the best"
     lost = run.seconds - best.seconds
     rest = {"links": run.time.exposed - best.time.exposed, "again": run.time.again - best.time.again}
-    rest |= {"few": run.time.weights - best.time.weights, "optimizer": _updates(run) - _updates(best)}
+    rest["optimizer"] = run.time.optimizer - best.time.optimizer
     rest["sums"] = lost - sum(rest.values())
     often = "".join(
         f", in each of {run.job.micro_batches} micro-batches"
@@ -128,17 +128,12 @@ def _why(run: Plan, best: Plan) -> str:
     texts = {
         "links": f"waits for links{often}",
         "again": "recomputed layers",
-        "few": "products of few tokens, which wait for weights,",
         "optimizer": "updates",
-        "sums": "sums and codes of gradients, and products of tensor ranks,",
+        "sums": "small products, or those of tensor ranks, and sums of gradients",
     }
     main = sorted((seconds, name) for name, seconds in rest.items() if seconds > 0.1 * lost)
     parts = [f"{texts[name]} take {duration(seconds)} longer" for seconds, name in reversed(main)]
     return f"{duration(lost)} slower: {'; '.join(parts)}"
-
-
-def _updates(plan: Plan) -> float:
-    return plan.time.optimizer
 
 
 def _row(name: str, values: list[str]) -> str:

@@ -111,28 +111,16 @@ def blocks_of(job: Job) -> list[tuple[int, ...]]:
 
 
 def test_blocks_and_sublayers_are_taken_where_nothing_fits_without_them() -> None:
-    job = billion(LARGE, nodes=1, local=8, recompute=FULL)
-    tightest = _bases_by_memory(job)
-    room = (tightest[1] + tightest[0]) / 2 / 2**30 / USABLE
+    job = billion(LARGE, nodes=8, local=1, recompute=FULL)
+    units = {"zero_unit": "sublayer", "zero_table_rows": suggested_rows(job)}
+    whole, cut = (memory_of(one).peak for one in (job, with_units(job, **units)))
+    room = (whole + cut) / 2 / 2**30 / USABLE
     best = search(job, RATES, room).best
     assert best is not None
     assert best.fits(room)
     assert best.job.zero.zero_table_rows == suggested_rows(job)
     assert best.job.zero.cuts_layers
     assert max(layout.numel for layout in best.job.layouts) < LARGE * BILLION.hidden_size / 10
-
-
-def _bases_by_memory(job: Job) -> list[int]:
-    """The peaks of the smallest job, and of the same with units of sublayers and tables in blocks."""
-    units = {"zero_unit": "sublayer", "zero_table_rows": suggested_rows(job)}
-    zero = dataclasses.replace(job.zero, zero_stage=3)
-    return [
-        memory_of(one).peak
-        for one in (
-            dataclasses.replace(job, zero=zero),
-            with_units(dataclasses.replace(job, zero=zero), **units),
-        )
-    ]
 
 
 def test_a_table_smaller_than_a_layer_stays_whole_and_tensor_ranks_have_no_blocks() -> None:

@@ -49,6 +49,14 @@ def test_without_links_and_memory_a_step_is_its_flops() -> None:
     assert again.forward == one.forward
 
 
+@pytest.mark.parametrize(("samples", "most"), [(1, 1.05), (16, 1.001)])
+def test_products_of_few_tokens_take_longer_per_token(samples: int, most: float) -> None:
+    """512 tokens on a machine that computes 173 while it reads as many weights, as an H100 does."""
+    one = job({"zero_stage": 0}, nodes=1, local=1, micro_batch_size=samples)
+    slow = compute_seconds(one, dataclasses.replace(GPU, memory_rate=GPU.flops / 173), True)
+    assert 1 < slow / compute_seconds(one, GPU, True) < most
+
+
 def test_on_a_very_slow_link_a_step_is_its_bytes() -> None:
     slow = dataclasses.replace(GPU, link=1e3)
     sent = total(traffic_of(job()))
@@ -82,7 +90,7 @@ def test_every_gather_of_a_reference_casts_it(nodes: int, local: int) -> None:
     one = job(FOUR_BITS, nodes=nodes, local=local, micro_batches=1)
     forward, backward = traffic_of(one)
     memory = dataclasses.replace(GPU, memory_rate=1e12)
-    compute = step_time(one, GPU, [forward]).forward
+    compute = compute_seconds(one, memory, True)
     part = sum(layout.numel for layout in one.layouts) // local
     exchanged = part * (4 / 8 + 2 / 256 + 8)  # every message moves the fp32 reference
     expected = (exchanged + part * 6) / 1e12
