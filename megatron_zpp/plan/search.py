@@ -105,7 +105,7 @@ def search(run: Job, machine: Machine, gibibytes: float) -> Found:
     if own.fits(gibibytes):
         tried.plans.append(own)
     for base in _bases(run):
-        tried.families(_families(base, Space()), Space())
+        tried.families(families(base, Space()), Space())
         if tried.plans:
             break
     best = tried.best()
@@ -119,7 +119,7 @@ def search(run: Job, machine: Machine, gibibytes: float) -> Found:
 def fastest(run: Job, machine: Machine, gibibytes: float, space: Space) -> Plan | None:
     """The fastest settings of a space that fit, for a run that asks for these alone; None if none fits."""
     tried = _Tried(None, machine, gibibytes)
-    tried.families(_families(run, space), space)
+    tried.families(families(run, space), space)
     return tried.best()
 
 
@@ -177,7 +177,7 @@ class _Tried:
         """Try every size of micro-batches and every recomputation of jobs that differ in other settings."""
         partly: list[tuple[float, Job]] = []
         for job in families:
-            sizes = _sizes(job, space)
+            sizes = sizes_of(job, space)
             recomputes = [job.recompute]
             if space.others:
                 recomputes += [each for each in (OFF, SELECTIVE, FULL) if each != job.recompute]
@@ -199,7 +199,7 @@ class _Tried:
 
     def _sizes_of(self, job: Job, sizes: list[int], passes: "_Passes") -> Iterator[tuple[float, Job]]:
         """Try micro-batches of all sizes, the fastest first; yield those that recomputation could fit."""
-        jobs = [_in_micro_batches_of(job, size) for size in sizes]
+        jobs = [in_micro_batches_of(job, size) for size in sizes]
         jobs = [each for each in jobs if self._least_seconds(each) <= self.bound]
         timed = [(each, step_time(each, self.machine, passes.of(each))) for each in jobs]
         too_large = inf
@@ -215,7 +215,7 @@ class _Tried:
                     yield time.seconds, each
 
     def _with(self, job: Job, size: int, recompute: RecomputeConfig) -> Job:
-        return _in_micro_batches_of(job.varied(recompute=recompute), size)
+        return in_micro_batches_of(job.varied(recompute=recompute), size)
 
     def _keep_smallest(self, job: Job) -> None:
         plan = plan_of(job, self.machine)
@@ -304,7 +304,7 @@ def suggested_rows(job: Job) -> int | None:
     return -(-rows // _MULTIPLE) * _MULTIPLE
 
 
-def _families(base: Job, space: Space) -> Iterator[Job]:
+def families(base: Job, space: Space) -> Iterator[Job]:
     """Jobs with all tensor ranks and ZeRO settings of a space."""
     sizes = set(divisors(base.local)) if space.others else {base.tensor}
     for job in _with_tensor_ranks(base, sizes):
@@ -312,7 +312,7 @@ def _families(base: Job, space: Space) -> Iterator[Job]:
             yield job.varied(zero=zero)
 
 
-def _sizes(job: Job, space: Space) -> list[int]:
+def sizes_of(job: Job, space: Space) -> list[int]:
     """The sizes of micro-batches, the smallest first."""
     if not (space.micro_batch and job.may_resize):
         return [job.micro_batch_size]
@@ -320,22 +320,22 @@ def _sizes(job: Job, space: Space) -> list[int]:
     return [size for size in divisors(whole // job.mesh.data_ranks) if job.may_have_samples(size)]
 
 
-def _in_micro_batches_of(job: Job, size: int) -> Job:
+def in_micro_batches_of(job: Job, size: int) -> Job:
     samples = job.samples_per_step // job.mesh.data_ranks
     return job.varied(micro_batch_size=size, micro_batches=samples // size)
 
 
 def _neighbours(job: Job) -> Iterator[Job]:
     """Jobs that differ in one setting: micro-batch size, recomputation, ZeRO or tensor ranks."""
-    for size in _sizes(job, Space()):
-        yield _in_micro_batches_of(job, size)
+    for size in sizes_of(job, Space()):
+        yield in_micro_batches_of(job, size)
     for recompute in (OFF, FULL):
         yield job.varied(recompute=recompute)
     for zero in _zeros(job, Space()):
         yield job.varied(zero=zero)
     for other in _with_tensor_ranks(job, set(divisors(job.local)) - {job.tensor}):
         most = max(1, job.micro_batch_size * other.tensor // job.tensor)
-        yield _in_micro_batches_of(other, max(size for size in _sizes(other, Space()) if size <= most))
+        yield in_micro_batches_of(other, max(size for size in sizes_of(other, Space()) if size <= most))
 
 
 def _with_tensor_ranks(job: Job, sizes: set[int]) -> Iterator[Job]:

@@ -35,7 +35,7 @@ def resolved(config: Config, vocab_size: int, mesh: Mesh) -> tuple[Config, str]:
     batch = least.training.global_batch_size
     if batch is not None and batch % (least.training.micro_batch_size * mesh.data_ranks):
         return least, _line(config, least, "refused below")  # by the schedule, which names the sizes
-    device, name, gibibytes, rates = _hardware(config, mesh)
+    device, name, gibibytes, rates = hardware(config, mesh, config.plan.link or DEFAULT_LINK)
     job = job_of(least, vocab_size, mesh, device)
     found = fastest(job, rates, gibibytes, space)
     if found is None:
@@ -73,7 +73,7 @@ def _line(config: Config, chosen: Config, why: str) -> str:
     return f"{AUTO}: {' '.join(parts)}: {why}"
 
 
-def _hardware(config: Config, mesh: Mesh) -> tuple[str, str, float, Machine]:
+def hardware(config: Config, mesh: Mesh, link_gbit: float) -> tuple[str, str, float, Machine]:
     """Type, name, memory in GiB and rates of each rank: those of --dry-run, or of this rank's device."""
     plan = config.plan
     dtype = config.precision.compute_dtype("cuda")
@@ -82,10 +82,10 @@ def _hardware(config: Config, mesh: Mesh) -> tuple[str, str, float, Machine]:
         return "cuda", f"{gpu.memory:g} on {gpu.name}", gpu.memory, machine(plan, dtype, mesh.nodes)
     local = mesh.rank % mesh.node_size
     topology = Topology(mesh.rank, mesh.world_size, local, mesh.node_size)
-    device, link = select_device(config.distributed.device, topology), plan.link or DEFAULT_LINK
+    device = select_device(config.distributed.device, topology)
     if device.type == "cpu":
-        gibibytes, rates = cpu_ranks(mesh.node_size, link)
+        gibibytes, rates = cpu_ranks(mesh.node_size, link_gbit)
         return "cpu", f"{gibibytes:g} for each rank on CPUs", gibibytes, rates
     properties = torch.cuda.get_device_properties(device)
     gpu = real_gpu(properties.name, properties.total_memory)
-    return "cuda", f"{gpu.memory:g} on {properties.name}", gpu.memory, rates_of(gpu, dtype, link)
+    return "cuda", f"{gpu.memory:g} on {properties.name}", gpu.memory, rates_of(gpu, dtype, link_gbit)
