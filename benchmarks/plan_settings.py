@@ -42,7 +42,7 @@ from megatron_zpp.plan.search import (
     sizes_of,
 )
 from megatron_zpp.train.auto import hardware
-from megatron_zpp.train.dry_run import job_of
+from megatron_zpp.train.plan_job import job_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4 --log-interval 1 "

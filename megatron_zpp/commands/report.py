@@ -25,7 +25,7 @@ from megatron_zpp.reporting.report.curves import Axis, by_iteration, read_metric
 from megatron_zpp.reporting.report.page import Comparison, Records, Report, Setting, page
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.storage.location import Location
-from megatron_zpp.train.dry_run import job_of
+from megatron_zpp.train.plan_job import job_of
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 PROG = "report"

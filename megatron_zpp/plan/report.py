@@ -89,7 +89,8 @@ def _answer(found: Found, gpu: Gpu) -> Iterator[str]:
         flags = changes(run.job, found.rounded.job)
         yield f"with 8 and 4 bits: {flags}: {_figures(found.rounded)}; rounds what is sent"
     if not run.fits(gpu.memory):
-        yield f"this run: does NOT fit: {run.memory.peak / _GIB:.2f}, in {run.memory.peak_at}, of {usable}"
+        peak = f"{run.memory.peak / _GIB:.2f}, in {run.memory.peak_at}, of {usable}"
+        yield f"this run: does NOT fit: {peak}; would take {duration(run.seconds)} per step"
     elif changed_flags(run.job, best.job):
         yield f"this run: {_figures(run)}; {_why(run, best)}"
     else:
@@ -126,14 +127,14 @@ def _why(run: Plan, best: Plan) -> str:
         for _ in range(run.job.micro_batches > 1 and run.sent.inter > 1.5 * best.sent.inter)
     )
     texts = {
-        "links": f"waits for links{often}",
+        "links": "waits for links",
         "again": "recomputed layers",
         "optimizer": "updates",
         "sums": "small products, or those of tensor ranks, and sums of gradients",
     }
     main = sorted((seconds, name) for name, seconds in rest.items() if seconds > 0.1 * lost)
     parts = [f"{texts[name]} take {duration(seconds)} longer" for seconds, name in reversed(main)]
-    return f"{duration(lost)} slower: {'; '.join(parts)}"
+    return f"{duration(lost)} slower: {'; '.join(parts)}{often}"
 
 
 def _row(name: str, values: list[str]) -> str:

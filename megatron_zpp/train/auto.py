@@ -18,7 +18,7 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import GPUS, Machine, cpu_ranks, machine, rates_of, real_gpu
 from megatron_zpp.plan.search import Space, fastest, search
-from megatron_zpp.train.dry_run import job_of
+from megatron_zpp.train.plan_job import job_of
 
 
 def resolved(config: Config, vocab_size: int, mesh: Mesh) -> tuple[Config, str]:

@@ -1,14 +1,11 @@
 """--dry-run: prints a run's memory, traffic and time after the checks that need no device."""
 
-import math
 import sys
 
 import torch
 from torch.nn.attention import SDPBackend
 
-from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.fused_backend import resolve_fused_backend
-from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.exchange.checks import check_routes
@@ -20,48 +17,9 @@ from megatron_zpp.model.attention import (
     packed_flash_hindrance,
 )
 from megatron_zpp.plan.hardware import GPUS, machine
-from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.inputs import RunInputs
-
-
-def job_of(config: Config, vocab_size: int, mesh: Mesh, device: str = "cuda") -> Job:
-    """The values that a plan of a run on the ranks of `mesh` is made from."""
-    training = config.training
-    batch = training.global_batch_size or training.micro_batch_size * mesh.data_ranks
-    return Job(
-        model=config.model,
-        vocab_size=vocab_size,
-        recompute=config.recompute,
-        zero=config.zero,
-        precision=config.precision,
-        nodes=mesh.nodes,
-        local=mesh.node_size,
-        micro_batch_size=training.micro_batch_size,
-        micro_batches=batch // (training.micro_batch_size * mesh.data_ranks),
-        units=units_of(
-            config.model,
-            vocab_size,
-            mesh.tensor_ranks,
-            cut_layers=config.zero.cuts_layers,
-            table_rows=config.zero.zero_table_rows,
-        ),
-        tensor=mesh.tensor_ranks,
-        compiled=device == "cuda" and _compiles(config.compilation, config.optimizer),
-        async_save=config.checkpoint.async_save,
-        save_optim=config.checkpoint.save_optim,
-        overlapped=not config.precision.fp8,
-        may_offload=config.optimizer.fused_backend != "apex",
-        copy_engines=device == "cuda",
-        device=device,
-        batch_given=training.global_batch_size is not None,
-        batch_multiple=math.gcd(batch, *(training.rampup_batch_size or ())[:2]),
-        may_resize=config.may_resize,
-    )
-
-
-def _compiles(compilation: CompilationConfig, optimizer: OptimizerConfig) -> bool:
-    return compilation.wanted("cuda", apex=optimizer.fused_backend == "apex")
+from megatron_zpp.train.plan_job import compiles_on_gpus, job_of
 
 
 def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:
@@ -70,7 +28,7 @@ def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:
     with usage_errors():
         check_routes(config.zero, mesh)
     config.recompute.check_device("cuda")
-    compiles = _compiles(config.compilation, config.optimizer)
+    compiles = compiles_on_gpus(config.compilation, config.optimizer)
     decoupled = config.learning_rate.decoupled_lr is not None
     resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles, decoupled=decoupled)
     dtype = config.precision.compute_dtype("cuda")

@@ -56,7 +56,7 @@ def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine) -> list[str]
     if engine.topology.rank != 0 or engine.device.type != "cuda":
         return []
     from megatron_zpp.plan.memory import memory_of
-    from megatron_zpp.train.dry_run import job_of
+    from megatron_zpp.train.plan_job import job_of
 
     job = replace(job_of(config, vocab_size, engine.mesh), copy_engines=engine.copy_engines)
     memory = memory_of(job)
