@@ -1,4 +1,4 @@
-"""Whether the plan's `best:` line is about the fastest: runs of many settings beside what is planned for each.
+"""Whether the plan's `best:` line is about the fastest: runs of many settings beside the plan of each.
 
 python benchmarks/plan_settings.py --ranks-per-node 2 -- --model-preset 1.3b --global-batch-size 64
 python benchmarks/plan_settings.py --nodes 2 --ranks-per-node 1 --link-gbit 40 -- --model-preset 1.3b \\
@@ -7,9 +7,9 @@ python benchmarks/plan_settings.py --ranks-per-node 2 --steps 4 --warmup 2 --out
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 16
 
 What follows `--` are flags of pretrain_gpt.py. Settings are those of the search that fit: the best one, then
-the fastest size of micro-batches of each combination of other settings, then more sizes, by planned time. Each
-is a run of its own, on the devices here; several nodes are emulated (launch/emulate_nodes.sh). Time is the
-median of the steps after --warmup; memory is the peak that torch counts, without buffers between GPUs.
+the fastest size of micro-batches of each combination of other settings, then more sizes, by planned time.
+Each is a run of its own, on the devices here; several nodes are emulated (launch/emulate_nodes.sh). Time is
+the median of the steps after --warmup; memory is the peak that torch counts, without buffers between GPUs.
 """
 
 import argparse

@@ -14,6 +14,7 @@ most settings are settled before their memory is computed.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -388,9 +389,7 @@ def _zeros(job: Job, space: Space) -> Iterator[ZeroConfig]:
 
 def _formats_as_given(given: ZeroConfig, *, keep: bool) -> list[dict[str, Any]]:
     """The formats of a run, and unless it keeps them none."""
-    names = ("zero_quantized_weights", "zero_quantized_weights_format")
-    names += ("zero_quantized_gradients", "zero_quantized_gradients_format")
-    formats = {name: getattr(given, name) for name in names} if given.quantizes else {}
+    formats = {name: getattr(given, name) for name in _FORMATS[-1]} if given.quantizes else {}
     return [formats] if keep or not formats else [{}, formats]
 
 
@@ -410,31 +409,23 @@ def _grouped(job: Job, stage: int, formats: dict[str, Any], *, keep: bool) -> It
 
     `keep`: groups that are given stay. Settings that the mesh, or another setting, refuses are omitted.
     """
-    given, several = job.zero, job.nodes > 1
+    given, wide = job.zero, ["auto"] if job.nodes > 1 else []
     hpz, groups = given.zero_hpz_partition_size, given.zero_gradient_partition_size
-    hpz_sizes, group_sizes = {"1": None, hpz: None}, {"off": None, groups: None}
-    if keep and given.hpz:
-        hpz_sizes = {hpz: None}
-    elif several:
-        hpz_sizes["auto"] = None
-    if keep and groups != "off":
-        group_sizes = {groups: None}
-    elif several:
-        group_sizes["auto"] = None
-    plain = {
+    hpz_sizes = [hpz] if keep and given.hpz else ["1", hpz, *wide]
+    group_sizes = [groups] if keep and groups != "off" else ["off", groups, *wide]
+    plain: dict[str, Any] = {
         "zero_stage": stage,
         "zero_offload_optimizer": given.zero_offload_optimizer,
         "zero_unit": given.zero_unit,
         "zero_table_rows": given.zero_table_rows,
         "zero_prefetch_units": given.zero_prefetch_units if stage == 3 or keep else None,
     }
-    for size in hpz_sizes if stage == 3 or keep else ("1",):
-        for group in group_sizes if stage >= 1 or keep else ("off",):
-            try:
-                zero = ZeroConfig(
-                    **plain, **formats, zero_hpz_partition_size=size, zero_gradient_partition_size=group
-                )
-                check_routes(zero, job.mesh)
-            except ValueError:
-                continue
-            yield zero
+    for size, group in dict.fromkeys(product(hpz_sizes, group_sizes)):
+        try:
+            zero = ZeroConfig(
+                **plain, **formats, zero_hpz_partition_size=size, zero_gradient_partition_size=group
+            )
+            check_routes(zero, job.mesh)
+        except ValueError:
+            continue
+        yield zero

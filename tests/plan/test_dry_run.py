@@ -91,9 +91,8 @@ def test_a_run_that_does_not_fit_and_one_that_is_best_are_told_so() -> None:
     """13B on 128 H100s: stage 1 does not fit."""
     argv = f"{PLAN} --model-preset 13b --plan-nodes 16 --plan-gpus-per-node 8 --plan-link-gbit 100"
     said = printed(*argv.split(), *"--zero-stage 1 --micro-batch-size 2 --global-batch-size 512".split())
-    assert re.search(
-        r"\nthis run: does NOT fit: [\d.]+, in .*, of 72.68 GiB \(79 less 8% for CUDA and NCCL\)\n", said
-    )
+    assert "\nthis run: does NOT fit: " in said
+    assert ", of 72.68 GiB (79 less 8% for CUDA and NCCL); would take " in said
     best = f"{PLAN} --model-preset 1.3b --plan-gpus-per-node 2 --micro-batch-size 8 --global-batch-size 16"
     said = printed(*best.split(), "--zero-stage", "3")
     assert "\nbest: as given: " in said
@@ -149,7 +148,7 @@ def test_the_share_of_an_h100s_peak_is_the_one_fitted_to_published_runs() -> Non
         ("--plan-nodes 2", "--plan-nodes 2: needs --dry-run"),
         (
             "--dry-run --plan-nodes 2",
-            "--dry-run: give --plan-link-gbit; --plan-link-gbit: give what a node's",
+            "--dry-run: give --plan-link-gbit; --plan-link-gbit: ",
         ),
         ("--plan-gpu h100", "--plan-gpu h100: needs --dry-run"),
         ("--dry-run --plan-nodes 0", "--plan-nodes 0: must be at least 1"),
