@@ -60,8 +60,8 @@ def settings(job: Job, rates: Machine, gibibytes: float, count: int) -> list[Pla
             sizes = sizes_of(one, Space())
             plans = [plan_of(in_micro_batches_of(one, size), rates) for size in sizes]
             plans = [plan for plan in plans if plan.fits(gibibytes) and changed_flags(best.job, plan.job)]
-            first, *others = sorted(plans, key=_seconds) or [None]
-            chosen, more = chosen + ([first] if first else []), more + others
+            plans.sort(key=_seconds)
+            chosen, more = chosen + plans[:1], more + plans[1:]
     return [best, *sorted(chosen, key=_seconds), *sorted(more, key=_seconds)][:count]
 
 

@@ -213,14 +213,14 @@ class Job:
         return [first.setdefault(weights, unit) for unit, weights in enumerate(self.communication.weights)]
 
     def varied(self, **changes: Any) -> "Job":
-        """The job with other settings. What is computed from the same settings is not computed again."""
+        """The job with other settings. What does not depend on them is computed for both at once."""
         other = replace(self, **changes)
         if "units" not in changes:
             vars(other).update(plain_reads=self.plain_reads)
         names = (*changes, "block", "reads")
         changed = {name for name in names if getattr(self, name) != getattr(other, name)}
-        kept = {name: value for name, value in vars(self).items() if not _DEPENDS.get(name, {name}) & changed}
-        vars(other).update({name: value for name, value in kept.items() if name in _DEPENDS})
+        same = [name for name, settings in _DEPENDS.items() if not settings & changed]
+        vars(other).update({name: getattr(self, name) for name in same})
         return other
 
     @cached_property

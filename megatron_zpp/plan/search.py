@@ -111,8 +111,7 @@ def search(run: Job, machine: Machine, gibibytes: float) -> Found:
             break
     best = tried.best()
     if best is None:
-        least = min((own, *tried.smallest), key=lambda plan: plan.memory.peak)
-        return Found(own, None, least)
+        return Found(own, None, plan_of(min((run, *tried.smallest), key=_peak), machine))
     second = tried.second(best, [own] if own.fits(gibibytes) else [])
     return Found(own, best, best, second, _rounded(run, best, machine, gibibytes))
 
@@ -142,7 +141,7 @@ class _Tried:
     gibibytes: float
     limit: float = inf  # seconds of a step that is of use
     plans: list[Plan] = field(default_factory=list)
-    smallest: list[Plan] = field(default_factory=list)  # the least memory of what does not fit
+    smallest: list[Job] = field(default_factory=list)  # of families of which nothing fits
 
     @property
     def bound(self) -> float:
@@ -179,22 +178,20 @@ class _Tried:
         partly: list[tuple[float, Job]] = []
         for job in families:
             sizes = sizes_of(job, space)
-            recomputes = [job.recompute]
-            if space.others:
-                recomputes += [each for each in (OFF, SELECTIVE, FULL) if each != job.recompute]
-            least = self._with(job, sizes[0], recomputes[-1])
-            if self._least_seconds(job) > self.bound:
+            given = [job.recompute, FULL] if space.others else [job.recompute]
+            recomputes = dict.fromkeys([*given, OFF, SELECTIVE] if space.others else given)
+            count = job.micro_batches * job.micro_batch_size // sizes[-1]
+            large = replace(job, micro_batch_size=sizes[-1], micro_batches=count)
+            if min(self._least_seconds(replace(large, recompute=each)) for each in recomputes) > self.bound:
                 continue
-            memory = memory_of(least)
-            if not memory.fits(self.gibibytes):
-                self._keep_smallest(least)
+            small, passes = in_micro_batches_of(job, sizes[0]), _Passes()
+            least = [small.varied(recompute=each) for each in dict.fromkeys(given)]
+            if not any(memory_of(each).fits(self.gibibytes) for each in least):
+                self.smallest += least
                 continue
-            passes = _Passes()
             for recompute in recomputes:
-                partly += self._sizes_of(least.varied(recompute=recompute), sizes, passes)
-        if not space.others:
-            return
-        for seconds, job in sorted(partly, key=lambda each: each[0]):
+                partly += self._sizes_of(small.varied(recompute=recompute), sizes, passes)
+        for seconds, job in sorted(partly if space.others else [], key=lambda each: each[0]):
             if seconds <= self.bound:
                 self._partly_recomputed(job)
 
@@ -214,14 +211,6 @@ class _Tried:
                 too_large = min(too_large, each.micro_batch_size)
                 if job.recompute == OFF:
                     yield time.seconds, each
-
-    def _with(self, job: Job, size: int, recompute: RecomputeConfig) -> Job:
-        return in_micro_batches_of(job.varied(recompute=recompute), size)
-
-    def _keep_smallest(self, job: Job) -> None:
-        plan = plan_of(job, self.machine)
-        if not self.smallest or plan.memory.peak < self.smallest[0].memory.peak:
-            self.smallest = [plan]
 
     def _least_seconds(self, job: Job) -> float:
         """Seconds of a step without links, optimizer and kernels."""
@@ -257,6 +246,10 @@ class _Passes:
             self._found[key] = traffic_of(job)
         found = self._found[key]
         return repeated(found, job.micro_batches) if count == 3 else found
+
+
+def _peak(job: Job) -> int:
+    return memory_of(job).peak
 
 
 def _in_first_layers(job: Job, count: int) -> Job:
@@ -322,6 +315,7 @@ def sizes_of(job: Job, space: Space) -> list[int]:
 
 
 def in_micro_batches_of(job: Job, size: int) -> Job:
+    """The job with its samples in micro-batches of another size."""
     samples = job.samples_per_step // job.mesh.data_ranks
     return job.varied(micro_batch_size=size, micro_batches=samples // size)
 

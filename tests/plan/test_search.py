@@ -26,6 +26,7 @@ from megatron_zpp.plan.search import FULL, OFF, SELECTIVE, WORTH, Found, Space, 
 from megatron_zpp.plan.step_time import step_time
 from megatron_zpp.plan.traffic import traffic_of
 from tests.plan.jobs import FOUR_BITS, HPZ, NO_DROPOUT, QGZ, QWZ, job_of, printed
+from tests.plan.jobs import FULL as FULL_FLAGS
 from tests.support import pretrain
 
 H100 = GPUS["h100"].memory
@@ -92,10 +93,10 @@ def every_setting(job: Job) -> list[Job]:
     return jobs
 
 
-@pytest.mark.parametrize("link", [1, 400])
-def test_brute_force_finds_nothing_better(link: float) -> None:
+@pytest.mark.parametrize(("link", "given"), [(1, {}), (400, FULL_FLAGS)])
+def test_brute_force_finds_nothing_better(link: float, given: dict[str, Any]) -> None:
     """On 2 × 4 GPUs, of memory for everything, for some settings, and for few."""
-    job = job_of(SMALL, 1000, zero=STAGE_3, nodes=2, local=4, micro_batches=4)
+    job = job_of(SMALL, 1000, zero=STAGE_3, recompute=given, nodes=2, local=4, micro_batches=4)
     gpu, everything = rates(link), every_setting(job)
     timed = [(step_time(each, gpu, traffic_of(each)).seconds, memory_of(each)) for each in everything]
     peaks = sorted(memory.peak for _, memory in timed)
