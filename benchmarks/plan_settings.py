@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.common import RESULTS, save_result
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.plan.changes import changed_flags
+from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.search import (
@@ -46,7 +46,7 @@ from megatron_zpp.train.plan_job import job_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4 --log-interval 1 "
-COMMON += "--attention-dropout 0 --hidden-dropout 0 --vocab-size 50304 --micro-batch-size 1 --zero-stage 0"
+COMMON += "--attention-dropout 0 --hidden-dropout 0 --vocab-size 50303 --micro-batch-size 1"
 
 
 def settings(job: Job, rates: Machine, gibibytes: float, count: int) -> list[Plan]:
@@ -59,7 +59,7 @@ def settings(job: Job, rates: Machine, gibibytes: float, count: int) -> list[Pla
             one = family.varied(recompute=recompute)
             sizes = sizes_of(one, Space())
             plans = [plan_of(in_micro_batches_of(one, size), rates) for size in sizes]
-            plans = [plan for plan in plans if plan.fits(gibibytes) and changed_flags(best.job, plan.job)]
+            plans = [plan for plan in plans if plan.fits(gibibytes) and changes(best.job, plan.job)]
             plans.sort(key=_seconds)
             chosen, more = chosen + plans[:1], more + plans[1:]
     return [best, *sorted(chosen, key=_seconds), *sorted(more, key=_seconds)][:count]
@@ -110,32 +110,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("flags", nargs="+")
     options = parser.parse_args()
-    given = [*COMMON.split(), *options.flags]
+    given, rows = [*COMMON.split(), *options.flags], list[dict[str, Any]]()
     config = parse_args([*given, "--train-iters", "1"])
     mesh = Mesh(nodes=options.nodes, local_ranks=options.ranks_per_node)
     device, name, gibibytes, rates = hardware(config, mesh, float(options.link_gbit))
-    job = job_of(config, config.tokenizer.vocab_size + 1, mesh, device)
-    rows: list[dict[str, Any]] = []
+    job = job_of(config, (config.tokenizer.vocab_size or 0) + 1, mesh, device)
+    figures = {"flags": options.flags, "grid": [options.nodes, options.ranks_per_node], "memory": name}
     with tempfile.TemporaryDirectory() as cache:
         for plan in settings(job, rates, gibibytes, options.count):
-            changed = [
-                [flag] if value is True else [flag, str(value)]
-                for flag, value in changed_flags(job, plan.job)
-            ]
-            flags = [part for pair in changed for part in pair]
-            row = {"flags": " ".join(flags), "planned_ms": round(1e3 * plan.seconds, 2)}
+            row = {"flags": changes(job, plan.job), "planned_ms": round(1e3 * plan.seconds, 2)}
             row |= {"planned_gib": round(plan.memory.peak / 2**30, 2)}
-            rows.append(row | measure([*given, *flags], options, Path(cache)))
+            rows.append(row | measure([*given, *row["flags"].split()], options, Path(cache)))
             print(rows[-1], flush=True)
             times = [each["measured_ms"] for each in rows if "measured_ms" in each]
             best, fastest = rows[0].get("measured_ms"), min(times, default=None)
             ratio = round(best / fastest, 4) if best and fastest else None
             summary = {"best_over_fastest": ratio, "within_5_percent": ratio is not None and ratio <= 1.05}
-            figures = {
-                "flags": options.flags,
-                "grid": [options.nodes, options.ranks_per_node],
-                "memory": name,
-            }
             save_result(options.name, {**figures, **summary, "settings": rows}, options.output)
     print(summary)
 
