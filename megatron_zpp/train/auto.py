@@ -47,7 +47,7 @@ def resolved(config: Config, vocab_size: int, mesh: Mesh) -> tuple[Config, str]:
     zero, size = found.job.zero, found.job.micro_batch_size
     chosen = replace(config, zero=zero, training=replace(config.training, micro_batch_size=size))
     link = "" if config.plan.link or mesh.nodes == 1 else f"; {LINK} {DEFAULT_LINK:g} is assumed"
-    room = f"{found.memory.peak / 2**30:.2f} GiB of {name}"
+    room = f"{found.memory.peak / 2**30:.2f} of {name}"
     return chosen, _line(config, chosen, f"planned {duration(found.seconds)} per step in {room}{link}")
 
 
@@ -79,13 +79,13 @@ def hardware(config: Config, mesh: Mesh, link_gbit: float) -> tuple[str, str, fl
     dtype = config.precision.compute_dtype("cuda")
     if plan.dry_run:
         gpu = GPUS[plan.plan_gpu or "h100"]
-        return "cuda", f"{gpu.memory:g} on {gpu.name}", gpu.memory, machine(plan, dtype, mesh.nodes)
+        return "cuda", f"{gpu.memory:g} GiB on {gpu.name}", gpu.memory, machine(plan, dtype, mesh.nodes)
     local = mesh.rank % mesh.node_size
     topology = Topology(mesh.rank, mesh.world_size, local, mesh.node_size)
     device = select_device(config.distributed.device, topology)
     if device.type == "cpu":
         gibibytes, rates = cpu_ranks(mesh.node_size, link_gbit)
-        return "cpu", f"{gibibytes:g} for each rank on CPUs", gibibytes, rates
+        return "cpu", f"{gibibytes:g} GiB for each rank on CPUs", gibibytes, rates
     properties = torch.cuda.get_device_properties(device)
     gpu = real_gpu(properties.name, properties.total_memory)
-    return "cuda", f"{gpu.memory:g} on {properties.name}", gpu.memory, rates_of(gpu, dtype, link_gbit)
+    return "cuda", f"{gpu.memory:g} GiB on {properties.name}", gpu.memory, rates_of(gpu, dtype, link_gbit)
