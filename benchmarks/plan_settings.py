@@ -118,9 +118,10 @@ def main() -> None:
     figures = {"flags": options.flags, "grid": [options.nodes, options.ranks_per_node], "memory": name}
     with tempfile.TemporaryDirectory() as cache:
         for plan in settings(job, rates, gibibytes, options.count):
-            row = {"flags": changes(job, plan.job), "planned_ms": round(1e3 * plan.seconds, 2)}
+            flags = changes(job, plan.job)
+            row = {"flags": flags, "planned_ms": round(1e3 * plan.seconds, 2)}
             row |= {"planned_gib": round(plan.memory.peak / 2**30, 2)}
-            rows.append(row | measure([*given, *row["flags"].split()], options, Path(cache)))
+            rows.append(row | measure([*given, *flags.split()], options, Path(cache)))
             print(rows[-1], flush=True)
             times = [each["measured_ms"] for each in rows if "measured_ms" in each]
             best, fastest = rows[0].get("measured_ms"), min(times, default=None)

@@ -17,6 +17,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import GPUS, Machine, cpu_ranks, machine, rates_of, real_gpu
+from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.search import Space, fastest, search
 from megatron_zpp.train.plan_job import job_of
 
@@ -41,14 +42,24 @@ def resolved(config: Config, vocab_size: int, mesh: Mesh) -> tuple[Config, str]:
     if found is None:
         if config.plan.dry_run:
             return least, _line(config, least, "nothing fits")
-        best = search(job, rates, gibibytes).best
-        fix = f"give {changes(job, best.job)}" if best else "give more GPUs, or GPUs of more memory"
+        best, fix = search(job, rates, gibibytes).best, "give more GPUs, or GPUs of more memory"
+        if best is not None:
+            values = best.job.zero.zero_stage, best.job.micro_batch_size
+            flags = zip(("--zero-stage", "--micro-batch-size"), values, strict=True)
+            auto = [f"{flag} {value}" for flag, value in flags if flag in config.automatic]
+            fix = f"give {' '.join([*auto, changes(_as_found(job, best.job), best.job)])}"
         raise option_error(" and ".join(config.automatic), AUTO, f"nothing fits {name}; {fix}")
     zero, size = found.job.zero, found.job.micro_batch_size
     chosen = replace(config, zero=zero, training=replace(config.training, micro_batch_size=size))
     link = "" if config.plan.link or mesh.nodes == 1 else f"; {LINK} {DEFAULT_LINK:g} is assumed"
     room = f"{found.memory.peak / 2**30:.2f} of {name}"
     return chosen, _line(config, chosen, f"planned {duration(found.seconds)} per step in {room}{link}")
+
+
+def _as_found(job: Job, best: Job) -> Job:
+    """The job with the best one's stage and micro-batch size, which are said beside other changes."""
+    zero = replace(job.zero, zero_stage=best.zero.zero_stage)
+    return replace(job, zero=zero, micro_batch_size=best.micro_batch_size)
 
 
 def _with(config: Config, stage: int | None, size: int | None) -> Config:

@@ -18,6 +18,7 @@ from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changed_flags
 from megatron_zpp.plan.hardware import GPUS, Machine, machine
 from megatron_zpp.plan.job import Job, units_of
@@ -25,6 +26,7 @@ from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.search import FULL, OFF, SELECTIVE, WORTH, Found, Space, fastest, search
 from megatron_zpp.plan.step_time import step_time
 from megatron_zpp.plan.traffic import traffic_of
+from megatron_zpp.train.auto import resolved
 from tests.plan.jobs import FOUR_BITS, HPZ, NO_DROPOUT, QGZ, QWZ, job_of, printed
 from tests.plan.jobs import FULL as FULL_FLAGS
 from tests.support import pretrain
@@ -276,6 +278,15 @@ def test_a_run_takes_the_stage_and_the_micro_batches_that_its_own_ranks_allow(tm
     resumed = pretrain(*auto, "--load", str(tmp_path), "--train-iters", "4")
     assert resumed.returncode == 0, resumed.stderr
     assert "auto: --zero-stage 0 --micro-batch-size 8: planned " in resumed.stderr
+
+
+def test_a_run_that_no_stage_lets_fit_names_flags_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of 1 GiB for each rank: one sample of this model keeps 3 without recomputation."""
+    monkeypatch.setattr("megatron_zpp.train.auto.cpu_ranks", lambda ranks, link: (1.0, rates()))
+    large = "--num-layers 24 --hidden-size 512 --num-attention-heads 8 --seq-length 4096".split()
+    config = parse_args([*TINY, *large, *"--micro-batch-size auto --zero-stage auto --device cpu".split()])
+    with pytest.raises(ValueError, match="auto: nothing fits 1 GiB for each rank on CPUs; give --zero-stage"):
+        resolved(config, 101, Mesh(local_ranks=8))
 
 
 @pytest.mark.parametrize(
