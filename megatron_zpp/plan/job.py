@@ -160,10 +160,15 @@ class Job:
 
     @cached_property
     def reads(self) -> Reads:
-        """How passes read the units. One that is recomputed by itself is read once in its backward anyway."""
+        """How passes read the units."""
         of_a_layer = units_of_a_layer(self.zero.cuts_layers)
         recomputed = recomputed_units(self.model.num_layers, self.recompute, of_a_layer, self.first_layer)
-        return replace(self.plain_reads, recomputed=tuple(each for each in recomputed if len(each) > 1))
+        return replace(self.plain_reads, recomputed=tuple(recomputed))
+
+    @property
+    def chunks(self) -> tuple[range, ...]:
+        """Units that are recomputed together. One by itself is read once in its backward anyway."""
+        return tuple(each for each in self.reads.recomputed if len(each) > 1)
 
     @cached_property
     def plain_reads(self) -> Reads:
@@ -213,11 +218,14 @@ class Job:
         return [first.setdefault(weights, unit) for unit, weights in enumerate(self.communication.weights)]
 
     def varied(self, **changes: Any) -> "Job":
-        """The job with other settings. What does not depend on them is computed for both at once."""
+        """The job with other settings. What does not depend on them is computed for both at once.
+
+        Jobs of equal `chunks` send and hold the same, so they share a plan, whose `reads` are those of one.
+        """
         other = replace(self, **changes)
         if "units" not in changes:
             vars(other).update(plain_reads=self.plain_reads)
-        names = (*changes, "block", "reads")
+        names = (*changes, "block", "chunks")
         changed = {name for name in names if getattr(self, name) != getattr(other, name)}
         same = [name for name, settings in _DEPENDS.items() if not settings & changed]
         vars(other).update({name: getattr(self, name) for name in same})
@@ -247,7 +255,7 @@ class Job:
 
 
 _PARTS = {"nodes", "local", "tensor", "units", "block", "precision"}  # on which layouts depend
-_ROUTES = {*_PARTS, "zero", "reads", "copy_engines", "device"}
+_ROUTES = {*_PARTS, "zero", "chunks", "copy_engines", "device"}
 _DEPENDS = {  # what is computed once, and the settings that change it
     "mesh": {"nodes", "local", "tensor"},
     "layouts": _PARTS,

@@ -29,7 +29,6 @@ from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import Memory, memory_of
 from megatron_zpp.plan.step_time import StepTime, compute_seconds, step_time
 from megatron_zpp.plan.traffic import Pass, repeated, total, traffic_of
-from megatron_zpp.zero.reads import Reads
 
 WORTH = 0.01  # of a step's time: the model is not accurate enough for smaller differences
 _NEAR = 1.25  # times as long as the best: what the second best may take
@@ -236,12 +235,12 @@ class _Passes:
     """What jobs send that differ in micro-batches and in the recomputation of single layers alone."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, Reads], list[Pass]] = {}
+        self._found: dict[tuple[int, tuple[range, ...]], list[Pass]] = {}
 
     def of(self, job: Job) -> list[Pass]:
         """The passes of a job."""
         count = min(job.micro_batches, 3)
-        key = count, job.reads
+        key = count, job.chunks
         if key not in self._found:
             self._found[key] = traffic_of(job)
         found = self._found[key]

@@ -120,7 +120,7 @@ def _visit(prefetcher: Prefetcher, job: Job, forward: bool) -> None:
         for place in places:
             prefetcher.before_forward(place)
         return
-    recomputed = {chunk[-1]: chunk for chunk in job.reads.recomputed}
+    recomputed = {chunk[-1]: chunk for chunk in job.communication.reads.recomputed}
     for place in reversed(places):
         prefetcher.before_backward(place)
         for again in recomputed.get(place, ()):
