@@ -317,3 +317,17 @@ def test_auto_is_refused_where_it_would_change_the_numerics_or_lacks_the_batch(a
     with pytest.raises(UsageError) as refused:
         parse_args([*tiny, *argv.split()])
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "zero", [{"zero_stage": 2}, STAGE_3 | HPZ, FOUR_BITS, STAGE_3 | {"zero_unit": "sublayer"}]
+)
+def test_jobs_that_share_what_is_computed_are_planned_like_others(zero: dict[str, Any]) -> None:
+    grid: dict[str, Any] = {"zero": zero, "nodes": 2, "local": 4, "tensor": 2}
+    job = job_of(SMALL, 1000, micro_batches=5, **grid)
+    assert memory_of(job).peak > 0  # its plan is computed, and then shared
+    for count in (1, 5):
+        varied = job.varied(recompute=FULL, micro_batches=count)
+        other = job_of(SMALL, 1000, recompute=FULL_FLAGS, micro_batches=count, **grid)
+        assert traffic_of(varied) == traffic_of(other)
+        assert memory_of(varied) == memory_of(other)
