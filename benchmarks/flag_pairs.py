@@ -126,7 +126,7 @@ def attempt(topology: Topology, names: Pair) -> Outcome:
     try:
         config = parse_args([*COMMON, *flags_of(names)])
         mesh = topology.mesh(config.distributed.tensor_model_parallel_size)
-        inputs = check_inputs(config, mesh.data_ranks, lambda line: None)
+        inputs = check_inputs(config, mesh, lambda line: None)
         check_routes(config.zero, mesh)
         if {"offloaded optimizer", "offloaded inputs"} & set(names):
             return "accepted", "needs GPUs"

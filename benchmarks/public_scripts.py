@@ -163,7 +163,7 @@ def outcome(words: Sequence[str], directory: str, nodes: int, gpus: int) -> tupl
             os.chdir(directory)
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
-            ranks = ["--plan-nodes", str(nodes), "--plan-gpus-per-node", str(gpus)]
+            ranks = ["--plan-nodes", str(nodes), "--plan-gpus-per-node", str(gpus), "--plan-link-gbit", "100"]
             sys.argv = ["pretrain_gpt.py", *words, "--dry-run", *ranks]
             status = 1
             with suppress(BaseException):

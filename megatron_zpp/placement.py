@@ -9,7 +9,7 @@ initialisation, optimizers, norms and plans are loops over pieces.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, product
 
 from megatron_zpp.mesh import Axis, Mesh
@@ -188,14 +188,10 @@ class Layout:
         """
         if over is None:
             return [self.shard(mesh)]
-        found: list[range] = []
         numel = self.shard_numel
-        for shard, place in enumerate(product(*(range(axis.size) for axis in self.axes))):
-            there = sum(axis.stride * at for axis, at in zip(self.axes, place, strict=True))
-            if all(axis.index(there) == axis.index(mesh.rank) for axis in over):
-                start = found.pop().start if found and found[-1].stop == shard * numel else shard * numel
-                found.append(range(start, (shard + 1) * numel))
-        return found
+        return [
+            range(first * numel, stop * numel) for first, stop in _runs(self.axes, tuple(over), mesh.rank)
+        ]
 
     def pieces(self, mesh: Mesh, over: Sequence[Axis] | None = None) -> Iterator[Piece]:
         """The parts of parameters in `ranges`, in the order of the buffer."""
@@ -218,6 +214,18 @@ class Layout:
             start = piece.at.stop
         if start < elements.stop:
             yield range(start, elements.stop)
+
+
+@cache
+def _runs(axes: tuple[Axis, ...], over: tuple[Axis, ...], rank: int) -> list[tuple[int, int]]:
+    """Runs of shards, as (first, last + 1), that `rank` has of `axes` if the cut is `over` some of them."""
+    found: list[tuple[int, int]] = []
+    for shard, place in enumerate(product(*(range(axis.size) for axis in axes))):
+        there = sum(axis.stride * at for axis, at in zip(axes, place, strict=True))
+        if all(axis.index(there) == axis.index(rank) for axis in over):
+            start = found.pop()[0] if found and found[-1][1] == shard else shard
+            found.append((start, shard + 1))
+    return found
 
 
 def within(part: range, whole: range) -> slice:

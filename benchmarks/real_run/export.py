@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.data.samples import Samples
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.inputs import check_inputs
 
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("flags", nargs="+", help="of pretrain_gpt.py, behind --")
     options = parser.parse_args()
     config = parse_args(options.flags)
-    inputs = check_inputs(config, 1, print)
+    inputs = check_inputs(config, Mesh(), print)
     options.output.mkdir(parents=True, exist_ok=True)
     evaluated = inputs.schedule.evaluated_samples(config.evaluation)
     assert inputs.splits.train is not None

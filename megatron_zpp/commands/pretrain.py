@@ -55,7 +55,8 @@ def main() -> None:
         config, notes = command_line.config, [*command_line.notes, *untested_torch(torch.__version__)]
         with usage_errors():
             mesh = planned(config.plan, topology).mesh(config.distributed.tensor_model_parallel_size)
-        inputs = check_inputs(config, mesh.data_ranks, partial(tell, prog))
+        inputs = check_inputs(config, mesh, partial(tell, prog))
+        config = inputs.config
         if config.plan.dry_run:
             inputs, chosen = _at_fitting_stage(inputs, mesh, command_line.pipeline_stages)
             warn(prog, topology.rank, [*notes, *chosen])

@@ -25,7 +25,7 @@ from megatron_zpp.reporting.report.curves import Axis, by_iteration, read_metric
 from megatron_zpp.reporting.report.page import Comparison, Records, Report, Setting, page
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.storage.location import Location
-from megatron_zpp.train.dry_run import job_of
+from megatron_zpp.train.plan_job import job_of
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 
@@ -96,7 +96,7 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> tuple[C
     precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
         planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))
-    return config, job_of(planned, vocab_size, schedule, mesh), schedule.iterations
+    return config, job_of(planned, vocab_size, mesh), schedule.iterations
 
 
 def settings_of(config: Config) -> list[Setting]:

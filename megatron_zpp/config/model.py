@@ -34,7 +34,7 @@ NOT_SHAPE = (
 )
 
 _OTHER_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # names that Megatron-DeepSpeed has
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+REQUIRED_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
@@ -167,7 +167,7 @@ class ModelConfig(Options):
         norm = _OTHER_NORMS.get(self.normalization, self.normalization)
         object.__setattr__(self, "normalization", norm)  # nobody has seen the other name
         self._obey_preset()
-        for name in _REQUIRED:
+        for name in REQUIRED_SHAPE:
             if getattr(self, name) is None:
                 raise self.error(name, f"give it, or --model-preset with one of {', '.join(PRESETS)}")
         for name, value in _DEFAULTS.items():

@@ -20,6 +20,7 @@ REQUIRED: Any = MISSING
 # Of Unicode's categories Cc and Cf: controls, and marks of direction (bidi) and invisible separators.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 _PLACEHOLDERS = ("", "DIRECTORY", "NAME", "N", "K")  # of any value, in what an option needs
+AUTO: Any = "auto"  # the value of a number, where `option` allows it, that the plan of the run replaces
 _HOME = re.compile(r"(?:~|\$HOME|\$\{HOME\})(?=/|$)")
 
 
@@ -31,6 +32,7 @@ def option(
     metavar: str | None = None,
     positional: bool = False,
     needs: str = "",
+    auto: bool = False,
     at_least: float | None = None,
     at_most: float | None = None,
     above: float | None = None,
@@ -40,7 +42,8 @@ def option(
 
     Unless `flag` names it, the flag is `--` and the field's name with dashes. A boolean that defaults to True
     becomes `--no-…`; `bool | None` gets both forms. Type and choices come from the annotation. `metavar` is
-    the placeholder of the value in the help. `REQUIRED` as the default makes the flag mandatory. A
+    the placeholder of the value in the help. `auto`: AUTO may stand for the number, until the plan of the run
+    replaces it. `REQUIRED` as the default makes the flag mandatory. A
     `positional` field has no flag and is always mandatory. `Options` checks the bounds, for every number of a
     tuple, and refuses an empty string unless the default is or contains one. It refuses a value other than
     the default without what it `needs`, as in "--load DIRECTORY" or "--zero-stage 1, 2 or 3": other flags of
@@ -49,7 +52,7 @@ def option(
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
     help = f"{help} Needs {needs}." if needs else help
-    metadata = {"help": help, "flag": flag, "metavar": metavar, "positional": positional}
+    metadata = {"help": help, "flag": flag, "metavar": metavar, "positional": positional, "auto": auto}
     return dataclasses.field(default=default, metadata=metadata | {"bounds": bounds, "needs": needs})
 
 
@@ -102,6 +105,8 @@ class Options:
         value = getattr(self, flag[2:].replace("-", "_"))
         if values in _PLACEHOLDERS:
             return value not in (None, False, ())
+        if value == AUTO and self.__dataclass_fields__[flag[2:].replace("-", "_")].metadata["auto"]:
+            return True  # what replaces it is checked again
         return str(value) in re.split(", | or ", values)
 
 
@@ -288,7 +293,14 @@ def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
         parts = typing.get_args(hint)
         count = "+" if parts[-1] is Ellipsis else len(parts)
         return {"type": parts[0], "nargs": count, "metavar": metavar, **required}
+    if field.metadata["auto"]:
+        hint, metavar = whole_or_auto, f"{metavar}|{AUTO}"
     return {"type": hint, "metavar": metavar, **required}
+
+
+def whole_or_auto(text: str) -> int:
+    """Return a whole number, or AUTO. Raises ValueError for other text."""
+    return AUTO if text == AUTO else int(text)
 
 
 def _metavar(hint: Any, name: str) -> str:

@@ -3,18 +3,36 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option
+from megatron_zpp.config.options import Options, option, option_error
 
 _MOST_RANKS = 2**16
-_DEFAULTS = {"plan_gpu": "h100", "plan_link_gbit": 100.0}
+LINK = "--plan-link-gbit"
+DEFAULT_LINK = 100.0  # Gbit/s, for --zero-stage auto and --micro-batch-size auto
+# Gbit/s of usual nodes of eight GPUs, in each direction, as their vendors say.
+LINKS = {
+    "dgx-h100": 3200,  # 8 × 400, as most nodes of eight H100s, H200s or B200s on InfiniBand
+    "dgx-a100": 1600,  # 8 × 200
+    "aws-p5": 3200,
+    "aws-p4d": 400,
+    "azure-nd-h100-v5": 3200,
+    "azure-nd-a100-v4": 1600,
+    "gcp-a3-mega": 1800,
+    "gcp-a3-high": 1000,
+    "gcp-a2": 100,
+    "100gbe": 100,
+    "25gbe": 25,
+}
+_USUAL = ", ".join(f"{name} ({gbit})" for name, gbit in LINKS.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(Options):
-    """dry run: predict memory, traffic and step time without a GPU"""
+    """dry run: predict memory, traffic and step time without a GPU, and search the best settings"""
 
     dry_run: bool = option(
-        False, "Check the settings and data, print memory, traffic and step time, and exit; needs no GPU."
+        False,
+        "Check the settings and data, print the best settings, memory, traffic and step time, and exit; "
+        "needs no GPU.",
     )
     plan_nodes: int | None = option(
         None,
@@ -33,15 +51,40 @@ class PlanConfig(Options):
     plan_gpu: Literal["h100", "h200", "a100", "v100"] | None = option(
         None, "GPU model; default h100.", needs="--dry-run"
     )
-    plan_link_gbit: float | None = option(
+    plan_link_gbit: str | None = option(
         None,
-        "Bandwidth of a node to other nodes, Gbit/s in each direction; default 100.",
-        needs="--dry-run",
-        above=0,
+        "Bandwidth of a node to other nodes, Gbit/s in each direction, or the name of a usual node: "
+        f"{_USUAL}. Needs --dry-run, which needs it for several nodes, or a value that is auto, for which it "
+        f"is {DEFAULT_LINK:g} by default.",
+        metavar="X",
     )
 
     def check(self) -> None:
-        """Fill in what a dry run plans for by default."""
-        for name, default in _DEFAULTS.items():
-            if self.dry_run and getattr(self, name) is None:
-                object.__setattr__(self, name, default)
+        """Fill in the GPU of a dry run, and refuse a link that is no number and no name."""
+        if self.dry_run and self.plan_gpu is None:
+            object.__setattr__(self, "plan_gpu", "h100")
+        link = self.plan_link_gbit
+        if link is not None and link not in LINKS and not _above_0(link):
+            raise self.error("plan_link_gbit", f"must be a number above 0, or one of {_USUAL}")
+
+    @property
+    def link(self) -> float | None:
+        """Gbit/s of a node to others; None if it is not given."""
+        link = self.plan_link_gbit
+        return None if link is None else float(LINKS.get(link, link))
+
+    def link_of(self, nodes: int) -> float:
+        """Gbit/s of each of so many nodes. Raises ValueError if several have none."""
+        if self.link is None and nodes > 1:
+            raise option_error(LINK, "(not given)", NO_LINK)
+        return self.link or DEFAULT_LINK
+
+
+NO_LINK = f"give what a node's network reaches in Gbit/s, or the name of a usual node: {_USUAL}"
+
+
+def _above_0(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False

@@ -14,6 +14,7 @@ from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.model import AttentionConfig, ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.options import (
+    AUTO,
     Options,
     UsageError,
     fits,
@@ -89,6 +90,7 @@ class Config:
             raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
         if self.learning_rate.decoupled_lr is not None and self.optimizer.fused_backend == "apex":
             raise self.learning_rate.error("decoupled_lr", "needs --fused-backend torch")
+        self._check_auto()
         if precision.fp8:
             _check_fp8(model, training)
         if precision.fp8_param_gather:
@@ -105,6 +107,30 @@ class Config:
             raise self.tokenizer.error("tokenizer_type", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
             raise self.plan.error("dry_run", "plans for GPUs; omit --device cpu")
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """The flags whose value is auto."""
+        values = {"--zero-stage": self.zero.zero_stage, "--micro-batch-size": self.training.micro_batch_size}
+        return tuple(flag for flag, value in values.items() if value == AUTO)
+
+    @property
+    def may_resize(self) -> bool:
+        """Whether micro-batches of another size leave the numerics alone: the loss, and 8-bit scales."""
+        weighted = self.data.eod_mask_loss and not self.training.calculate_per_token_loss
+        return not (weighted or self.precision.fp8)
+
+    def _check_auto(self) -> None:
+        """Refuse a micro-batch size to be chosen where it changes the numerics, and a link for no plan."""
+        if self.training.micro_batch_size == AUTO and not self.may_resize:
+            fix = "would change the scales of --fp8, which are of a micro-batch; give a number"
+            if not self.precision.fp8:
+                fix = "would change the loss with --eod-mask-loss; add --calculate-per-token-loss"
+            raise self.training.error("micro_batch_size", fix)
+        if self.plan.plan_link_gbit is not None and not (self.plan.dry_run or self.automatic):
+            raise self.plan.error(
+                "plan_link_gbit", f"needs --dry-run, --zero-stage {AUTO} or --micro-batch-size {AUTO}"
+            )
 
     def needed_splits(self) -> tuple[str, ...]:
         """Return the splits that the run reads: train; if it evaluates, valid, and test if it has data."""
@@ -237,6 +263,10 @@ def parse_command_line(
             notes += _divide_batch(provided, stages, ranks)
         padded = others is None or not others.gives("--no-pad-vocab-size", "--disable-pad-vocab-size")
         notes += _drop_vocab_size(provided, padded=padded)
+        if provided.get("plan.dry_run"):
+            from megatron_zpp.config.sources.plan_defaults import assume
+
+            notes += assume(provided)
         parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
         if others is not None:
             others.check(parsed)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from megatron_zpp.config.options import Options, flag_name, option, option_error
+from megatron_zpp.config.options import AUTO, Options, flag_name, option, option_error
 from megatron_zpp.config.values.urls import check_location, local_path
 
 _LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
@@ -19,7 +19,12 @@ class TrainingConfig(Options):
     """training: batch and length"""
 
     micro_batch_size: int = option(
-        None, "Samples per forward and backward on one rank; required.", at_least=1, at_most=_LARGEST_BATCH
+        None,
+        "Samples per forward and backward on one rank; required. auto: the size that the plan finds fastest "
+        "in the memory of these ranks; needs --global-batch-size, which it does not change.",
+        auto=True,
+        at_least=1,
+        at_most=_LARGEST_BATCH,
     )
     global_batch_size: int | None = option(
         None,
@@ -65,6 +70,8 @@ class TrainingConfig(Options):
         """Require exactly one length."""
         if self.micro_batch_size is None:
             raise self.error("micro_batch_size", "give the samples per forward on one rank")
+        if self.micro_batch_size == AUTO and self.global_batch_size is None:
+            raise self.error("global_batch_size", f"give it with --micro-batch-size {AUTO}, which divides it")
         if (self.train_iters is None) == (self.train_samples is None):
             raise self.error("train_iters", "give exactly one of --train-iters and --train-samples")
 

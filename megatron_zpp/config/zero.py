@@ -18,7 +18,9 @@ class ZeroConfig(Options):
     zero_stage: int = option(
         0,
         "What is sharded over all ranks. 0: nothing; 1: master weights and moments; 2: gradients as well; "
-        "3: parameters as well.",
+        "3: parameters as well. auto: the stage, and where they are not given the groups of hpZ and of "
+        "gradients, that the plan finds fastest for these ranks and their memory; never quantises.",
+        auto=True,
         at_least=0,
         at_most=3,
     )

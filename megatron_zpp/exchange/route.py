@@ -209,14 +209,13 @@ def sent(route: Route, layout: Layout, mesh: Mesh, *, count: Collection[int], he
     """
     total, cut = SentBytes(), list[Axis]()
     for at, stage in enumerate(route):
-        group = mesh.ranks(*stage.axes)
         if stage.verb == "reduce":
             cut += stage.axes
-            moved = _to_every_other(mesh, group, _reduced_bytes(stage, route, layout, mesh, cut))
+            moved = _to_every_other(mesh, stage, _reduced_bytes(stage, route, layout, mesh, cut))
         else:
             part = held * nbytes(stage.format, layout.shard_numel)
-            moved = _around_the_ring(mesh, group, (len(group) - 1) * part)
-            held *= len(group)
+            moved = _around_the_ring(mesh, stage, (stage.ranks - 1) * part)
+            held *= stage.ranks
         total += moved if at in count else SentBytes()
     return total
 
@@ -234,14 +233,26 @@ def _reduced_bytes(stage: Stage, route: Route, layout: Layout, mesh: Mesh, cut: 
     )
 
 
-def _to_every_other(mesh: Mesh, group: Sequence[int], part: int) -> SentBytes:
-    near = sum(mesh.share_a_node((mesh.rank, rank)) for rank in group)
-    return SentBytes((near - 1) * part, (len(group) - near) * part)
+def _to_every_other(mesh: Mesh, stage: Stage, part: int) -> SentBytes:
+    near = _near(mesh, stage.axes)
+    return SentBytes((near - 1) * part, (stage.ranks - near) * part)
 
 
-def _around_the_ring(mesh: Mesh, group: Sequence[int], part: int) -> SentBytes:
-    following = group[(group.index(mesh.rank) + 1) % len(group)]
-    return SentBytes(part) if mesh.share_a_node((mesh.rank, following)) else SentBytes(0, part)
+@cache
+def _near(mesh: Mesh, axes: tuple[Axis, ...]) -> int:
+    """How many ranks of the group over `axes` are on this rank's node."""
+    return sum(mesh.share_a_node((mesh.rank, rank)) for rank in mesh.ranks(*axes))
+
+
+def _around_the_ring(mesh: Mesh, stage: Stage, part: int) -> SentBytes:
+    return SentBytes(part) if _follower_is_near(mesh, stage.axes) else SentBytes(0, part)
+
+
+@cache
+def _follower_is_near(mesh: Mesh, axes: tuple[Axis, ...]) -> bool:
+    """Whether the next rank of the ring over `axes` is on this rank's node."""
+    group = mesh.ranks(*axes)
+    return mesh.share_a_node((mesh.rank, group[(group.index(mesh.rank) + 1) % len(group)]))
 
 
 def _live(stages: Sequence[Stage]) -> Route:

@@ -21,6 +21,7 @@ Ids and the temporary memory of kernels do not count.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
 from megatron_zpp.model.recomputation import segments
@@ -163,23 +164,26 @@ def _block_loss_bytes(job: Job, rows: int) -> int:
 
 def stored_bytes(job: Job) -> int:
     """Bytes that all layers save."""
-    return sum(_kept(job, *segment) for segment in segments(job.model.num_layers, job.recompute))
+    one, kept = layer_bytes(job), _input(job)
+    runs = segments(job.model.num_layers, job.recompute)
+    return sum(kept if recomputed else (stop - first) * one for first, stop, recomputed in runs)
 
 
 def backward(job: Job) -> list[LayerBackward]:
     """The backward of each layer, last layer first. Activations that are then in CPU memory do not count."""
-    one, backwards = layer_bytes(job), []
+    one, kept, backwards = layer_bytes(job), _input(job), []
     runs = list(segments(job.model.num_layers, job.recompute))
+    stored = [0, *accumulate(kept if again else (stop - first) * one for first, stop, again in runs)]
     for index, (first, stop, recomputed) in reversed(list(enumerate(runs))):
-        before = sum(_kept(job, *run) for run in runs[:index])
+        before = stored[index]
         if job.recompute.recompute_offload:
-            before = min(before, _input(job))  # that of the layer that is fetched next
+            before = min(before, kept)  # that of the layer that is fetched next
         if recomputed:
-            before += _kept(job, *runs[index])
+            before += kept
         for layer in reversed(range(first, stop)):
             left = before + (layer - first) * one
             if recomputed and layer > first:
-                left -= _input(job)  # what was kept is the input of the recomputed layers
+                left -= kept  # what was kept is the input of the recomputed layers
             backwards.append(LayerBackward(layer, left + one, left))
     return backwards
 
@@ -204,11 +208,6 @@ def working_bytes(job: Job) -> int:
 def offloaded_bytes(job: Job) -> int:
     """Bytes that --recompute-offload holds in CPU memory at the loss: all saved inputs except the newest."""
     return max(0, stored_bytes(job) - _input(job)) if job.recompute.recompute_offload else 0
-
-
-def _kept(job: Job, first: int, stop: int, recomputed: bool) -> int:
-    """Bytes that the layers from `first` to before `stop` save."""
-    return _input(job) if recomputed else (stop - first) * layer_bytes(job)
 
 
 def _input(job: Job) -> int:

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_zpp.config.options import flag_name
+from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
 from megatron_zpp.plan.job import Job
 
 # Fields that are None unless another flag is given, and what they are then if nothing is given for them.
@@ -15,37 +16,41 @@ _OF_AN_OPTION = {  # fields that are refused, unless they have their default, wi
 }
 
 
-def changes(run: Job, other: Job, first: tuple[str, ...] = ()) -> str:
-    """What to change in the command line of `run` for the settings of `other`, tensor ranks excepted.
+def changes(run: Job, other: Job) -> str:
+    """What to change in the command line of `run` for the settings of `other`; empty if they are the same.
 
-    Flags to give with their values, and after `without` flags of the run to omit. The fields of `first` are
-    settings of ZeRO++ that are named in that order, even if they do not change.
+    Flags to give with their values, and after `without` flags of the run to omit.
     """
-    given, omitted = [_flag(name, getattr(other.zero, name)) for name in first], []
-    for name, before, after, default in _differences(run, other):
-        option = _OF_AN_OPTION.get(name)
-        off = option is not None and after == default and not getattr(other.zero, option)
-        if after is None or after is False or off:
-            omitted.append(flag_name(name))
-        elif name not in first and before != after:
-            given.append(_flag(name, after))
+    flags = changed_flags(run, other)
+    given = [flag if value is True else f"{flag} {value}" for flag, value in flags if value is not None]
+    omitted = [flag for flag, value in flags if value is None]
     return " ".join([*given, *(["without", *omitted] if omitted else [])])
 
 
-def _flag(name: str, value: Any) -> str:
-    return flag_name(name) if value is True else f"{flag_name(name)} {value}"
+def changed_flags(run: Job, other: Job) -> list[tuple[str, Any]]:
+    """Flags and their values in `other` where it differs from `run`; None: omit the flag."""
+    flags: list[tuple[str, Any]] = []
+    if run.tensor != other.tensor:
+        flags.append((TENSOR_RANKS, other.tensor))
+    if run.micro_batch_size != other.micro_batch_size:
+        flags.append(("--micro-batch-size", other.micro_batch_size))
+    if flags and not run.batch_given:  # its default depends on both
+        flags.append(("--global-batch-size", run.samples_per_step))
+    for name, after, default in _differences(run, other):
+        option = _OF_AN_OPTION.get(name)
+        off = option is not None and after == default and not getattr(other.zero, option)
+        flags.append((flag_name(name), None if after is False or off else after))
+    return flags
 
 
-def _differences(run: Job, other: Job) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Fields that differ: name, both values, and the default."""
-    for part in ("zero", "recompute", "precision"):
+def _differences(run: Job, other: Job) -> Iterator[tuple[str, Any, Any]]:
+    """Fields that differ: name, value in `other`, and the default."""
+    for part in ("recompute", "zero", "precision"):
         before, after = getattr(run, part), getattr(other, part)
         for field in fields(before):
             values = [_unresolved(field.name, getattr(each, field.name)) for each in (before, after)]
             if values[0] != values[1]:
-                yield field.name, *values, field.default
-    if run.micro_batch_size != other.micro_batch_size:
-        yield "micro_batch_size", run.micro_batch_size, other.micro_batch_size, None
+                yield field.name, values[1], field.default
 
 
 def _unresolved(name: str, value: Any) -> Any:

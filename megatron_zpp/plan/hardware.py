@@ -1,6 +1,7 @@
 """The GPUs that --dry-run can plan for, and the share of their data-sheet rates that our runs reach."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.plan import PlanConfig
@@ -67,17 +68,39 @@ class Machine:
     exchange: float = float("inf")
 
 
-def machine(config: PlanConfig, dtype: str) -> Machine:
-    """The machine to plan for. Raises ValueError for a number format that the GPU does not have."""
+def machine(config: PlanConfig, dtype: str, nodes: int = 1) -> Machine:
+    """The machine to plan for. Raises ValueError for a number format that the GPU does not have.
+
+    It also raises ValueError if there are several nodes and no link.
+    """
     assert config.plan_gpu is not None
-    assert config.plan_link_gbit is not None
-    gpu = GPUS[config.plan_gpu]
-    peak = peak_tflops(gpu.name, dtype)
-    if peak is None:
+    gpu, link = GPUS[config.plan_gpu], config.link_of(nodes)
+    if peak_tflops(gpu.name, dtype) is None:
         raise option_error("--plan-gpu", config.plan_gpu, f"does not compute in {dtype}; add --fp16")
+    return rates_of(gpu, dtype, link)
+
+
+def rates_of(gpu: Gpu, dtype: str, link_gbit: float) -> Machine:
+    """The rates of a GPU that computes in `dtype`; those of bf16 for a format that its data sheet lacks."""
+    peak = peak_tflops(gpu.name, dtype) or peak_tflops("H100", "bfloat16")
+    assert peak is not None
     return Machine(
         flops=gpu.compute_share * peak * 1e12,
         memory_rate=MEMORY_SHARE * gpu.memory_rate,
         inside=INSIDE_SHARE * gpu.inside,
-        link=config.plan_link_gbit * 1e9 / 8,
+        link=link_gbit * 1e9 / 8,
+    )
+
+
+def real_gpu(name: str, nbytes: int) -> Gpu:
+    """A GPU of this name and memory, in whole GiB, so that all ranks agree; an H100's rates if not known."""
+    like = next((gpu for gpu in GPUS.values() if gpu.name in name), GPUS["h100"])
+    return replace(like, memory=float(nbytes // 2**30))
+
+
+def cpu_ranks(ranks: int, link_gbit: float) -> tuple[float, Machine]:
+    """GiB and rates of each of a node's ranks on CPUs: a part of the memory, and rates of a few cores."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return float(pages // ranks // 2**30), Machine(
+        flops=1e11, memory_rate=1e10, inside=2e9, link=link_gbit * 1e9 / 8
     )

@@ -1,8 +1,9 @@
 """What is planned: a model, its settings and the ranks that it would run on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.reads import Reads, distinct, reads_of
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
+from megatron_zpp.zero.weight_plan import WeightPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,9 @@ class Job:
     as by default. `async_save`: the run saves beside the training, with `save_optim` the optimizer's states
     too. `overlapped`: tensor ranks, if there are several, compute beside their exchanges. `may_offload`: no
     setting refuses the optimizer on the CPU. `copy_engines`: GPUs of a node use theirs, as is assumed before
-    a run has tried.
+    a run has tried. `batch_given`: a flag gives the global batch. `batch_multiple`: of which micro-batches of
+    all data ranks are a divisor, if not of one step's samples alone. `may_resize`: micro-batches of another
+    size leave the numerics alone.
     """
 
     model: ModelConfig
@@ -52,6 +56,10 @@ class Job:
     overlapped: bool = False
     may_offload: bool = True
     copy_engines: bool = True
+    device: str = "cuda"
+    batch_given: bool = True
+    batch_multiple: int | None = None
+    may_resize: bool = True
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -111,14 +119,18 @@ class Job:
     @property
     def dtype(self) -> torch.dtype:
         """The compute format on a GPU."""
-        return getattr(torch, self.precision.compute_dtype("cuda"))
+        return getattr(torch, self.precision.compute_dtype(self.device))
 
     @cached_property
     def layouts(self) -> list[Layout]:
         """The layouts of the units, in forward order."""
+        return layouts_of(distinct(self.units), self.mesh, self.block, splits_of(self.units), self.coded)
+
+    @property
+    def block(self) -> int:
+        """Elements of the largest block that no two parameters share."""
         share = ALONE if self.tensor == 1 else TensorShare(UnconnectedGroup(self.tensor))
-        block = max(self.zero.largest_block, share.block)
-        return layouts_of(distinct(self.units), self.mesh, block, splits_of(self.units), self.coded)
+        return max(self.zero.largest_block, share.block)
 
     @property
     def coded(self) -> set[str]:
@@ -148,7 +160,17 @@ class Job:
         """How passes read the units."""
         of_a_layer = units_of_a_layer(self.zero.cuts_layers)
         recomputed = recomputed_units(self.model.num_layers, self.recompute, of_a_layer, self.first_layer)
-        return reads_of(self.units, recomputed)
+        return replace(self.plain_reads, recomputed=tuple(recomputed))
+
+    @property
+    def chunks(self) -> tuple[range, ...]:
+        """Units that are recomputed together. One by itself is read once in its backward anyway."""
+        return tuple(each for each in self.reads.recomputed if len(each) > 1)
+
+    @cached_property
+    def plain_reads(self) -> Reads:
+        """The same without recomputation."""
+        return reads_of(self.units)
 
     @cached_property
     def replicated(self) -> list[int]:
@@ -159,31 +181,54 @@ class Job:
             sum(each.numel for each in layout.placements if each.split is None) for layout in self.layouts
         ]
 
-    @property
+    @cached_property
     def communication(self) -> CommunicationPlan:
         """The engine's plan on rank 0."""
-        return self.node_communication[0]
+        return plan_communication(
+            self.zero,
+            self.mesh,
+            self.layouts,
+            compute_dtype=self.dtype,
+            reduce_in_bf16=self.precision.grad_reduce_in_bf16,
+            copy_engines=self.copy_engines,
+            reads=self.reads,
+        )
 
     @cached_property
     def node_communication(self) -> list[CommunicationPlan]:
         """The engine's plans on the data ranks of node 0, by their first tensor ranks.
 
-        The other tensor ranks, and the ranks of other nodes, send and hold the same.
+        The other tensor ranks, and the ranks of other nodes, send and hold the same. Routes, slots and reads
+        are those of rank 0 on all ranks.
         """
+        meshes = [self.mesh.at(rank) for rank in self.mesh.ranks(self.mesh.local)]
+        plan = self.communication
         return [
-            plan_communication(
-                self.zero,
-                self.mesh.at(rank),
-                self.layouts,
-                compute_dtype=self.dtype,
-                reduce_in_bf16=self.precision.grad_reduce_in_bf16,
-                copy_engines=self.copy_engines,
-                reads=self.reads,
-            )
-            for rank in self.mesh.ranks(self.mesh.local)
+            replace(plan, mesh=mesh, weights=tuple(replace(each, mesh=mesh) for each in plan.weights))
+            for mesh in meshes
         ]
 
-    @property
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each unit, the first one whose weights travel alike."""
+        first: dict[WeightPlan, int] = {}
+        return [first.setdefault(weights, unit) for unit, weights in enumerate(self.communication.weights)]
+
+    def varied(self, **changes: Any) -> "Job":
+        """The job with other settings. What does not depend on them is computed for both at once.
+
+        Jobs of equal `chunks` send and hold the same, so they share a plan, whose `reads` are those of one.
+        """
+        other = replace(self, **changes)
+        if "units" not in changes:
+            vars(other).update(plain_reads=self.plain_reads)
+        names = (*changes, "block", "chunks")
+        changed = {name for name in names if getattr(self, name) != getattr(other, name)}
+        same = [name for name, settings in _DEPENDS.items() if not settings & changed]
+        vars(other).update({name: getattr(self, name) for name in same})
+        return other
+
+    @cached_property
     def owned(self) -> int:
         """Elements that the optimizer of a rank changes."""
         return sum(len(weights.owned) for weights in self.communication.weights)
@@ -204,6 +249,20 @@ class Job:
     def returns_squared_norms(self) -> bool:
         """Whether reductions compute the squares for the norm, which then needs no further pass."""
         return self.sums_gradients and self.communication.returns_squared_norms
+
+
+_PARTS = {"nodes", "local", "tensor", "units", "block", "precision"}  # on which layouts depend
+_ROUTES = {*_PARTS, "zero", "chunks", "copy_engines", "device"}
+_DEPENDS = {  # what is computed once, and the settings that change it
+    "mesh": {"nodes", "local", "tensor"},
+    "layouts": _PARTS,
+    "replicated": _PARTS,
+    "plain_reads": {"units"},
+    "communication": _ROUTES,
+    "node_communication": _ROUTES,
+    "kinds": _ROUTES,
+    "owned": _ROUTES,
+}
 
 
 class UnconnectedGroup(TensorGroup):

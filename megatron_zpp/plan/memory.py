@@ -111,9 +111,10 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     if job.reduces_as_made and job.micro_batches > 1:
         from_before = on_their_way + embedding
     candidates = {"the loss": accumulated + from_before + activations + loss_bytes(job)}
+    working, reduces_as_made = working_bytes(job), job.reduces_as_made
     for one in backward(job):
         points = [
-            (one.layer + 1, one.stored + working_bytes(job)),
+            (one.layer + 1, one.stored + working),
             (one.layer, one.left + job.dtype.itemsize * of_layer[0]),  # before the reduction takes them
         ]
         if len(of_layer) > 1:  # those of the MLP
@@ -122,7 +123,7 @@ def _peak_candidates(job: Job) -> dict[str, int]:
         for layers, live in points:
             done = by_loss + int(others * (1 - layers / job.model.num_layers))
             beside = on_their_way
-            if accumulated and not job.reduces_as_made:  # only from this backward, so none when it starts
+            if accumulated and not reduces_as_made:  # only from this backward, so none when it starts
                 later = min(job.model.num_layers - layers, most)
                 beside = int(sent * (later * sum(of_layer) + head))
             candidates.setdefault("the backward", 0)

@@ -1,35 +1,25 @@
-"""The plan as lines of text, for a person."""
+"""The plan as lines of text, for a person: what to take, why, and the figures of this run beside the best."""
 
 from collections.abc import Iterator
 
-from megatron_zpp.config.words import counted
+from megatron_zpp.config.words import counted, decimal_bytes, duration
 from megatron_zpp.model.flops import parameter_count
-from megatron_zpp.plan.advice import (
-    WORTH,
-    Plan,
-    advice_of,
-    at_stage,
-    least_that_pays,
-    options_on,
-    plan_of,
-    zeropp_plans,
-)
-from megatron_zpp.plan.exchanges import ledgers_of
-from megatron_zpp.plan.fitting import faster_stage, ways_to_fit
+from megatron_zpp.plan.changes import changed_flags, changes
+from megatron_zpp.plan.exchanges import exchanged_bytes, ledgers_of
 from megatron_zpp.plan.hardware import (
     CPU_BYTES_PER_SECOND,
     FP8_OUTPUT,
     INSIDE_SHARE,
     MEMORY_SHARE,
+    TENSOR_SLOWDOWN,
     USABLE,
     Gpu,
     Machine,
 )
 from megatron_zpp.plan.job import Job
-from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.save_copies import copies_bytes
+from megatron_zpp.plan.search import WORTH, Found, Plan, search
 from megatron_zpp.plan.step_time import overlap_slowdown, product_time
-from megatron_zpp.plan.tensor_parallel import assumption_lines, exchange_line, tensor_lines
 
 _PARTS = {
     "weights": "weights, as they compute and are sent",
@@ -39,21 +29,22 @@ _PARTS = {
     "gradients": "gradients, at the optimizer's step",
     "activations": "activations, at the loss",
     "loss": "the loss",
+    "peak": "peak",
+    "cpu": "CPU memory",
 }
-_DAY = 86400
-_OPTION, _CHANGE = 38, 56  # columns of the names of rows
+_DAY, _GIB = 86400, 2**30
+_NAME, _COLUMN = 42, 22
 
 
 def report(job: Job, gpu: Gpu, machine: Machine, iterations: int) -> list[str]:
     """The lines of the whole plan, its assumptions included; `iterations` is the length of the run."""
-    plan = plan_of("this run", job, machine)
-    lines = [*_head(plan, gpu, iterations), "", *_memory(plan, gpu, machine), "", *_traffic(plan), ""]
-    lines += [*_time(plan, iterations), ""]
-    if advice := list(_zeropp(plan, gpu, machine)):
-        lines += [*advice, ""]
-    if tensor := list(tensor_lines(plan, machine, gpu.memory)):
-        lines += [*tensor, ""]
-    return [*lines, *_assumptions(job, gpu, machine)]
+    found = search(job, machine, gpu.memory)
+    plans = [found.run]
+    if found.best is not None and changed_flags(job, found.best.job):
+        plans.append(found.best)
+    lines = [*_head(found.run, gpu, iterations), "", *_answer(found, gpu), ""]
+    lines += [*_memory(plans), "", *_time(plans, iterations), *_traffic(plans), ""]
+    return [*lines, *_assumptions(plans, gpu, machine)]
 
 
 def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
@@ -82,117 +73,133 @@ def _data_ranks(job: Job) -> str:
     return f"{counted(job.mesh.data_ranks, 'data rank')} of {job.tensor} tensor ranks"
 
 
-def _memory(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
-    job = plan.job
-    stages = {stage: memory_of(at_stage(job, stage)) for stage in range(4)}
-    stages[job.zero.zero_stage] = plan.memory
-    marks = [f"stage {stage}{'*' if stage == job.zero.zero_stage else ' '}" for stage in stages]
-    yield f"{'GiB of each GPU':40}" + "".join(f"{mark:>11}" for mark in marks).rstrip()
-    for part, name in _PARTS.items():
-        sizes = [getattr(memory, part) for memory in stages.values()]
-        if any(sizes):
-            yield f"  {name:38}" + "".join(f"{size / 2**30:10.2f} " for size in sizes).rstrip()
-    peaks = stages.values()
-    marked = (f"{each.peak / 2**30:10.2f}{' ' if each.fits(gpu.memory) else '!'}" for each in peaks)
-    yield f"  {'peak (! does not fit)':38}" + "".join(marked).rstrip()
-    yield from _verdict(plan, gpu, machine)
-
-
-def _verdict(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
-    """Whether the run fits, what would make it fit if not, and what else fits in less time or memory."""
-    room = (
-        f"{plan.memory.peak / 2**30:.2f} GiB, in {plan.memory.peak_at}, of {USABLE * gpu.memory:.2f} "
-        f"({gpu.memory:g} less {1 - USABLE:.0%} for CUDA, NCCL and fragmentation)"
-    )
-    if plan.memory.cpu:
-        yield f"  {plan.memory.cpu / 2**30:.2f} GiB of CPU memory for each rank"
-    if plan.job.async_save:
-        copies = copies_bytes(plan.job) / 2**30
-        yield f"  {copies:.2f} GiB of CPU memory of the ranks of each node for --async-save"
-    if plan.fits(gpu.memory):
-        yield f"  * this run fits: {room}"
-        if faster := faster_stage(plan, machine, gpu.memory):
-            now, then = 1e3 * plan.time.seconds, 1e3 * faster.time.seconds
-            peak = f"{faster.memory.peak / 2**30:.2f} GiB"
-            gain = f"{then:,.1f} ms per step, not {now:,.1f}"
-            yield f"  {faster.name} fits as well, in {peak}, and is faster: {gain}"
-    else:
-        yield f"  * this run does NOT fit: {room}"
-        yield "  what would change that:"
-        for other in ways_to_fit(plan.job, machine):
-            verdict = "fits" if other.fits(gpu.memory) else "does not fit"
-            peak, milliseconds = f"{other.memory.peak / 2**30:10.2f} GiB", 1e3 * other.time.seconds
-            name = _padded(other.name, _CHANGE, 4)
-            yield f"    {name}{peak} {milliseconds:12,.1f} ms  {verdict}"
-
-
-def _traffic(plan: Plan) -> Iterator[str]:
-    job, sent = plan.job, ledgers_of(plan.job, plan.sent)
-    yield "bytes sent in a step by all ranks together, as metrics.jsonl will say"
-    yield f"  inter_node_bytes {sent.inter:>20,}   {sent.inter / job.nodes / 1e9:10.3f} GB from each node"
-    yield f"  intra_node_bytes {sent.intra:>20,}   {sent.intra / job.ranks / 1e9:10.3f} GB from each GPU"
-    if job.tensor > 1:
-        yield exchange_line(job)
-
-
-def _time(plan: Plan, iterations: int) -> Iterator[str]:
-    time, job = plan.time, plan.job
-    seconds = time.seconds
-    tokens = job.tokens_per_step / seconds
-    tflops = tokens * job.flops_per_token / job.ranks / 1e12
-    yield f"a step takes {1e3 * seconds:,.1f} ms"
-    recomputes = job.recompute.recompute_granularity is not None
-    for name, part in (
-        ("forward", time.forward),
-        ("backward, with recomputation" if recomputes else "backward", time.backward),
-        ("waiting for links in the forward", time.exposed_forward),
-        ("waiting for links in the backward", time.exposed_backward),
-        *((("  of these, for tensor ranks", time.exchanges),) if job.tensor > 1 else ()),
-        ("optimizer", time.optimizer),
-    ):
-        yield f"  {name:36}{1e3 * part:10,.1f} ms {part / seconds:7.1%}"
-    link, inside = 1e3 * time.link, 1e3 * time.inside
-    yield f"  busy meanwhile: the link of a node {link:,.1f} ms, NVLink {inside:,.1f} ms"
-    yield f"  {tokens:,.0f} tokens/s, {tflops:,.1f} TFLOP/s per GPU (PaLM)"
-    span = _span(iterations * seconds)
-    steps = "1 step takes" if iterations == 1 else f"{iterations:,} steps take"
-    yield f"  {tokens * _DAY / 1e9:,.2f} B tokens per day; {steps} {span}"
-
-
-def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
-    """Lines that compare no option, each option and all options, and name the smallest set that pays."""
-    plans = zeropp_plans(plan.job, machine)
-    if len(plans) == 1:
+def _answer(found: Found, gpu: Gpu) -> Iterator[str]:
+    """Lines on the best settings, others that are worth a thought, and this run's."""
+    run, best = found.run, found.best
+    usable = f"{USABLE * gpu.memory:.2f} GiB ({gpu.memory:g} less {1 - USABLE:.0%} for CUDA and NCCL)"
+    if best is None:
+        flags = changes(run.job, found.least.job) or "as given"
+        yield f"best: nothing fits {usable}; least memory: {flags}: {found.least.memory.peak / _GIB:.2f} GiB"
         return
-    plain, best = plans[0], least_that_pays(plans, gpu.memory)
-    alone = [other for other in plans if sum(options_on(other.job.zero)) == 1]
-    title = f"{'ZeRO++ at this stage':{_OPTION + 2}}"
-    yield f"{title}{'ms per step':>13}{'GB per node':>13}{'GiB':>8}  (! does not fit)"
-    for other in [plain, *alone, plans[-1]]:
-        figures = f"{1e3 * other.time.seconds:13,.1f}{other.sent.inter / other.job.nodes / 1e9:13.3f}"
-        fits = " " if other.fits(gpu.memory) else "!"
-        mark = "*" if other.job.zero == plan.job.zero else " "
-        name = _padded(other.name, _OPTION, 2)
-        yield f"{mark} {name}{figures}{other.memory.peak / 2**30:8.2f}{fits}".rstrip()
-    for advice in advice_of(plan.job, gpu.memory):
-        yield f"  advice: {advice}"
-    if best is plain:
-        reason = f"no set of them that fits shortens the step by more than {WORTH:.0%}"
+    yield f"best: {changes(run.job, best.job) or 'as given'}: {_figures(best)}"
+    if found.second:
+        flags = changes(run.job, found.second.job) or "as given"
+        yield f"second: {flags}: {_figures(found.second)}; {_trade(run, best, found.second)}"
+    if found.rounded:
+        flags = changes(run.job, found.rounded.job)
+        yield f"with 8 and 4 bits: {flags}: {_figures(found.rounded)}; rounds what is sent"
+    if not run.fits(gpu.memory):
+        peak = f"{run.memory.peak / _GIB:.2f}, in {run.memory.peak_at}, of {usable}"
+        yield f"this run: does NOT fit: {peak}; would take {duration(run.seconds)} per step"
+    elif changed_flags(run.job, best.job):
+        yield f"this run: {_figures(run)}; {_why(run, best)}"
     else:
-        reason = f"{1e3 * best.time.seconds:,.1f} ms per step, not {1e3 * plain.time.seconds:,.1f}"
-        reason += "" if best.fits(gpu.memory) else ", once it fits"
-    yield f"  take {best.name}:\n    {reason}"
+        yield f"this run fits: {run.memory.peak / _GIB:.2f}, in {run.memory.peak_at}, of {usable}"
 
 
-def _padded(name: str, width: int, indent: int) -> str:
-    """A name as a column of a table; one that is too long has the rest of its row on the next line."""
-    return f"{name:{width}}" if len(name) <= width else f"{name}\n{'':{indent + width}}"
+def _figures(plan: Plan) -> str:
+    sent = f", {decimal_bytes(plan.sent.inter / plan.job.nodes)} from each node" if plan.sent.inter else ""
+    return f"{duration(plan.seconds)} per step, {plan.memory.peak / _GIB:.2f} GiB{sent}"
 
 
-def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
+def _trade(run: Plan, best: Plan, other: Plan) -> str:
+    """What another plan has that the best has not."""
+    parts = []
+    if other.memory.peak < 0.9 * best.memory.peak:
+        parts.append(f"{(best.memory.peak - other.memory.peak) / _GIB:.1f} GiB less")
+    if other.sent.inter < 0.9 * best.sent.inter:
+        parts.append(f"{decimal_bytes((best.sent.inter - other.sent.inter) / best.job.nodes)} less to send")
+    if len(changed_flags(run.job, other.job)) < len(changed_flags(run.job, best.job)):
+        parts.append("fewer flags")
+    return f"{' and '.join(parts)} for {other.seconds / best.seconds - 1:+.1%} time"
+
+
+def _why(run: Plan, best: Plan) -> str:
+    """Which parts of the step make the run slower than the best plan."""
+    if run.seconds <= (1 + WORTH) * best.seconds:
+        return "as fast as the best"
+    lost = run.seconds - best.seconds
+    rest = {"links": run.time.exposed - best.time.exposed, "again": run.time.again - best.time.again}
+    rest["optimizer"] = run.time.optimizer - best.time.optimizer
+    rest["sums"] = lost - sum(rest.values())
+    often = "".join(
+        f", in each of {run.job.micro_batches} micro-batches"
+        for _ in range(run.job.micro_batches > 1 and run.sent.inter > 1.5 * best.sent.inter)
+    )
+    texts = {
+        "links": "waits for links",
+        "again": "recomputed layers",
+        "optimizer": "updates",
+        "sums": "small products, or those of tensor ranks, and sums of gradients",
+    }
+    main = sorted((seconds, name) for name, seconds in rest.items() if seconds > 0.1 * lost)
+    parts = [f"{texts[name]} take {duration(seconds)} longer" for seconds, name in reversed(main)]
+    return f"{duration(lost)} slower: {'; '.join(parts)}{often}"
+
+
+def _row(name: str, values: list[str]) -> str:
+    return (f"  {name:{_NAME - 2}}" + "".join(f"{value:>{_COLUMN}}" for value in values)).rstrip()
+
+
+def _columns(title: str, plans: list[Plan]) -> str:
+    return f"{title:{_NAME}}" + "".join(f"{name:>{_COLUMN}}" for name in ("this run", "best")[: len(plans)])
+
+
+def _memory(plans: list[Plan]) -> Iterator[str]:
+    yield _columns("GiB of each GPU", plans)
+    for part, name in _PARTS.items():
+        sizes = [getattr(plan.memory, part) / _GIB for plan in plans]
+        if any(sizes):
+            yield _row(name, [f"{size:,.2f}" for size in sizes])
+    if plans[0].job.async_save:
+        yield _row(
+            "CPU memory of a node for --async-save",
+            [f"{copies_bytes(each.job) / _GIB:,.2f}" for each in plans],
+        )
+
+
+def _time(plans: list[Plan], iterations: int) -> Iterator[str]:
+    yield _columns("a step takes", plans)
+    rows = {
+        "forward": [plan.time.forward for plan in plans],
+        "backward": [plan.time.backward for plan in plans],
+        "  of this, recomputation": [plan.time.again for plan in plans],
+        "waiting for links in the forward": [plan.time.exposed_forward for plan in plans],
+        "waiting for links in the backward": [plan.time.exposed_backward for plan in plans],
+        "  of these, for tensor ranks": [plan.time.exchanges for plan in plans],
+        "optimizer": [plan.time.optimizer for plan in plans],
+        "in all": [plan.seconds for plan in plans],
+        "busy meanwhile: the link of a node": [plan.time.link for plan in plans],
+        "busy meanwhile: NVLink": [plan.time.inside for plan in plans],
+    }
+    for name, seconds in rows.items():
+        if any(each > 1e-9 for each in seconds):
+            yield _row(name, [duration(each) for each in seconds])
+    rates = [plan.job.tokens_per_step / plan.seconds for plan in plans]
+    yield _row("tokens/s", [f"{rate:,.0f}" for rate in rates])
+    flops = [
+        rate * plan.job.flops_per_token / plan.job.ranks for rate, plan in zip(rates, plans, strict=True)
+    ]
+    yield _row("TFLOP/s per GPU (PaLM)", [f"{each / 1e12:,.1f}" for each in flops])
+    yield _row("B tokens per day", [f"{rate * _DAY / 1e9:,.2f}" for rate in rates])
+    if iterations > 1:
+        yield _row(f"{iterations:,} steps", [duration(iterations * plan.seconds) for plan in plans])
+
+
+def _traffic(plans: list[Plan]) -> Iterator[str]:
+    sent = [ledgers_of(plan.job, plan.sent) for plan in plans]
+    yield _row("inter_node_bytes", [f"{each.inter:,}" for each in sent])
+    yield _row("intra_node_bytes", [f"{each.intra:,}" for each in sent])
+    if any(plan.job.tensor > 1 for plan in plans):
+        gpus = [decimal_bytes(exchanged_bytes(plan.job)) for plan in plans]
+        yield _row("activations from each GPU, inside nodes", gpus)
+
+
+def _assumptions(plans: list[Plan], gpu: Gpu, machine: Machine) -> Iterator[str]:
+    job, jobs = plans[0].job, [plan.job for plan in plans]
     yield "assumptions (docs/internals/planner.md says how well they hold)"
-    yield f"  compute at {machine.flops / 1e12:,.0f} TFLOP/s per GPU, {gpu.compute_share:g} of its peak,"
-    yield f"    {gpu.seen}"
+    share = f"{gpu.compute_share:g} of its peak ({gpu.seen})"
+    yield f"  compute at {machine.flops / 1e12:,.0f} TFLOP/s per GPU, {share}"
     if job.precision.fp8:
         memory = "" if job.precision.fp8_delayed else "; memory as bf16's, or less"
         time = f"{product_time(job):.2f} of bf16's time, as on an H200"
@@ -201,18 +208,30 @@ def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
         yield f"  the output layer's products take {FP8_OUTPUT:.2f} of bf16's time, as at 1.3B on an H100"
     if job.mesh.data_ranks > 1:
         yield f"  compute takes {overlap_slowdown(job):g} × as long beside the transfers that run behind it"
+    links = f"memory at {machine.memory_rate / 1e12:.2f} TB/s ({MEMORY_SHARE:g} of the data sheet)"
+    if job.local > 1:
+        links += f", NVLink at {machine.inside / 1e9:,.0f} GB/s each way ({INSIDE_SHARE:g})"
     if job.nodes > 1:
-        yield f"  a node's link at {machine.link * 8 / 1e9:g} Gbit/s in each direction: --plan-link-gbit"
-    inside = f"NVLink at {machine.inside / 1e9:,.0f} GB/s each way ({INSIDE_SHARE:g} of the data sheet)"
-    yield f"  {inside}, memory at {machine.memory_rate / 1e12:.2f} TB/s ({MEMORY_SHARE:g})"
-    if job.tensor > 1:
-        yield from assumption_lines(job)
-    if job.zero.zero_offload_optimizer:
+        links += f", a node's link at {machine.link * 8 / 1e9:g} Gbit/s"
+    yield f"  {links}"
+    if any(each.tensor > 1 for each in jobs):
+        yield f"  1/T of the compute takes tensor ranks {TENSOR_SLOWDOWN:g}/T of its time, as on two H100s"
+    if any(each.zero.zero_offload_optimizer for each in jobs):
         yield f"  AdamW in CPU memory at {CPU_BYTES_PER_SECOND / 1e9:g} GB/s per rank"
+    yield from _limits(jobs, gpu)
 
 
-def _span(seconds: float) -> str:
-    days, rest = divmod(seconds, _DAY)
-    if days >= 1:
-        return f"{seconds / _DAY:,.1f} days"
-    return f"{rest / 3600:.1f} hours" if rest >= 3600 else f"{rest:,.0f} seconds"
+def _limits(jobs: list[Job], gpu: Gpu) -> Iterator[str]:
+    """What the model was not fitted to, and what the search does not try."""
+    job = jobs[0]
+    beyond = [gpu.name] if gpu.name not in ("H100", "H200") else []
+    beyond += [counted(job.nodes, "node")] if job.nodes > 2 else []
+    beyond += [f"{job.local} GPUs per node"] if job.local > 2 else []
+    beyond += [f"{most} tensor ranks"] if (most := max(each.tensor for each in jobs)) > 2 else []
+    if beyond:
+        yield f"extrapolated from one and two H100s and H200s, without latencies: {', '.join(beyond)}"
+    kept = "" if job.may_resize else "other micro-batches (they change the numerics of this run), "
+    yield (
+        f"never tried: {kept}another batch, --zero-prefetch-units, groups of a part of a node, "
+        "int8 gradients, bf16 sums, --recompute-offload, chunks of several layers, --fp8"
+    )

@@ -4,7 +4,9 @@ A pass is a forward or a backward of one micro-batch.
 
     compute   PaLM's FLOPs, one third in the forward and two in the backward, and those of the recomputation,
               over the share of the peak that is reached; a little longer beside transfers. Those of layers'
-              products, and perhaps of the output layer's, take less time in 8 bits
+              products, and perhaps of the output layer's, take less time in 8 bits. Each product reads its
+              weights, and their gradients are written, which takes longer than the FLOPs of a few hundred
+              tokens: the two hide each other, as the root of the sum of their squares
     kernels   memory traffic that these FLOPs do not cover, over the rate that kernels reach: messages decoded
               and encoded, references of weight differences cast, gradients copied, received parts summed
     links     bytes that a node sends to others over the link's rate, and bytes that a GPU sends inside its
@@ -21,6 +23,7 @@ than a rank with whole layers, and wait for each other as plan/exchanges.py says
 other jobs on the links, slow ranks, reading of data, evaluation, checkpoints.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +51,8 @@ from megatron_zpp.plan.traffic import Pass, total
 class StepTime:
     """Seconds of one step. `link` and `inside`: how long the links are busy, mostly behind the compute.
 
-    `exchanges`: of those that are exposed, what a rank waits for the ranks that share its layers.
+    `exchanges`: of those that are exposed, what a rank waits for the ranks that share its layers. `again`: of
+    the backward, what is computed again.
     """
 
     forward: float  # compute and kernels
@@ -59,6 +63,7 @@ class StepTime:
     link: float
     inside: float
     exchanges: float = 0.0
+    again: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -88,6 +93,7 @@ def step_time(job: Job, machine: Machine, passes: list[Pass]) -> StepTime:
         link=_link_seconds(job, machine, sent),
         inside=_inside_seconds(job, machine, sent) + exchanged_bytes(job) / machine.inside,
         exchanges=sum(waiting_seconds(job, machine, one.forward) * one.times for one in passes),
+        again=job.micro_batches * _again_seconds(job, machine),
     )
 
 
@@ -115,8 +121,27 @@ def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
     if job.precision.fp8_output_layer:
         logits = 2.0 * job.model.hidden_size * job.padded_vocab_size  # a product
         flops -= (1 - FP8_OUTPUT) * logits * (1 if forward else 2)
-    shared = TENSOR_SLOWDOWN / job.tensor if job.tensor > 1 else 1.0
-    return job.tokens * flops * shared / machine.flops * overlap_slowdown(job)
+    return math.hypot(
+        job.tokens * flops / machine.flops, _reading_seconds(job, machine, forward)
+    ) * _slowdown(job)
+
+
+def _again_seconds(job: Job, machine: Machine) -> float:
+    """Seconds of a backward in which it computes again, in 16 bits."""
+    return job.tokens * _recomputed_flops(job) / machine.flops * _slowdown(job)
+
+
+def _reading_seconds(job: Job, machine: Machine, forward: bool) -> float:
+    """Seconds to read the weights of the products of a forward or backward, and to write their gradients."""
+    model, table = job.model, job.model.hidden_size * job.padded_vocab_size
+    layer, layers = layer_matrices(model), model.num_layers
+    numbers = layer * layers + table if forward else layer * (2 * layers + recomputed_layers(job)) + 2 * table
+    return numbers * job.dtype.itemsize / machine.memory_rate
+
+
+def _slowdown(job: Job) -> float:
+    """The factor on the time of compute: tensor ranks have a part of it, and transfers run beside it."""
+    return overlap_slowdown(job) * (TENSOR_SLOWDOWN / job.tensor if job.tensor > 1 else 1.0)
 
 
 def product_time(job: Job) -> float:

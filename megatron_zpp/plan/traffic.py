@@ -7,7 +7,7 @@ recomputation. What tensor ranks exchange is not among the bytes: plan/exchanges
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.exchange.route import SentBytes
@@ -64,12 +64,19 @@ def traffic_of(job: Job) -> list[Pass]:
                 gathered=_gathered(job, gathers),
                 reduced=none if forward else _reduced(job, early, False) + _reduced(job, units, last),
                 alone=none if forward else _reduced(job, Counter([0]), last),
-                decoded=_decoded(plan, gathers),
-                cast=_cast(plan, gathers),
+                decoded=_decoded(job, gathers),
+                cast=_cast(job, gathers),
                 summed=0 if forward else sum(layout.numel for layout in job.layouts),
             )
         )
     return passes
+
+
+def repeated(passes: list[Pass], micro_batches: int) -> list[Pass]:
+    """The passes of the same job with other micro-batches, if it has more than two before and after."""
+    assert len(passes) == 2 * _DIFFERENT <= 2 * micro_batches
+    times = micro_batches - _DIFFERENT + 1
+    return [replace(one, times=times if at in (2, 3) else 1) for at, one in enumerate(passes)]
 
 
 def total(passes: list[Pass]) -> SentBytes:
@@ -113,7 +120,7 @@ def _visit(prefetcher: Prefetcher, job: Job, forward: bool) -> None:
         for place in places:
             prefetcher.before_forward(place)
         return
-    recomputed = {chunk[-1]: chunk for chunk in job.reads.recomputed}
+    recomputed = {chunk[-1]: chunk for chunk in job.communication.reads.recomputed}
     for place in reversed(places):
         prefetcher.before_backward(place)
         for again in recomputed.get(place, ()):
@@ -126,7 +133,7 @@ def _reduced(job: Job, units: Counter[int], last: bool) -> SentBytes:
         job,
         lambda plan: (
             plan.reduced(weights, job.micro_batches, last=last) * times
-            for weights, times in _alike(plan, units).items()
+            for weights, times in _alike(job, plan, units)
         ),
     )
 
@@ -135,9 +142,9 @@ def _gathered(job: Job, gathers: _Gathers) -> SentBytes:
     """Bytes that all ranks send for these gathers."""
 
     def sent(plan: CommunicationPlan) -> Iterator[SentBytes]:
-        for weights, times in _alike(plan, gathers.brought).items():
+        for weights, times in _alike(job, plan, gathers.brought):
             yield weights.brought * times
-        for weights, times in _alike(plan, gathers.filled).items():
+        for weights, times in _alike(job, plan, gathers.filled):
             yield weights.filled * times
 
     return _by_all_ranks(job, sent)
@@ -148,29 +155,27 @@ def _by_all_ranks(job: Job, sent: Callable[[CommunicationPlan], Iterable[SentByt
     return sum(of_a_node, SentBytes()) * (job.nodes * job.tensor)
 
 
-def _alike(plan: CommunicationPlan, units: Counter[int]) -> Counter[WeightPlan]:
+def _alike(job: Job, plan: CommunicationPlan, units: Counter[int]) -> list[tuple[WeightPlan, int]]:
     """How often units of equal plans are gathered."""
-    found: Counter[WeightPlan] = Counter()
+    found: Counter[int] = Counter()
     for unit, times in units.items():
-        found[plan.weights[unit]] += times
-    return +found
+        found[job.kinds[unit]] += times
+    return [(plan.weights[kind], times) for kind, times in found.items() if times]
 
 
-def _decoded(plan: CommunicationPlan, gathers: _Gathers) -> int:
+def _decoded(job: Job, gathers: _Gathers) -> int:
     """Elements that a rank decodes: of what is kept when it is brought, else of the slot."""
-    brought, filled = (_alike(plan, units) for units in (gathers.brought, gathers.filled))
-    kept = sum(len(weights.kept_elements) * times for weights, times in brought.items() if weights.decodes)
+    brought, filled = (_alike(job, job.communication, units) for units in (gathers.brought, gathers.filled))
+    kept = sum(len(weights.kept_elements) * times for weights, times in brought if weights.decodes)
     return kept + sum(
-        weights.layout.numel * times
-        for weights, times in filled.items()
-        if weights.decodes and not weights.bring
+        weights.layout.numel * times for weights, times in filled if weights.decodes and not weights.bring
     )
 
 
-def _cast(plan: CommunicationPlan, gathers: _Gathers) -> int:
+def _cast(job: Job, gathers: _Gathers) -> int:
     """Elements that a rank casts: its part of the reference, in every gather."""
     return sum(
         len(weights.kept_elements) * times
-        for weights, times in _alike(plan, gathers.filled).items()
+        for weights, times in _alike(job, job.communication, gathers.filled)
         if weights.differences is not None
     )

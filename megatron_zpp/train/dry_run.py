@@ -7,9 +7,7 @@ from dataclasses import replace
 import torch
 from torch.nn.attention import SDPBackend
 
-from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.fused_backend import resolve_fused_backend
-from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.words import counted
@@ -22,46 +20,12 @@ from megatron_zpp.model.attention import (
     packed_flash_hindrance,
 )
 from megatron_zpp.plan.hardware import GPUS, machine
-from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.inputs import RunInputs
-from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.train.plan_job import compiles_on_gpus, job_of
 
 _PIPELINE = "--pipeline-model-parallel-size"
-
-
-def job_of(config: Config, vocab_size: int, schedule: RunSchedule, mesh: Mesh) -> Job:
-    """The values that a plan of a run on the ranks of `mesh` is made from."""
-    batches = schedule.batches
-    return Job(
-        model=config.model,
-        vocab_size=vocab_size,
-        recompute=config.recompute,
-        zero=config.zero,
-        precision=config.precision,
-        nodes=mesh.nodes,
-        local=mesh.node_size,
-        micro_batch_size=batches.micro_batch_size,
-        micro_batches=batches.global_batch_size // (batches.micro_batch_size * mesh.data_ranks),
-        units=units_of(
-            config.model,
-            vocab_size,
-            mesh.tensor_ranks,
-            cut_layers=config.zero.cuts_layers,
-            table_rows=config.zero.zero_table_rows,
-        ),
-        tensor=mesh.tensor_ranks,
-        compiled=_compiles(config.compilation, config.optimizer),
-        async_save=config.checkpoint.async_save,
-        save_optim=config.checkpoint.save_optim,
-        overlapped=not config.precision.fp8,
-        may_offload=config.optimizer.fused_backend != "apex",
-    )
-
-
-def _compiles(compilation: CompilationConfig, optimizer: OptimizerConfig) -> bool:
-    return compilation.wanted("cuda", apex=optimizer.fused_backend == "apex")
 
 
 def at_fitting_stage(inputs: RunInputs, mesh: Mesh, stages: int) -> tuple[RunInputs, list[str]]:
@@ -84,7 +48,7 @@ def at_fitting_stage(inputs: RunInputs, mesh: Mesh, stages: int) -> tuple[RunInp
         except ValueError:  # of a setting that other stages have
             continue
         planned = replace(config, zero=zero)
-        memory = memory_of(job_of(planned, inputs.tokenizer["vocab_size"], inputs.schedule, mesh))
+        memory = memory_of(job_of(planned, inputs.tokenizer["vocab_size"], mesh))
         peak = memory.peak / 2**30
         if memory.fits(gibibytes):
             ranks = f"{_PIPELINE} {stages}: {counted(mesh.data_ranks, 'data rank')} with whole layers"
@@ -104,16 +68,19 @@ def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:
     with usage_errors():
         check_routes(config.zero, mesh)
     config.recompute.check_device("cuda")
-    compiles = _compiles(config.compilation, config.optimizer)
+    compiles = compiles_on_gpus(config.compilation, config.optimizer)
     decoupled = config.learning_rate.decoupled_lr is not None
     resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles, decoupled=decoupled)
     dtype = config.precision.compute_dtype("cuda")
     assert config.plan.plan_gpu is not None  # PlanConfig fills its default in with --dry-run
-    gpu, rates = GPUS[config.plan.plan_gpu], machine(config.plan, dtype)
+    gpu = GPUS[config.plan.plan_gpu]
+    with usage_errors():
+        config.plan.link_of(mesh.nodes)
+    rates = machine(config.plan, dtype, mesh.nodes)
     config.precision.check_device("cuda", gpu.capability)
     dense = _dense_mask(config, getattr(torch, dtype))
     if speaks:
-        job = job_of(config, inputs.tokenizer["vocab_size"], schedule, mesh)
+        job = job_of(config, inputs.tokenizer["vocab_size"], mesh)
         lines = report(job, gpu, rates, schedule.iterations)
         lines += _not_planned(config, dense)
         sys.stdout.write("\n".join(lines) + "\n")

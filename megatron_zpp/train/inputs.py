@@ -8,6 +8,7 @@ from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.shapes.tensor_parallel import check_vocabulary
 from megatron_zpp.data.open import Splits
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.reporting.sinks import check_sinks
 from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.tokenizer.build import build_tokenizer
@@ -27,20 +28,26 @@ class RunInputs:
     splits: Splits
 
 
-def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunInputs:
+def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunInputs:
     """Open and check everything that this process can check without a device or the other ranks.
 
-    `ranks` is the number of ranks that have samples of their own. `say` gets a line about work that takes
-    long. Raises ValueError for settings, data, checkpoints or places to write to with which the run could not
-    end well.
+    `mesh` is that of the run; values that are auto are replaced by what a plan for it finds. `say` gets a
+    line about work that takes long. Raises ValueError for settings, data, checkpoints or places to write to
+    with which the run could not end well.
     """
-    with usage_errors():
-        schedule = RunSchedule.from_config(
-            config.training, config.learning_rate, ranks, seq_length=config.model.seq_length
-        )
     tokenizer = build_tokenizer(config.tokenizer)
     description = describe(tokenizer)
     vocab_size = description["vocab_size"]
+    if config.automatic:
+        from megatron_zpp.train.auto import resolved
+
+        config, chosen = resolved(config, vocab_size, mesh)
+        if mesh.rank == 0:
+            say(chosen)
+    with usage_errors():
+        schedule = RunSchedule.from_config(
+            config.training, config.learning_rate, mesh.data_ranks, seq_length=config.model.seq_length
+        )
     tensor_ranks = config.distributed.tensor_model_parallel_size
     check_vocabulary(config.model, vocab_size, tensor_ranks)
     config.precision.check_vocabulary(config.model.embedding_rows(vocab_size), tensor_ranks)

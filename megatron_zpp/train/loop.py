@@ -29,7 +29,7 @@ def train(run: Run) -> Ending:
     vocab_size, reporter = run.tokenizer["vocab_size"], run.reporter
     with reporter, run.ranks.errors_told():
         head = head_lines(run.config, vocab_size, run.engine, run.splits)
-        plan = plan_lines(run.config, vocab_size, run.engine, run.schedule)
+        plan = plan_lines(run.config, vocab_size, run.engine)
         for line in (*head, *plan, *run.lines):
             reporter.say(line)
         if run.start.iteration >= run.schedule.iterations:

@@ -74,12 +74,12 @@ class CommunicationPlan:
         """Ranks that share the states of a unit."""
         return self.layouts[0].shards
 
-    @property
+    @cached_property
     def weight_codes(self) -> QuantFormat | None:
         """The format of the messages that the optimizer writes; None where it writes weights."""
         return next((each.codes for each in self.weights if each.codes is not None), None)
 
-    @property
+    @cached_property
     def differences(self) -> LloydMaxFormat | None:
         """The format in which weight differences travel; None where weights themselves do.
 
@@ -174,7 +174,7 @@ class CommunicationPlan:
         """Whether gradients are sent and summed from where the backward made them."""
         return not self.gradients or self.peer_writes
 
-    @property
+    @cached_property
     def rooms(self) -> ReductionRooms | None:
         """The buffers of reductions; None where nothing is sent."""
         if not self.gradients:
@@ -183,18 +183,18 @@ class CommunicationPlan:
             self.gradients, self.trained, self.mesh, self.made, peer_writes=self.peer_writes
         )
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes of slots, and of what this rank's gathers send where that is not a part of them."""
         slots = {slot: each.slot for slot, each in zip(self.slots, self.weights, strict=True)}
         return sum(slot.nbytes for slot in slots.values()) + sum(each.own_bytes for each in self.weights)
 
-    @property
+    @cached_property
     def kept_bytes(self) -> int:
         """Bytes of secondary shards, or of this rank's parts of the references."""
         return sum(each.kept.nbytes for each in self.weights)
 
-    @property
+    @cached_property
     def accumulator_bytes(self) -> int:
         """Bytes of the sums of gradients over micro-batches that this rank keeps during a step."""
         return 4 * sum(map(self.accumulator_numel, self.trained))
@@ -203,7 +203,7 @@ class CommunicationPlan:
         """Bytes of the largest message that this rank brings to these stages of the weights' routes."""
         return message_room(stages, [len(each.owned) for each in self.weights if stages == each.first])
 
-    @property
+    @cached_property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of gathers and reductions."""
         relayed = 0
@@ -250,15 +250,17 @@ def plan_communication(
         )
         for unit, layout in enumerate(layouts)
     ]
-    slots = tuple(_slots(kinds, orders, zero.prefetched_units if zero.zero_stage >= 3 else None))
-    units, slots_of = Counter(kinds), Counter(kind for kind, _ in {*zip(kinds, slots, strict=True)})
+    first = {kind: unit for unit, kind in reversed([*enumerate(kinds)])}
+    numbers = [first[kind] for kind in kinds]  # of kinds, because layouts take long to compare
+    slots = tuple(_slots(numbers, orders, zero.prefetched_units if zero.zero_stage >= 3 else None))
+    units, slots_of = Counter(numbers), Counter(number for number, _ in {*zip(numbers, slots, strict=True)})
     return CommunicationPlan(
         mesh=mesh,
         weights=tuple(
             weight_plan(
-                zero, mesh, kind[0], compute_dtype, axes=kind[1], in_turn=slots_of[kind] < units[kind]
+                zero, mesh, kind[0], compute_dtype, axes=kind[1], in_turn=slots_of[number] < units[number]
             )
-            for kind in kinds
+            for kind, number in zip(kinds, numbers, strict=True)
         ),
         gradients=gradients,
         made=compute_dtype,
@@ -266,7 +268,7 @@ def plan_communication(
         copy_engines=copy_engines,
         prefetch=zero.prefetched_units,
         slots=slots,
-        reduction_slots=tuple(_slots(kinds, (forward,), 1)),  # for two units in a row
+        reduction_slots=tuple(_slots(numbers, (forward,), 1)),  # for two units in a row
         reads=reads,
     )
 

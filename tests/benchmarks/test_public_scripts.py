@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS
 from benchmarks.public_scripts import SCRIPTS, placeholders, recorded
+from docs.site.public_scripts import MARKER, tables
 from tests.support import ROOT
 
 SCRIPT = r"""
@@ -36,6 +37,7 @@ def test_the_page_has_the_outcome_of_every_script() -> None:
     page = (ROOT / "docs/guide/public_scripts.md").read_text()
     fates = figures["scripts"]
     assert [line.split()[0] for line in SCRIPTS.read_text().splitlines()] == [*fates]
-    told = re.findall(r"^\| `([^`]+)` \| \d+ × \d+ \| (plans|refused)", page, flags=re.MULTILINE)
+    told = re.findall(r"^\| `([^`]+)` \| \d+ × \d+ \| (plans|refused)", tables(), flags=re.MULTILINE)
     assert told == [(path.partition("/")[2], fate.partition(":")[0]) for path, fate in fates.items()]
+    assert MARKER in page
     assert f"{figures['plan']} of {figures['of']} public scripts" in page

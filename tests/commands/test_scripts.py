@@ -56,7 +56,7 @@ def test_train_and_plan_run_under_torchrun_and_as_a_module(tmp_path: Path) -> No
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "megatron_zpp", "train"]
     trained = run(*launched, *RUN, "--device", "cpu", "--save", str(tmp_path / "run"))
     assert trained.returncode == 0, trained.stderr
-    planned = run("-m", "megatron_zpp", "plan", *RUN, "--plan-nodes", "2")
+    planned = run("-m", "megatron_zpp", "plan", *RUN, "--plan-nodes", "2", "--plan-link-gbit", "100")
     assert planned.returncode == 0, planned.stderr
     assert "memory" in planned.stdout
     refused = run("-m", "megatron_zpp", "train", "--load", "x")

@@ -75,5 +75,5 @@ def printed(*argv: str, speaks: bool = True) -> str:
     with usage_errors():
         mesh = planned(config.plan, Topology()).mesh(config.distributed.tensor_model_parallel_size)
     with redirect_stdout(io.StringIO()) as out:
-        dry_run(check_inputs(config, mesh.data_ranks, print), mesh, speaks=speaks)
+        dry_run(check_inputs(config, mesh, print), mesh, speaks=speaks)
     return out.getvalue()

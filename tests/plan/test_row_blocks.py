@@ -15,11 +15,11 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.row_blocks import PLAIN, OutputBlock, OutputBlocks
 from megatron_zpp.model.row_blocks import blocks_of as blocks_of_table
 from megatron_zpp.plan.activations import loss_bytes
-from megatron_zpp.plan.fitting import in_row_blocks, suggested_rows, ways_to_fit
-from megatron_zpp.plan.hardware import machine
+from megatron_zpp.plan.hardware import USABLE, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
-from tests.plan.jobs import NO_DROPOUT, job_of
+from megatron_zpp.plan.search import search, suggested_rows, with_units
+from tests.plan.jobs import FULL, NO_DROPOUT, job_of
 from tests.plan.test_memory import BF16, FP32, SHAPE, WIDE, allocated_at_most, peak_of
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
@@ -92,7 +92,7 @@ def test_the_loss_takes_what_the_plan_says(precision: dict[str, Any], rows: int,
 
 
 BILLION = ModelConfig(model_preset="1.3b", **NO_DROPOUT)
-RATES = machine(PlanConfig(dry_run=True, plan_gpu="h200", plan_link_gbit=400), "bfloat16")
+RATES = machine(PlanConfig(dry_run=True, plan_gpu="h200", plan_link_gbit="400"), "bfloat16")
 LARGE = 256_000
 
 
@@ -111,17 +111,17 @@ def blocks_of(job: Job) -> list[tuple[int, ...]]:
     ]
 
 
-def test_blocks_are_among_the_ways_to_fit() -> None:
-    job = billion(LARGE)
-    rows = suggested_rows(job)
-    ways = {way.name: way for way in ways_to_fit(job, RATES)}
-    assert ways[f"--zero-table-rows {rows}"].memory == memory_of(in_row_blocks(job, rows))
-    assert ways[f"--zero-table-rows {rows}"].memory.peak < memory_of(job).peak
-    together = ways["all of these"]
-    assert together.memory.peak == min(way.memory.peak for way in ways.values())
-    assert together.job.zero.zero_table_rows == rows
-    largest = max(layout.numel for layout in together.job.layouts)
-    assert largest < LARGE * BILLION.hidden_size / 10  # no unit is the table
+def test_blocks_and_sublayers_are_taken_where_nothing_fits_without_them() -> None:
+    job = billion(LARGE, nodes=8, local=1, recompute=FULL)
+    units = {"zero_unit": "sublayer", "zero_table_rows": suggested_rows(job)}
+    whole, cut = (memory_of(one).peak for one in (job, with_units(job, **units)))
+    room = (whole + cut) / 2 / 2**30 / USABLE
+    best = search(job, RATES, room).best
+    assert best is not None
+    assert best.fits(room)
+    assert best.job.zero.zero_table_rows == suggested_rows(job)
+    assert best.job.zero.cuts_layers
+    assert max(layout.numel for layout in best.job.layouts) < LARGE * BILLION.hidden_size / 10
 
 
 def test_a_table_smaller_than_a_layer_stays_whole_and_tensor_ranks_have_no_blocks() -> None:
@@ -130,7 +130,6 @@ def test_a_table_smaller_than_a_layer_stays_whole_and_tensor_ranks_have_no_block
     assert suggested_rows(billion(25_200)) is not None
     assert suggested_rows(billion(LARGE, tensor=2)) is None
     assert suggested_rows(billion(LARGE, zero={"zero_stage": 3, "zero_table_rows": 5000})) is None
-    assert not any("rows" in way.name for way in ways_to_fit(billion(LARGE, tensor=2), RATES))
 
 
 @pytest.mark.parametrize("vocab_size", [30_000, 128_256, 262_143])
@@ -138,7 +137,7 @@ def test_blocks_make_up_the_table_with_units_of_about_a_third_of_a_layer(vocab_s
     """Whole tiles of products; equal blocks, or a smaller one behind them."""
     job = billion(vocab_size, zero={"zero_stage": 3, "zero_unit": "sublayer"})
     rows = suggested_rows(job)
-    blocks = blocks_of(in_row_blocks(job, rows))
+    blocks = blocks_of(with_units(job, zero_table_rows=rows))
     width, third = BILLION.hidden_size, 4 * BILLION.hidden_size
     assert sum(count for count, _ in blocks) == job.padded_vocab_size
     assert all(shape == (rows, width) for shape in blocks[:-1])

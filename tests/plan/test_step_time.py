@@ -12,16 +12,19 @@ from benchmarks.common import RESULTS
 from benchmarks.plan_rows import h200, h200_rows, nvlink_rows, socket_rows
 from benchmarks.plan_tensor import fitted_slowdown, tensor_rows
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
+from megatron_zpp.config.plan import PlanConfig
+from megatron_zpp.plan.exchanges import waiting_seconds
+from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.step_time import StepTime, step_time
+from megatron_zpp.plan.step_time import StepTime, compute_seconds, step_time
 from megatron_zpp.plan.traffic import total, traffic_of
 from tests.plan.jobs import FOUR_BITS, FULL, NO_DROPOUT, job_of
 
 MODEL = ModelConfig(num_layers=12, hidden_size=1024, num_attention_heads=16, seq_length=512, **NO_DROPOUT)
 INFINITE = float("inf")
 GPU = Machine(flops=5e14, memory_rate=INFINITE, inside=INFINITE, link=INFINITE)
+LARGER, H100 = ModelConfig(model_preset="6.7b", **NO_DROPOUT), machine(PlanConfig(dry_run=True), "bfloat16")
 GRID = {"nodes": 4, "local": 8, "micro_batch_size": 4, "micro_batches": 2}
 
 
@@ -44,6 +47,14 @@ def test_without_links_and_memory_a_step_is_its_flops() -> None:
     matrices = 4 * 512 * 2 * (2 * layers + 4 * 12 * 1024 * 512)
     assert again.seconds - one.seconds == pytest.approx(matrices / 5e14, rel=1e-6)
     assert again.forward == one.forward
+
+
+@pytest.mark.parametrize(("samples", "most"), [(1, 1.05), (16, 1.001)])
+def test_products_of_few_tokens_take_longer_per_token(samples: int, most: float) -> None:
+    """512 tokens on a machine that computes 173 while it reads as many weights, as an H100 does."""
+    one = job({"zero_stage": 0}, nodes=1, local=1, micro_batch_size=samples)
+    slow = compute_seconds(one, dataclasses.replace(GPU, memory_rate=GPU.flops / 173), True)
+    assert 1 < slow / compute_seconds(one, GPU, True) < most
 
 
 def test_on_a_very_slow_link_a_step_is_its_bytes() -> None:
@@ -79,7 +90,7 @@ def test_every_gather_of_a_reference_casts_it(nodes: int, local: int) -> None:
     one = job(FOUR_BITS, nodes=nodes, local=local, micro_batches=1)
     forward, backward = traffic_of(one)
     memory = dataclasses.replace(GPU, memory_rate=1e12)
-    compute = step_time(one, GPU, [forward]).forward
+    compute = compute_seconds(one, memory, True)
     part = sum(layout.numel for layout in one.layouts) // local
     exchanged = part * (4 / 8 + 2 / 256 + 8)  # every message moves the fp32 reference
     expected = (exchanged + part * 6) / 1e12
@@ -135,3 +146,18 @@ def test_measured_runs_of_two_h100s_are_predicted() -> None:
         "T = 2, 1.3B, 65,536 tokens",
         "ZeRO-3",
     ]
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_time_is_divided_products_and_the_wait_for_activations(size: int) -> None:
+    """Of 6.7B: 4 collectives per layer in a forward, 2 in a backward, and 2 of embedding and head."""
+    job = job_of(LARGER, 50304, local=size, tensor=size)
+    alone = job_of(LARGER, 50304)
+    for forward in (True, False):
+        whole = compute_seconds(alone, H100, forward)
+        assert compute_seconds(job, H100, forward) == pytest.approx(TENSOR_SLOWDOWN * whole / size)
+    one = (size - 1) / size * 2 * 2048 * 4096  # bytes that a collective on hidden states sends
+    replicated = 2048 * 4096 + 32 * (4 + 2) * 4096 + 2 * 4096  # positions, norms, biases after sums
+    summed = 2 * (size - 1) / size * 4 * replicated
+    for forward, sent in ((True, (4 * 32 + 2) * one), (False, (2 * 32 + 2) * one + summed)):
+        assert waiting_seconds(job, H100, forward) == pytest.approx(sent / H100.inside, rel=0.01)

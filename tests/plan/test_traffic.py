@@ -167,7 +167,7 @@ def run_and_planned(
     done = pretrain(*argv, "--metrics-file", directory / "metrics.jsonl", processes=2, **variables)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    grid = ["--plan-nodes", str(nodes), "--plan-gpus-per-node", str(2 // nodes)]
+    grid = f"--plan-nodes {nodes} --plan-gpus-per-node {2 // nodes} --plan-link-gbit 100".split()
     lines = map(str.split, printed(*argv, "--dry-run", *grid).splitlines())
     found = {line[0]: int(line[1].replace(",", "")) for line in lines if line and "_node_bytes" in line[0]}
     return records, found, done.stdout

@@ -9,6 +9,7 @@ import pytest
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.run import EvaluationConfig, TrainingConfig
 from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from tests.support import pretrain
@@ -130,7 +131,7 @@ def test_refusals(megatron: list[str]) -> None:
         ([*unweighted, "--train-iters", "100000"], "the run requests 800000 train samples, but one epoch of"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
-            check_inputs(parse_args(["--train-iters", "2", *flags]), 1, print)
+            check_inputs(parse_args(["--train-iters", "2", *flags]), Mesh(), print)
 
 
 def test_a_cache_that_our_own_order_does_not_need_is_said(flags: list[str], tmp_path: Path) -> None:

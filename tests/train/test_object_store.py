@@ -12,6 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from megatron_zpp.config.root import parse_args
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.storage.location import ObjectError
 from megatron_zpp.storage.objects import path as object_path
 from megatron_zpp.train.inputs import check_inputs
@@ -124,5 +125,5 @@ def test_what_cannot_be_used_is_refused(
     data = [] if "--data-path" in flags else ["--data-path", corpus]
     given = [*RUN, "--train-iters", "2", *data, *flags.replace("CACHE", cache).split()]
     with pytest.raises(ValueError, match="^" + re.escape(line.replace("CACHE", cache))):
-        check_inputs(parse_args(given), 1, print)
+        check_inputs(parse_args(given), Mesh(), print)
     assert not Path("s3:").exists()

@@ -15,7 +15,11 @@ from megatron_zpp.config.legacy.deepspeed_keys import (
     Off,
     Only,
 )
-from megatron_zpp.config.options import flag_name, option_error
+from megatron_zpp.config.options import (  # AUTO is Hugging Face's placeholder, too
+    AUTO,
+    flag_name,
+    option_error,
+)
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.sources.settings_file import DEEPSPEED_FLAG as FLAG
 from megatron_zpp.config.values.json_file import read_json_object, shown, shown_key
@@ -28,7 +32,6 @@ _LOSS_SCALE = {  # the fields of flags that the fp16 section replaces, and the d
     "precision.hysteresis": 2,
     "precision.min_loss_scale": 1.0,
 }
-AUTO = "auto"  # Hugging Face's placeholder for a value that the command line gives
 _BLOCKS = {path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)}
 
 
@@ -152,6 +155,9 @@ class _File:
         batch, micro = (self._provided.get(f"training.{name}_batch_size") for name in ("global", "micro"))
         if ACCUMULATION not in keys and (BATCH_SIZE not in keys or micro is not None):
             return
+        if micro == AUTO:
+            fix = f"is what --micro-batch-size {AUTO} chooses; omit one of them"
+            raise self._option_error(ACCUMULATION, keys[ACCUMULATION], fix)
         steps = int(keys.get(ACCUMULATION, 1))
         if micro is None and batch is not None:
             if batch % (steps * ranks):

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from megatron_zpp.config.options import option_error
+from megatron_zpp.config.options import AUTO, option_error
 from megatron_zpp.config.sources.provided import Provided
 
 FLAG = "--pipeline-model-parallel-size"
@@ -18,7 +18,7 @@ def divide_batch(provided: Provided, stages: int, data_ranks: int) -> tuple[str,
     does. Returns a note on that. Raises ValueError if there is none.
     """
     micro: Any = provided.get(_MICRO)
-    if micro is None or micro < 1:
+    if micro in (None, AUTO) or micro < 1:
         return ()
     batch = provided.get(_GLOBAL) or micro * max(1, data_ranks // stages)
     sizes = [batch, *(provided.get("training.rampup_batch_size") or ())[:2]]

@@ -18,7 +18,7 @@ from megatron_zpp.config.legacy.old_flags import (
 )
 from megatron_zpp.config.legacy.pipeline import FLAG as PIPELINE
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import UsageError, flag_name, option_error, parse_known
+from megatron_zpp.config.options import AUTO, UsageError, flag_name, option_error, parse_known
 from megatron_zpp.config.sources.provided import OTHERS, Provided
 
 _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
@@ -103,7 +103,7 @@ class Translation:
                 value = provided.get(field_path)
                 if value is None:
                     provided.put(field_path, least, name)
-                elif value < least:
+                elif value != AUTO and value < least:
                     raise option_error(
                         name, "(given)", f"contradicts {provided.name(field_path)} {value}; omit one"
                     )

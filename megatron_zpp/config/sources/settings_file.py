@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
-from megatron_zpp.config.options import Options, option, option_error, with_home
+from megatron_zpp.config.options import AUTO, Options, option, option_error, with_home
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.storage.regular import read_limited
 
@@ -169,7 +169,9 @@ class _File:
             raise self._error(f"{_line(key)}: {name}: is there twice; remove one of them")
         self._seen.add(name)
         try:
-            value = _value(node, self._hints[part][name])
+            hint = self._hints[part][name]
+            automatic = self._parts[part].__dataclass_fields__[name].metadata["auto"]
+            value = AUTO if automatic and node.value == AUTO else _value(node, hint)
         except ValueError as error:
             from megatron_zpp.config.legacy.old_flags import RETIRED_VALUES
 

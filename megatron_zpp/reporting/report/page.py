@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from megatron_zpp.config.words import duration
 from megatron_zpp.reporting.report.charts import bars, chart, short
 from megatron_zpp.reporting.report.curves import (
     AXIS_LABELS,
@@ -109,7 +110,7 @@ def _tiles(report: Report) -> str:
     if peaks := list(by_iteration(records, "memory_peak_bytes").values()):
         tiles.append((f"{max(peaks) / 2**30:.2f} GiB", "peak memory of rank 0"))
     if hours := curve(records, "elapsed_ms", "hours").x if by_iteration(records, "elapsed_ms") else []:
-        tiles.append((_span(3600 * hours[-1]), "of training"))
+        tiles.append((duration(3600 * hours[-1]), "of training"))
     bad = [sum(by_iteration(records, name).values()) for name in ("skipped", "nan")]
     tiles.append((f"{bad[0]:,.0f} / {bad[1]:,.0f}", "skipped / NaN iterations"))
     shown = "".join(f"<div class=tile><b>{value}</b><span>{name}</span></div>" for value, name in tiles)
@@ -227,10 +228,3 @@ def _samples(records: Records) -> str:
         for iteration, text in reversed(found)
     )
     return f"<div class=card><table><tr><th class=number>iteration</th><th>text</th></tr>{rows}</table></div>"
-
-
-def _span(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"

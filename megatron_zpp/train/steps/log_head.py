@@ -1,6 +1,5 @@
 """The head of a run's log: what a reader has to know to repeat the run, and how much memory it takes."""
 
-import math
 import platform
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ from megatron_zpp.config.words import counted
 from megatron_zpp.data.open import Splits
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -53,25 +51,15 @@ def _tensor_ranks(engine: ZeroEngine) -> str:
     return f", {data} × {mesh.tensor_ranks} tensor ranks with sequence parallelism"
 
 
-def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: RunSchedule) -> list[str]:
-    """On rank 0, the planned memory of each GPU, and between nodes, advice on what would send less.
-
-    The memory of a CPU is not planned; it is assumed to suffice.
-    """
-    on_gpu = engine.device.type == "cuda"
-    if engine.topology.rank != 0 or not (on_gpu or engine.topology.nodes > 1):
+def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine) -> list[str]:
+    """On rank 0, the planned memory of each GPU. That of a CPU is not planned; it is assumed to suffice."""
+    if engine.topology.rank != 0 or engine.device.type != "cuda":
         return []
-    from megatron_zpp.plan.advice import advice_of
     from megatron_zpp.plan.memory import memory_of
-    from megatron_zpp.train.dry_run import job_of
+    from megatron_zpp.train.plan_job import job_of
 
-    job = replace(job_of(config, vocab_size, schedule, engine.mesh), copy_engines=engine.plan.copy_engines)
-    lines, total = [], math.inf
-    if on_gpu:
-        total = torch.cuda.get_device_properties(engine.device).total_memory
-        memory = memory_of(job)
-        sizes = (memory.resident, memory.peak, total)
-        states, peak, there = (f"{size / 2**30:.2f} GiB" for size in sizes)
-        lines.append(f" memory planned: {states} of states and buffers, {peak} {memory.peak_at}, of {there}")
-    lines += [f" advice: {advice}" for advice in advice_of(job, total / 2**30)]
-    return lines
+    job = replace(job_of(config, vocab_size, engine.mesh), copy_engines=engine.plan.copy_engines)
+    memory = memory_of(job)
+    sizes = memory.resident, memory.peak, torch.cuda.get_device_properties(engine.device).total_memory
+    states, peak, there = (f"{size / 2**30:.2f} GiB" for size in sizes)
+    return [f" memory planned: {states} of states and buffers, {peak} {memory.peak_at}, of {there}"]
