@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer, describe, huggingface_tokenizer
-from megatron_zpp.train.inputs import check_prompt
+from megatron_zpp.train.inputs import check_prompts
 
 ORDINARY = [
     "Hello, world! It's 2024; we'll see.",
@@ -290,7 +290,7 @@ def test_half_a_surrogate_pair_has_no_ids(bpe_files: Path, tmp_path: Path, kind:
         with pytest.raises(ValueError, match=said):
             tokenizer.encode_batch(["words", text])
     with pytest.raises(ValueError, match=r"^--sample-prompt caf\\udce9: holds half a surrogate pair, "):
-        check_prompt("caf\udce9", tokenizer)
+        check_prompts(["caf\udce9"], tokenizer)
 
 
 def test_llama2_is_sentencepiece_without_a_beginning_as_in_megatron(tmp_path: Path) -> None:
