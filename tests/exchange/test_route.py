@@ -13,8 +13,9 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Layout, Placement
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.weight_plan import WeightPlan
+from tests.support import nightly
 
-GRIDS = [(1, 2), (1, 4), (2, 1), (2, 2), (3, 2), (2, 4)]
+GRIDS = [(1, 2), (1, 4), (2, 1), (2, 2), (3, 2), nightly((2, 4))]
 BITS = {"int8": (8, 128), "int4": (4, 128), "rotated4": (4, 256), "delta4": (4, 256), "qwZ": (8, 256)}
 LARGE = 9 * 2**18 // 2  # elements of a shard that has four chunks, or three and a part
 
