@@ -11,7 +11,7 @@ from megatron_zpp.config.colour import paint_message, wants_colour
 from megatron_zpp.config.options import printable
 from megatron_zpp.reporting.metrics import Record, number
 
-_COLUMNS = 120  # of a terminal that does not say how many it has
+_MARGIN = "   │ "  # before each line of a text on a terminal
 
 
 def tell(prog: str, line: str) -> None:
@@ -46,8 +46,7 @@ def _message(line: str, terminal: bool) -> str:
 def log_step(record: Record, iterations: int) -> None:
     """Write the line of a logged step to stdout: Megatron's in files and pipes, a short one on terminals."""
     if sys.stdout.isatty():
-        columns = shutil.get_terminal_size((_COLUMNS, 0)).columns
-        print_line(terminal_line(record, iterations, columns))
+        print_line(terminal_line(record, iterations, _columns()))
     else:
         print_line(log_line(record, iterations))
 
@@ -134,7 +133,18 @@ def text_lines(iteration: int, text: str) -> list[str]:
     """A text that the model wrote: one line for files and pipes, its own lines for terminals."""
     if not sys.stdout.isatty():
         return [f" text at iteration {iteration} | {text!r} |"]
-    return [f" text at iteration {iteration}:", *(f"   │ {line}" for line in text.splitlines())]
+    width = max(1, _columns() - len(_MARGIN))
+    cut = (
+        line[at : at + width]
+        for line in map(printable, text.splitlines())
+        for at in range(0, max(1, len(line)), width)
+    )
+    return [f" text at iteration {iteration}:", *(_MARGIN + part for part in cut)]
+
+
+def _columns() -> int:
+    """The width of the terminal; 120 if it does not say."""
+    return shutil.get_terminal_size((120, 0)).columns
 
 
 def _given(record: Record, name: str, shown: str, form: str) -> list[str]:

@@ -141,7 +141,7 @@ def test_a_terminal_has_the_line_that_fits_it_and_a_pipe_megatrons() -> None:
         "from tests.reporting.test_console import *\n"
         "with Reporter(LoggingConfig(), {}, Topology(), iterations=500_000, start=Progress()) as reporter:\n"
         "    reporter.log(RECORD), reporter.log(LARGE)\n"
-        "    reporter.texts(Progress(5), ['def f():\\n  a\\x1b'])\n"
+        "    reporter.texts(Progress(5), ['def f():\\n\\n  a\\x1b' + 'b' * 116])\n"
     )
     read, write = pty.openpty()
     fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
@@ -154,11 +154,17 @@ def test_a_terminal_has_the_line_that_fits_it_and_a_pipe_megatrons() -> None:
     )
     assert len(lines[1]) <= 120
     assert lines[1].endswith("| 9.99 s | 98.8M tokens/s | MFU 41.5% | 43 d 13 h left")
-    assert lines[2:] == [" text at iteration 5:", "   │ def f():", "   │   a\\x1b"]
+    assert lines[2:] == [
+        " text at iteration 5:",
+        "   │ def f():",
+        "   │ ",
+        f"   │   a\\x1b{111 * 'b'}",
+        "   │ bbbbb",
+    ]
     piped = subprocess.run(argv, cwd=ROOT, env=place, capture_output=True, text=True, check=True)
     logged, _, text = piped.stdout.splitlines()
     assert " iteration        5/  500000 | consumed samples:           40 | elapsed time per iter" in logged
-    assert text == " text at iteration 5 | 'def f():\\n  a\\x1b' |"
+    assert text == f" text at iteration 5 | 'def f():\\n\\n  a\\x1b{116 * 'b'}' |"
 
 
 def test_a_terminal_is_told_of_what_is_not_as_usual_first() -> None:
