@@ -158,8 +158,8 @@ def test_a_terminal_has_the_line_that_fits_it_and_a_pipe_megatrons() -> None:
         " text at iteration 5:",
         "   │ def f():",
         "   │ ",
-        f"   │   a\\x1b{111 * 'b'}",
-        "   │ bbbbb",
+        f"   │   a\\x1b{108 * 'b'}",
+        "   │ bbbbbbbb",
     ]
     piped = subprocess.run(argv, cwd=ROOT, env=place, capture_output=True, text=True, check=True)
     logged, _, text = piped.stdout.splitlines()
