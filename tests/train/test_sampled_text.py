@@ -8,7 +8,7 @@ import pytest
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.train.inputs import check_prompts
-from tests.support import pretrain
+from tests.support import nightly, pretrain
 from tests.train.test_tensor_parallel import FLAGS
 
 
@@ -18,18 +18,20 @@ def test_a_prompt_is_refused_before_the_run(prompt: str, reason: str) -> None:
         check_prompts(["1 2", prompt], NullTokenizer(49))
 
 
-def test_texts_of_shared_layers_at_stage_3_change_no_bit_of_a_run(tmp_path: Path) -> None:
-    """2 data ranks × 2 tensor ranks, with dropout: its checkpoints are those of a run without prompts."""
-    shared = "--zero-stage 3 --tensor-model-parallel-size 2 --hidden-dropout 0.1 --save-interval 3".split()
+@pytest.mark.parametrize("tensor", [1, nightly(2)])
+def test_texts_at_stage_3_change_no_bit_of_a_run(tensor: int, tmp_path: Path) -> None:
+    """2 data ranks × `tensor` tensor ranks, with dropout: checkpoints are those of a run without prompts."""
+    shared = "--zero-stage 3 --hidden-dropout 0.1 --save-interval 3 --tensor-model-parallel-size".split()
+    shared.append(str(tensor))
 
     def run(name: str, *flags: str) -> dict[str, bytes]:
         place = tmp_path / name
         files = ["--save", str(place), "--metrics-file", str(tmp_path / f"{name}.jsonl")]
-        done = pretrain(*FLAGS, *shared, *files, *flags, processes=4)
+        done = pretrain(*FLAGS, *shared, *files, *flags, processes=2 * tensor)
         assert done.returncode == 0, done.stderr[-2000:]
         return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*.safetensors")}
 
-    plain, sampled = run("plain"), run("sampled", "--sample-prompt", "7 8", "9", "7 8")
+    plain, sampled = run("plain"), run("sampled", "--sample-prompt", "7 8", "9")
     assert len(plain) > 1
     assert sampled == plain
     records = [json.loads(line) for line in (tmp_path / "sampled.jsonl").read_text().splitlines()]
@@ -38,7 +40,6 @@ def test_texts_of_shared_layers_at_stage_3_change_no_bit_of_a_run(tmp_path: Path
     for record in texts:
         assert record["sample"].startswith("7 8 ")
         assert record["sample_2"].startswith("9 ")
-        assert record["sample_3"] == record["sample"]
     assert len({record["sample"] for record in texts}) > 1
 
 
