@@ -85,7 +85,7 @@ PYTHON=$python launch/local.sh -n "$processes" pretrain_gpt.py \
     --data-path "$work/corpus_text_document" --split 95,4,1 "${tokenizer[@]}" \
     "${shape[@]}" --attention-dropout 0 --hidden-dropout 0 \
     --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 \
-    --log-interval 20 --eval-iters 20 --sample-prompt 'def main():' 'class Reader' 'import ' \
+    --log-interval 20 --eval-iters 20 --sample-prompt 'def main():' 'class Reader' 'import sys' \
     --save "$work/checkpoints$suffix" --load "$work/checkpoints$suffix" --save-interval 120 \
     --metrics-file "$work/metrics$suffix.jsonl" ${flags[@]+"${flags[@]}"}
 
@@ -96,7 +96,7 @@ curves=("$work/metrics$suffix.jsonl")
 "$python" -m megatron_zpp.commands.report "$work/metrics$suffix.jsonl" --checkpoint "$work/checkpoints$suffix" \
     --title "quickstart" --output "$work/report$suffix.html"
 "$python" -m megatron_zpp.commands.sample --load "$work/checkpoints$suffix" --num-samples 2 \
-    --max-new-tokens 160 --temperature 0.6 --prompt "def main():" | tee "$work/sample$suffix.txt"
+    --max-new-tokens 160 --prompt "def main():" | tee "$work/sample$suffix.txt"
 
 printf -v quoted %q "$work"
 again="${QUICKSTART_DIR:+QUICKSTART_DIR=$quoted }launch/quickstart.sh"
@@ -108,7 +108,7 @@ Next, of which each line runs as it is:
 source .venv/bin/activate
 
 # More text from this model
-python -m megatron_zpp.commands.sample --load $quoted/checkpoints$suffix --prompt "import os" "class Error" --temperature 0.6
+python -m megatron_zpp.commands.sample --load $quoted/checkpoints$suffix --prompt "import os" "class Error"
 
 # The same run, twice as long: it resumes where this one ended
 $again${suffix:+ --arch $arch} --train-iters $((2 * iterations))

@@ -58,7 +58,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy without what other runs left, because an installation writes beside the sources."""
     target = tmp_path_factory.mktemp("install") / "repository"
     target.mkdir()
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "pretrain_gpt.py"):
+    files = "pyproject.toml setup.py requirements.txt MANIFEST.in README.md LICENSE pretrain_gpt.py"
+    for name in files.split():
         shutil.copy(ROOT / name, target)
     for name in ("megatron_zpp", "csrc"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
