@@ -199,13 +199,7 @@ def test_raised_units_are_those_of_real_ranks(monkeypatch: pytest.MonkeyPatch) -
 
 def small_flat(rung: Rung, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> FlatModel:
     return FlatModel(
-        MODEL,
-        VOCAB,
-        alignment=rung.largest_block,
-        dtype=dtype,
-        device=device,
-        seed=SEED,
-        attention=ATTENTION,
+        MODEL, VOCAB, alignment=rung.largest_block, dtype=dtype, device=device, seed=SEED, attention=ATTENTION
     )
 
 

@@ -162,12 +162,7 @@ def test_routes_send_the_bytes_of_closed_forms(grid: tuple[int, int]) -> None:
                 check_kept(weights)
                 for count, last in ((1, True), (3, True), (3, False)):
                     wanted = closed.gradients(count, last=last)
-                    assert plan.reduced(weights, count, last=last) == wanted, (
-                        zero,
-                        dtype,
-                        count,
-                        last,
-                    )
+                    assert plan.reduced(weights, count, last=last) == wanted, (zero, dtype, count, last)
 
 
 def check_kept(weights: WeightPlan) -> None:

@@ -148,11 +148,7 @@ def test_an_eos_token_of_the_special_tokens_map_counts(bpe_files: Path, tmp_path
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
     tokenizer = hugging_face(tmp_path)
     assert tokenizer.eod == PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).eos_token_id
-    assert tokenizer.files().keys() == {
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-    }
+    assert tokenizer.files().keys() == {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|endoftext|>"}))
     with pytest.raises(ValueError, match=r"two ends of document, .* and .*; name the same eos_token in both"):
         hugging_face(tmp_path)
