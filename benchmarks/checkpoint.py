@@ -34,7 +34,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.reporting.reporter import Reporter
-from megatron_zpp.supervision.joining import connect_ranks
+from megatron_zpp.supervision.process import connect_ranks
 from megatron_zpp.train.saving.saver import Saver
 from megatron_zpp.zero.engine import ZeroEngine
 

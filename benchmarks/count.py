@@ -92,7 +92,7 @@ def count(commit: str | None) -> dict[str, float]:
             found |= {f"{place}: {name}": figure for name, figure in figures_of_python(paths).items()}
         results = [name for name in files if name.startswith("benchmarks/results/")]
         pages = [name for name in files if re.fullmatch(r"README\.md|docs/.*\.md", name)]
-        helped = run(root, "pretrain_gpt.py", "--help")
+        helped = run(root, "pretrain_gpt.py", "--help", "all")
         modules = run(root, "-c", LISTED, *STEP.split()).splitlines()
         return found | {
             "files under benchmarks/results": len(results),

@@ -151,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_tool("quantization.py", main)
+    run_tool(main)

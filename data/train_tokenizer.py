@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory, not installed
 
-from megatron_zpp.commands.scripts import train_tokenizer
+from megatron_zpp.commands.scripts import run
 
 if __name__ == "__main__":
-    train_tokenizer()
+    run("tokenizer")

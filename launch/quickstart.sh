@@ -93,10 +93,10 @@ PYTHON=$python launch/local.sh -n "$processes" pretrain_gpt.py \
 step "5/5 loss curve and samples"
 curves=("$work/metrics$suffix.jsonl")
 [[ -z $suffix || ! -e $work/metrics.jsonl ]] || curves=("$work/metrics.jsonl" "${curves[@]}")
-"$python" -m megatron_zpp.commands.plot "${curves[@]}" --output "$work/loss$suffix.png"
-"$python" -m megatron_zpp.commands.report "$work/metrics$suffix.jsonl" --checkpoint "$work/checkpoints$suffix" \
+"$python" -m megatron_zpp plot "${curves[@]}" --output "$work/loss$suffix.png"
+"$python" -m megatron_zpp report "$work/metrics$suffix.jsonl" --checkpoint "$work/checkpoints$suffix" \
     --title "quickstart" --output "$work/report$suffix.html"
-"$python" -m megatron_zpp.commands.sample --load "$work/checkpoints$suffix" --num-samples 2 \
+"$python" -m megatron_zpp sample --load "$work/checkpoints$suffix" --num-samples 2 \
     --max-new-tokens 160 --prompt "def main():" | tee "$work/sample$suffix.txt"
 
 printf -v quoted %q "$work"
@@ -109,7 +109,7 @@ Next, of which each line runs as it is:
 source .venv/bin/activate
 
 # More text from this model
-python -m megatron_zpp.commands.sample --load $quoted/checkpoints$suffix --prompt "import os" "class Error"
+python -m megatron_zpp sample --load $quoted/checkpoints$suffix --prompt "import os" "class Error"
 
 # The same run, twice as long: it resumes where this one ended
 $again${suffix:+ --arch $arch} --train-iters $((2 * iterations))

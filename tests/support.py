@@ -117,11 +117,7 @@ def rank_main(
     import torch
 
     program = importlib.import_module(name)
-    main = (
-        partial(program.run_tool, program.PROG, program.main)
-        if hasattr(program, "run_tool")
-        else program.main
-    )
+    main = partial(program.run_tool, program.main) if hasattr(program, "run_tool") else program.main
     for descriptor, kind in ((1, "out"), (2, "err")):
         file = directory / f"{place['RANK']}.{kind}"
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)

@@ -9,7 +9,6 @@ from benchmarks.emulation.rungs import ATTENTION, KINDS, MLP, SMALL, TABLES
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.reference_rotation import SIGNS_PER_COUNTER
 from megatron_zpp.zero.build import in_order, layouts_of
@@ -63,7 +62,7 @@ class FlatModel:
     ) -> None:
         """Initial weights are those of `seed`, drawn on the CPU whatever the device."""
         with torch.device("meta"):
-            self.model = GPT(config, vocab_size, parts=ModelComponents(attention=attention))
+            self.model = GPT(config, vocab_size, attention=attention)
         places, self.kinds, self.numel = _placed(self.model, alignment)
         self.decayed = self.kinds[SMALL].start
         self.compute = torch.zeros(self.numel, dtype=dtype, device=device)

@@ -163,7 +163,7 @@ def write_logs(name: str, metrics: Path, folder: Path) -> None:
         sink.close()
     if name.startswith("plain"):  # the page needs what only our metrics have
         return
-    command = [sys.executable, "-m", "megatron_zpp.commands.report", str(metrics), "--title", NAMES[name]]
+    command = [sys.executable, "-m", "megatron_zpp", "report", str(metrics), "--title", NAMES[name]]
     command += ["--x", "samples", "--output", str(folder / f"{name}.html")]
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ)
 

@@ -4,7 +4,7 @@ import re
 import typing
 from pathlib import Path
 
-from megatron_zpp.config.legacy.megatron_features import feature_flag
+from megatron_zpp.config.legacy.megatron_features import feature_of
 from megatron_zpp.config.legacy.old_flags import OLD_FLAGS
 from megatron_zpp.config.options import make_parser
 from megatron_zpp.config.root import Config
@@ -27,9 +27,12 @@ def fate(name: str, current: dict[str, str]) -> tuple[str, str]:
     if name in current:
         (first, *_) = re.split(r"(?<=[a-z)0-9])[.;] ", current[name].replace("%%", "%"))
         return "obeyed", first.rstrip(".").replace("|", "or")
-    flag = next((flag for flag in OLD_FLAGS if flag.name == name), None) or feature_flag(name)
+    flag = next((flag for flag in OLD_FLAGS if flag.name == name), None)
     if flag is None:
-        raise KeyError(name)
+        if (feature := feature_of(name)) is None:
+            raise KeyError(name)
+        reason, refused = feature
+        return "refused" if refused else "no effect", reason
     if flag.refused:
         return "refused", flag.otherwise
     if flag.allowed:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_zpp.commands.build_corpus import CorpusConfig
 from megatron_zpp.commands.evaluate import EvaluateConfig
-from megatron_zpp.commands.huggingface import ExportConfig, ImportConfig
+from megatron_zpp.commands.export_checkpoint import ExportConfig
 from megatron_zpp.commands.import_checkpoint import ImportOptions
 from megatron_zpp.commands.plot import PlotConfig
 from megatron_zpp.commands.preprocess_data import PreprocessConfig
@@ -24,20 +24,25 @@ from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFil
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions
 
-TITLES = {"reference/pretrain_gpt.md": "pretrain_gpt.py", "reference/programs.md": "Other programs"}
+TITLES = {"reference/pretrain_gpt.md": "train", "reference/programs.md": "Other commands"}
 PRETRAINING = (*typing.get_type_hints(Config).values(), SettingsFile, DeepSpeedFile)
 _OF_A_CHECKPOINT = (CheckpointOptions, DeviceOptions)
 PROGRAMS: dict[str, tuple[type[Options], ...]] = {
-    "data/build_corpus.py": (CorpusConfig,),
-    "data/train_tokenizer.py": (TrainTokenizerConfig,),
-    "data/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
-    "megatron_zpp.commands.evaluate": (*_OF_A_CHECKPOINT, EvaluateConfig),
-    "megatron_zpp.commands.sample": (*_OF_A_CHECKPOINT, SampleConfig),
-    "megatron_zpp.commands.huggingface import": (ImportConfig, TokenizerConfig),
-    "megatron_zpp.commands.huggingface export": (ExportConfig,),
-    "megatron_zpp.commands.import_checkpoint": (ImportOptions, TokenizerConfig),
-    "megatron_zpp.commands.plot": (PlotConfig,),
-    "megatron_zpp.commands.report": (ReportConfig,),
+    "corpus": (CorpusConfig,),
+    "tokenizer": (TrainTokenizerConfig,),
+    "preprocess": (PreprocessConfig, TokenizerConfig),
+    "evaluate": (*_OF_A_CHECKPOINT, EvaluateConfig),
+    "sample": (*_OF_A_CHECKPOINT, SampleConfig),
+    "import": (ImportOptions, TokenizerConfig),
+    "export": (ExportConfig,),
+    "plot": (PlotConfig,),
+    "report": (ReportConfig,),
+}
+FILES = {
+    "pretrain_gpt.py": "train",
+    "data/build_corpus.py": "corpus",
+    "data/train_tokenizer.py": "tokenizer",
+    "data/preprocess_data.py": "preprocess",
 }
 _KINDS = {int: "integer", float: "number", str: "text"}
 _SIGNS = {"at_least": "≥", "above": ">", "at_most": "≤", "below": "<"}
@@ -56,9 +61,9 @@ def _pretraining_page() -> str:
         sections += [f"## {name}", rest, table(cls, linked=True)]
     return "\n\n".join(
         [
-            "# Flags of pretrain_gpt.py",
+            "# Flags of megatron-zpp train",
             "For everybody who looks up a flag. After reading this page you know each flag's type, default\n"
-            "and bounds. The page is made from the classes that also make `python pretrain_gpt.py --help`.\n"
+            "and bounds. The page is made from the classes that also make `megatron-zpp train --help all`.\n"
             "[Megatron-LM's other flags](../guide/megatron_flags.md), old flags and\n"
             "[DeepSpeed's keys](../guide/deepspeed.md) are translated to these flags.",
             "A value outside the bounds is refused in a line that names the flag. A switch takes no value.",
@@ -70,16 +75,15 @@ def _pretraining_page() -> str:
 def _programs_page() -> str:
     sections = []
     for program, classes in PROGRAMS.items():
-        command = program if program.endswith(".py") else f"-m {program}"
-        name = program.rpartition("/")[2].removeprefix("megatron_zpp.commands.")
-        sections += [f"## {name}", f"`python {command}`"]
+        file = next((f"; `python {file}`" for file, command in FILES.items() if command == program), "")
+        sections += [f"## {program}", f"`megatron-zpp {program}`{file}"]
         for cls in classes:
             sections += [": ".join(filter(None, _title(cls))), table(cls)]
     return "\n\n".join(
         [
-            "# Flags of the other programs",
+            "# Flags of the other commands",
             "For everybody who prepares data or uses a checkpoint. After reading this page you know the\n"
-            "flags of the programs beside [pretrain_gpt.py](pretrain_gpt.md). Names in capitals are\n"
+            "flags of the commands beside [train](pretrain_gpt.md). Names in capitals are\n"
             "arguments without a flag.",
             *sections,
         ]

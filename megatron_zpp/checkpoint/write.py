@@ -1,5 +1,6 @@
 """Writes one checkpoint: each rank writes its file, then rank 0 the rest, manifest and marker."""
 
+import errno
 import json
 import platform
 import shutil
@@ -30,6 +31,7 @@ from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.sidecar import SidecarDigest, write_sidecar
 
 STATE = "state.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # no space on the file system; over the user's quota
 
 
 class SaveFailed(OSError):
@@ -108,6 +110,8 @@ class _Shards:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
+        self.size = sum(tensor.nbytes for tensor in tensors.values())
+        self.full = ""  # why nothing more can be written to the file system, if that is so
         self.checksums: Checksums | None = None
         self.directory: Location | None = None  # that all ranks write to
 
@@ -117,10 +121,11 @@ class _Shards:
             self.checksums = write_shard_file(path, self._tensors, on_progress)
             digest = write_sidecar(path, self.checksums)
         except OSError as error:
-            if error.strerror is None or error.filename is not None:
+            if error.strerror is None:
                 raise
-            size = sum(tensor.nbytes for tensor in self._tensors.values())
-            raise OSError(error.errno, f"{error.strerror}, for {size:,} bytes", str(path)) from None
+            if error.errno in _FULL:
+                self.full = error.strerror
+            raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
         on_progress()
         return digest
 
@@ -147,6 +152,8 @@ def _lead(
     _write_and_report(partial, shards, exchange, options)
     reports = exchange.gather("written")
     problem = next((report["problem"] for report in reports if report["problem"]), None)
+    if full := next((report["full"] for report in reports if report["full"]), None):
+        problem = _no_space(full, partial, final, sum(report["size"] for report in reports))
     problem = problem or tried(lambda on_progress: options.may_write())
     if problem := exchange.abandon(problem) if problem else exchange.commit():
         return problem
@@ -186,8 +193,18 @@ def _write_and_report(partial: Location, shards: _Shards, exchange: Exchange, op
         digests.append(shards.write(path, on_progress))
 
     problem = attempt(exchange, options, write)
-    report = {"problem": problem, "digest": None if problem else digests[0].to_json()}
+    digest = None if problem else digests[0].to_json()
+    report = {"problem": problem, "digest": digest, "size": shards.size, "full": shards.full}
     exchange.contribute("written", report)
+
+
+def _no_space(reason: str, partial: Location, final: Location, needed: int) -> str:
+    """Why a checkpoint of `needed` bytes has no place: the space free without what is written of it."""
+    free = 0
+    with suppress(OSError):
+        if isinstance(partial, Path):
+            free = shutil.disk_usage(partial).free + sum(file.stat().st_size for file in partial.iterdir())
+    return f"{final}: {reason}: it needs {needed:,} bytes, and {free:,} are free"
 
 
 def attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]) -> str | None:

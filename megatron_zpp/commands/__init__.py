@@ -1,4 +1,4 @@
-"""The programs; each also runs as `python -m megatron_zpp.commands.NAME`."""
+"""The programs; `megatron-zpp COMMAND` (scripts.py) starts them."""
 
 import sys
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
+from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.compression import replacing
@@ -18,8 +18,6 @@ from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.python_source import read_source, source_files, standard_library
 from megatron_zpp.data.corpus.texts import Texts, check_suffix, read_documents
 from megatron_zpp.storage.files import check_replaceable
-
-PROG = "build_corpus.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ class Source:
 
 
 def main() -> None:
-    config = parse_options(CorpusConfig, PROG, __doc__, sys.argv[1:])
+    config = parse_options(CorpusConfig, program_name(), __doc__, sys.argv[1:])
     unwind_on_sigterm()
     source = open_source(config)
     check_replaceable("--output", config.output)
@@ -113,4 +111,4 @@ def json_line(text: str, path: str, config: CorpusConfig) -> bytes:
 
 
 if __name__ == "__main__":
-    run_tool(PROG, main)
+    run_tool(main)

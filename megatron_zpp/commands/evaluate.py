@@ -1,6 +1,6 @@
-"""Measures a checkpoint on text: `python -m megatron_zpp.commands.evaluate --load DIR --valid-data FILE …`.
+"""Measures a checkpoint on text: `megatron-zpp evaluate --load DIR --valid-data FILE …`.
 
-On several ranks (launch/local.sh -m megatron_zpp.commands.evaluate …, or torchrun -m) each rank scores its
+On several ranks (launch/local.sh -m megatron_zpp evaluate …, or torchrun -m) each rank scores its
 share of the batches, and the figures are the same.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.data.corpus.inputs import find_files
@@ -28,8 +29,6 @@ from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.heartbeat import heartbeat
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.tokenizer.base import Tokenizer
-
-PROG = "evaluate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +80,10 @@ _PATIENCE = timedelta(
 
 def main() -> None:
     """Connect the ranks and score this rank's share; rank 0 prints the figures of all."""
-    process = Process.start(PROG)
+    process = Process.start(program_name())
     topology = process.topology
     with process.local_errors():
-        options = parse_all(GROUPS, PROG, __doc__, sys.argv[1:])
+        options = parse_all(GROUPS, program_name(), __doc__, sys.argv[1:])
         config: EvaluateConfig = options["evaluation"]
         if config.output:
             check_replaceable("--output", config.output)
@@ -95,7 +94,7 @@ def main() -> None:
     store, timeout = met.store, distributed.heartbeat_timeout
     with (
         process.shared_errors(),
-        heartbeat(store, topology, timeout, PROG, lifelines=met.lifelines) as activity,
+        heartbeat(store, topology, timeout, process.prog, lifelines=met.lifelines) as activity,
     ):
         activity.now("loading", patient=True)
         exchange = Exchange(store, topology, _PATIENCE, "evaluate")

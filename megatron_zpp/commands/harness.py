@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness on a checkpoint: `python -m megatron_zpp.commands.harness run …`.
+"""EleutherAI's lm-evaluation-harness on a checkpoint: `megatron-zpp lm-eval run …`.
 
 All arguments go to lm_eval's command line; `--model megatron_zpp --model_args load=DIR` selects a checkpoint.
 Without `--device` it runs on the first GPU, or on the CPU where there is none.
@@ -25,7 +25,6 @@ from megatron_zpp.generate.loading import CheckpointOptions, load_for
 from megatron_zpp.generate.scoring import Passage, score_passages
 from megatron_zpp.generate.text import Stop
 
-PROG = "harness"
 _NEW_TOKENS = 256  # default of tasks that set no number, as in the harness's own models
 # Names of the number of new tokens; the first one that is given counts, as in lm_eval's normalize_gen_kwargs.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -208,4 +207,4 @@ def _place(device: str) -> torch.device:
 
 
 if __name__ == "__main__":
-    run_tool(PROG, main)
+    run_tool(main)

@@ -1,6 +1,4 @@
-"""Weights of Megatron-LM's and DeepSpeed's checkpoints, as a checkpoint of iteration 0:
-
-python -m megatron_zpp.commands.import_checkpoint DIRECTORY --output NEW --tokenizer-type …
+"""Makes a checkpoint of iteration 0 from a model of Hugging Face, Megatron-LM or DeepSpeed.
 
 Files are read as data: nothing that a pickle names is imported or called.
 """
@@ -17,37 +15,45 @@ from megatron_zpp.checkpoint.foreign.model import ForeignModel
 from megatron_zpp.checkpoint.foreign.rank_files import read_rank_files
 from megatron_zpp.checkpoint.foreign.recognise import Foreign, recognise
 from megatron_zpp.checkpoint.foreign.torch_dist import read_torch_dist
-from megatron_zpp.checkpoint.huggingface.named_directory import check_empty
-from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.checkpoint.huggingface.importing import import_checkpoint
+from megatron_zpp.checkpoint.huggingface.named_directory import check_empty, named_directory
+from megatron_zpp.config.command_line import program_name, run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
+from megatron_zpp.config.run import HUGGINGFACE
+from megatron_zpp.config.shapes.huggingface import CONFIG
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.urls import local_path
 from megatron_zpp.storage.checksums import DamagedFile
 
-PROG = "import_checkpoint"
 _READERS: Mapping[str, Callable[[Path], ForeignModel]] = {
     "torch_dist": read_torch_dist,
     "mp_rank": read_rank_files,
     "zero": read_zero,
     "universal": read_universal,
 }
+_OF_TRANSFORMERS = ("safetensors", "pickled")  # import_checkpoint says what is wrong with them
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(Options):
-    """import: a checkpoint of another program"""
+    """import: a model of another program"""
 
-    directory: str = option(
+    source: str = option(
         REQUIRED,
-        "What --save of that program wrote, or one iteration of it.",
+        "A directory with config.json and safetensors, or hf:ORG/NAME[@REVISION] of the hub; or what --save "
+        "of Megatron-LM or DeepSpeed wrote, or one iteration of it.",
         positional=True,
-        metavar="DIRECTORY",
+        metavar="SOURCE",
     )
-    output: str = option(REQUIRED, "Directory of checkpoints, to be made.")
-    program: Literal["auto", "megatron", "deepspeed"] = option(
+    checkpoint_dir: str = option(
+        REQUIRED, "Directory of checkpoints, to be made.", positional=True, metavar="CHECKPOINT_DIR"
+    )
+    program: Literal["auto", "transformers", "megatron", "deepspeed"] = option(
         "auto", "The program that wrote it; auto: by names of files.", flag="--from"
     )
-    ckpt_step: int | None = option(None, "This iteration instead of the latest.", at_least=0)
+    ckpt_step: int | None = option(
+        None, "Megatron-LM, DeepSpeed: this iteration instead of the latest.", at_least=0
+    )
     make_vocab_size_divisible_by: int = option(
         128,
         "The vocabulary is padded to a multiple of this, as the run's flag says.",
@@ -59,40 +65,67 @@ class ImportOptions(Options):
 def main() -> None:
     """Import, and print what was mapped."""
     groups = {"import": ImportOptions, "tokenizer": TokenizerConfig}
-    parsed = parse_all(groups, PROG, __doc__ or "", sys.argv[1:])
+    parsed = parse_all(groups, program_name(), __doc__ or "", sys.argv[1:])
     config, tokenizer = parsed["import"], parsed["tokenizer"]
     found = _find(config)
-    check_empty("--output", local_path("--output", config.output))
+    check_empty("CHECKPOINT_DIR", local_path("CHECKPOINT_DIR", config.checkpoint_dir))
+    if found is None:
+        lines = import_checkpoint(
+            named_directory("SOURCE", config.source),
+            Path(config.checkpoint_dir),
+            tokenizer if tokenizer.tokenizer_type else None,
+            config.make_vocab_size_divisible_by,
+        )
+    else:
+        lines = _import_foreign(config, found, tokenizer)
+    print("\n".join(lines))
+
+
+def _import_foreign(config: ImportOptions, found: Foreign, tokenizer: TokenizerConfig) -> list[str]:
     if tokenizer.tokenizer_type is None:
         raise tokenizer.error("tokenizer_type", "give the tokenizer that the model was trained with")
     try:
         model = _READERS[found.layout](found.path)
-        lines = import_foreign(
-            model, found.iteration, Path(config.output), tokenizer, config.make_vocab_size_divisible_by
+        return import_foreign(
+            model,
+            found.iteration,
+            Path(config.checkpoint_dir),
+            tokenizer,
+            config.make_vocab_size_divisible_by,
         )
     except DamagedFile as damage:
-        raise option_error("DIRECTORY", config.directory, str(damage)) from None
-    print("\n".join(lines))
+        raise option_error("SOURCE", config.source, str(damage)) from None
 
 
-def _find(config: ImportOptions) -> Foreign:
-    """Return the checkpoint to import. Raises ValueError, naming the flag, if it is none."""
-    root = Path(config.directory)
+def _find(config: ImportOptions) -> Foreign | None:
+    """Return the checkpoint of Megatron-LM or DeepSpeed to import; None for a model of transformers.
+
+    Raises ValueError, naming the flag, if it is neither.
+    """
+    if config.source.startswith(HUGGINGFACE):
+        for name, default in (("program", "auto"), ("ckpt_step", None)):
+            if getattr(config, name) != default:
+                raise config.error(name, f"has no meaning with SOURCE {config.source}; omit it")
+        return None
+    root = Path(config.source)
     found = recognise(root)
     if config.ckpt_step is not None:
         names = (f"iter_{config.ckpt_step:07d}", f"global_step{config.ckpt_step}")
         paths = [root / f"{name}{end}" for name in names for end in ("", "_universal")]
         found = next(filter(None, map(recognise, paths)), None)
         if found is None:
-            raise config.error("ckpt_step", f"not in {config.directory}; name one that is there")
-    if found is None:
-        raise config.error("directory", "holds no checkpoint of Megatron-LM or DeepSpeed; name one that does")
-    if found.layout not in _READERS:
-        raise option_error("DIRECTORY", config.directory, f"{found.words}; {found.remedy}")
-    if config.program not in ("auto", found.program):
+            raise config.error("ckpt_step", f"not in {config.source}; name one that is there")
+    if found is not None and config.program not in ("auto", found.program):
         raise option_error("--from", config.program, f"{found.words}; omit the flag")
-    return found
+    if found is not None and found.layout not in (*_READERS, *_OF_TRANSFORMERS):
+        raise option_error("SOURCE", config.source, f"{found.words}; {found.remedy}")
+    if found is not None:
+        return found if found.layout in _READERS else None
+    if config.program in ("megatron", "deepspeed") or not (root / CONFIG).exists():
+        known = "transformers, Megatron-LM or DeepSpeed"
+        raise config.error("source", f"holds no model of {known}; name a directory that does")
+    return None
 
 
 if __name__ == "__main__":
-    run_tool(PROG, main)
+    run_tool(main)

@@ -12,8 +12,13 @@ def end_on_interrupt() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
+def is_first_of_node() -> bool:
+    """Whether this process is the one of its node that says what all would say."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
 def _end(number: int, frame: FrameType | None) -> None:
-    if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+    if is_first_of_node():
         name = sys.argv[0] if sys.argv[0] != "-m" else sys.orig_argv[sys.orig_argv.index("-m") + 1]
         os.write(2, f"{os.path.basename(name)}: interrupted\n".encode())
     os._exit(130)  # the shell's status for a program stopped by Ctrl-C

@@ -1,4 +1,4 @@
-"""Draws curves of runs: `python -m megatron_zpp.commands.plot METRICS.jsonl … --output FILE.png`.
+"""Draws curves of runs: `megatron-zpp plot METRICS.jsonl … --output FILE.png`.
 
 By default training loss as a line and validation loss as dots. `--metric` draws other numbers of the metrics
 files, one below the other. Runs with the same label are drawn as their mean and a band from the least to the
@@ -13,7 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.command_line import program_name, run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
 from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.report.curves import (
@@ -29,7 +29,6 @@ from megatron_zpp.reporting.report.curves import (
 )
 from megatron_zpp.storage.files import check_replaceable, write_whole
 
-PROG = "plot"
 _FORMATS = (".png", ".svg", ".pdf")
 _LABELS = {
     "lm_loss": "cross-entropy (nats per token)",
@@ -77,7 +76,7 @@ class PlotConfig(Options):
 
 def main() -> None:
     """Draw the files of the command line."""
-    config = parse_options(PlotConfig, PROG, __doc__, sys.argv[1:])
+    config = parse_options(PlotConfig, program_name(), __doc__, sys.argv[1:])
     check_replaceable("--output", config.output)
     draw(load(config.runs, config.labels or _names(config.runs)), config)
     print(f"wrote {config.output}")
@@ -87,7 +86,7 @@ def load(paths: Sequence[str], labels: Sequence[str]) -> Runs:
     """The records of the runs by label; warns of lines that are skipped."""
     runs: Runs = {}
     for path, label in zip(paths, labels, strict=True):
-        runs.setdefault(label, []).append(read_metrics(path, lambda note: warn(PROG, 0, [note])))
+        runs.setdefault(label, []).append(read_metrics(path, lambda note: warn(program_name(), 0, [note])))
     return runs
 
 
@@ -187,4 +186,4 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_tool(PROG, main)
+    run_tool(main)

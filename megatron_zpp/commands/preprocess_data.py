@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
+from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, option_error, parse_all
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.text import plain_suffix
@@ -23,8 +23,6 @@ from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.provenance import provenance_path
 from megatron_zpp.storage.files import check_replaceable
 from megatron_zpp.tokenizer import build_tokenizer, describe
-
-PROG = "preprocess_data.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,7 @@ def main() -> None:
 def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
     """Parse the command line. Raises UsageError if it is not valid."""
     groups = {"preprocess": PreprocessConfig, "tokenizer": TokenizerConfig}
-    configs = parse_all(groups, PROG, __doc__, argv)
+    configs = parse_all(groups, program_name(), __doc__, argv)
     if configs["tokenizer"].tokenizer_type is None:
         raise UsageError("the following arguments are required: --tokenizer-type")
     return configs["preprocess"], configs["tokenizer"]
@@ -122,4 +120,4 @@ def output_prefixes(config: PreprocessConfig) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_tool(PROG, main)
+    run_tool(main)

@@ -5,6 +5,7 @@ Exit status: 0 done, 1 an error, 2 a bad command line, 3 NaN, 75 stopped by a si
 
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_zpp.commands.scripts import before_torch
 
@@ -13,15 +14,18 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.config.sources.checkpoint_arguments import CheckpointArguments
+from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.distributed.process_group import barrier
 from megatron_zpp.distributed.topology import planned
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.reporting.console import tell, warn
 from megatron_zpp.reporting.full_disk import drop_lines_when_full
 from megatron_zpp.supervision.process import Process
-from megatron_zpp.train.inputs import check_inputs
+from megatron_zpp.train.inputs import RunInputs, check_inputs
 from megatron_zpp.train.loop import train
 from megatron_zpp.train.run import build_run
 from megatron_zpp.train.setup.build_engine import build_engine
@@ -29,42 +33,58 @@ from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.train.setup.ranks import joined_ranks
 from megatron_zpp.version import untested_torch
 
-PROG = "pretrain_gpt.py"
+if TYPE_CHECKING:
+    from megatron_zpp.config.sources.huggingface import HuggingFaceModel
 
 
 def main() -> None:
     """Check what one process can check alone; then plan, or take devices, join the ranks and train."""
-    drop_lines_when_full(PROG)
-    process = Process.start(PROG)
+    prog = program_name()
+    drop_lines_when_full(prog)
+    process = Process.start(prog)
     topology = process.topology
     with process.local_errors():
         command_line = parse_command_line(
             sys.argv[1:],
-            PROG,
+            prog,
             lambda plan: planned(plan, topology).world_size,
             _saved_arguments,
             lambda plan: planned(plan, topology).local_world_size,
+            _huggingface_model,
         )
         config, notes = command_line.config, [*command_line.notes, *untested_torch(torch.__version__)]
         with usage_errors():
             mesh = planned(config.plan, topology).mesh(config.distributed.tensor_model_parallel_size)
-        inputs = check_inputs(config, mesh.data_ranks, partial(tell, PROG))
+        inputs = check_inputs(config, mesh.data_ranks, partial(tell, prog))
         if config.plan.dry_run:
-            warn(PROG, topology.rank, notes)
+            inputs, chosen = _at_fitting_stage(inputs, mesh, command_line.pipeline_stages)
+            warn(prog, topology.rank, [*notes, *chosen])
             from megatron_zpp.train.dry_run import dry_run
 
             dry_run(inputs, mesh, speaks=topology.rank == 0)
             return
         device = prepare_device(config, topology)
+        inputs, chosen = _at_fitting_stage(inputs, mesh, command_line.pipeline_stages)
+        config = inputs.config
+        notes += chosen
         notes += config.precision.speed_notes(config.model.hidden_size)
-        warn(PROG, topology.rank, notes)
+        warn(prog, topology.rank, notes)
     with joined_ranks(process, config, device) as joined:
         engine = build_engine(config, inputs.tokenizer["vocab_size"], device, topology)
         ending = train(build_run(inputs, engine, joined))
         barrier(topology)  # logs are closed before the first rank leaves: a launcher may then end the others
         joined.signals.finish()
         engine.close()
-    ending.leave(PROG, topology.rank)
+    ending.leave(prog, topology.rank)
+
+
+def _at_fitting_stage(inputs: RunInputs, mesh: Mesh, stages: int) -> tuple[RunInputs, list[str]]:
+    """The inputs where ranks of another program's pipeline of `stages` are data ranks, and a note."""
+    if stages == 1:
+        return inputs, []
+    from megatron_zpp.train.dry_run import at_fitting_stage
+
+    return at_fitting_stage(inputs, mesh, stages)
 
 
 def _saved_arguments(load: str, iteration: int | None) -> CheckpointArguments | None:
@@ -72,6 +92,13 @@ def _saved_arguments(load: str, iteration: int | None) -> CheckpointArguments | 
     from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
 
     return read_arguments(load, iteration)
+
+
+def _huggingface_model(load: str, tokenizer: TokenizerConfig | None) -> "HuggingFaceModel":
+    """What --load hf: gives: the model's shape, and its tokenizer unless flags give one."""
+    from megatron_zpp.checkpoint.huggingface.whole import read_settings
+
+    return read_settings(load, tokenizer)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the report of a run: `python -m megatron_zpp.commands.report METRICS.jsonl --output report.html`.
+"""Writes the report of a run: `megatron-zpp report METRICS.jsonl --output report.html`.
 
 The page has curves, times, traffic and samples from the metrics file. With `--checkpoint` it also has the
 settings of the run, and its planned memory and traffic beside what was measured. It needs no network.
@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.command_line import program_name, run_tool
 from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, parse_options
 from megatron_zpp.config.root import Config
 from megatron_zpp.mesh import Mesh
@@ -27,8 +27,6 @@ from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.storage.location import Location
 from megatron_zpp.train.dry_run import job_of
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
-
-PROG = "report"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class ReportConfig(Options):
 
 def main() -> None:
     """Write the page that the command line asks for."""
-    config = parse_options(ReportConfig, PROG, __doc__, sys.argv[1:])
+    config = parse_options(ReportConfig, program_name(), __doc__, sys.argv[1:])
     check_replaceable("--output", config.output)
     text = page(make_report(config))
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +56,7 @@ def main() -> None:
 
 def make_report(config: ReportConfig) -> Report:
     """What the page shows, read from the files of `config`. Raises ValueError for files of another kind."""
-    records = read_metrics(config.metrics, lambda note: warn(PROG, 0, [note]))
+    records = read_metrics(config.metrics, lambda note: warn(program_name(), 0, [note]))
     saved: tuple[Config | None, Job | None, int | None] = (None, None, None)
     if config.checkpoint is not None:
         on_cpus = not by_iteration(records, "mfu")
@@ -92,7 +90,9 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> tuple[C
     if found is None:
         raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
     config, mesh, vocab_size = found
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, mesh.data_ranks)
+    schedule = RunSchedule.from_config(
+        config.training, config.learning_rate, mesh.data_ranks, seq_length=config.model.seq_length
+    )
     precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
         planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))
@@ -165,4 +165,4 @@ def _gib(nbytes: float) -> str:
 
 
 if __name__ == "__main__":
-    run_tool(PROG, main)
+    run_tool(main)

@@ -1,9 +1,9 @@
-"""Prints text from a checkpoint: `python -m megatron_zpp.commands.sample --load DIR --prompt TEXT`."""
+"""Prints text from a checkpoint: `megatron-zpp sample --load DIR --prompt TEXT`."""
 
 import sys
 from dataclasses import dataclass
 
-from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.command_line import program_name, run_tool
 from megatron_zpp.config.options import Options, option, option_error, parse_all
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
@@ -11,8 +11,6 @@ from megatron_zpp.generate.continuation import continue_texts
 from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_for
 from megatron_zpp.generate.text import Stop
-
-PROG = "sample"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class SampleConfig(Options):
 def main() -> None:
     """Generate the texts that the command line asks for."""
     groups = {"model": CheckpointOptions, "device": DeviceOptions, "sample": SampleConfig}
-    options = parse_all(groups, PROG, __doc__, sys.argv[1:])
+    options = parse_all(groups, program_name(), __doc__, sys.argv[1:])
     config: SampleConfig = options["sample"]
     device = select_device(options["device"].device, Topology())
     model, tokenizer = load_for(options["model"], device)
@@ -68,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_tool(PROG, main)
+    run_tool(main)

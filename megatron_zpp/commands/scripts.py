@@ -1,65 +1,166 @@
-"""The console scripts of an installed package, `megatron-zpp-pretrain` and so on: see pyproject.toml.
+"""`megatron-zpp COMMAND`, also as `python -m megatron_zpp COMMAND`, and the console scripts that it replaces.
 
-Each imports its program only when it is called, because torch takes a second to import.
+A program is imported only when it is called, because torch takes a second to import.
 """
 
+import difflib
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
+from typing import NoReturn
 
-from megatron_zpp.commands.interrupts import end_on_interrupt
-from megatron_zpp.config.command_line import check_packages, run_tool
+from megatron_zpp.commands.interrupts import end_on_interrupt, is_first_of_node
+from megatron_zpp.config.command_line import (
+    check_packages,
+    end_with_usage_error,
+    program_name,
+    raise_interrupts,
+    run_tool,
+)
+from megatron_zpp.version import __version__
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the module whose `main` it is, and what it does."""
+
+    module: str
+    does: str
+    of_ranks: bool = False  # runs on several ranks, and so reports errors itself
+
+
+COMMANDS: Mapping[str, Command] = {
+    "train": Command("commands.pretrain", "pretrain a model, on one rank or more", of_ranks=True),
+    "plan": Command("commands.pretrain", "predict memory, traffic and time: train --dry-run", of_ranks=True),
+    "sample": Command("commands.sample", "generate text"),
+    "evaluate": Command("commands.evaluate", "measure perplexity, or LAMBADA's accuracy", of_ranks=True),
+    "lm-eval": Command("commands.harness", "run tasks of lm-evaluation-harness"),
+    "corpus": Command("commands.build_corpus", "collect text as JSON lines"),
+    "tokenizer": Command("commands.train_tokenizer", "train a SentencePiece tokenizer"),
+    "preprocess": Command("commands.preprocess_data", "tokenise JSON lines into .bin and .idx files"),
+    "plot": Command("commands.plot", "draw the curves of runs"),
+    "report": Command("commands.report", "write the report of a run, an HTML page"),
+    "import": Command("commands.import_checkpoint", "make a checkpoint from a model of another program"),
+    "export": Command("commands.export_checkpoint", "write a checkpoint for transformers, or push it"),
+    "torchrun": Command("commands.torchrun", "start the ranks of one node of a SLURM step", of_ranks=True),
+    "build-kernels": Command("ops.build", "compile the kernels; otherwise the first run does"),
+}
+_RENAMED = {  # commands that were console scripts megatron-zpp-NAME; these go with version 0.3
+    "pretrain": "train",
+    "build-corpus": "corpus",
+    "train-tokenizer": "tokenizer",
+    "import-checkpoint": "import",
+    "huggingface": "",  # its first argument is the command
+}
+_LIKELY = 0.6  # similarity of a typing error
+
+
+def main() -> None:
+    """Run the command that the first argument names."""
+    end_on_interrupt()
+    program = program_name()
+    command, *argv = sys.argv[1:] or [""]
+    if command in ("-h", "--help"):
+        run_tool(lambda: _write(_help(program)))
+    elif command == "--version":
+        run_tool(lambda: _write(f"megatron_zpp {__version__}"))
+    elif command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=_LIKELY)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        said = f"unknown command {command}{hint}" if command else "no command"
+        end_with_usage_error(program, f"{said} (--help lists all commands)")
+    else:
+        sys.argv = [f"{program} {command}", *argv]
+        run(command)
+
+
+def run(command: str) -> None:
+    """Run a command with the arguments and the name in sys.argv."""
+    program = COMMANDS[command]
+    if command == "torchrun":  # which handles signals itself
+        raise_interrupts()
+    else:
+        end_on_interrupt()
+    if command == "plan":
+        sys.argv.insert(1, "--dry-run")
+    if program.module == "commands.pretrain":
+        before_torch()
+    try:
+        program_main = import_module(f"megatron_zpp.{program.module}").main
+    except ModuleNotFoundError as error:  # a package that few need, such as lm_eval
+        missing = error
+        run_tool(lambda: _raise(missing))
+    if program.of_ranks:
+        program_main()
+    else:
+        run_tool(program_main)
+
+
+def renamed() -> None:
+    """Run an old console script, which says its new name."""
+    old = program_name()
+    name = old.removeprefix("megatron-zpp-")
+    command = _RENAMED.get(name, name)
+    if not command:
+        command = sys.argv.pop(1) if sys.argv[1:2] in (["import"], ["export"]) else ""
+    if is_first_of_node():
+        sys.stderr.write(f"{old}: warning: is deprecated; use megatron-zpp {command or 'import or export'}\n")
+    if not command:
+        end_with_usage_error(old, "no action: must be import or export")
+    if name == "import-checkpoint":
+        sys.argv = _with_target_last(sys.argv)
+    run(command)
 
 
 def before_torch() -> None:
-    """What a rank of a run does before it imports torch."""
-    check_packages("pretrain_gpt.py", "torch", "numpy")
+    """What a rank of a run does before it imports torch: answer --help, for one."""
+    program = program_name()
+    if {"-h", "--help"} & set(sys.argv):
+        from megatron_zpp.config.root import parse_command_line
+
+        run_tool(lambda: parse_command_line(sys.argv[1:], program))
+    check_packages(program, "torch", "numpy")
     # The imports take a while: a scheduler's signal waits for stop_signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     # Without this, torch prints a page of its own stack frames when the store goes, after our error line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def pretrain() -> None:
-    """megatron-zpp-pretrain"""
-    end_on_interrupt()
-    before_torch()
-    import_module("megatron_zpp.commands.pretrain").main()
+def _help(program: str) -> str:
+    width = max(map(len, COMMANDS))
+    commands = [f"  {name:<{width}}  {command.does}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [flags]",
+            "",
+            "Pretraining of GPT and Llama-like models with a built-in ZeRO++ layer.",
+            "",
+            *commands,
+            "",
+            f"{program} COMMAND --help lists the flags of a command, {program} --version the version.",
+        ]
+    )
 
 
-def evaluate() -> None:
-    """megatron-zpp-evaluate"""
-    end_on_interrupt()
-    import_module("megatron_zpp.commands.evaluate").main()  # reports errors of several ranks itself
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
-def torchrun() -> None:
-    """megatron-zpp-torchrun"""
-    import_module("megatron_zpp.commands.torchrun").main()
+def _write(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
 
 
-def build_kernels() -> None:
-    """megatron-zpp-build-kernels"""
-    run_tool("megatron_zpp.ops.build", import_module("megatron_zpp.ops.build").main)
-
-
-def _tool(name: str) -> Callable[[], None]:
-    """Return the script that runs commands/NAME.py."""
-
-    def script() -> None:
-        end_on_interrupt()
-        program = import_module(f"megatron_zpp.commands.{name}")
-        run_tool(program.PROG, program.main)
-
-    return script
-
-
-preprocess = _tool("preprocess_data")
-build_corpus = _tool("build_corpus")
-train_tokenizer = _tool("train_tokenizer")
-sample = _tool("sample")
-plot = _tool("plot")
-report = _tool("report")
-huggingface = _tool("huggingface")
-import_checkpoint = _tool("import_checkpoint")
+def _with_target_last(argv: list[str]) -> list[str]:
+    """Return `argv` with the value of --output as the last argument, where `import` expects it."""
+    kept, targets = [], []
+    words = iter(argv)
+    for word in words:
+        flag, given, value = word.partition("=")
+        if flag == "--output":
+            targets = [value if given else next(words, "")]
+        else:
+            kept.append(word)
+    return [*kept, *targets]

@@ -1,4 +1,4 @@
-"""One node's torchrun in a SLURM step: `python -m megatron_zpp.commands.torchrun --nproc-per-node N FILE …`.
+"""One node's torchrun in a SLURM step: `megatron-zpp torchrun --nproc-per-node N FILE …`.
 
 It differs from torchrun in four ways. SLURM provides the number of nodes and the rendezvous address. USR1
 and TERM are sent to the ranks, and torchrun waits for them. The exit status is that of the ranks, so that a
@@ -16,11 +16,10 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.command_line import one_line, program_name
 from megatron_zpp.distributed.slurm import RANKS_PORT, ranks_port, rendezvous_endpoint
 from megatron_zpp.train.steps.stopping import NOT_FINITE, STOPPED
 
-PROG = "torchrun"
 _USAGE = 2
 _SAID_BY_ALL = (STOPPED, NOT_FINITE, _USAGE)  # statuses with which all ranks end together
 
@@ -40,7 +39,7 @@ def main() -> None:
     except ChildFailedError as error:
         sys.exit(status_of([failure.exitcode for failure in by_time(error)]))
     except Exception as error:
-        sys.stderr.write(f"{PROG} [{os.uname().nodename}]: error: {one_line(error)}\n")
+        sys.stderr.write(f"{program_name()} [{os.uname().nodename}]: error: {one_line(error)}\n")
         sys.exit(1)
 
 

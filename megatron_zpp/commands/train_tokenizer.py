@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
+from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
 from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.inputs import find_files
@@ -18,8 +18,6 @@ from megatron_zpp.data.corpus.texts import check_suffix, read_passages
 from megatron_zpp.storage.files import check_replaceable
 from megatron_zpp.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import ModelType, train_sentencepiece
-
-PROG = "train_tokenizer.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class TrainTokenizerConfig(Options):
 
 
 def main() -> None:
-    config = parse_options(TrainTokenizerConfig, PROG, __doc__, sys.argv[1:])
+    config = parse_options(TrainTokenizerConfig, program_name(), __doc__, sys.argv[1:])
     unwind_on_sigterm()
     files = find_files("--input", config.input)
     for path in files:
@@ -82,4 +80,4 @@ def bytes_per_token(model: str, sample: list[str]) -> float:
 
 
 if __name__ == "__main__":
-    run_tool(PROG, main)
+    run_tool(main)

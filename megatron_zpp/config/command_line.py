@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_zpp.config.colour import paint_message, wants_colour
 from megatron_zpp.config.options import UsageError, printable
@@ -15,12 +16,24 @@ from megatron_zpp.config.options import UsageError, printable
 INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
 
 
-def run_tool(prog: str, main: Callable[[], None]) -> None:
+def program_name() -> str:
+    """Return the program as the user typed it: `megatron-zpp train`, `pretrain_gpt.py`, `python -m MODULE`.
+
+    commands/scripts.py puts the name of a command into sys.argv[0].
+    """
+    program = sys.modules["__main__"]
+    if program.__spec__ is not None and sys.argv[0] == program.__file__:  # of python -m
+        return f"python -m {program.__spec__.name.removesuffix('.__main__')}"
+    return os.path.basename(sys.argv[0])
+
+
+def run_tool(main: Callable[[], object]) -> None:
     """Run `main`; exit with 1 after an error, 2 for a bad command line, 130 if interrupted.
 
     Errors that the user can fix (ValueError, OSError, a missing package) are shortened to one line. Any other
     exception is a bug and keeps its traceback.
     """
+    prog = program_name()
     raise_interrupts()
     try:
         main()
@@ -33,8 +46,7 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
         sys.exit(0)
     except UsageError as error:
-        _print_error(prog, str(error))
-        sys.exit(2)
+        end_with_usage_error(prog, str(error))
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("MEGATRON_ZPP_DEBUG"):
             traceback.print_exc()
@@ -50,6 +62,12 @@ def raise_interrupts() -> None:
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_with_usage_error(prog: str, message: str) -> NoReturn:
+    """Say that the command line is wrong, and exit with 2."""
+    _print_error(prog, message)
+    sys.exit(2)
 
 
 def _print_error(prog: str, message: str) -> None:

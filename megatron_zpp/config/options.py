@@ -9,7 +9,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING
 from typing import Any, NoReturn
@@ -120,8 +120,19 @@ def flag_of(field: dataclasses.Field) -> str:
     return f"--no-{name}" if field.default is True else f"--{name}"
 
 
-def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]) -> argparse.ArgumentParser:
-    """Return a parser without abbreviations, whose help has a section per class, titled by its docstring."""
+def make_parser(
+    prog: str,
+    description: str,
+    groups: Mapping[str, type[Options]],
+    *,
+    only: Collection[str] | None = None,
+    lists_flags: str = "--help",
+) -> argparse.ArgumentParser:
+    """Return a parser without abbreviations, whose help has a section per class, titled by its docstring.
+
+    `only` names the flags that it has; default all. `lists_flags` is the flag that lists every flag, for
+    errors.
+    """
     parser = _OneLineParser(
         prog=prog,
         usage="%(prog)s [flags]",
@@ -130,6 +141,7 @@ def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]
         argument_default=argparse.SUPPRESS,
         formatter_class=_HelpFormatter,
     )
+    parser.lists_flags = lists_flags
     parser.add_argument(
         "--version",
         action="version",
@@ -140,6 +152,8 @@ def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]
         section = parser.add_argument_group(_title(cls))
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
+            if only is not None and flag_of(field) not in only:
+                continue
             destination, details = f"{group_name}.{field.name}", _argparse_type(hints[field.name], field)
             if field.metadata["positional"]:
                 details.pop("required", None)  # argparse refuses this argument for positionals
@@ -153,14 +167,24 @@ def parse_groups(
     parser: argparse.ArgumentParser, groups: Iterable[str], argv: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """Return what was typed, by group and field; other fields are absent, so that presets can fill them."""
-    namespace, unknown = parser.parse_known_args(list(argv))
+    typed, unknown = parse_known(parser, groups, argv)
     if unknown:
-        parser.error(_unknown_message(parser, unknown))
+        raise UsageError(unknown)
+    return typed
+
+
+def parse_known(
+    parser: argparse.ArgumentParser, groups: Iterable[str], argv: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return what `parse_groups` does, and a message on words that mean nothing; empty without any."""
+    namespace, unknown = parser.parse_known_args(list(argv))
+    lists_flags = getattr(parser, "lists_flags", "--help")
+    message = f"{_unknown_message(parser, unknown)} ({lists_flags} lists every flag)" if unknown else ""
     typed: dict[str, dict[str, Any]] = {name: {} for name in groups}
     for destination, value in vars(namespace).items():
         group_name, field_name = destination.split(".", 1)
         typed[group_name][field_name] = with_home(tuple(value) if isinstance(value, list) else value)
-    return typed
+    return typed, message
 
 
 def with_home(value: Any) -> Any:
@@ -207,8 +231,10 @@ def usage_errors() -> Iterator[None]:
 class _OneLineParser(argparse.ArgumentParser):
     """An argparse parser that raises UsageError instead of printing its usage block and exiting."""
 
+    lists_flags = "--help"
+
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (--help lists every flag)")
+        raise UsageError(f"{message} ({self.lists_flags} lists every flag)")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -4,10 +4,10 @@ import argparse
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
@@ -20,10 +20,10 @@ from megatron_zpp.config.options import (
     make_parser,
     option_error,
     parse_groups,
-    usage_errors,
 )
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.run import (
+    HUGGINGFACE,
     CheckpointConfig,
     DistributedConfig,
     EvaluationConfig,
@@ -33,7 +33,7 @@ from megatron_zpp.config.run import (
 from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
 from megatron_zpp.config.shapes.tensor_parallel import check_tensor_ranks
 from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
-from megatron_zpp.config.sources.provided import OTHERS, Provided
+from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.sources.settings_file import (
     DeepSpeedFile,
     SettingsFile,
@@ -44,6 +44,9 @@ from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig, resolved_type
 from megatron_zpp.config.values.text import is_text
 from megatron_zpp.config.zero import ZeroConfig
+
+if TYPE_CHECKING:
+    from megatron_zpp.config.sources.huggingface import ReadModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +164,15 @@ class Config:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line; `notes` to print once: old names, keys without effect."""
+    """A parsed command line; `notes` to print once: old names, keys without effect.
+
+    `pipeline_stages`: ranks among which another program would divide the layers. If there are several, they
+    are data ranks here, and the run chooses its ZeRO stage by memory.
+    """
 
     config: Config
     notes: tuple[str, ...]
+    pipeline_stages: int = 1
 
 
 def parse_args(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Config:
@@ -178,6 +186,7 @@ def parse_command_line(
     ranks: Callable[[PlanConfig], int] = lambda plan: 1,
     saved: SavedArguments | None = None,
     node_ranks: Callable[[PlanConfig], int | None] = lambda plan: None,
+    huggingface: "ReadModel | None" = None,
 ) -> CommandLine:
     """Parse current flags, old flags, a file of settings, which both win over, and DeepSpeed's file.
 
@@ -185,39 +194,70 @@ def parse_command_line(
     `saved` returns what --use-checkpoint-args takes from the checkpoint of --load and --ckpt-step; None: such
     flags change nothing.
     `node_ranks` returns the ranks of a node, real or planned, which tensor ranks must divide; None: unknown.
-    Raises UsageError, in one line, if the command line is wrong.
+    `huggingface` reads what --load hf: gives; None: nothing.
+    Raises UsageError, in one line, if the command line is wrong, and ValueError as `huggingface` does.
     """
     parts = typing.get_type_hints(Config)
     files: dict[str, type[Options]] = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
-    parser = make_parser(prog, "Pretrain a GPT. README.md shows whole command lines.", parts | files)
-    typed, others = _typed(parser, (*parts, *files, OTHERS), argv)
+    if {"-h", "--help"} & set(argv):
+        from megatron_zpp.config.help import show_help
+
+        show_help(prog, argv, parts | files)
+    parser = make_parser(prog, "", parts | files, lists_flags="--help all")
+    typed, others = _typed(parser, (*parts, *files), argv)
     provided = Provided(parts, typed)
-    try:
-        notes = () if others is None else others.obey_old_flags(typed[OTHERS], provided)
+    stages = 1 if others is None else others.pipeline
+    notes: tuple[str, ...] = ()
+    with _usage_errors_of(provided):
+        if others is not None:
+            others.obey(provided)
         settings = SettingsFile(**typed["settings"]).config
         if settings is not None:
             notes += obey_settings(settings, parts, provided)
         notes += obey_checkpoint(provided, saved)
+    if huggingface is not None and (provided.get("checkpoint.load") or "").startswith(HUGGINGFACE):
+        from megatron_zpp.config.sources.huggingface import obey_model, read_model
+
+        model = read_model(provided, huggingface)
+        with _usage_errors_of(provided):
+            notes += obey_model(provided, model)
+    with _usage_errors_of(provided):
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
             from megatron_zpp.config.legacy.deepspeed import obey_file
 
             tensor_ranks = DistributedConfig(**provided.values["distributed"]).tensor_model_parallel_size
-            data_ranks = ranks(PlanConfig(**provided.values["plan"])) // tensor_ranks
-            notes += obey_file(file, provided, max(1, data_ranks))
+            data_ranks = ranks(PlanConfig(**provided.values["plan"])) // (tensor_ranks * stages)
+            theirs = others is not None and others.gives("--deepspeed")
+            notes += obey_file(file, provided, max(1, data_ranks), under_deepspeed=theirs)
+        notes += _drop_loss_scale(provided)
+        notes = (*(() if others is None else others.notes), *notes)
+        provided.check_refused("" if others is None else others.unknown, notes)
         if others is not None:
-            others.settle_old_flags(typed[OTHERS], provided)
-        notes += _drop_vocab_size(provided, own_size=_UNPADDED & typed[OTHERS].keys())
+            others.settle(provided)
+        if stages > 1:
+            notes += _divide_batch(provided, stages, ranks)
+        padded = others is None or not others.gives("--no-pad-vocab-size", "--disable-pad-vocab-size")
+        notes += _drop_vocab_size(provided, padded=padded)
         parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
         if others is not None:
-            others.check_old_flags(typed[OTHERS], parsed)
+            others.check(parsed)
         check_tensor_ranks(  # before Config does, which cannot name the sizes that suit a node too
             parsed["model"],
             parsed["distributed"].tensor_model_parallel_size,
             fp8=parsed["precision"].fp8,
             node_ranks=node_ranks(parsed["plan"]),
         )
-        return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]))
+        return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]), stages)
+
+
+@contextmanager
+def _usage_errors_of(provided: Provided) -> Iterator[None]:
+    """Turn a ValueError into a UsageError that names the sources of the values it mentions."""
+    try:
+        yield
+    except UsageError:
+        raise
     except ValueError as error:
         raise UsageError(provided.explain(str(error))) from error
 
@@ -225,37 +265,51 @@ def parse_command_line(
 def _typed(
     parser: argparse.ArgumentParser, groups: Collection[str], argv: Sequence[str]
 ) -> tuple[dict[str, dict[str, Any]], Any]:
-    """Return what was typed, by group, and the module that translates flags which are not current ones.
+    """Return what was typed, by group, and the `Translation` of flags which are not current ones.
 
-    The module is imported, and None otherwise, if current flags alone do not explain `argv`; the help names
-    some of the others. Raises UsageError, also for a feature of another program that is not here.
+    It is made, and None otherwise, if current flags alone do not explain `argv`. Raises UsageError.
     """
-    if not {"-h", "--help"} & set(argv):
-        with suppress(UsageError):
-            return parse_groups(parser, groups, argv), None
-    from megatron_zpp.config.legacy import translate
+    with suppress(UsageError):
+        return parse_groups(parser, groups, argv), None
+    from megatron_zpp.config.legacy.translate import Translation
 
-    translate.add_old_flags(parser)
-    with usage_errors():
-        translate.refuse_features(parser, argv)
-        translate.refuse_retired_values(argv)
-    return parse_groups(parser, groups, argv), translate
+    translation = Translation(parser, (*groups,), argv)
+    return translation.typed, translation
+
+
+def _divide_batch(provided: Provided, stages: int, ranks: Callable[[PlanConfig], int]) -> tuple[str, ...]:
+    """Return a note on the micro-batch where ranks of a pipeline become data ranks."""
+    from megatron_zpp.config.legacy.pipeline import divide_batch
+
+    tensor_ranks = DistributedConfig(**provided.values["distributed"]).tensor_model_parallel_size
+    return divide_batch(
+        provided, stages, max(1, ranks(PlanConfig(**provided.values["plan"])) // tensor_ranks)
+    )
+
+
+def _drop_loss_scale(provided: Provided) -> tuple[str, ...]:
+    """Drop a --loss-scale beside --bf16, whose gradients need none, and return a note on it."""
+    scale = provided.get("precision.loss_scale")
+    if scale is None or not provided.get("precision.bf16"):
+        return ()
+    provided.drop("precision.loss_scale")
+    return (f"--loss-scale {scale:g}: no effect: the run computes in bf16",)
 
 
 _VOCAB_SIZE = "tokenizer.vocab_size"
-_UNPADDED = {"--no-pad-vocab-size", "--disable-pad-vocab-size"}  # with these Megatron-LM reads --vocab-size
 
 
-def _drop_vocab_size(provided: Provided, own_size: Collection[str]) -> tuple[str, ...]:
+def _drop_vocab_size(provided: Provided, *, padded: bool) -> tuple[str, ...]:
     """Drop a --vocab-size beside a tokenizer that has files, as Megatron-LM does, and return a note on it.
 
-    Raises ValueError if it is there the size of the model, because a flag of `own_size` is given.
+    Raises ValueError if it is there the size of the model, which is not `padded`.
     """
     flag, kind, size = "--vocab-size", resolved_type(provided.values["tokenizer"]), provided.get(_VOCAB_SIZE)
     if size is None or kind in (None, "NullTokenizer"):
         return ()
-    for other in own_size:
-        raise option_error(flag, size, f"is the model's size beside {other}; use --padded-vocab-size {size}")
+    if not padded:
+        fix = f"is the model's size beside --no-pad-vocab-size; use --padded-vocab-size {size}"
+        raise option_error(flag, size, fix)
     provided.drop(_VOCAB_SIZE)
     return (f"{flag} {size}: no effect: the vocabulary is that of the {kind}",)
 

@@ -41,6 +41,13 @@ class TrainingConfig(Options):
     train_samples: int | None = option(
         None, "Length of the run in samples, instead of --train-iters.", at_least=1, at_most=_LONGEST
     )
+    train_tokens: int | None = option(
+        None,
+        "End the run with the step that reaches this many tokens, if the other length has not ended it.",
+        needs="--train-samples N or --train-iters N",
+        at_least=1,
+        at_most=_LONGEST**2,
+    )
     seed: int = option(1234, "Seed of initial weights, data order and dropout.", at_least=0, below=2**63)
     calculate_per_token_loss: bool = option(
         False,
@@ -120,8 +127,8 @@ class CheckpointConfig(Options):
     load: str | None = option(
         None,
         "Resume from the newest checkpoint in this directory or s3://BUCKET/PREFIX. If it is also --save and "
-        "still empty, start from the beginning. hf:DIR: start at iteration 0 with the weights of a GPT-2 in "
-        "Hugging Face's format.",
+        "still empty, start from the beginning. hf:DIR or hf:ORG/NAME[@REVISION]: start at iteration 0 with "
+        "the shape, weights and tokenizer of a Hugging Face model, in a directory or on the hub.",
         metavar="DIR",
     )
     ckpt_step: int | None = option(
@@ -154,7 +161,7 @@ class CheckpointConfig(Options):
 
     @property
     def huggingface(self) -> str | None:
-        """DIR of --load hf:DIR; None for other values."""
+        """DIR of --load hf:DIR, or ORG/NAME; None for other values."""
         if self.load is None or not self.load.startswith(HUGGINGFACE):
             return None
         return self.load.removeprefix(HUGGINGFACE)
@@ -162,7 +169,7 @@ class CheckpointConfig(Options):
     def check(self) -> None:
         """Require usable places, and refuse flags of iterations with --load hf:DIR, which has none."""
         if self.save is not None and self.save.startswith(HUGGINGFACE):
-            tool = "python -m megatron_zpp.commands.huggingface export"
+            tool = "megatron-zpp export"
             raise self.error("save", f"name a directory without {HUGGINGFACE}, and use {tool}")
         for flag, name in (("--save", self.save), ("--load", self.load)):
             if name is not None and not name.startswith(HUGGINGFACE):
@@ -171,7 +178,7 @@ class CheckpointConfig(Options):
             raise self.error("load", "names no directory; give one after the colon")
         if self.huggingface:
             for name, fix in (
-                ("use_checkpoint_args", "has no arguments; use --model-preset with its config.json"),
+                ("use_checkpoint_args", "has no arguments, and gives the model's shape itself; omit it"),
                 ("use_checkpoint_opt_param_scheduler", "has no schedule; omit it"),
                 ("ckpt_step", "has no iterations; omit it"),
             ):

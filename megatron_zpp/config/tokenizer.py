@@ -29,7 +29,8 @@ class TokenizerConfig(Options):
     )
     tokenizer_model: str | None = option(
         None,
-        "SentencePieceTokenizer: the .model file. HuggingFaceTokenizer: tokenizer.json or its directory.",
+        "SentencePieceTokenizer: the .model file. HuggingFaceTokenizer: tokenizer.json, its directory, "
+        "or hf:ORG/NAME[@REVISION] of the hub.",
     )
     vocab_file: str | None = option(None, "GPT2BPETokenizer: vocab.json.")
     merge_file: str | None = option(None, "GPT2BPETokenizer: merges.txt.")

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.distributed.rendezvous import ranges
+from megatron_zpp.distributed.rank_addresses import ranges
 
 
 def check_agreement(settings: dict[str, dict[str, Any]], exchange: Exchange) -> None:

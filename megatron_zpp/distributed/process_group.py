@@ -11,7 +11,7 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.job_store import of_torch
-from megatron_zpp.distributed.rendezvous import Rendezvous
+from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 
 

@@ -1,4 +1,4 @@
-"""Connects the ranks of a run to one key-value store, and names the ranks that are missing."""
+"""Connects several ranks to one key-value store, and names the ranks that are missing."""
 
 import fcntl
 import json
@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,26 +20,13 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.job_store import ForeignValue, JobStore, derived, job_key
 from megatron_zpp.distributed.lifelines import Lifelines, Root, children_of
 from megatron_zpp.distributed.open_files import reserve_connections
+from megatron_zpp.distributed.rank_addresses import SAY_AFTER, RankAddress, Rendezvous, ranges
 from megatron_zpp.distributed.topology import Topology
 
 _Answer = TypeVar("_Answer")
-SAY_AFTER = 10.0  # seconds of waiting between two messages
 _GAVE_UP = "gave_up"  # in the store: the verdict of a rank that rank 0 did not answer
 _HANDSHAKE = 15.0  # seconds for the first answer of a store
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
-
-
-@dataclass(frozen=True)
-class RankAddress:
-    """Where a rank runs, and the address and interface from which it reaches rank 0."""
-
-    host: str
-    process: int
-    address: str
-    interface: str
-
-    def __str__(self) -> str:
-        return f"{self.host}, {self.interface} {self.address}"
 
 
 @dataclass
@@ -64,19 +51,6 @@ class _Deadline:
         self.at = max(self.at, time.monotonic() + seconds)
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """The store that all ranks share, the address of this rank, and on rank 0 the addresses of all ranks.
-
-    `lifelines` tell of ranks that end; None for a single rank.
-    """
-
-    store: dist.Store  # a JobStore, if there are several ranks
-    own: RankAddress
-    addresses: tuple[RankAddress, ...]
-    lifelines: Lifelines | None = None
-
-
 def rendezvous(
     topology: Topology,
     environment: Mapping[str, str],
@@ -96,9 +70,6 @@ def rendezvous(
     Rank 0 publishes a random text, from which the key of this start follows. Every other rank answers with
     one of its own, which rank 0 repeats. So no rank takes what an earlier start has signed.
     """
-    if topology.world_size == 1:
-        alone = RankAddress(platform.node(), os.getpid(), "127.0.0.1", "lo")
-        return Rendezvous(dist.HashStore(), alone, (alone,))
     key = job_key(environment)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     seconds = timeout.total_seconds()
@@ -424,14 +395,3 @@ class Backoff:
             self._say(problem)
         time.sleep(self._pause)
         self._pause = min(0.5, 1.5 * self._pause)
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return sorted numbers as text, such as "0, 2-5, 9"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

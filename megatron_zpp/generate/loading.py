@@ -21,6 +21,7 @@ from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error
+from megatron_zpp.config.run import HUGGINGFACE
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
@@ -34,15 +35,26 @@ _REMOVED = "removed"  # in place of a rank's problem
 class CheckpointOptions(Options):
     """model: which checkpoint, and its number format"""
 
-    load: str = option(REQUIRED, "Directory of checkpoints.")
+    load: str = option(
+        REQUIRED,
+        "Directory of checkpoints; hf:DIR or hf:ORG/NAME[@REVISION]: a Hugging Face model, in a directory or "
+        "on the hub.",
+    )
     ckpt_step: int | None = option(None, "This iteration instead of the latest.", at_least=0)
     bf16: bool = option(False, "Compute in bfloat16; the default on GPUs.")
     fp16: bool = option(False, "Compute in float16.")
     fp32: bool = option(False, "Compute in float32; the default on CPUs.")
 
     def check(self) -> None:
-        """Refuse more than one format."""
+        """Refuse more than one format, and an iteration of a model that has none."""
         self.dtype(torch.device("cpu"))
+        if self.ckpt_step is not None and self.is_huggingface:
+            raise self.error("ckpt_step", f"--load {self.load} has no iterations; omit it")
+
+    @property
+    def is_huggingface(self) -> bool:
+        """Whether --load names a Hugging Face model."""
+        return self.load.startswith(HUGGINGFACE)
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """Return the requested dtype, or the device's default."""
@@ -59,7 +71,10 @@ class DeviceOptions(Options):
 
 def load_for(options: CheckpointOptions, device: torch.device) -> tuple[GPT, Tokenizer]:
     """The model on its device and in its number format. Raises ValueError that names --load."""
-    model, tokenizer = load_model(options.load, options.ckpt_step)
+    if options.is_huggingface:
+        model, tokenizer = _read_huggingface(options.load)
+    else:
+        model, tokenizer = load_model(options.load, options.ckpt_step)
     return model.to(device, options.dtype(device)), tokenizer
 
 
@@ -78,13 +93,15 @@ def load_together(
         found = exchange.get(f"found/{number}")
         if found["problem"]:
             raise ValueError(found["problem"])
-        path = named_checkpoint(location(options.load), found["name"])
         loaded, problem, caught = None, None, None
         try:
-            loaded = _read_model(path)
+            if options.is_huggingface:
+                loaded = _read_huggingface(found["name"])
+            else:
+                loaded = _read_model(named_checkpoint(location(options.load), found["name"]))
         except Exception as error:
             problem, caught = one_line(_explained(options.load, error)), error
-        if found["marker"] is None or marker_of(path) != found["marker"]:
+        if not options.is_huggingface and _is_removed(options.load, found):
             problem = _REMOVED
         problems = exchange.all_gather(f"problems/{number}", problem)
         if _REMOVED in problems:
@@ -93,16 +110,34 @@ def load_together(
             raise ValueError(problem) from caught
         assert loaded is not None
         return loaded[0].to(device, options.dtype(device)), loaded[1]
-    raise removed_too_often(path)
+    raise removed_too_often(named_checkpoint(location(options.load), found["name"]))
 
 
 def _found(options: CheckpointOptions) -> dict[str, str | None]:
     """The name and the marker of the checkpoint to load, or the problem, for the other ranks."""
     try:
+        if options.is_huggingface:
+            from megatron_zpp.checkpoint.huggingface.named_directory import named_directory
+
+            return {"name": named_directory("--load", options.load).shown, "problem": None}
         path = _newest(options.load, options.ckpt_step)
         return {"name": path.name, "marker": marker_of(path), "problem": None}
     except (ValueError, OSError) as error:
         return {"problem": one_line(error)}
+
+
+def _is_removed(directory: str, found: dict[str, str]) -> bool:
+    """Whether the checkpoint that rank 0 found has been removed or replaced."""
+    path = named_checkpoint(location(directory), found["name"])
+    return found["marker"] is None or marker_of(path) != found["marker"]
+
+
+def _read_huggingface(name: str) -> tuple[GPT, Tokenizer]:
+    """The model and the tokenizer of hf:DIR or hf:ORG/NAME."""
+    from megatron_zpp.checkpoint.huggingface.named_directory import named_directory
+    from megatron_zpp.checkpoint.huggingface.whole import read_whole
+
+    return read_whole(named_directory("--load", name))
 
 
 def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
@@ -119,9 +154,7 @@ def _newest(directory: str, iteration: int | None) -> Location:
     """The checkpoint to load. Raises ValueError that names --load, and warns if a newer one is lost."""
     checkpoint = next(each_candidate(directory, iteration), None)
     if checkpoint is None:
-        raise option_error(
-            "--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to"
-        )
+        raise option_error("--load", directory, "holds no checkpoint; name what a run's --save wrote to")
     if iteration is None and (lost := lost_newest(location(directory))):
         sys.stderr.write(f"warning: {lost}: skipped; {checkpoint} is loaded instead\n")
     return checkpoint

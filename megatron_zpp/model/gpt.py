@@ -2,8 +2,8 @@
 
 This file has the model from tokens to loss; model/layer.py has one layer.
 Shapes: B batch, T tokens, D hidden size, V padded vocabulary.
-The model knows nothing of ranks: `GPT(config, entries)` trains on a laptop as it is. Tensor ranks share it
-by its components alone (model/parallel/layers.py); V is then one rank's part.
+The model knows nothing of ranks: `GPT(config, entries)` trains on a laptop as it is. model/build.py replaces
+its modules by those of a run; where tensor ranks share it, V is one rank's part.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,23 +19,31 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.model.attention import mask_of
-from megatron_zpp.model.components import ModelComponents, embedding
-from megatron_zpp.model.layer import Layer
+from megatron_zpp.model.attention import AttentionKernel, DotProduct, mask_of
+from megatron_zpp.model.layer import Layer, Norm, norm_of
 from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
 from megatron_zpp.model.masks import Mask
-from megatron_zpp.model.offload import ActivationOffload
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
 from megatron_zpp.model.rotary import UNROTATED, RopeScaling, RotaryEmbedding, Rotation
-from megatron_zpp.model.sublayers import CutLayer
+
+if TYPE_CHECKING:
+    from megatron_zpp.model.offload import ActivationOffload
+
+
+def embedding(entries: int, width: int) -> nn.Embedding:
+    """Return torch's embedding. Initialised by torch on the meta device it would import sympy: seconds."""
+    weight = torch.empty(entries, width)
+    return nn.Embedding(entries, width, _weight=weight if weight.is_meta else weight.normal_())
 
 
 class Embedding(nn.Module):
     """Token embedding, with dropout."""
 
-    def __init__(self, config: ModelConfig, parts: ModelComponents, padded_vocab_size: int) -> None:
+    tokens: Any  # an embedding, or what shares or cuts the table
+
+    def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
         super().__init__()
-        self.tokens = parts.vocabulary(padded_vocab_size, config.hidden_size)
+        self.tokens = embedding(padded_vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -46,29 +54,26 @@ class Embedding(nn.Module):
 class PositionedEmbedding(Embedding):
     """Token plus learned position embedding."""
 
-    def __init__(self, config: ModelConfig, parts: ModelComponents, padded_vocab_size: int) -> None:
-        super().__init__(config, parts, padded_vocab_size)
+    def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
+        super().__init__(config, padded_vocab_size)
         self.positions = embedding(config.max_position_embeddings, config.hidden_size)
-        self.own_positions = parts.own_positions
+        self.own: Callable[[Tensor, Tensor], Tensor] | None = None  # positions of this rank's tokens
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """See Embedding."""
-        return self.dropout(self.tokens(tokens) + self.positions(self.own_positions(positions, tokens)))
+        if self.own is not None:
+            positions = self.own(positions, tokens)
+        return self.dropout(self.tokens(tokens) + self.positions(positions))
 
 
 class Head(nn.Module):
     """Final norm, and the output weights where they are not the token embedding's; with targets the loss."""
 
-    def __init__(
-        self, config: ModelConfig, parts: ModelComponents, vocab_size: int, padded_vocab_size: int
-    ) -> None:
+    def __init__(self, norm: Norm, output: Any, vocab_size: int) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.norm, self.output, self.vocab_size = norm, output, vocab_size
         self.passes = PLAIN  # or compiled ones
-        self.norm = parts.norm(config, config.hidden_size)
-        self.product = None if parts.output_product is None else parts.output_product()
-        untied = config.untie_embeddings_and_output_weights
-        self.output = parts.output(config.hidden_size, padded_vocab_size) if untied else None
+        self.product: Any = None  # of the loss, see model/fp8/output.py; None: torch's
 
     def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T, D) and the token embedding (V, D) -> logits (B, T, V); with targets (B, T) the mean loss.
@@ -97,16 +102,18 @@ class GPT(nn.Module):
     """The transformer for a tokenizer of `entries`.
 
     `vocab_size` tokens take part in the softmax: as many, or --padded-vocab-size. The tables are padded as
-    the config says. `parts` are torch's own by default. `cut_layers`: the halves of a layer are units of
-    their own.
+    the config says. `cut_layers`: the halves of a layer are units of their own.
     """
+
+    tensor_ranks = 1  # that share each layer
+    table_rows: int | None = None  # of the blocks that the tables of the vocabulary consist of; None: whole
 
     def __init__(
         self,
         config: ModelConfig,
         entries: int,
         recompute: RecomputeConfig | None = None,
-        parts: ModelComponents | None = None,
+        attention: AttentionKernel | None = None,
         *,
         cut_layers: bool = False,
     ) -> None:
@@ -116,18 +123,19 @@ class GPT(nn.Module):
         self.recompute = recompute or RecomputeConfig()
         padded = config.embedding_rows(entries)
         selective = self.recompute.recompute_granularity == "selective"
-        self.offload = ActivationOffload() if self.recompute.recompute_offload else None
+        self.offload = _activation_offload() if self.recompute.recompute_offload else None
         learned = config.position_embedding_type == "learned_absolute"
         self.windows = config.layer_windows
-        self.parts = parts or ModelComponents()
-        self.embedding = (PositionedEmbedding if learned else Embedding)(config, self.parts, padded)
+        self.attention = attention or DotProduct()
+        self.embedding = (PositionedEmbedding if learned else Embedding)(config, padded)
         self.rotary = _rotary(config)
-        layer = CutLayer if cut_layers else Layer
-        self.layers = nn.ModuleList(layer(config, self.parts, selective) for _ in range(config.num_layers))
-        head: type[Head] = self.parts.head_class(Head)
-        self.head = head(config, self.parts, self.vocab_size, padded)
-        if self._tied:
-            self.parts.tie(self.head, self.embedding.tokens)
+        self.layers = nn.ModuleList(
+            Layer(config, self.attention, recompute_scores=selective, cut=cut_layers)
+            for _ in range(config.num_layers)
+        )
+        output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)
+        self.head = Head(norm_of(config, config.hidden_size), output, self.vocab_size)
+        self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = _one_unit
 
     def forward(
         self,
@@ -146,9 +154,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens, positions)  # (B, T, D)
         rotation = self.rotation(positions)
         shaped = x.new_empty(1).expand(*tokens.shape, 1)  # x itself may be of some of the tokens only
-        masks = {
-            window: mask_of(self.parts.attention, shaped, window, documents) for window in set(self.windows)
-        }
+        masks = {window: mask_of(self.attention, shaped, window, documents) for window in set(self.windows)}
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
             run = partial(self._run_layers, first=first, last=last, masks=masks, rotation=rotation)
             if recomputed and self.training:
@@ -171,10 +177,17 @@ class GPT(nn.Module):
         assert isinstance(first, Layer)
         return first.compiled
 
+    def hidden_shape(self, batch: int, tokens: int) -> tuple[int, ...]:
+        """The shape of hidden states between linear maps."""
+        width = self.config.hidden_size
+        if self.tensor_ranks == 1:
+            return batch, tokens, width
+        return batch * tokens // self.tensor_ranks, width
+
     @property
-    def table_rows(self) -> int | None:
-        """Rows of the blocks that the tables of the vocabulary consist of; None: the tables are whole."""
-        return self.parts.table_rows
+    def tied(self) -> bool:
+        """Whether the output weights are the table of tokens."""
+        return not self.config.untie_embeddings_and_output_weights
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The modules whose parameters are gathered together, in the order of the forward pass.
@@ -187,11 +200,11 @@ class GPT(nn.Module):
             for index, layer in enumerate(cast(list[Layer], list(self.layers)))
             for unit in layer.units()
         ]
-        return [*self._embedding_units(), *layers, *self.parts.units("head", self.head, tied=self._tied)]
+        return [*self.ends("embedding", self.embedding), *layers, *self.ends("head", self.head)]
 
     def recomputed_units(self) -> list[range]:
         """Ranges of `units()` that the backward recomputes, each as a whole before its gradients."""
-        of_a_layer, first = units_of_a_layer(self.cut_layers), len(self._embedding_units())
+        of_a_layer, first = units_of_a_layer(self.cut_layers), len(self.ends("embedding", self.embedding))
         return recomputed_units(self.config.num_layers, self.recompute, of_a_layer, first)
 
     @torch.no_grad()
@@ -226,19 +239,23 @@ class GPT(nn.Module):
         if name in ("embedding.tokens.weight", "head.output.weight"):
             tensor[self.vocab_size :] = 0.0
 
-    @property
-    def _tied(self) -> bool:
-        return not self.config.untie_embeddings_and_output_weights
-
-    def _embedding_units(self) -> list[tuple[str, nn.Module]]:
-        return self.parts.units("embedding", self.embedding, tied=False)
-
     def _run_layers(
         self, x: Tensor, first: int, last: int, masks: Mapping[int | None, Mask], rotation: Rotation
     ) -> Tensor:
         for layer, window in zip(self.layers[first:last], self.windows[first:last], strict=True):
             x = layer(x, masks[window], rotation)
         return x
+
+
+def _one_unit(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The units of the embedding or the head."""
+    return [(name, module)]
+
+
+def _activation_offload() -> "ActivationOffload":
+    from megatron_zpp.model.offload import ActivationOffload
+
+    return ActivationOffload()
 
 
 def _rotary(config: ModelConfig) -> RotaryEmbedding | None:

@@ -2,55 +2,61 @@
 
 Shapes: B batch, T tokens, D hidden size, N query heads, G heads of keys and values (query groups), H head
 width, C tokens in a cache, F inner width of the MLP. If tensor ranks share the model, then N, G and F are one
-rank's parts.
+rank's parts, and (B, T, D) is (R, D), the rows of this rank's tokens.
+
+Runs replace modules of a layer, whose names stay: linear maps by those of 8-bit products or of tensor ranks
+(model/build.py), norms by apex's, and on GPUs the classes of attention, MLP and halves by those with Triton
+kernels (model/fused/blocks.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.kv_cache import LayerCache
+from megatron_zpp.model.attention import AttentionKernel
 from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.rotary import UNROTATED, Rotation
+
+if TYPE_CHECKING:
+    from megatron_zpp.model.kv_cache import LayerCache
+
+Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm  # or apex's, with the same parameters and attributes
+TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
+
+
+def norm_of(config: ModelConfig, width: int) -> Norm:
+    """The norm of a model, of vectors of `width` elements."""
+    return TORCH_NORMS[config.normalization](width, eps=config.norm_epsilon)
 
 
 class Attention(nn.Module):
     """Causal self-attention with N query heads in G groups that share keys and values; G = N without groups.
 
-    The rows of `qkv` are those of all queries, then of all keys, then of all values.
+    The rows of `qkv` are those of all queries, then of all keys, then of all values: `runs`.
     """
 
-    def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
+    def __init__(self, config: ModelConfig, kernel: AttentionKernel, recompute_scores: bool) -> None:
         super().__init__()
-        self.heads = config.num_attention_heads // parts.tensor_ranks
-        self.groups = config.num_query_groups // parts.tensor_ranks
+        self.heads, self.groups = config.num_attention_heads, config.num_query_groups
         self.head_width, self.dropout = config.kv_channels, config.attention_dropout
-        self.recompute_scores, self.kernel = recompute_scores, parts.attention
+        self.recompute_scores, self.kernel = recompute_scores, kernel
         biased = not config.disable_bias_linear
-        queries = config.num_attention_heads * config.kv_channels
-        keys = config.num_query_groups * config.kv_channels
-        self.qkv = parts.column(
-            config.hidden_size,
-            queries + 2 * keys,
-            bias=biased or config.add_qkv_bias,
-            runs=(queries, keys, keys),
-        )
+        queries, keys = self.heads * self.head_width, self.groups * self.head_width
+        self.runs = (queries, keys, keys)
+        self.qkv = nn.Linear(config.hidden_size, sum(self.runs), bias=biased or config.add_qkv_bias)
         self.normalized = config.qk_layernorm
-        self.query_norm = parts.norm(config, self.head_width) if self.normalized else nn.Identity()
-        self.key_norm = parts.norm(config, self.head_width) if self.normalized else nn.Identity()
-        self.output = parts.row(queries, config.hidden_size, bias=biased)
+        self.query_norm = norm_of(config, self.head_width) if self.normalized else nn.Identity()
+        self.key_norm = norm_of(config, self.head_width) if self.normalized else nn.Identity()
+        self.output = nn.Linear(queries, config.hidden_size, bias=biased)
 
-    def forward(
-        self, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None, kernels: "BlockKernels"
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None" = None) -> Tensor:
         """(B, T, D) -> (B, T, D); a `cache` comes with the mask CachedPrefix."""
-        q, k, v = kernels.heads(self, x, rotation)  # (B, T, N, H), and twice (B, T, G, H)
+        q, k, v = self.split(x, rotation)  # (B, T, N, H), and twice (B, T, G, H)
         if cache is not None:
             k, v = cache.extend(k, v)  # each (B, C, G, H)
         dropout = self.dropout if self.training else 0.0
@@ -59,7 +65,21 @@ class Attention(nn.Module):
             mixed = checkpoint(attend, q, k, v, use_reentrant=False)
         else:
             mixed = attend(q, k, v)
-        return kernels.project(self.output, mixed.flatten(2))  # of (B, T, N, H)
+        return self.project(mixed.flatten(2))  # of (B, T, N, H)
+
+    def split(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, D) -> queries (B, T, N, H) and keys (B, T, G, H), normalised and rotated, and values."""
+        heads, groups = self.heads, self.groups
+        q, k, v = (
+            self.qkv(x).unflatten(-1, (heads + 2 * groups, self.head_width)).split([heads, groups, groups], 2)
+        )
+        if rotation.rotates and not self.normalized and v.requires_grad:
+            v = v.clone()  # a view would keep all of qkv for the backward, which needs nothing else of it
+        return rotation(self.query_norm(q)), rotation(self.key_norm(k)), v
+
+    def project(self, mixed: Tensor) -> Tensor:
+        """(B, T, N · H) -> (B, T, D)."""
+        return self.output(mixed)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -86,106 +106,101 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Two linear maps with an activation between them; with SwiGLU the first makes gate and value."""
+    """Two linear maps with an activation between them; with SwiGLU the first makes gate and value: `runs`."""
 
-    def __init__(self, config: ModelConfig, parts: ModelComponents) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = _ACTIVATIONS[config.activation]
         biased = not config.disable_bias_linear
-        inner, outer = config.ffn_hidden_size, config.mlp_input_width
-        self.input = parts.column(config.hidden_size, outer, bias=biased, runs=(inner,) * (outer // inner))
-        self.output = parts.row(inner, config.hidden_size, bias=biased)
+        inner = config.ffn_hidden_size
+        self.runs = (inner,) * (config.mlp_input_width // inner)
+        self.input = nn.Linear(config.hidden_size, sum(self.runs), bias=biased)
+        self.output = nn.Linear(inner, config.hidden_size, bias=biased)
 
-    def forward(self, x: Tensor, kernels: "BlockKernels") -> Tensor:
-        """(B, T, D) -> (B, T, D) through (B, T, F)."""
-        return kernels.mlp(self, x)
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        return self.project(self.activate(x))
+
+    def activate(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> the inner values (B, T, F)."""
+        return self.activation(self.input(x))
+
+    def project(self, inner: Tensor) -> Tensor:
+        """(B, T, F) -> (B, T, D)."""
+        return self.output(inner)
+
+
+class Half(nn.Module):
+    """Half of a layer: x + part(norm(x)), of attention or the MLP.
+
+    Its modules have the names that the layer has.
+    """
+
+    dropout: nn.Module
+
+    def __init__(self, layer: "Layer", part: Literal["attention", "mlp"]) -> None:
+        super().__init__()
+        self.part = part
+        for name in (f"{part}_norm", part, "dropout"):
+            self.add_module(name, getattr(layer, name))
+        self.compute = Half.run  # or a compiled one; hooks on this module stay outside of the graph
+
+    def forward(self, x: Any, *inputs: Any) -> Any:
+        """(B, T, D) -> (B, T, D); attention has more inputs: mask, rotation and cache."""
+        return self.compute(self, x, *inputs)
+
+    def run(self, x: Any, *inputs: Any) -> Any:
+        """The only forward pass of a half, in training, compiled and with a cache."""
+        x, normed = self.enter(x)
+        return self.leave(x, self.dropout(getattr(self, self.part)(normed, *inputs)))
+
+    def enter(self, x: Any) -> tuple[Any, Any]:
+        """What the half adds to, and its norm: tensors, or what other kernels hand on."""
+        return x, getattr(self, f"{self.part}_norm")(x)
+
+    def leave(self, x: Any, added: Tensor) -> Any:
+        """The sum."""
+        return x + added
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Two halves, one behind the other, which are units of their own if `cut` (--zero-unit).
 
-    def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
+    The halves are in a tuple, so that each of their modules has one name, the one in the layer.
+    """
+
+    def __init__(
+        self, config: ModelConfig, kernel: AttentionKernel, *, recompute_scores: bool, cut: bool
+    ) -> None:
         super().__init__()
-        self.attention_norm = parts.norm(config, config.hidden_size)
-        self.attention = Attention(config, parts, recompute_scores)
-        self.mlp_norm = parts.norm(config, config.hidden_size)
-        self.mlp = MLP(config, parts)
+        self.attention_norm = norm_of(config, config.hidden_size)
+        self.attention = Attention(config, kernel, recompute_scores)
+        self.mlp_norm = norm_of(config, config.hidden_size)
+        self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.compute = transformer_block  # or a compiled one; hooks on this module stay outside of the graph
+        self.halves, self.cut = (Half(self, "attention"), Half(self, "mlp")), cut
+        self.compute = Layer.run  # or a compiled one; hooks on this module stay outside of the graph
 
     def forward(
         self,
         x: Tensor,
         mask: Mask = CAUSAL,
         rotation: Rotation = UNROTATED,
-        cache: LayerCache | None = None,
+        cache: "LayerCache | None" = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); generation passes a cache of keys and values, and its mask."""
         return self.compute(self, x, mask, rotation, cache)
 
-    @property
-    def compiled(self) -> bool:
-        """Whether a graph computes the layer."""
-        return self.compute is not transformer_block
+    def run(self, x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None" = None) -> Tensor:
+        """See `forward`."""
+        attention, mlp = self.halves
+        return mlp(attention(x, mask, rotation, cache))
 
     def units(self) -> tuple[nn.Module, ...]:
         """The modules whose parameters are gathered together, in the order of the forward pass."""
-        return (self,)
+        return self.halves if self.cut else (self,)
 
-
-class BlockKernels:
-    """The operations of a block, in plain torch; model/fused/blocks.py replaces some by Triton kernels."""
-
-    def norm(self, layer: Layer, x: Tensor) -> tuple[Any, Tensor]:
-        """(B, T, D) -> the norm of x before attention, and what `add_norm` takes as `residual`.
-
-        Norms are what `heads`, `activation` and `mlp` take: tensors, or codes of 8-bit products.
-        """
-        return layer.attention_norm(x), x
-
-    def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Any]:
-        """x + added and the norm before the MLP of this sum, each (B, T, D)."""
-        x = x + added
-        return x, layer.mlp_norm(x)
-
-    def heads(self, attention: Attention, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) -> queries (B, T, N, H) and keys (B, T, G, H), normalised and rotated, and values."""
-        heads, groups = attention.heads, attention.groups
-        qkv = attention.qkv(x).unflatten(-1, (heads + 2 * groups, attention.head_width))
-        q, k, v = qkv.split([heads, groups, groups], 2)
-        if rotation.rotates and not attention.normalized and v.requires_grad:
-            v = v.clone()  # a view would keep all of qkv for the backward, which needs nothing else of it
-        return rotation(attention.query_norm(q)), rotation(attention.key_norm(k)), v
-
-    def activation(self, mlp: MLP, x: Tensor) -> Tensor:
-        """(B, T, D) -> the inner values of the MLP (B, T, F)."""
-        return mlp.activation(mlp.input(x))
-
-    def mlp(self, mlp: MLP, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        return self.project(mlp.output, self.activation(mlp, x))
-
-    def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """The linear map that ends attention or the MLP: (B, T, …) -> (B, T, D)."""
-        return linear(x)
-
-
-PLAIN_BLOCK = BlockKernels()
-
-
-def transformer_block(
-    layer: Layer,
-    x: Tensor,
-    mask: Mask = CAUSAL,
-    rotation: Rotation = UNROTATED,
-    cache: LayerCache | None = None,
-    kernels: BlockKernels = PLAIN_BLOCK,
-) -> Tensor:
-    """The only forward pass of a whole layer, in training, compiled and with a cache.
-
-    (B, T, D) -> (B, T, D).
-    """
-    normed, residual = kernels.norm(layer, x)
-    mixed = layer.dropout(layer.attention(normed, mask, rotation, cache, kernels))
-    x, normed = kernels.add_norm(layer, x, mixed, residual)
-    return x + layer.dropout(layer.mlp(normed, kernels))
+    @property
+    def compiled(self) -> bool:
+        """Whether graphs compute the layer."""
+        return self.compute is not Layer.run or self.halves[0].compute is not Half.run

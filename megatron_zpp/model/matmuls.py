@@ -27,11 +27,12 @@ class Matmuls:
         """What encodes the weights that are held as codes, a WeightEncoder of zero/; None without."""
         return None
 
-    def block_kernels(self, layer: Any) -> tuple[Any, Any]:
-        """Triton kernels for layers like `layer` (BlockKernels), and for the loss beside its products."""
+    def fuse(self, model: Any) -> Any:
+        """Give Triton kernels to the layers of `model`, a GPT; return those of its loss."""
         from megatron_zpp.model.fused import blocks, loss  # import Triton, which comes with torch for GPUs
 
-        return blocks.FusedKernels(layer), loss.PASSES
+        blocks.fuse(model)
+        return loss.PASSES
 
 
 PLAIN_MATMULS = Matmuls()

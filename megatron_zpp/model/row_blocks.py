@@ -14,6 +14,7 @@ Where the tables are tied, a block of the lookup and a block of the loss have th
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,67 +22,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.gpt import Head
+from megatron_zpp.model.gpt import GPT, Head
+from megatron_zpp.model.layer import Norm
 from megatron_zpp.model.loss import CHUNK_BYTES, IGNORED, LossKernels, add_product, chunk_rows, wide
 from megatron_zpp.model.partial_softmax import local_statistics
+from megatron_zpp.placement import Split
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowBlockComponents(ModelComponents):
-    """Components of a model whose tables are in blocks of `rows` rows."""
+def in_row_blocks(model: GPT, rows: int) -> None:
+    """Replace the tables of a `model` by blocks of `rows` rows."""
+    entries, width = model.config.embedding_rows(model.entries), model.config.hidden_size
+    lookup = blocks_of(LookupBlock, entries, width, rows)
+    if model.tied:
+        output = [OutputBlock(each.weight, each.block_rows, each.table_entries) for each in lookup]
+    else:
+        output = blocks_of(OutputBlock, entries, width, rows)
+    model.embedding.tokens = RowBlockTable(lookup)
+    model.head = RowBlockHead(model.head.norm, OutputBlocks(output), model.vocab_size)
+    model.table_rows, model.ends = rows, partial(_units, tied=model.tied)
 
-    rows: int
 
-    @property
-    def table_rows(self) -> int | None:
-        """See ModelComponents."""
-        return self.rows
-
-    def vocabulary(self, entries: int, width: int) -> nn.Module:
-        """See ModelComponents."""
-        return RowBlockTable(blocks_of(LookupBlock, entries, width, self.rows))
-
-    def output(self, width: int, entries: int) -> nn.Module:
-        """See ModelComponents."""
-        return OutputBlocks(blocks_of(OutputBlock, entries, width, self.rows))
-
-    def head_class(self, plain: type[nn.Module]) -> Any:
-        """See ModelComponents."""
-        return RowBlockHead
-
-    def tie(self, head: nn.Module, table: nn.Module) -> None:
-        """See ModelComponents."""
-        assert isinstance(head, RowBlockHead)
-        assert isinstance(table, RowBlockTable)
-        head.output = OutputBlocks(
-            [
-                OutputBlock(each.weight, each.block_rows, each.table_entries, each.first)
-                for each in table.each()
-            ]
-        )
-
-    def units(self, name: str, module: nn.Module, *, tied: bool) -> list[tuple[str, nn.Module]]:
-        """See ModelComponents."""
-        units: list[tuple[str, nn.Module]] = []
-        for part, child in module.named_children():
-            if isinstance(child, RowBlockTable | OutputBlocks):
-                table = "embedding.tokens" if tied else f"{name}.{part}"
-                units += [(table, block) for block in child.each()]
-            elif next(child.parameters(), None) is not None:
-                units.append((f"{name}.{part}", child))
-        return units
+def _units(name: str, module: nn.Module, *, tied: bool) -> list[tuple[str, nn.Module]]:
+    """The units of the embedding or the head: blocks, and modules without any."""
+    units: list[tuple[str, nn.Module]] = []
+    for part, child in module.named_children():
+        if isinstance(child, RowBlockTable | OutputBlocks):
+            table = "embedding.tokens" if tied else f"{name}.{part}"
+            units += [(table, block) for block in child.each()]
+        elif next(child.parameters(), None) is not None:
+            units.append((f"{name}.{part}", child))
+    return units
 
 
 class Block(nn.Module):
     """`block_rows` of a table of `table_entries` rows; those that this rank has begin at row `first`."""
 
-    def __init__(self, weight: nn.Parameter, block_rows: range, table_entries: int, first: int) -> None:
+    def __init__(self, weight: nn.Parameter, block_rows: range, table_entries: int) -> None:
         super().__init__()
         self.weight, self.block_rows, self.table_entries = weight, block_rows, table_entries
-        self.first = first
+        self.first = block_rows.start
+        self.tensor_splits: dict[str, Split] = {}
 
 
 class LookupBlock(Block):
@@ -169,8 +151,8 @@ class RowBlockHead(Head):
 
     output: OutputBlocks
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, norm: Norm, output: OutputBlocks, vocab_size: int) -> None:
+        super().__init__(norm, output, vocab_size)
         self.block_passes = PLAIN
 
     def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None = None) -> Tensor:
@@ -312,15 +294,16 @@ def _chunks(x: Tensor, weight: Tensor, passes: BlockPasses) -> list[slice]:
     return [slice(first, first + rows) for first in range(0, len(x), rows)]
 
 
-def blocks_of(
-    kind: Callable[..., Any], entries: int, width: int, rows: int, *, ranks: int = 1, rank: int = 0
-) -> list[Any]:
-    """The blocks of a table, modules of a `kind`: of each, `rank` has one of `ranks` equal parts."""
+def blocks_of(kind: Callable[..., Any], entries: int, width: int, rows: int) -> list[Any]:
+    """The blocks of a table, modules of a `kind`."""
     blocks = []
     for start in range(0, entries, rows):
         block_rows = range(start, min(start + rows, entries))
-        held = len(block_rows) // ranks
-        weight = torch.empty(held, width)
-        parameter = nn.Parameter(weight if weight.is_meta else weight.normal_())
-        blocks.append(kind(parameter, block_rows, entries, start + rank * held))
+        blocks.append(kind(row_parameter(len(block_rows), width), block_rows, entries))
     return blocks
+
+
+def row_parameter(rows: int, width: int) -> nn.Parameter:
+    """Rows of a table, not initialised on the meta device: torch would import sympy, which takes seconds."""
+    weight = torch.empty(rows, width)
+    return nn.Parameter(weight if weight.is_meta else weight.normal_())

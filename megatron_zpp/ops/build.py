@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.command_line import program_name, run_tool
 from megatron_zpp.config.options import Options, option, parse_options
 from megatron_zpp.native.cache import EVERY_SECONDS, BuildError, build_once, cache_directory
 from megatron_zpp.ops.toolchain import (
@@ -161,7 +161,7 @@ class Settings(Options):
 
 
 def main() -> None:
-    settings = parse_options(Settings, "megatron_zpp.ops.build", __doc__, sys.argv[1:])
+    settings = parse_options(Settings, program_name(), __doc__, sys.argv[1:])
     say = partial(print, flush=True)
     try:
         if settings.check_device_code:
@@ -169,8 +169,8 @@ def main() -> None:
         else:
             say(str(build(say=say, verbose=settings.verbose)))
     except BuildError as error:
-        sys.exit(f"megatron_zpp.ops.build: error: {error}")  # run_tool would join the compiler's lines
+        sys.exit(f"{program_name()}: error: {error}")  # run_tool would join the compiler's lines
 
 
 if __name__ == "__main__":
-    run_tool("megatron_zpp.ops.build", main)
+    run_tool(main)

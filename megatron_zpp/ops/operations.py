@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_zpp.ops import reference_difference, reference_rotation
 from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.signs import Signs
@@ -124,17 +123,17 @@ class Operations:
         `skip` () is not 0 the message changes nothing. `squares` (2, m / block) fp32 gets per block the sums
         of the squares of the differences, and of what the codes lose of them.
         """
-        run = self._lloyd_max(reference_difference).quantize_difference
+        run = self._differences().quantize_difference
         run(weights, reference, message, format.bits, format.block, skip, squares)
 
     def add_difference(self, messages: Tensor, reference: Tensor, format: LloydMaxFormat) -> None:
         """Move part p of `reference` (P · m,) fp32 by message p of `messages` (P, message_bytes(m))."""
-        run = self._lloyd_max(reference_difference).add_difference
+        run = self._differences().add_difference
         run(messages, reference, format.bits, format.block)
 
     def quantize_rotated(self, input: Tensor, messages: Tensor, format: LloydMaxFormat, signs: Signs) -> None:
         """Rotate `input` (n,) fp32, bf16 or fp16 and encode it as `messages` (G, message_bytes(n / G))."""
-        run = self._lloyd_max(reference_rotation).quantize_rotated
+        run = self._rotations().quantize_rotated
         run(input, messages, format.bits, format.block, *signs.packed())
 
     def sum_rotated(
@@ -150,12 +149,24 @@ class Operations:
 
         Messages are summed in their order and rotated back once. So all of them must have the same signs.
         """
-        run = self._lloyd_max(reference_rotation).sum_rotated
+        run = self._rotations().sum_rotated
         run(messages, shard, format.bits, format.block, *signs.packed(), add)
 
-    def _lloyd_max(self, reference: Any) -> Any:
-        """Return what computes Lloyd-Max codes: the kernels, or the reference where none are loaded."""
-        return self._kernels if self.compiled else reference
+    def _differences(self) -> Any:
+        """What computes differences: the kernels, or the reference where none are loaded."""
+        if self.compiled:
+            return self._kernels
+        from megatron_zpp.ops import reference_difference
+
+        return reference_difference
+
+    def _rotations(self) -> Any:
+        """What computes rotated codes: the kernels, or the reference where none are loaded."""
+        if self.compiled:
+            return self._kernels
+        from megatron_zpp.ops import reference_rotation
+
+        return reference_rotation
 
 
 def _flat(format: QuantFormat) -> tuple[Any, ...]:

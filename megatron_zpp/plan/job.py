@@ -12,13 +12,10 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.build import build_model
 from megatron_zpp.model.flops import flops_per_token
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.parallel.layers import TensorParallelComponents, splits_of
-from megatron_zpp.model.parallel.row_blocks import SharedRowBlockComponents
+from megatron_zpp.model.parallel.layers import splits_of
 from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
-from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
@@ -225,13 +222,7 @@ def units_of(
     table_rows: int | None = None,
 ) -> list[tuple[str, nn.Module]]:
     """The modules of one tensor rank's part of a model that read units, on the meta device."""
-    parts: ModelComponents | None = None
-    if table_rows is not None:
-        parts = RowBlockComponents(rows=table_rows)
-    if tensor > 1:
-        group, tokens = UnconnectedGroup(tensor), model.seq_length
-        parts = TensorParallelComponents(group=group, tokens=tokens)
-        if table_rows is not None:
-            parts = SharedRowBlockComponents(group=group, tokens=tokens, rows=table_rows)
+    group = UnconnectedGroup(tensor) if tensor > 1 else None
     with torch.device("meta"):
-        return GPT(model, vocab_size, parts=parts, cut_layers=cut_layers).units()
+        built = build_model(model, vocab_size, cut_layers=cut_layers, table_rows=table_rows, group=group)
+    return built.units()

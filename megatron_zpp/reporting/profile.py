@@ -17,10 +17,9 @@ def profile_directory(logging: LoggingConfig) -> Path:
     return Path(logging.tensorboard_dir or "", "profile")
 
 
-def check_profile(config: TimingConfig, logging: LoggingConfig) -> None:
+def check_profile(logging: LoggingConfig) -> None:
     """Raise ValueError, before anything is built, if the traces of --profile cannot be written."""
-    if config.profile:
-        check_local_directory("--profile", str(profile_directory(logging)))
+    check_local_directory("--profile", str(profile_directory(logging)))
 
 
 class StepProfiler:
@@ -31,7 +30,7 @@ class StepProfiler:
         self._activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
-        self._wanted = config.profile and rank in config.profile_ranks
+        self._wanted = rank in config.profile_ranks
         self._running: profile | None = None
         self._first: int | None = None  # step of the trace that is open, on all ranks alike
 
@@ -43,9 +42,7 @@ class StepProfiler:
     def before_step(self, step: int) -> None:
         """Start the trace at --profile-step-start, or where the run resumes behind it; steps count from 1."""
         timing = self._config
-        if self._first is not None or not timing.profile:
-            return
-        if timing.profile_step_start <= step < timing.profile_step_end:
+        if self._first is None and timing.profile_step_start <= step < timing.profile_step_end:
             self._first = step
             if self._wanted:
                 self._running = profile(activities=self._activities)

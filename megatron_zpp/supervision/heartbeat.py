@@ -22,19 +22,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.distributed.job_store import ForeignValue
-from megatron_zpp.distributed.lifelines import Lifelines
-from megatron_zpp.distributed.rendezvous import SAY_AFTER
+from megatron_zpp.distributed.rank_addresses import SAY_AFTER
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.errors import end_at_once
 from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor, Patience
 from megatron_zpp.supervision.once_per_node import write_line
+
+if TYPE_CHECKING:
+    from megatron_zpp.distributed.lifelines import Lifelines
 
 _VERDICT = "heartbeat/verdict"  # "verdict" is that of the rendezvous
 _NOTHING_YET = "null"
@@ -49,7 +52,7 @@ def heartbeat(
     timeout: float,
     prog: str,
     told_to_stop: Callable[[], bool] = lambda: False,
-    lifelines: Lifelines | None = None,
+    lifelines: "Lifelines | None" = None,
 ) -> Iterator[Activity]:
     """Send heartbeats while the block runs; yields the `Activity` to report to. `timeout` 0 disables them.
 
@@ -88,7 +91,7 @@ class _Pulse:
         prog: str,
         activity: Activity,
         told_to_stop: Callable[[], bool],
-        lifelines: Lifelines | None,
+        lifelines: "Lifelines | None",
     ) -> None:
         self._told_to_stop, self._lifelines = told_to_stop, lifelines
         self._topology, self._timeout, self._prog, self._activity = topology, timeout, prog, activity

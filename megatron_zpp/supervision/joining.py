@@ -1,8 +1,6 @@
-"""How ranks start: they connect, compare settings, join a process group and try the network."""
+"""How several ranks start once they are connected: they compare settings, join a group, try the network."""
 
 import os
-import platform
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,35 +10,14 @@ import torch
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.agreement import check_agreement
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.distributed.job_store import VARIABLE as SECRET
 from megatron_zpp.distributed.nccl_sockets import SOCKETS, choose_nccl_sockets
 from megatron_zpp.distributed.process_group import backend_of, process_group
-from megatron_zpp.distributed.rendezvous import Rendezvous, rendezvous
-from megatron_zpp.distributed.slurm import launcher_variables
+from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.activity import Activity
-from megatron_zpp.supervision.errors import end_at_once
 from megatron_zpp.supervision.preflight import preflight
 
 _NAMED = 0.8  # of the time-out: then the heartbeat names the ranks that hang, before collectives give up
-
-
-def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Rendezvous:
-    """Connect to the store that the launcher names and wait for all ranks; stderr says which are missing.
-
-    From then on a rank that was killed ends this process too, with a line.
-    """
-
-    def say(line: str) -> None:
-        if topology.local_rank == 0:
-            sys.stderr.write(f"{prog} [{platform.node()} rank {topology.rank}]: {line}\n")
-
-    def ended(text: str) -> None:
-        end_at_once(prog, topology, f"error: {text}", 1)
-
-    met = rendezvous(topology, launcher_variables(os.environ), config.timeout, say=say, ended=ended)
-    os.environ.pop(SECRET, None)  # workers of data loaders and programs such as that of W&B need none
-    return met
 
 
 @contextmanager
@@ -72,5 +49,4 @@ def join(
             sockets=SOCKETS if sockets.chosen else "",
         )
         del exchange  # closes its connections to the store
-        activity.now("building", patient=True)
         yield [*sockets.lines, *lines]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_zpp.config.words import counted
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.distributed.rendezvous import RankAddress, Rendezvous
+from megatron_zpp.distributed.rank_addresses import RankAddress, Rendezvous
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.supervision.activity import Activity
 

@@ -1,18 +1,19 @@
 """This process among the ranks of its job, and how its errors are reported before and after they connect."""
 
 import os
+import platform
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from megatron_zpp.config.command_line import raise_interrupts
 from megatron_zpp.config.run import DistributedConfig
+from megatron_zpp.distributed.job_store import VARIABLE as SECRET
 from megatron_zpp.distributed.open_files import raise_limit
-from megatron_zpp.distributed.rendezvous import Rendezvous
+from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.errors import one_line_errors, said_by_each
-from megatron_zpp.supervision.joining import connect_ranks
+from megatron_zpp.supervision.errors import end_at_once, one_line_errors, said_by_each
 from megatron_zpp.supervision.once_per_node import OncePerNode
 
 
@@ -52,3 +53,24 @@ class Process:
         say = self.per_node.about("meeting")
         with one_line_errors(self.prog, self.topology, debug=self.debug, say=say):
             return connect_ranks(config, self.topology, self.prog)
+
+
+def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Rendezvous:
+    """Connect to the store that the launcher names and wait for all ranks; stderr says which are missing.
+
+    From then on a rank that was killed ends this process too, with a line.
+    """
+    variables = dict(launcher_variables(os.environ))
+    os.environ.pop(SECRET, None)  # workers of data loaders and programs such as that of W&B need none
+    if topology.world_size == 1:
+        return Rendezvous.of_one_rank()
+    from megatron_zpp.distributed.rendezvous import rendezvous
+
+    def say(line: str) -> None:
+        if topology.local_rank == 0:
+            sys.stderr.write(f"{prog} [{platform.node()} rank {topology.rank}]: {line}\n")
+
+    def ended(text: str) -> None:
+        end_at_once(prog, topology, f"error: {text}", 1)
+
+    return rendezvous(topology, variables, config.timeout, say=say, ended=ended)

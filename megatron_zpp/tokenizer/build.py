@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.run import HUGGINGFACE
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.storage.location import Location
 from megatron_zpp.tokenizer.base import Tokenizer
@@ -48,7 +49,12 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         from megatron_zpp.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 
         assert config.tokenizer_model is not None
-        return HuggingFaceTokenizer(config.tokenizer_model)
+        model = config.tokenizer_model
+        if model.startswith(HUGGINGFACE):
+            from megatron_zpp.storage.hub import find_model
+
+            model = str(find_model("--tokenizer-model", model, weights=False).path)
+        return HuggingFaceTokenizer(model)
     if config.tokenizer_type == "NullTokenizer":
         from megatron_zpp.tokenizer.null import NullTokenizer
 

@@ -1,6 +1,8 @@
 """--dry-run: prints a run's memory, traffic and time after the checks that need no device."""
 
+import math
 import sys
+from dataclasses import replace
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -8,8 +10,9 @@ from torch.nn.attention import SDPBackend
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.optimizer import OptimizerConfig
-from megatron_zpp.config.options import usage_errors
+from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.words import counted
 from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import (
@@ -20,9 +23,12 @@ from megatron_zpp.model.attention import (
 )
 from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job, units_of
+from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
+
+_PIPELINE = "--pipeline-model-parallel-size"
 
 
 def job_of(config: Config, vocab_size: int, schedule: RunSchedule, mesh: Mesh) -> Job:
@@ -56,6 +62,40 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, mesh: Mesh) -
 
 def _compiles(compilation: CompilationConfig, optimizer: OptimizerConfig) -> bool:
     return compilation.wanted("cuda", apex=optimizer.fused_backend == "apex")
+
+
+def at_fitting_stage(inputs: RunInputs, mesh: Mesh, stages: int) -> tuple[RunInputs, list[str]]:
+    """Return the inputs at the lowest ZeRO stage from theirs on that fits, and a note on the ranks.
+
+    It takes the place of a pipeline of `stages`, whose ranks are data ranks of `mesh`. The memory is that of
+    --plan-gpu, or of the GPU that is here; any stage fits CPUs. Raises ValueError if no stage fits.
+    """
+    config, asked, peak = inputs.config, inputs.config.zero.zero_stage, 0.0
+    if config.plan.plan_gpu is not None:
+        gibibytes = GPUS[config.plan.plan_gpu].memory
+    elif torch.cuda.is_available():
+        gibibytes = torch.cuda.mem_get_info()[1] / 2**30
+    else:
+        gibibytes = math.inf
+    for stage in range(asked, 4):
+        try:
+            zero = replace(config.zero, zero_stage=stage)
+            check_routes(zero, mesh)
+        except ValueError:  # of a setting that other stages have
+            continue
+        planned = replace(config, zero=zero)
+        memory = memory_of(job_of(planned, inputs.tokenizer["vocab_size"], inputs.schedule, mesh))
+        peak = memory.peak / 2**30
+        if memory.fits(gibibytes):
+            ranks = f"{_PIPELINE} {stages}: {counted(mesh.data_ranks, 'data rank')} with whole layers"
+            note = f"{ranks} at --zero-stage {stage}, the lowest from {asked} on that fits"
+            return replace(inputs, config=planned), [f"{note}; the same samples in every update"]
+    fix = (
+        f"its ranks would be data ranks, which need {peak:.0f} of {gibibytes:g} GiB at the highest "
+        "--zero-stage; use more ranks, --tensor-model-parallel-size or --recompute-granularity full"
+    )
+    with usage_errors():
+        raise option_error(_PIPELINE, stages, fix)
 
 
 def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:

@@ -8,7 +8,6 @@ from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.shapes.tensor_parallel import check_vocabulary
 from megatron_zpp.data.open import Splits
-from megatron_zpp.reporting.profile import check_profile
 from megatron_zpp.reporting.sinks import check_sinks
 from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.tokenizer.build import build_tokenizer
@@ -36,7 +35,9 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     end well.
     """
     with usage_errors():
-        schedule = RunSchedule.from_config(config.training, config.learning_rate, ranks)
+        schedule = RunSchedule.from_config(
+            config.training, config.learning_rate, ranks, seq_length=config.model.seq_length
+        )
     tokenizer = build_tokenizer(config.tokenizer)
     description = describe(tokenizer)
     vocab_size = description["vocab_size"]
@@ -45,9 +46,13 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     config.precision.check_vocabulary(config.model.embedding_rows(vocab_size), tensor_ranks)
     check_prompts(config.evaluation.sample_prompt or (), tokenizer)
     splits = open_data(config, schedule, description, say)
-    check_start(config.checkpoint, config.model, description)
+    if not (config.plan.dry_run and config.checkpoint.huggingface):  # a plan downloads no weights
+        check_start(config.checkpoint, config.model, description)
     check_sinks(config.logging)
-    check_profile(config.timing, config.logging)
+    if config.timing.profile:
+        from megatron_zpp.reporting.profile import check_profile
+
+        check_profile(config.logging)
     return RunInputs(
         config=config,
         tokenizer=description,

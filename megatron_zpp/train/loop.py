@@ -10,7 +10,6 @@ import torch
 from megatron_zpp.data.documents import counted_share
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.reporting.profile import StepProfiler, profile_directory
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.steps.evaluation import evaluate
@@ -21,6 +20,7 @@ from megatron_zpp.train.steps.stopping import Ending, Stop, StopConditions
 from megatron_zpp.zero.engine import Batch, StepResult
 
 if TYPE_CHECKING:
+    from megatron_zpp.reporting.profile import StepProfiler
     from megatron_zpp.train.saving.saver import Saver
 
 
@@ -58,9 +58,7 @@ class Trainer:
             from megatron_zpp.train.steps.sampled_text import text_writer
 
             self._write_texts = text_writer(engine, config, prompts)
-        self._profiler = StepProfiler(
-            config.timing, profile_directory(config.logging), engine.topology.rank, engine.device
-        )
+        self._profiler = _profiler_of(run)
         self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
@@ -75,11 +73,12 @@ class Trainer:
         """
         try:
             stop = self._run()
-            if self._profiler.is_open:
-                self._end_profile()
+            if self._profiler and self._profiler.is_open:
+                self._end_profile(self._profiler)
             return stop
         finally:
-            self._profiler.discard()
+            if self._profiler:
+                self._profiler.discard()
 
     def _run(self) -> Stop | None:
         try:
@@ -124,8 +123,8 @@ class Trainer:
                 elif self.progress.iteration == first:
                     self._log.first_step(self.progress)
                 self._log.watch.pause()
-                if self._profiler.ends_after(self.progress.iteration):
-                    self._end_profile()
+                if self._profiler and self._profiler.ends_after(self.progress.iteration):
+                    self._end_profile(self._profiler)
                 if self.progress.iteration % self._config.evaluation.eval_interval == 0:
                     self._evaluate("valid")
                 if self._saver is not None:
@@ -167,7 +166,8 @@ class Trainer:
         losses, weights = torch.zeros((), device=self._engine.device), 0.0
         self._engine.take_traffic()  # discards the traffic of an evaluation
         where, sections = f"step {self.progress.iteration + 1}", self._engine.sections
-        self._profiler.before_step(self.progress.iteration + 1)
+        if self._profiler:
+            self._profiler.before_step(self.progress.iteration + 1)
         for index in range(micro_batches):
             first_sample, _ = schedule.micro_batch(consumed, index, mesh.data_rank)
             seed_dropout(self._config.training.seed, first_sample, mesh.tensor_rank)
@@ -213,10 +213,10 @@ class Trainer:
             skipped_samples=self.progress.skipped_samples + self._samples,
         )
 
-    def _end_profile(self) -> None:
+    def _end_profile(self, profiler: "StepProfiler") -> None:
         """Write the trace; other ranks wait the seconds that this takes."""
         self._activity.now("writes a trace", patient=True)
-        self._reporter.say(self._profiler.end(self.progress.iteration))
+        self._reporter.say(profiler.end(self.progress.iteration))
 
     def _mark(self, text: str) -> None:
         """Mark the activity; the first step is patient because it builds kernels and allocates buffers."""
@@ -254,6 +254,16 @@ class Trainer:
         if split == "valid" and self._write_texts is not None:
             self._activity.now(f"writes text at iteration {iteration}", patient=True)
             self._reporter.texts(self.progress, self._write_texts())
+
+
+def _profiler_of(run: Run) -> "StepProfiler | None":
+    """What traces the steps of --profile."""
+    config, engine = run.config, run.engine
+    if not config.timing.profile:
+        return None
+    from megatron_zpp.reporting.profile import StepProfiler, profile_directory
+
+    return StepProfiler(config.timing, profile_directory(config.logging), engine.topology.rank, engine.device)
 
 
 def _saver_of(run: Run) -> "Saver | None":

@@ -14,7 +14,7 @@ from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.resume.start import start_of
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.train.setup.ranks import Ranks
-from megatron_zpp.train.setup.reading import open_data, verify_data
+from megatron_zpp.train.setup.reading import open_data
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -45,6 +45,8 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     """
     config, splits, lines = inputs.config, inputs.splits, list(ranks.lines)
     if config.data.verify_data:
+        from megatron_zpp.train.setup.verifying import verify_data
+
         ranks.activity.now("verifying data", patient=True)
         exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "verify-data")
         lines.append(verify_data(splits, exchange))

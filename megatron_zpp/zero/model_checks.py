@@ -22,11 +22,11 @@ def check_unit(zero: ZeroConfig, model: nn.Module) -> None:
         )
     rows = getattr(model, "table_rows", None)
     if rows != zero.zero_table_rows:
-        components = "RowBlockComponents" if zero.zero_table_rows else "ModelComponents"
         raise option_error(
             "--zero-table-rows",
             zero.zero_table_rows,
-            f"the model's tables have units of {rows or 'all'} rows; give GPT {components} as parts",
+            f"the model's tables have units of {rows or 'all'} rows; "
+            f"build it with table_rows={zero.zero_table_rows}",
         )
 
 

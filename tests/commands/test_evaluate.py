@@ -192,11 +192,11 @@ def test_an_error_is_one_line_and_its_status(checkpoint: Path, tmp_path: Path) -
     argv = ["--load", checkpoint, "--valid-data", tmp_path / "a.txt"]
     status, out, err = evaluate(*argv, "--output", tmp_path / "a.txt" / "x")
     assert (status, out) == (1, "")
-    assert err.startswith(f"evaluate: error: --output {tmp_path}/a.txt: Not a directory; name a")
+    assert err.startswith(f"evaluate.py: error: --output {tmp_path}/a.txt: Not a directory; name a")
     assert len(err.splitlines()) == 1
     status, out, err = evaluate(*argv, "--strides", 5)
     assert (status, out) == (2, "")
-    assert err.startswith("evaluate: error: unrecognized argument --strides")
+    assert err.startswith("evaluate.py: error: unrecognized argument --strides")
     assert len(err.splitlines()) == 1
 
 

@@ -32,7 +32,7 @@ def test_a_line_that_was_cut_is_skipped_with_a_warning(tmp_path: Path) -> None:
         *("megatron_zpp.commands.plot", str(file), "--output", str(tmp_path / "loss.png")),
     )
     assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
-    assert "plot: warning: " in done.stderr
+    assert "plot.py: warning: " in done.stderr
     assert "skipped 3 lines" in done.stderr
 
 

@@ -114,13 +114,13 @@ def test_a_tool_exits_with_the_documented_statuses(tmp_path: Path) -> None:
         "          'io': FileNotFoundError(2, 'No such file', 'x.txt')}\n"
         "def main():\n"
         "    if errors[sys.argv[1]]: raise errors[sys.argv[1]]\n"
-        "run_tool('tool', main)\n"
+        "run_tool(main)\n"
     )
     expected = {
         "0": (0, ""),
-        "1": (1, "tool: error: two lines\n"),
-        "2": (2, "tool: error: bad flag\n"),
-        "io": (1, "tool: error: x.txt: No such file\n"),
+        "1": (1, "tool.py: error: two lines\n"),
+        "2": (2, "tool.py: error: bad flag\n"),
+        "io": (1, "tool.py: error: x.txt: No such file\n"),
     }
     for argument, (status, text) in expected.items():
         done = run(program, argument)

@@ -113,7 +113,7 @@ def test_deepspeeds_file_counts_the_settings() -> None:
         ("- lr", "line 1: must hold lines of NAME: VALUE"),
         ("? [a, b]\n: 1", "line 1: ?: is not a setting"),
         ("a: " + "[" * 1500, "nested too deeply"),
-        ("model: {rope_low_freq_factor: 2.0}", "line 1: rope_low_freq_factor 2.0: only 1.0 is possible: all"),
+        ("model: {rope_low_freq_factor: 2.0}", "line 1: rope_low_freq_factor 2.0: not supported: scaling"),
         ("num_layers: 0", "--num-layers 0: must be at least 1 (--num-layers is --config run.yaml: line 1)"),
     ],
 )

@@ -20,10 +20,11 @@ from megatron_zpp.distributed import rendezvous as module
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.job_store import VARIABLE, ForeignValue, JobStore, derived, job_key
 from megatron_zpp.distributed.lifelines import Lifelines
-from megatron_zpp.distributed.rendezvous import Rendezvous, rendezvous
+from megatron_zpp.distributed.rank_addresses import Rendezvous
+from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage
-from megatron_zpp.supervision.joining import connect_ranks
+from megatron_zpp.supervision.process import connect_ranks
 from megatron_zpp.train.resume.restore import _agreed_candidates
 from tests.support import free_port
 

@@ -13,12 +13,13 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from docs.site.reference import FILES
 from tests.support import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^(?:<!-- (executed|needs)([^\n]*) -->\n)?```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(
-    r"^(python|torchrun|\./|launch/|sbatch|srun|pip|curl|git|hf|--|[A-Z_]+=\S+ )", re.MULTILINE
+    r"^(megatron-zpp|python|torchrun|\./|launch/|sbatch|srun|pip|curl|git|hf|--|[A-Z_]+=\S+ )", re.MULTILINE
 )
 ELLIPSES = {"…", "..."}
 
@@ -39,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line of one of our programs, file or module; not `whole` if parts are omitted (…)."""
+    """A command line of one of our commands or files; not `whole` if parts are omitted (…)."""
 
     program: str
     arguments: tuple[str, ...]
@@ -77,15 +78,12 @@ def command(line: str) -> Command | None:
     words = [word for word in words if word not in ELLIPSES]
     for number, word in enumerate(words):
         rest = words[number + 1 :]
-        if word == "-m" and rest and rest[0].startswith("megatron_zpp."):
-            names = 2 if rest[0].endswith(".huggingface") else 1  # its import and export are two programs
-            program = " ".join(rest[:names])
-            program = "pretrain_gpt.py" if program == "megatron_zpp.commands.pretrain" else program
-            return Command(program, tuple(rest[names:]), whole)
+        if word == "megatron-zpp" or (word == "megatron_zpp" and words[number - 1] == "-m"):
+            return Command(rest[0], tuple(rest[1:]), whole) if rest else None
         if word.endswith(".py") and (ROOT / word).is_file():
-            return Command(word, tuple(rest), whole)
+            return Command(FILES.get(word, word), tuple(rest), whole)
         if word.endswith("/sweep.sbatch"):
-            return Command("pretrain_gpt.py", tuple(rest[2:]), False)
+            return Command("train", tuple(rest[2:]), False)
         if word.endswith(".sbatch"):
-            return Command("pretrain_gpt.py", tuple(rest), whole)
+            return Command("train", tuple(rest), whole)
     return None

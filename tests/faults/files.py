@@ -255,14 +255,14 @@ HF = "--load hf:hf"
 HF_WEIGHTS = "hf/model.safetensors"
 
 
-def gpt2_of(flags: str, said: str) -> Case:
+def gpt2_of(flags: str, said: str, **more: object) -> Case:
     """A model that is not the one of --load hf:hf."""
-    return Case(f"{HF} {flags}", said)
+    return Case(f"{HF} {flags}", said, **more)
 
 
 HUGGINGFACE = [
     Case("--load hf:gone", "--load hf:gone: is no directory; name one"),
-    gpt2_of("--num-layers 3", f"--num-layers 3: the model of {HF} has n_layer 2; give --num-layers 2"),
+    gpt2_of("--num-layers 3", f"--num-layers 3: the model of {HF} has n_layer 2; omit it", status=2),
     gpt2_of("--data-path plain --vocab-size 300", f"{HF}: has vocab_size 257, but … has 301 entries; give"),
     Case(HF, "hf/config.json: cannot be read (No such", harm=remove("hf/config.json")),
     Case(HF, f"{HF}: holds neither model.safetensors nor", harm=remove(HF_WEIGHTS)),

@@ -6,28 +6,24 @@ import torch
 
 from tests.faults.cases import Case, Harm, both, cut, fifo, flip, locked, put
 from tests.faults.files import READ_ONLY, WRITABLE
+from tests.faults.tools import importing
 
 NEWEST = "checkpoints/iter_0000002"
 RECORD = json.dumps({"iteration": 1, "lm_loss": 5.0, "consumed_samples": 4}) + "\n"
 
 
 def evaluate(argv: str, said: str, **more: object) -> Case:
-    """megatron_zpp.commands.evaluate."""
+    """evaluate.py."""
     return Case(argv, said, program="evaluate", **more)
 
 
-def importing(argv: str, said: str, **more: object) -> Case:
-    """megatron_zpp.commands.import_checkpoint."""
-    return Case(argv, said, program="import", **more)
-
-
 def plot(argv: str, said: str, **more: object) -> Case:
-    """megatron_zpp.commands.plot."""
+    """plot.py."""
     return Case(argv, said, program="plot", **more)
 
 
 def report(argv: str, said: str, **more: object) -> Case:
-    """megatron_zpp.commands.report."""
+    """report.py."""
     return Case(argv, said, program="report", **more)
 
 
@@ -63,11 +59,10 @@ def torch_file(name: str, value: object) -> Harm:
 
 
 RANK = "old/iter_0000007/mp_rank_00/model_optim_rng.pt"
-OLD = "old --output new --tokenizer-type NullTokenizer --vocab-size 89"
+OLD = "old new --tokenizer-type NullTokenizer --vocab-size 89"
 IMPORT = [
-    importing("", "are required: DIRECTORY, --output", status=2),
-    importing("gone --output new", "gone"),
-    importing("hf --output new", "hf"),
+    importing("", "are required: SOURCE, CHECKPOINT_DIR", status=2),
+    importing("hf new --from megatron", "--from megatron: hf is a checkpoint of transformers"),
     importing(OLD, "has no model", harm=torch_file(RANK, {"args": {}})),
     importing(OLD, "do not say num_layers", harm=torch_file(RANK, {"model": {}, "checkpoint_version": 3.0})),
     importing(OLD, "not a whole file of torch.save", harm=both(torch_file(RANK, {}), cut(RANK, -9))),

@@ -23,7 +23,7 @@ COMMANDS = {
     "preprocess": f"data/preprocess_data.py --input text.jsonl --output-prefix out {NULL} --workers 1",
     "corpus": "data/build_corpus.py --input text.txt --output out.jsonl",
     "tokenizer": "data/train_tokenizer.py --input text.txt --vocab-size 300 --output-prefix out",
-    "huggingface": "megatron_zpp/commands/huggingface.py",
+    "export": "megatron_zpp/commands/export_checkpoint.py",
     "sample": "megatron_zpp/commands/sample.py --load checkpoints --max-new-tokens 2",
     "evaluate": "megatron_zpp/commands/evaluate.py --load checkpoints --valid-data text.txt --device cpu",
     "import": "megatron_zpp/commands/import_checkpoint.py",

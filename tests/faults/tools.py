@@ -26,13 +26,18 @@ def tokenizer(argv: str, said: str, **more: object) -> Case:
 
 
 def sample(argv: str, said: str, **more: object) -> Case:
-    """megatron_zpp.commands.sample."""
+    """sample.py."""
     return Case(argv, said, program="sample", **more)
 
 
-def huggingface(argv: str, said: str, **more: object) -> Case:
-    """megatron_zpp.checkpoint.huggingface."""
-    return Case(argv, said, program="huggingface", **more)
+def importing(argv: str, said: str, **more: object) -> Case:
+    """import_checkpoint.py."""
+    return Case(argv, said, program="import", **more)
+
+
+def exporting(argv: str, said: str, **more: object) -> Case:
+    """export_checkpoint.py."""
+    return Case(argv, said, program="export", **more)
 
 
 def strict(said: str, text: bytes | str) -> Case:
@@ -124,18 +129,17 @@ OTHERS = [
 
 IDS = "--tokenizer-type NullTokenizer --vocab-size"
 HUGGINGFACE = [
-    huggingface("", "no action: must be import HF_DIR CHECKPOINT_DIR or export", status=2),
-    huggingface("import gone new", "HF_DIR gone: is no directory; name one"),
-    huggingface(f"import hf new {IDS} 300", "HF_DIR hf: has vocab_size 257, but … has 301"),
-    huggingface(f"import hf checkpoints {IDS} 256", "CHECKPOINT_DIR checkpoints: exists and is not"),
-    huggingface(f"import hf file/x {IDS} 256", f"CHECKPOINT_DIR file: Not a directory; {WRITABLE}"),
-    huggingface(
-        f"import hf new {IDS} 256",
-        "HF_DIR hf: model.safetensors: not a whole safetensors file … download it again",
+    importing("gone new", "SOURCE gone: holds no model of transformers, Megatron-LM or DeepSpeed; name"),
+    importing(f"hf new {IDS} 300", "SOURCE hf: has vocab_size 257, but … has 301"),
+    importing(f"hf checkpoints {IDS} 256", "CHECKPOINT_DIR checkpoints: exists and is not"),
+    importing(f"hf file/x {IDS} 256", f"CHECKPOINT_DIR file: Not a directory; {WRITABLE}"),
+    importing(
+        f"hf new {IDS} 256",
+        "SOURCE hf: model.safetensors: not a whole safetensors file … download it again",
         harm=cut("hf/model.safetensors", -1),
     ),
-    huggingface("export gone new", "CHECKPOINT_DIR gone: holds no checkpoint; name"),
-    huggingface("export checkpoints hf", "HF_DIR hf: exists and is not an empty directory; name another"),
+    exporting("gone new", "CHECKPOINT_DIR gone: holds no checkpoint; name"),
+    exporting("checkpoints hf", "HF_DIR hf: exists and is not an empty directory; name another"),
 ]
 
 TOOLS = [*PREPROCESS, *OTHERS, *HUGGINGFACE]

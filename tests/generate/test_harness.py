@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def test_loglikelihoods(ours: object, reference: object) -> None:
     ):
         assert mine[0] == pytest.approx(other[0], rel=1e-4)
         assert mine[1] == other[1]
+
+
+def test_a_hugging_face_model_is_scored_as_it_is(
+    ours: object, checkpoint: Path, theirs: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    from megatron_zpp.commands.harness import CheckpointLM
+
+    theirs.save_pretrained(tmp_path)
+    shutil.copyfile(checkpoint.parent / "tokenizer.json", tmp_path / "tokenizer.json")
+    direct = CheckpointLM(load=f"hf:{tmp_path}", device="cpu", batch_size=3)
+    assert ask(direct, "loglikelihood", PAIRS) == ask(ours, "loglikelihood", PAIRS)
 
 
 def test_rolling_loglikelihoods(ours: object, reference: object) -> None:
@@ -162,7 +174,7 @@ def test_a_task_from_the_command_line(checkpoint: Path, tmp_path: Path, referenc
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "local_words.yaml").write_text(TASK.format(data=data))
     done = run(
-        *("-m", "megatron_zpp.commands.harness", "run", "--model", "megatron_zpp"),
+        *("-m", "megatron_zpp", "lm-eval", "run", "--model", "megatron_zpp"),
         *("--model_args", f"load={checkpoint}", "--tasks", "local_words", "--include_path", tmp_path),
         *("--output_path", tmp_path / "results.json"),
         timeout=240,
@@ -202,7 +214,7 @@ def test_a_device_that_the_machine_lacks_is_refused_in_a_line(
 
     cuda = "--device cuda: torch sees no GPU here; use --device cpu"
     done = run(
-        *("-m", "megatron_zpp.commands.harness", "run", "--model", "megatron_zpp", "--device", "cuda"),
+        *("-m", "megatron_zpp", "lm-eval", "run", "--model", "megatron_zpp", "--device", "cuda"),
         *("--model_args", f"load={checkpoint}", "--tasks", "wikitext"),
         timeout=240,
         HF_HUB_OFFLINE="1",
@@ -210,7 +222,7 @@ def test_a_device_that_the_machine_lacks_is_refused_in_a_line(
         CUDA_VISIBLE_DEVICES="",
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"harness: error: {cuda}"
+    assert done.stderr.splitlines()[-1] == f"python -m megatron_zpp lm-eval: error: {cuda}"
     assert "Traceback" not in done.stderr
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -9,7 +9,8 @@ from torch import Tensor
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.model.components import TORCH_NORMS, norm_classes
+from megatron_zpp.model.build import norm_classes
+from megatron_zpp.model.layer import TORCH_NORMS
 from tests.model.variants import MODELS
 from tests.zero.engines import engine_of, weights_of
 

@@ -21,7 +21,6 @@ from megatron_zpp.model.attention import (
     choose_attention,
     mask_of,
 )
-from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT
 from tests.gpu.steady import waits_are_errors
 from tests.support import pretrain
@@ -167,12 +166,7 @@ def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: st
         if backend == "cudnn":
             pytest.skip(str(refused))
         raise
-    layer = (
-        GPT(MODEL, VOCAB, parts=ModelComponents(attention=kernel))
-        .initialize(3)
-        .to("cuda", torch.bfloat16)
-        .layers[1]
-    )
+    layer = GPT(MODEL, VOCAB, attention=kernel).initialize(3).to("cuda", torch.bfloat16).layers[1]
     torch._dynamo.reset()  # another kernel's documents have another format
     compiled = torch.compile(layer.forward, fullgraph=True, dynamic=False)
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention, mask_of
-from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
 from tests.model.variants import LLAMA, MODELS, WINDOWS
@@ -34,7 +33,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def model_of(
     recompute: RecomputeConfig | None = None, kernel: DotProduct = TORCHS, config: ModelConfig = MODEL
 ) -> GPT:
-    return GPT(config, VOCAB, recompute, parts=ModelComponents(attention=kernel)).initialize(3).double()
+    return GPT(config, VOCAB, recompute, kernel).initialize(3).double()
 
 
 def packed(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +159,7 @@ def test_flash_of_variable_lengths_fits_the_model(changes: dict[str, Any]) -> No
     pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 brought it")
     with torch.device("meta"):
         config = dataclasses.replace(MODEL, **changes)
-        model = GPT(config, VOCAB, parts=ModelComponents(attention=PackedFlash())).bfloat16()
+        model = GPT(config, VOCAB, attention=PackedFlash()).bfloat16()
         tokens, positions, ends = (part.to("meta") for part in packed())
         model(tokens, tokens).backward()
         loss = model(tokens, tokens, positions, ends)

@@ -1,5 +1,6 @@
 """Products of 8-bit floats: within what the formats allow of a float64 oracle, with gradients and NaN."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -7,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.fp8.delayed import DelayedLinear
-from megatron_zpp.model.fp8.output import OutputProduct
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.model.build import build_model
+from megatron_zpp.model.fp8.matmuls import DelayedMatmuls, TensorwiseMatmuls
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.fp8.tensorwise import Float8Linear
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from tests.model.variants import MODELS
 
 E4M3, E5M2 = (3, -9, 448.0), (2, -16, 57344.0)  # bits of the fraction, log2 of the least, the largest
@@ -121,14 +122,16 @@ def test_frozen_parts_get_no_gradient() -> None:
     assert layer.bias.grad is not None
 
 
-PARTS = {
-    "tensorwise": ModelComponents(linear=Float8Linear),
-    "delayed": ModelComponents(linear=DelayedLinear),
-    "output": ModelComponents(linear=DelayedLinear, output_product=OutputProduct),
+CPU = torch.device("cpu")
+DELAYED = PrecisionConfig(bf16=True, fp8=True, fp8_recipe="delayed")
+MATMULS: dict[str, Matmuls] = {
+    "tensorwise": TensorwiseMatmuls(),
+    "delayed": DelayedMatmuls(DELAYED, CPU),
+    "output": DelayedMatmuls(dataclasses.replace(DELAYED, fp8_output_layer=True), CPU),
 }
 
 
-def losses_of(model: str, recompute: str | None, parts: ModelComponents, steps: int = 12) -> list[float]:
+def losses_of(model: str, recompute: str | None, matmuls: Matmuls, steps: int = 12) -> list[float]:
     """In bf16, on one batch again and again."""
     config = ModelConfig(
         num_layers=2,
@@ -141,9 +144,9 @@ def losses_of(model: str, recompute: str | None, parts: ModelComponents, steps: 
     )
     method = {"recompute_method": "uniform"} if recompute == "full" else {}
     recomputed = RecomputeConfig(recompute_granularity=recompute, **method)
-    gpt = GPT(config, 64, recomputed, parts).initialize(1).bfloat16()
+    gpt = build_model(config, 64, recomputed, matmuls=matmuls).initialize(1).bfloat16()
     scaling = None
-    if parts.linear is DelayedLinear:
+    if isinstance(matmuls, DelayedMatmuls):
         scaling = DelayedScaling(gpt, torch.device("cpu"), history=4, algorithm="max")
     tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(4))
     masters = [parameter.detach().float().requires_grad_() for parameter in gpt.parameters()]
@@ -170,12 +173,12 @@ def losses_of(model: str, recompute: str | None, parts: ModelComponents, steps: 
 def test_models_learn_what_a_plain_one_does_and_recomputation_has_the_same_codes(model: str) -> None:
     """All lose most of the loss, at about the same rate."""
     torch.set_num_threads(1)
-    curves = [plain := losses_of(model, None, ModelComponents())]
+    curves = [plain := losses_of(model, None, PLAIN_MATMULS)]
     assert plain[-1] < 0.5 * plain[0]
-    for parts in PARTS.values():
-        ours = losses_of(model, None, parts)
+    for matmuls in MATMULS.values():
+        ours = losses_of(model, None, matmuls)
         assert ours not in curves
         assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
         for granularity in ("full", "selective"):
-            assert losses_of(model, granularity, parts, 4) == ours[:4]
+            assert losses_of(model, granularity, matmuls, 4) == ours[:4]
         curves.append(ours)

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.model.components import ModelComponents, norm_classes
+from megatron_zpp.model.build import build_model, norm_classes
 from megatron_zpp.model.flops import flops_per_token, parameter_count
 from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS
@@ -150,7 +150,7 @@ def test_apex_provides_every_norm(model: str, name: str, monkeypatch: pytest.Mon
     }
     monkeypatch.setitem(sys.modules, "apex", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "apex.normalization", SimpleNamespace(**kinds))
-    gpt = GPT(dataclasses.replace(TINY, **MODELS[model]), VOCAB, parts=ModelComponents(norm_classes("apex")))
+    gpt = build_model(dataclasses.replace(TINY, **MODELS[model]), VOCAB, norms=norm_classes("apex"))
     norms = {name: module for name, module in gpt.named_modules() if name.endswith("norm")}
     identities = [module for module in norms.values() if isinstance(module, nn.Identity)]
     assert len(identities) == (0 if "qk_layernorm" in MODELS[model] else 2 * TINY.num_layers)

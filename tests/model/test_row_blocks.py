@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.build import build_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.row_blocks import (
     PLAIN,
     BlockPasses,
     LookupBlock,
-    RowBlockComponents,
     RowBlockTable,
     blocks_of,
 )
@@ -75,7 +75,7 @@ def test_a_model_on_its_own_has_the_weights_logits_and_gradients_of_one_with_who
 ) -> None:
     config = ModelConfig(**SHAPE, **NO_DROPOUT, untie_embeddings_and_output_weights=untied)
     whole = GPT(config, 101).initialize(3).double()
-    blocks = GPT(config, 101, parts=RowBlockComponents(rows=rows)).initialize(3).double()
+    blocks = build_model(config, 101, table_rows=rows).initialize(3).double()
     tokens = torch.randint(101, (2, 11))
     losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (whole, blocks)]
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-13)
@@ -100,7 +100,7 @@ def test_a_model_on_its_own_has_the_weights_logits_and_gradients_of_one_with_who
 def test_the_gradients_of_one_block_at_a_time_are_there() -> None:
     """A hook is called for each block before the next block makes its gradient, so an engine may take it."""
     config = ModelConfig(**SHAPE, **NO_DROPOUT)
-    model = GPT(config, 101, parts=RowBlockComponents(rows=20)).initialize(3)
+    model = build_model(config, 101, table_rows=20).initialize(3)
     blocks = list(model.head.output.each())
     for block in blocks:  # one leaf for each place of a tied block
         block.weight = nn.Parameter(block.weight.detach())

@@ -16,10 +16,11 @@ from megatron_zpp.version import TORCH_TESTED
 from tests.support import ROOT
 
 SHARED = sysconfig.get_path("purelib")  # torch and the others, which are not installed again
-SCRIPTS = (
+RENAMED = (
     "pretrain preprocess build-corpus train-tokenizer evaluate sample plot huggingface torchrun "
     "build-kernels import-checkpoint report"
 ).split()
+SCRIPTS = ("megatron-zpp", *(f"megatron-zpp-{name}" for name in RENAMED))
 RUN = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
     "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 "
@@ -30,7 +31,7 @@ HELP = """
 import sys
 from importlib.metadata import distribution
 for script in distribution("megatron-zpp").entry_points:  # in one process: each takes seconds to start
-    sys.argv = [script.name, "--help"]
+    sys.argv = [script.name, *["export"] * script.name.endswith("-huggingface"), "--help"]
     if script.name != "megatron-zpp-torchrun":
         print("\\nhelp of", script.name, flush=True)
         try:
@@ -84,13 +85,13 @@ def environment_bin(request: pytest.FixtureRequest, repository: Path) -> Path:
 @pytest.mark.nightly
 def test_the_scripts_are_there_and_a_run_works_elsewhere(environment_bin: Path, tmp_path: Path) -> None:
     there = {path.name for path in environment_bin.glob("megatron-zpp-*")}
-    assert there == {f"megatron-zpp-{name}" for name in SCRIPTS}
+    assert {"megatron-zpp", *there} == set(SCRIPTS)
     said = run(environment_bin / "python", "-c", HELP, cwd=tmp_path, cache=tmp_path)
     assert said.count("\nhelp of ") == len(SCRIPTS) - 1
     assert all("--" in words for words in said.split("\nhelp of ")[1:])
-    run(environment_bin / "megatron-zpp-pretrain", *RUN, cwd=tmp_path, cache=tmp_path)
+    run(environment_bin / "megatron-zpp", "train", *RUN, cwd=tmp_path, cache=tmp_path)
     argv = ["--load", "run", "--device", "cpu", "--prompt", "1 2", "--max-new-tokens", "2"]
-    assert "1 2" in run(environment_bin / "megatron-zpp-sample", *argv, cwd=tmp_path, cache=tmp_path)
+    assert "1 2" in run(environment_bin / "megatron-zpp", "sample", *argv, cwd=tmp_path, cache=tmp_path)
 
 
 @pytest.mark.nightly
@@ -107,7 +108,7 @@ def test_sources_of_the_kernels_are_found(environment_bin: Path, repository: Pat
 def test_each_script_names_a_function_and_is_installed_at_night() -> None:
     tomllib = pytest.importorskip("tomllib")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert set(scripts) == {f"megatron-zpp-{name}" for name in SCRIPTS}
+    assert set(scripts) == set(SCRIPTS)
     for place in scripts.values():
         module, _, function = place.partition(":")
         assert callable(getattr(import_module(module), function))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ import pytest
 from benchmarks.common import RESULTS
 from benchmarks.plan_published import ROWS, fitted_share, planned_mfu
 from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.topology import Topology, planned
 from megatron_zpp.plan.hardware import GPUS
+from megatron_zpp.train.dry_run import at_fitting_stage
+from megatron_zpp.train.inputs import check_inputs
 from tests.plan.jobs import printed
 from tests.support import pretrain
 
@@ -83,6 +88,29 @@ def test_no_option_is_recommended_where_none_pays() -> None:
     argv = f"{PLAN} --model-preset 1.3b --plan-gpus-per-node 2 --micro-batch-size 8 --zero-stage 3".split()
     said = printed(*argv)
     assert "  take none of them:\n    no set of them that fits shortens the step by more than 1%\n" in said
+
+
+@pytest.mark.parametrize(
+    ("preset", "nodes", "given", "stage"),
+    [("125m", 1, 0, 0), ("125m", 1, 2, 2), ("13b", 16, 0, 2), ("13b", 16, 3, 3), ("175b", 1, 1, None)],
+)
+def test_ranks_of_a_pipeline_take_the_lowest_stage_that_fits(
+    preset: str, nodes: int, given: int, stage: int | None
+) -> None:
+    preset = "gpt2-125m" if preset == "125m" else preset
+    argv = f"{PLAN} --model-preset {preset} --micro-batch-size 2 --plan-nodes {nodes} --plan-gpus-per-node 8"
+    config = parse_args([*argv.split(), "--global-batch-size", "512", "--zero-stage", str(given)])
+    mesh = planned(config.plan, Topology()).mesh()
+    inputs = check_inputs(config, mesh.data_ranks, print)
+    if stage is None:
+        with pytest.raises(UsageError, match=r"^--pipeline-model-parallel-size 4: its ranks .* of 79 GiB"):
+            at_fitting_stage(inputs, mesh, 4)
+        return
+    chosen, (note,) = at_fitting_stage(inputs, mesh, 4)
+    assert chosen.config == replace(config, zero=replace(config.zero, zero_stage=stage))
+    assert note.startswith(
+        f"--pipeline-model-parallel-size 4: {nodes * 8} data ranks with whole layers at --zero-stage {stage}"
+    )
 
 
 @pytest.mark.nightly

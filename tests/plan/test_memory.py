@@ -13,15 +13,16 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.build import build_model
 from megatron_zpp.model.fp8.cast import factors_of
-from megatron_zpp.model.fp8.delayed import DelayedLinear
+from megatron_zpp.model.fp8.matmuls import DelayedMatmuls
 from megatron_zpp.model.fp8.output import OutputProduct, part_rows
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import keeps_gradient, linear_cross_entropy
 from megatron_zpp.model.masks import CAUSAL
+from megatron_zpp.model.matmuls import PLAIN_MATMULS
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.plan.activations import layer_bytes, loss_bytes
 from megatron_zpp.plan.advice import at_stage
@@ -234,8 +235,10 @@ def test_a_layer_with_delayed_scaling_saves_codes(variant: dict[str, Any]) -> No
     measured, planned = [], []
     for precision in (BF16, BF16 | {"fp8": True, "fp8_recipe": "delayed"}):
         delayed = "fp8" in precision
-        parts = ModelComponents(linear=DelayedLinear) if delayed else None
-        gpt = GPT(model, 100, parts=parts).initialize(3)
+        matmuls = PLAIN_MATMULS
+        if delayed:
+            matmuls = DelayedMatmuls(PrecisionConfig(**precision), torch.device("cpu"))
+        gpt = build_model(model, 100, matmuls=matmuls).initialize(3)
         rotation = gpt.rotation(torch.arange(model.seq_length)[None])
         if delayed:
             scaling = DelayedScaling(gpt, torch.device("cpu"))

@@ -12,7 +12,8 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.row_blocks import PLAIN, RowBlockComponents
+from megatron_zpp.model.row_blocks import PLAIN, OutputBlock, OutputBlocks
+from megatron_zpp.model.row_blocks import blocks_of as blocks_of_table
 from megatron_zpp.plan.activations import loss_bytes
 from megatron_zpp.plan.fitting import in_row_blocks, suggested_rows, ways_to_fit
 from megatron_zpp.plan.hardware import machine
@@ -81,7 +82,7 @@ def test_the_loss_takes_what_the_plan_says(precision: dict[str, Any], rows: int,
     """Within 5%."""
     model, zero = ModelConfig(**SHAPE | {"hidden_size": 64, "seq_length": 256}), {"zero_table_rows": rows}
     job = job_of(model, vocab, zero=zero, precision=PrecisionConfig(**precision), micro_batch_size=2)
-    output = RowBlockComponents(rows=rows).output(64, job.entries).to(job.dtype)
+    output = OutputBlocks(blocks_of_table(OutputBlock, job.entries, 64, rows)).to(job.dtype)
     x = torch.randn(512, 64).to(job.dtype).requires_grad_()
     for parameter in output.parameters():  # as an engine takes them
         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))

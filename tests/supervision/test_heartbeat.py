@@ -19,8 +19,8 @@ from megatron_zpp.distributed.process_group import process_group
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.errors import one_line_errors, said_by_each
 from megatron_zpp.supervision.heartbeat import heartbeat
-from megatron_zpp.supervision.joining import connect_ranks
 from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.supervision.process import connect_ranks
 from megatron_zpp.supervision.signals import stop_signals
 from tests.forkserver import CONTEXT
 from tests.support import free_port, wait_until

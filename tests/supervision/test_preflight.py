@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.distributed import rendezvous as meeting
-from megatron_zpp.distributed.rendezvous import RankAddress, interface_of, ranges, rendezvous
+from megatron_zpp.distributed.rank_addresses import RankAddress, ranges
+from megatron_zpp.distributed.rendezvous import interface_of, rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.supervision import heartbeat, joining

@@ -30,7 +30,9 @@ SMALLEST += ["--eval-iters", "0"]
 def train_here(argv: list[str], activity: Activity | None = None, lease: Lease | None = None) -> Ending:
     """Trains on the CPU, with the samples read by this process; the log goes to stdout."""
     config, topology = parse_args([*argv, "--device", "cpu", "--num-workers", "0"]), Topology()
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, 1)
+    schedule = RunSchedule.from_config(
+        config.training, config.learning_rate, 1, seq_length=config.model.seq_length
+    )
     built = build_tokenizer(config.tokenizer)
     tokenizer = describe(built)
     splits = open_data(config, schedule, tokenizer, print)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.distributed.lifelines import Lifelines
-from megatron_zpp.distributed.rendezvous import Rendezvous
+from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision import joining
 from tests.support import Run, nightly, wait_until

@@ -60,7 +60,9 @@ def resume(topology: Topology, directory: str) -> tuple[int, list[str]]:
     saved_by_another_run(Path(directory), engine)
     store = dist.distributed_c10d._get_default_store()
     config = config_of("--load", directory)
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, topology.world_size)
+    schedule = RunSchedule.from_config(
+        config.training, config.learning_rate, topology.world_size, seq_length=config.model.seq_length
+    )
     load = restore.load_checkpoint
     if topology.rank == topology.world_size - 1:
         restore.load_checkpoint = before(Path(directory), load)
@@ -87,7 +89,9 @@ def test_checkpoints_that_are_always_removed_end_the_start_in_one_line(
 
     monkeypatch.setattr(restore, "load_checkpoint", load)
     config = config_of("--load", str(tmp_path))
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, 1)
+    schedule = RunSchedule.from_config(
+        config.training, config.learning_rate, 1, seq_length=config.model.seq_length
+    )
     with pytest.raises(ValueError, match="iter_0000020: was removed while it was read, as were 19 before it"):
         restore.restore(config, engine, TOKENIZER, dist.HashStore(), schedule)
 

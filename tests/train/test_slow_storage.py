@@ -56,7 +56,9 @@ def outcome_of(topology: Topology, directory: str, stuck: int, where: str) -> st
     elif topology.rank == stuck:
         VerifiedFile._load = wait_and_load
     config, store = config_of("--load", directory), dist.distributed_c10d._get_default_store()
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, topology.world_size)
+    schedule = RunSchedule.from_config(
+        config.training, config.learning_rate, topology.world_size, seq_length=config.model.seq_length
+    )
     try:
         return str(restore.restore(config, engine, TOKENIZER, store, schedule).progress.iteration)
     except ValueError as error:
@@ -146,6 +148,7 @@ def test_training_goes_on_after_a_save_to_storage_that_does_not_answer(
     reporter = Quiet()
     saver = saver_of(small(), config_of("--save", str(tmp_path)), reporter, dist.HashStore())
     saver.save(Progress(1, 1))
+    saver.before_step()
     (line,) = reporter.lines
     assert line.startswith("a checkpoint could not be saved: rank 0 on ")
     assert line.endswith(": no progress for 0:00:03; earlier checkpoints are unchanged; training continues")

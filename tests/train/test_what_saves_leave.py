@@ -1,6 +1,9 @@
-"""What a run still holds of the saves that have ended: nothing in the store, nothing in its memory."""
+"""What saves that have ended leave: nothing in the store or in memory, and one line if the disk was full."""
 
 import errno
+import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint import write as write_module
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import small
 from tests.faults.held import in_use
@@ -69,3 +73,35 @@ def test_a_save_deletes_what_failed_ones_left(tmp_path: Path) -> None:
     failures = 4
     for before, after in on_ranks(2, save_around_failures, str(tmp_path), failures):
         assert after - before < failures  # one or two more if ranks waited long in the last save
+
+
+def save_to_a_full_disk(topology: Topology, directory: str) -> tuple[list[str], str]:
+    """The warnings of a rank, and what ends the run, where each save finds too little space."""
+    store, reporter = dist.distributed_c10d._get_default_store(), Quiet()
+    saver = saver_of(small(topology=topology, zero_stage=3), config_of("--save", directory), reporter, store)
+    for iteration in (1, 2, 2):  # the end of a run saves again what was not saved
+        saver.save(Progress(iteration, iteration))
+        if iteration == 1:
+            saver.before_step()
+    with pytest.raises(SaveFailed) as failed:
+        saver.finish()
+    return reporter.lines, str(failed.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+def test_a_full_disk_is_said_once_with_the_bytes_needed_and_free(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", disk], check=True)
+    try:
+        results = on_ranks(2, save_to_a_full_disk, str(disk))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    full = rf"{disk}/iter_000000%d: No space left on device: it needs ([\d,]+) bytes, and ([\d,]+) are free"
+    for warnings, end in results:
+        (warning,) = warnings
+        assert re.fullmatch(rf"a checkpoint could not be saved: {full % 1}; .*; training continues", warning)
+        found = re.fullmatch(full % 2, end)
+        assert found
+        needed, free = (int(number.replace(",", "")) for number in found.groups())
+        assert free <= 32 * 2**10 < needed

@@ -1,7 +1,7 @@
 """Engines around a small GPT, the same one in every test of the engine."""
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,9 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.attention import AttentionKernel, DotProduct
-from megatron_zpp.model.components import ModelComponents, norm_classes
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.parallel.layers import TensorParallelComponents, exchanges_of, splits_of
-from megatron_zpp.model.parallel.row_blocks import SharedRowBlockComponents
-from megatron_zpp.model.row_blocks import RowBlockComponents
+from megatron_zpp.model.attention import AttentionKernel
+from megatron_zpp.model.build import build_model, norm_classes
+from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
@@ -46,21 +43,24 @@ def engine_of(
     `tensor` ranks share each layer; `overlapped`: with products beside their exchanges.
     """
     zero = zero or ZeroConfig()
-    norms, attention = norm_classes(fused_backend), kernel or DotProduct()
-    share, parts = ALONE, ModelComponents(norms, attention=attention)
+    share, group = ALONE, None
     if tensor > 1:
         assert topology is not None
         mesh = topology.mesh(tensor)
         group = TensorGroup(mesh.ranks(mesh.tensor), mesh.rank)
-        shared: dict[str, Any] = {"group": group, "tokens": config.seq_length, "overlapped": overlapped}
-        parts = TensorParallelComponents(norms, attention=attention, **shared)
-        if (rows := zero.zero_table_rows) is not None:
-            parts = SharedRowBlockComponents(norms, attention=attention, rows=rows, **shared)
-    elif zero.zero_table_rows is not None:
-        parts = RowBlockComponents(norms, attention=attention, rows=zero.zero_table_rows)
     with torch.device("meta"):
-        model = GPT(config, vocab_size, recompute, parts, cut_layers=zero.cuts_layers)
-    if tensor > 1:
+        model = build_model(
+            config,
+            vocab_size,
+            recompute,
+            kernel,
+            cut_layers=zero.cuts_layers,
+            table_rows=zero.zero_table_rows,
+            norms=norm_classes(fused_backend),
+            group=group,
+            overlapped=overlapped,
+        )
+    if group is not None:
         share = TensorShare(group, splits_of(model.units()), exchanges_of(model), config.hidden_size)
 
     def initialize(name: str, tensor: torch.Tensor) -> None:

@@ -10,9 +10,9 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.build import build_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import keeps_gradient
-from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations
@@ -215,10 +215,10 @@ def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
         ({"zero_unit": "sublayer"}, {}, "--zero-unit sublayer: .*cut_layers=True"),
         (
             {},
-            {"parts": RowBlockComponents(rows=37)},
-            "--zero-table-rows None: .* GPT ModelComponents as parts",
+            {"table_rows": 37},
+            "--zero-table-rows None: .*table_rows=None",
         ),
-        ({"zero_table_rows": 20}, {}, "--zero-table-rows 20: .* give GPT RowBlockComponents as parts"),
+        ({"zero_table_rows": 20}, {}, "--zero-table-rows 20: .*table_rows=20"),
     ],
 )
 def test_an_engine_refuses_a_model_of_other_units(
@@ -226,7 +226,7 @@ def test_an_engine_refuses_a_model_of_other_units(
 ) -> None:
     """In Python, where the model is built beside the settings."""
     with torch.device("meta"):
-        other = GPT(MODEL, VOCAB, **model)
+        other = build_model(MODEL, VOCAB, **model)
     with pytest.raises(ValueError, match=f"^{said}$"):
         ZeroEngine(
             other,

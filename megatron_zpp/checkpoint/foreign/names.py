@@ -105,7 +105,7 @@ def _explain(name: str) -> str:
     if _TRANSFORMERS.search(name):
         return (
             "of a model of transformers, not of Megatron's; save it by DeepSpeed's zero_to_fp32.py with "
-            "--safe_serialization, and use megatron_zpp.commands.huggingface import"
+            "--safe_serialization, and use megatron-zpp import"
         )
     return "no part of a dense GPT or Llama-like model"
 

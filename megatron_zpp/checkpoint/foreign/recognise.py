@@ -31,11 +31,11 @@ class Foreign:
         """How to use it here."""
         if self.program == TORCH:
             return (
-                "save its weights in Hugging Face's format, as safetensors with a config.json; then python "
-                "-m megatron_zpp.commands.huggingface import makes a checkpoint of this program from them"
+                "save its weights in Hugging Face's format, as safetensors with a config.json; then "
+                "megatron-zpp import makes a checkpoint of this program from them"
             )
-        module = "huggingface import" if self.program == TRANSFORMERS else "import_checkpoint"
-        return f"python -m megatron_zpp.commands.{module} makes a checkpoint of this program from it"
+        direct = f"hf:{self.path} names it as it is, and " if self.layout == "safetensors" else ""
+        return f"{direct}megatron-zpp import makes a checkpoint of this program from it"
 
 
 _LAYOUTS = {

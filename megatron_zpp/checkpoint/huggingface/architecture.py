@@ -1,20 +1,14 @@
-"""The model that a Hugging Face directory describes, and how a run's flags compare with it."""
+"""The model that a Hugging Face directory describes."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import flag_name, option_error
-from megatron_zpp.config.shapes.huggingface import CONFIG, FAMILIES, describe_model, huggingface_values
+from megatron_zpp.config.shapes.huggingface import CONFIG, describe_model, huggingface_values
 from megatron_zpp.config.values.json_file import read_json_object
 
-# What a directory settles: every field of ModelConfig but names of presets, lengths, padding and dropout.
-# The vocabulary depends on the tokenizer too (check_vocabulary).
-_RUN_SETTINGS = (
-    *("model_preset", "seq_length", "make_vocab_size_divisible_by", "padded_vocab_size", "init_method_std"),
-    *("attention_dropout", "hidden_dropout"),
-)
+_LENGTH = 4096  # tokens, at most, of a sample by default; the longest text may not fit a GPU
 _SPARE = 1024  # rows that a published model may have beyond its tokenizer's entries; Qwen2.5-7B has 399
 
 
@@ -40,7 +34,7 @@ def read_architecture(named: NamedDirectory, divisible_by: int = 128) -> Archite
     try:
         model = ModelConfig(
             **described.fields,
-            seq_length=described.fields["max_position_embeddings"],
+            seq_length=min(described.fields["max_position_embeddings"], _LENGTH),
             make_vocab_size_divisible_by=divisible_by,
         )
     except ValueError as error:
@@ -66,36 +60,14 @@ def check_vocabulary(
     named: NamedDirectory, theirs: Architecture, flags: ModelConfig, tokenizer: dict[str, Any]
 ) -> None:
     """Raise ValueError unless a run with these flags has the vocabulary of the directory's model."""
-    needed, entries = fit_vocabulary(named, theirs, tokenizer).padded_vocab_size, tokenizer["vocab_size"]
+    entries = tokenizer["vocab_size"]
+    fit_vocabulary(named, theirs, tokenizer)
     if flags.vocabulary(entries) != theirs.vocab_size:
-        given = "(not given)" if flags.padded_vocab_size is None else flags.padded_vocab_size
-        right = "omit it" if needed is None else f"give --padded-vocab-size {needed}"
-        raise option_error(
-            "--padded-vocab-size",
-            given,
+        raise flags.error(
+            "padded_vocab_size",
             f"the model of {named.flag} {named.shown} has vocab_size {theirs.vocab_size}, and the tokenizer "
-            f"{entries} entries; {right}",
+            f"{entries} entries; omit it",
         )
-
-
-def check_flags(named: NamedDirectory, theirs: Architecture, flags: ModelConfig) -> None:
-    """Raise ValueError that names the first model flag which does not fit the directory's model."""
-    keys = {name: key for key, name in FAMILIES[theirs.model_type].keys.items()}
-    ours, needed = asdict(flags), asdict(theirs.model)
-    if theirs.model_type != "gpt2" and ours["max_position_embeddings"] <= needed["max_position_embeddings"]:
-        ours["max_position_embeddings"] = needed["max_position_embeddings"]  # no table: a run may be shorter
-    for name, value in needed.items():
-        if name in _RUN_SETTINGS or ours[name] == value:
-            continue
-        flag = flag_name(name)
-        key = f"{keys[name]} {value}" if name in keys else f"{name} {value}"
-        fix = f"the model of {named.flag} {named.shown} has {key}; give"
-        if isinstance(value, bool):
-            given, fix = ("(not given)", f"{fix} it") if value else ("(given)", f"{fix[:-4]}omit it")
-            raise option_error(flag, given, fix)
-        given = "(not given)" if ours[name] is None else ours[name]
-        right = f"{flag} {value}" if value is not None else f"no {flag}"
-        raise option_error(flag, given, f"{fix} {right}, or --model-preset {named.path / CONFIG}")
 
 
 def config_json(named: NamedDirectory, model: ModelConfig, vocab_size: int, eod: int) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""--load hf:DIR: a Hugging Face model as the initial weights of a run; each rank reads what it owns."""
+"""--load hf:: a Hugging Face model as the initial weights of a run; each rank reads what it owns."""
 
-from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.huggingface.architecture import check_flags, check_vocabulary, read_architecture
-from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
+from megatron_zpp.checkpoint.huggingface.architecture import check_vocabulary, read_architecture
+from megatron_zpp.checkpoint.huggingface.named_directory import named_directory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import HUGGINGFACE
@@ -14,10 +13,8 @@ from megatron_zpp.zero.model_states import WEIGHTS
 
 def open_weights(directory: str, model: ModelConfig, tokenizer: dict[str, Any]) -> HuggingFaceWeights:
     """Return the weights in `directory`. Raises ValueError that names the flag unless they fit this run."""
-    named = NamedDirectory("--load", HUGGINGFACE + directory, Path(directory))
-    architecture = read_architecture(named)
-    check_flags(named, architecture, model)
-    check_vocabulary(named, architecture, model, tokenizer)
+    named = named_directory("--load", HUGGINGFACE + directory)
+    check_vocabulary(named, read_architecture(named), model, tokenizer)
     return HuggingFaceWeights(named, model, tokenizer["vocab_size"])
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.run import HUGGINGFACE
 from megatron_zpp.storage.files import check_writable
 
 WEIGHTS_FILE = "model.safetensors"
@@ -21,6 +22,24 @@ class NamedDirectory:
     def error(self, fix: str) -> ValueError:
         """Return the error that names the directory, with `fix`: what is wrong and what would be right."""
         return option_error(self.flag, self.shown, fix)
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether it is a download, which every machine finds by the same name, in a place of its own."""
+        return self.shown.startswith(HUGGINGFACE) and self.path != Path(self.shown.removeprefix(HUGGINGFACE))
+
+
+def named_directory(flag: str, shown: str, *, weights: bool = True) -> NamedDirectory:
+    """Return the directory that DIR, hf:DIR or hf:ORG/NAME[@REVISION] names; the last one is downloaded.
+
+    Without `weights` it has config.json and the tokenizer alone.
+    """
+    if not shown.startswith(HUGGINGFACE):
+        return NamedDirectory(flag, shown, Path(shown))
+    from megatron_zpp.storage.hub import find_model
+
+    found = find_model(flag, shown, weights=weights)
+    return NamedDirectory(flag, found.name, found.path)
 
 
 def check_empty(flag: str, target: Path) -> None:

@@ -27,7 +27,8 @@ TEXTS = (
 def find_tokenizer(named: NamedDirectory) -> TokenizerConfig:
     """The settings of the tokenizer that lies beside the model."""
     if (named.path / _TOKENIZER).exists():
-        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(named.path))
+        model = named.shown if named.is_on_hub else str(named.path)
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model)
     vocab, merges = named.path / _VOCAB, named.path / _MERGES
     if vocab.exists() and merges.exists():
         return TokenizerConfig(

@@ -15,33 +15,49 @@ from megatron_zpp.config.legacy.deepspeed_keys import (
     Off,
     Only,
 )
-from megatron_zpp.config.options import option_error
+from megatron_zpp.config.options import flag_name, option_error
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.sources.settings_file import DEEPSPEED_FLAG as FLAG
 from megatron_zpp.config.values.json_file import read_json_object, shown, shown_key
 
+_FP16_DEFAULTS = {"fp16.loss_scale": 0, "fp16.initial_scale_power": 16}  # others are the same here
+_LOSS_SCALE = {  # the fields of flags that the fp16 section replaces, and the defaults of both
+    "precision.loss_scale": None,
+    "precision.initial_loss_scale": 2.0**16,
+    "precision.loss_scale_window": 1000,
+    "precision.hysteresis": 2,
+    "precision.min_loss_scale": 1.0,
+}
 AUTO = "auto"  # Hugging Face's placeholder for a value that the command line gives
 _BLOCKS = {path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)}
 
 
-def obey_file(path: str, provided: Provided, ranks: int) -> tuple[str, ...]:
-    """Add the file's settings to `provided`; return a note that lists keys without effect, if any.
+def obey_file(path: str, provided: Provided, ranks: int, *, under_deepspeed: bool = False) -> tuple[str, ...]:
+    """Add the file's settings to `provided`, and keys that are refused; return notes.
 
-    Raises ValueError, naming file and key, for a key that is unknown, contradicts `provided` or cannot be
-    obeyed.
+    The notes list keys without effect, and flags that have none under DeepSpeed because of the file: its fp16
+    section decides the loss scale, and in a script that runs `under_deepspeed` the file decides on clipping.
+
+    Raises ValueError, naming file and key, for a key that is unknown, contradicts `provided` or has a value
+    of another kind.
     """
     file = _File(path, provided)
     keys = dict(_flatten(path, read_json_object(FLAG, path)))
     idle = [key for key in keys if isinstance(KEYS[key], Idle)]
+    notes = file.settle_16bit(keys) + file.settle_clipping(keys) if under_deepspeed else []
+    scale = file.take_loss_scale(keys)
     for key in sorted(keys, key=lambda key: not key.endswith(".enabled")):
         if _is_off(key, keys, provided):
             idle.append(key)
         else:
             file.obey(key, keys[key])
+    notes += file.compare_loss_scale(scale)
     file.settle_format(keys)
     file.settle_reports(keys)
     file.settle_batch(keys, ranks)
-    return (f"{FLAG} {path}: no effect here: {', '.join(sorted(idle))}",) if idle else ()
+    if idle:
+        notes.append(f"{FLAG} {path}: no effect here: {', '.join(sorted(idle))}")
+    return tuple(notes)
 
 
 class _File:
@@ -62,15 +78,57 @@ class _File:
                 self._put(field_path, setting, key, value)
         elif isinstance(rule, Only):
             if value not in rule.values or isinstance(value, bool) != isinstance(rule.values[0], bool):
-                allowed = " or ".join(map(shown, rule.values))
-                raise self._option_error(key, value, f"only {allowed} is possible: {rule.otherwise}")
+                self._refuse(key, value, rule.otherwise)
         elif isinstance(rule, Off):
             if not isinstance(value, dict):
                 raise self._option_error(key, value, "must be an object")
             if value.get("enabled") not in (False, None, AUTO):
-                raise self._option_error(f"{key}.enabled", value["enabled"], f"not here: {rule.otherwise}")
+                self._refuse(f"{key}.enabled", value["enabled"], rule.otherwise)
         elif not isinstance(rule, Idle):
-            raise self._option_error(key, value, f"not here: {rule.otherwise}")
+            self._refuse(key, value, rule.otherwise)
+
+    def take_loss_scale(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Let the fp16 section alone decide the loss scale, as DeepSpeed does; return what flags say."""
+        fp16 = keys.get("fp16.enabled", self._provided.get("precision.fp16"))
+        if fp16 is not True or not any(key.startswith("fp16.") for key in keys):
+            return {}
+        for key, value in _FP16_DEFAULTS.items():
+            keys.setdefault(key, value)
+        given = {path: self._provided.get(path) for path in _LOSS_SCALE}
+        for path in given:
+            self._provided.drop(path)
+        return {path: value for path, value in given.items() if value is not None}
+
+    def compare_loss_scale(self, given: dict[str, Any]) -> list[str]:
+        """Return a note on flags of the loss scale that say something else than the file."""
+        flags = [
+            f"{flag_name(path.partition('.')[2])} {value:g}"
+            for path, value in given.items()
+            if value != (self._provided.get(path) or _LOSS_SCALE[path])
+        ]
+        if not flags:
+            return []
+        kind = "constant" if self._provided.get("precision.loss_scale") else "dynamic"
+        return [f"{', '.join(flags)}: no effect, as under DeepSpeed: {self._path} has a {kind} loss scale"]
+
+    def settle_16bit(self, keys: dict[str, Any]) -> list[str]:
+        """Let the file choose between bf16 and fp16, as DeepSpeed does; return a note on the flag."""
+        for own, other in (("bf16", "fp16"), ("fp16", "bf16")):
+            if keys.get(f"{own}.enabled") is True and self._provided.get(f"precision.{other}"):
+                self._provided.drop(f"precision.{other}")
+                return [f"--{other}: no effect, as under DeepSpeed: {self._path} has {own}"]
+        return []
+
+    def settle_clipping(self, keys: dict[str, Any]) -> list[str]:
+        """Clip gradients only if the file says so, as DeepSpeed does, whatever --clip-grad says."""
+        path, key = "optimizer.clip_grad", "gradient_clipping"
+        clip, theirs = self._provided.get(path), keys.setdefault(key, 0.0)
+        self._provided.drop(path)
+        if theirs and clip in (None, theirs):
+            return []
+        has = f"has {key} {theirs:g}" if theirs else "clips no gradient"
+        given = f"--clip-grad {clip:g}: no effect, " if clip else ""
+        return [f"{given}as under DeepSpeed: {self._path} {has}"]
 
     def settle_format(self, keys: dict[str, Any]) -> None:
         """Select fp32 if a format is switched off and none is switched on, as DeepSpeed does."""
@@ -116,6 +174,9 @@ class _File:
         if key in ONLY_PRINTS and self._provided.get(field_path) is not None:
             return  # what is printed when is no contradiction
         self._provided.put(field_path, setting, f"{FLAG} {self._path}: {key}", shown(value))
+
+    def _refuse(self, key: str, value: Any, reason: str) -> None:
+        self._provided.refuse(f"{FLAG} {self._path}: {key} {shown(value)}", reason)
 
     def _option_error(self, key: str, value: Any, fix: str) -> ValueError:
         return option_error(FLAG, self._path, f"{key} {shown(value)}: {fix}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from megatron_zpp.config.legacy.megatron_features import CURRICULUM, EXPERTS
 from megatron_zpp.config.options import flag_name
 
 Settings = Mapping[str, Any]  # values by field path, such as {"zero.zero_stage": 3}
@@ -116,6 +117,9 @@ def _batch(field_path: str, flag: str) -> Obeyed:
 
 ONLY_PRINTS = ("steps_per_print",)  # keys that are obeyed unless a flag says otherwise
 BATCH_SIZE = "train_batch_size"
+_FEW_BITS = "not supported: training of weights in few bits, or pruned"
+_STATES = "not supported: master weights or moments below fp32"
+_PARAMETERS = "not supported: parameters in CPU memory or on disks"
 ACCUMULATION = "gradient_accumulation_steps"
 
 _TOP: dict[str, Rule] = {
@@ -125,8 +129,8 @@ _TOP: dict[str, Rule] = {
     "steps_per_print": _whole("logging.log_interval"),
     "gradient_clipping": _number("optimizer.clip_grad"),
     "communication_data_type": Obeyed("--grad-reduce-in-bf16", "text", _communication),
-    "gradient_allreduce_op": Only(("mean",), "the gradient is the mean over all samples; omit it"),
-    "data_types.grad_accum_dtype": Only(("fp32",), "gradients accumulate in fp32; omit it"),
+    "gradient_allreduce_op": Only(("mean",), "not supported: sums of gradients over ranks"),
+    "data_types.grad_accum_dtype": Only(("fp32",), "not supported: sums of gradients below fp32"),
     "scheduler": Refused(
         "DeepSpeed's schedules are one step behind; use --lr-decay-style constant for WarmupLR, linear for "
         "WarmupDecayLR or cosine for WarmupCosineLR, with --lr-warmup-iters and --lr-decay-iters"
@@ -139,27 +143,25 @@ _BLOCKS: dict[str, Rule] = {
     "trackio": Off("use --wandb-project, --tensorboard-dir or --metrics-file"),
     "amp": Off("use --bf16 or --fp16"),
     "torch_autocast": Off("use --bf16 or --fp16"),
-    "data_efficiency": Off("samples are neither chosen nor shortened; omit it"),
-    "curriculum_learning": Off("samples have one length; omit it"),
-    "progressive_layer_drop": Off("every layer computes; omit it"),
-    "eigenvalue": Off("there is no quantised training, which it is for; omit it"),
+    "data_efficiency.data_routing": Off("not supported: random layerwise token dropping"),
+    "data_efficiency.data_sampling": Off(CURRICULUM),
+    "curriculum_learning": Off(CURRICULUM),
+    "progressive_layer_drop": Off("not supported: progressive layer dropping"),
+    "eigenvalue": Off(_FEW_BITS),
     "elasticity": Off(
         "any number of ranks can resume from a checkpoint; give the batch size with --global-batch-size"
     ),
-    "autotuning": Off("try several values of --micro-batch-size; omit it"),
-    "hybrid_engine": Off("this program pretrains only; omit it"),
-    "expert_parallel": Off("there are no experts; omit it"),
+    "autotuning": Off("not supported: autotuning; --dry-run compares settings"),
+    "hybrid_engine": Off("not supported: reinforcement learning and instruction tuning"),
+    "expert_parallel": Off(EXPERTS),
     "nebula": Off("checkpoints go to --save; --async-save writes them in the background"),
     "datastates_ckpt": Off("checkpoints go to --save; --async-save writes them in the background"),
-    "sparse_attention": Refused("attention is dense and causal; omit it"),
-    "compression_training": Refused("weights are neither pruned nor trained in few bits; omit it"),
-    "quantize_training": Refused("weights are not trained in few bits; omit it"),
+    "sparse_attention": Refused("not supported: sparse attention"),
+    "compression_training": Refused(_FEW_BITS),
+    "quantize_training": Refused(_FEW_BITS),
     "tensor_parallel.autotp_size": Only((0, 1), "use --tensor-model-parallel-size"),
-    "sequence_parallel_size": Only((1,), "every rank computes whole samples; omit it"),
-    "checkpoint.load_universal": Only((False,), "every checkpoint loads at any number of ranks"),
-    "checkpoint.use_node_local_storage": Only(
-        (False,), "every rank must be able to read all of --load; omit it"
-    ),
+    "sequence_parallel_size": Only((1,), "not supported: context parallelism"),
+    "checkpoint.use_node_local_storage": Only((False,), "not supported: checkpoints on disks of nodes"),
 }
 
 _REPORTS: dict[str, Rule] = {
@@ -177,9 +179,9 @@ _OPTIMIZER: dict[str, Rule] = {
     "optimizer.params.betas": Obeyed("--adam-beta1 --adam-beta2", "a list of two numbers", _betas),
     "optimizer.params.eps": _number("optimizer.adam_eps"),
     "optimizer.params.weight_decay": _number("optimizer.weight_decay"),
-    "optimizer.params.adam_w_mode": Only((True,), "weight decay is decoupled, as in AdamW; omit it"),
-    "optimizer.params.bias_correction": Only((True,), "AdamW corrects the bias of its moments; omit it"),
-    "optimizer.params.amsgrad": Only((False,), "AMSGrad is not available; omit it"),
+    "optimizer.params.adam_w_mode": Only((True,), "not supported: Adam with L2 regularisation"),
+    "optimizer.params.bias_correction": Only((True,), "not supported: AdamW without bias correction"),
+    "optimizer.params.amsgrad": Only((False,), "not supported: AMSGrad"),
     "optimizer.params.max_grad_norm": Refused("use gradient_clipping or --clip-grad"),
 }
 
@@ -190,11 +192,11 @@ _PRECISION: dict[str, Rule] = {
     "fp16.loss_scale_window": _whole("precision.loss_scale_window"),
     "fp16.hysteresis": _whole("precision.hysteresis"),
     "fp16.min_loss_scale": _number("precision.min_loss_scale"),
-    "fp16.consecutive_hysteresis": Only((False,), "a window without overflow restores it; omit it"),
-    "fp16.fp16_master_weights_and_grads": Only((False,), "master weights are fp32; omit it"),
+    "fp16.consecutive_hysteresis": Only((False,), "not supported: hysteresis over steps in a row"),
+    "fp16.fp16_master_weights_and_grads": Only((False,), _STATES),
     "bf16.enabled": _switch("precision.bf16", flag="--bf16; false without another format is --fp32"),
-    "bf16.bf16_master_weights_and_grads": Only((False,), "master weights are fp32; omit it"),
-    "bf16.bf16_optimizer_states": Only((False,), "AdamW's moments are fp32; omit it"),
+    "bf16.bf16_master_weights_and_grads": Only((False,), _STATES),
+    "bf16.bf16_optimizer_states": Only((False,), _STATES),
 }
 
 _ZERO: dict[str, Rule] = {
@@ -204,19 +206,17 @@ _ZERO: dict[str, Rule] = {
     "zero_quantized_gradients": _switch("zero.zero_quantized_gradients"),
     "offload_optimizer.device": Obeyed("--zero-offload-optimizer", "text", _offload),
     "cpu_offload": _switch("zero.zero_offload_optimizer"),
-    "offload_optimizer.ratio": Only((1.0,), "all optimizer states are offloaded; omit it"),
-    "offload_optimizer.super_offload": Only((False,), "SuperOffload is not available; omit it"),
-    "offload_param.device": Only(("none",), "parameters stay on the GPU; use stage 3 and offload_optimizer"),
-    "cpu_offload_param": Only((False,), "parameters stay on the GPU; use stage 3 and offload_optimizer"),
+    "offload_param.device": Only(("none",), _PARAMETERS),
+    "cpu_offload_param": Only((False,), _PARAMETERS),
     "zeropp_loco_param": Refused(
-        "error feedback did not lower the loss (docs/internals/numerics.md); omit it, or use "
-        "--zero-quantized-gradients-format rotated4"
+        "not supported: error feedback, which did not lower the loss (docs/internals/numerics.md); "
+        "--zero-quantized-gradients-format rotated4 does"
     ),
     "mics_shard_size": Only(
         (-1,), "use zero_hpz_partition_size, which also keeps weights in groups of ranks"
     ),
-    "zenflow": Refused("every step uses its own gradients; omit it"),
-    "load_from_fp32_weights": Only((True,), "checkpoints hold fp32 weights; omit it"),
+    "zenflow": Refused("not supported: ZenFlow"),
+    "load_from_fp32_weights": Only((True,), "not supported: weights from checkpoints below fp32"),
 }
 
 _RECOMPUTATION: dict[str, Rule] = {
@@ -250,6 +250,11 @@ _IDLE = {
         log_level timers comms_logger flops_profiler zero_optimization.log_trace_cache_warnings
         zero_optimization.enable_sanity_checks activation_checkpointing.profile""",
     "affects speed only": "graph_harvesting compile",
+    "all of the optimizer's states are offloaded, in one way": """
+        zero_optimization.offload_optimizer.ratio zero_optimization.offload_optimizer.super_offload""",
+    "every checkpoint loads at any number of ranks": "checkpoint.load_universal",
+    "its parts decide": "data_efficiency.enabled data_efficiency.seed",
+    "it is misspelt, and DeepSpeed ignores it": "zero_optimization.stage3_param_persitence_threshold",
     "states are not offloaded to disks": """aio zero_optimization.offload_optimizer.nvme_path
         zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.fast_init
         zero_optimization.offload_optimizer.pipeline_read

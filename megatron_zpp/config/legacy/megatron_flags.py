@@ -4,9 +4,11 @@ old_flags.py has those that are older, and those of Megatron-DeepSpeed. megatron
 features that are not here.
 """
 
+from megatron_zpp.config.legacy.megatron_features import YARN
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed
 
-_FP32 = "master weights, moments and sums of gradients are fp32; omit it"
+_FP32 = "not supported: master weights, moments or sums of gradients below fp32"
+_INJECTED = "not supported: injected errors"
 
 RENAMED_TODAY = (
     OldFlag(
@@ -47,14 +49,12 @@ RENAMED_TODAY = (
 ONLY_TODAY = (
     only("--num-distributed-optimizer-instances", 1, "use --zero-stage and --zero-hpz-partition-size"),
     only("--outer-dp-sharding-strategy", "no_shard", "use --zero-stage"),
-    only("--rope-type", "rope", "use --position-embedding-type rope, and --use-rope-scaling"),
-    only("--softmax-type", "vanilla", "attention's softmax is the usual one; omit it"),
+    only("--rope-type", "rope", YARN),
+    only("--softmax-type", "vanilla", "not supported: an offset in the softmax of attention"),
     only("--recompute-modules", "core_attn", "use --recompute-granularity", many=True),
-    only("--rerun-mode", "disabled", "no step is computed twice to compare; omit it"),
-    only("--error-injection-rate", 0, "no errors are injected; omit it"),
-    only("--vocab-extra-ids", 0, "the vocabulary is the tokenizer's; omit it"),
-    only("--glu-linear-offset", 0.0, "SwiGLU has no offset; omit it"),
-    only("--optimizer-offload-fraction", 1.0, "--zero-offload-optimizer offloads all states; omit it"),
+    only("--error-injection-rate", 0, _INJECTED),
+    only("--vocab-extra-ids", 0, "not supported: entries beside the tokenizer's; use --padded-vocab-size"),
+    only("--glu-linear-offset", 0.0, "not supported: an offset in the GLU"),
     only("--main-grads-dtype", "fp32", _FP32),
     only("--main-params-dtype", "fp32", _FP32),
     only("--exp-avg-dtype", "fp32", _FP32),
@@ -62,8 +62,10 @@ ONLY_TODAY = (
     only("--megatron-fsdp-main-params-dtype", ("fp32", "auto"), _FP32),
     only("--megatron-fsdp-main-grads-dtype", ("fp32", "auto"), _FP32),
     only("--megatron-fsdp-grad-comm-dtype", "auto", "use --grad-reduce-in-bf16, or omit it"),
-    only("--exit-signal", ("SIGTERM", "SIGUSR1", "SIGINT"), "these save and stop; omit it"),
-    only("--no-weight-decay-cond-type", "default", "biases and norms are not decayed; omit it"),
+    only(
+        "--exit-signal", ("SIGTERM", "SIGUSR1", "SIGINT"), "not supported: other signals; these save and stop"
+    ),
+    only("--no-weight-decay-cond-type", "default", "not supported: other choices of what is decayed"),
 )
 
 _IDLE = {
@@ -183,63 +185,67 @@ _IDLE = {
     "the `tokenizers` library reads them": "--tokenizer-hf-no-use-fast --use-gigatoken",
     "special tokens around a text are never added": "--tokenizer-hf-no-include-special-tokens",
     "objects are read with boto3": "--enable-msc --disable-msc",
-    "training generates no text; megatron_zpp.commands.sample has flags of its own": """--flash-decode
+    "only reports or compares": """--record-memory-history --memory-snapshot-path:str --log-energy
+        --log-max-attention-logit --test-mode --dump-param-to-param-group-map:str --rerun-mode:str
+        --check-for-spiky-loss --check-for-large-grads --result-rejected-tracker-filename:str
+        --gpu-sniff-test-interval:int""",
+    "--log-straggler is on from the start": "--disable-straggler-on-startup",
+    "signals, and --exit-duration-in-mins, end a run in time": """--adlr-autoresume
+        --adlr-autoresume-interval:int""",
+    "only whole checkpoints are saved": """--save-params-interval:int --save-activations-interval:int
+        --save-wgrads-interval:int --save-dgrads-interval:int --save-tokens-per-expert-interval:int""",
+    "checkpoints go to --save alone": "--replication --replication-jump:int --replication-factor:int",
+    "weights are always the fp32 master weights": "--load-main-params-from-ckpt",
+    "parameters are always initialised": "--no-initialization",
+    "evaluation begins at iteration 0": "--start-eval-at-iter:int",
+    "--zero-offload-optimizer offloads all states": "--optimizer-offload-fraction:float",
+    "gradients are summed in fp32": "--ddp-param-name-patterns-for-fp32-local-accumulation:strs",
+    "training generates no text; megatron-zpp sample has flags of its own": """--flash-decode
         --inference-rng-tracker --use-legacy-static-engine --max-tokens-to-oom:int
         --inference-max-requests:int --inference-max-seq-length:int""",
 }
 _REFUSED = {
-    "use --rampup-batch-size START INCREMENT SAMPLES": "--step-batch-size-schedule",
-    "sizes must divide; give other ones": "--decrease-batch-size-if-needed",
-    "no iteration is skipped; omit it": "--iterations-to-skip",
-    "there is no such test; omit it": "--gpu-sniff-test-interval",
-    "evaluation has the batch size of training; omit it": "--eval-global-batch-size --eval-micro-batch-size",
-    "evaluation begins at iteration 0; use --eval-interval": "--start-eval-at-iter",
-    "use python -m megatron_zpp.commands.evaluate": "--skip-train",
+    "not supported: batch sizes by tokens; use --rampup-batch-size START INCREMENT SAMPLES": """
+        --step-batch-size-schedule""",
+    "not supported: batches that are made smaller until they divide": "--decrease-batch-size-if-needed",
+    "not supported: skipped iterations": "--iterations-to-skip --phase-transition-iterations",
+    "not supported: batches of its own for evaluation": """--eval-global-batch-size
+        --eval-micro-batch-size""",
+    "use megatron-zpp evaluate": "--skip-train",
     "use --valid-data-path with weights": "--multiple-validation-sets --validation-set-names",
-    "omit it": "--test-mode --dump-param-to-param-group-map --output-logit-dtype --onnx-safe",
+    "not supported: a format of its own for logits": "--output-logit-dtype",
+    "not supported: export to ONNX": "--onnx-safe",
     "use --load DIR --finetune": "--pretrained-checkpoint",
     "use --ckpt-step": "--override-ckpt-iteration",
     "use --save-interval, --keep-last and --keep-every": "--persistent-save-interval",
-    "only whole checkpoints are saved; use --save-interval": """--save-params-interval
-        --save-activations-interval --save-wgrads-interval --save-dgrads-interval""",
-    "the model is dense; omit it": "--save-tokens-per-expert-interval",
-    "weights are always the fp32 master weights; omit it": "--load-main-params-from-ckpt",
-    "use --async-save": "--replication --replication-jump --replication-factor",
-    "initial weights are the same on all ranks; omit it": "--data-parallel-random-init",
-    "parameters are always initialised; omit it": "--no-initialization",
-    "use --init-method-std for all weights": "--embedding-init-method-std",
+    "not supported: initial weights that differ between ranks": "--data-parallel-random-init",
+    "not supported: a deviation of its own for initial embeddings": "--embedding-init-method-std",
     "use --dry-run, which needs no ranks": "--fake-process-group",
     "use --attention-backend": """--flash-attention-version --use-kitchen-attention
         --kitchen-attention-backend""",
-    "--fp8 has one form; omit it": """--fp8-quantizer-factory --no-fp8-wgrad --disable-fp8-wgrad
+    "not supported: other recipes of FP8": """--fp8-quantizer-factory --no-fp8-wgrad --disable-fp8-wgrad
         --te-precision-config-file""",
     "it is for MXFP8; use --fp8-output-layer with --fp8-recipe delayed": "--fp8-output-proj",
-    "--fp8 applies to all layers; omit it": """--first-last-layers-bf16 --num-layers-at-start-in-bf16
+    "not supported: FP8 in some layers only": """--first-last-layers-bf16 --num-layers-at-start-in-bf16
         --num-layers-at-end-in-bf16""",
-    "torch's own setting holds; omit it": "--disable-bf16-reduced-precision-matmul",
-    "only steps with NaN or Inf are skipped; omit it": "--check-for-spiky-loss --check-for-large-grads",
-    "no errors are injected; omit it": "--error-injection-type --result-rejected-tracker-filename",
-    "memory is logged; omit it": "--record-memory-history --memory-snapshot-path --log-energy",
-    "attention does not return logits; omit it": "--log-max-attention-logit",
-    "--log-straggler is on from the start; omit it": "--disable-straggler-on-startup",
-    "signals, and --exit-duration-in-mins, end a run in time": "--adlr-autoresume --adlr-autoresume-interval",
-    "use --config FILE.yaml with this program's flags": "--yaml-cfg --phase-transition-iterations",
+    "not supported: settings of torch's products in bf16": "--disable-bf16-reduced-precision-matmul",
+    _INJECTED: "--error-injection-type",
+    "use --config FILE.yaml with this program's flags": "--yaml-cfg",
     "give --data-path, or data_path in --config": "--data-args-path --per-split-data-args-path",
-    "samples are cut from documents; omit it": "--per-dataset-sequences-path",
+    "not supported: counts of samples by data set": "--per-dataset-sequences-path",
     "use --reset-attention-mask --reset-position-ids": "--dataloader-inter-document-masking",
-    "--dataset-order megatron has Megatron-LM's default; omit it": "--mid-level-dataset-surplus",
-    "tokenizers are used as their files say; omit it": """--tokenizer-metadata --chat-template
+    "not supported: a surplus other than Megatron-LM's default": "--mid-level-dataset-surplus",
+    "not supported: settings of tokenizers beside their files": """--tokenizer-metadata --chat-template
         --tokenizer-special-tokens --tokenizer-sentencepiece-legacy
         --no-tokenizer-sentencepiece-ignore-extra-whitespaces
         --disable-tokenizer-sentencepiece-ignore-extra-whitespaces""",
-    "--vocab-size N makes N the end of document; omit it": "--null-tokenizer-eod-id",
-    "norms are not decayed; omit it": "--apply-wd-to-qk-layernorm",
-    "all weights are trained; omit it": "--freeze-all-layers",
+    "--vocab-size N makes N the end of document": "--null-tokenizer-eod-id",
+    "not supported: weight decay of norms": "--apply-wd-to-qk-layernorm",
+    "not supported: frozen weights": "--freeze-all-layers",
     "use --recompute-granularity full --recompute-offload": """--cpu-offloading-num-layers
         --cpu-offloading-retain-pinned-cpu-buffers""",
-    "batches are computed as they are; omit it": "--batch-invariant-mode --batch-invariant-backend",
+    "not supported: batch-invariant kernels": "--batch-invariant-mode --batch-invariant-backend",
     "use --zero-stage 3 with --zero-hpz-partition-size": "--enable-full-sharding-in-hsdp",
-    "gradients are summed in fp32; omit it": "--ddp-param-name-patterns-for-fp32-local-accumulation",
     "restart with launch/local.sh --max-restarts or the SLURM script, which resume": "--inprocess-restart",
 }
 IDLE_TODAY = (

@@ -18,7 +18,7 @@ class OldFlag:
     means      what it gives for each of its values, instead of `gives`
     today      the current flag with the same meaning
     allowed    the values that it may have, which describe what happens anyway
-    otherwise  what to do instead of another value; without `allowed` values the flag is refused
+    otherwise  why another value is refused, or what to do instead; without `allowed` values any is refused
     why        the reason why the flag has no effect
     needs      the settings, by field path, that it has no effect with; with others it is refused
     computes   whether saved settings may have only `allowed` values of it too: the model depends on it
@@ -41,8 +41,11 @@ class OldFlag:
     def check_saved(self, place: str, value: Any) -> None:
         """Raise ValueError, naming `place`, for saved settings of a model that no longer exists."""
         if self.computes and value not in (None, *self.allowed):
-            allowed = " or ".join(map(str, self.allowed))
-            raise ValueError(f"{place} {value}: only {allowed} is possible: {self.otherwise}")
+            raise ValueError(f"{place} {value}: {self.otherwise}")
+
+    def accepts(self, value: Any) -> bool:
+        """Whether `value` is one that the flag may have, with each of several values."""
+        return not self.allowed or all(one in self.allowed for one in (value if self.many else (value,)))
 
     @property
     def refused(self) -> bool:
@@ -81,9 +84,16 @@ def only(name: str, allowed: Any, otherwise: str, today: str = "", *, many: bool
 
 
 def refused(names_by_reason: Mapping[str, str]) -> tuple[OldFlag, ...]:
-    """Flags that are refused with any value, by what to do instead."""
+    """Flags that are refused with any value, by why, or by what to do instead."""
     return tuple(
         OldFlag(name=name, otherwise=otherwise)
         for otherwise, names in names_by_reason.items()
         for name in names.split()
     )
+
+
+def retired(name: str, value: Any, why: str, otherwise: str = "", *, computes: bool = False) -> OldFlag:
+    """A flag of an earlier version that may only have one `value`, or none if that is a type."""
+    takes, allowed = (value, ()) if isinstance(value, type) else (type(value), (value,))
+    otherwise = otherwise or f"{why}; omit it"
+    return OldFlag(name=name, takes=takes, allowed=allowed, why=why, otherwise=otherwise, computes=computes)

@@ -1,30 +1,40 @@
 """Flags of Megatron-LM, Megatron-DeepSpeed and this program's past, and what happens to each.
 
-Names and meanings are those of Megatron-LM from its first release to core 0.12 and of Megatron-DeepSpeed.
-None of them is a current flag.
+Names and meanings are those of Megatron-LM from its first release to core 0.12, of Megatron-DeepSpeed and its
+fork by BigScience, and of GPT-NeoX's launcher. None of them is a current flag.
 """
 
+from megatron_zpp.config.legacy.megatron_features import (
+    CURRICULUM,
+    DISTILLATION,
+    EXPERTS,
+    OPTIMIZERS,
+    YARN,
+)
 from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, REFUSED_TODAY, RENAMED_TODAY
-from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed
+from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed, retired
 
 _FULL = {"recompute.recompute_granularity": "full"}
-_PP = "every rank computes all layers; use --zero-stage 3 to shard the model over ranks"
-_LONG = "every rank computes whole samples; omit it"
-_EXPERTS = "the model is dense; omit it"
+_LONG = "not supported: context parallelism"
 _FEEDBACK = (
-    "error feedback did not lower the loss (docs/internals/numerics.md); omit it, or use "
-    "--zero-quantized-gradients-format rotated4"
+    "not supported: error feedback, which did not lower the loss (docs/internals/numerics.md); "
+    "--zero-quantized-gradients-format rotated4 does"
 )
+_WEIGHT_DECAY = "not supported: a schedule of the weight decay"
 _NO_SNAPSHOTS = "states are copied to --save alone"
 
 RENAMED = (
     renamed("--batch-size", "training.micro_batch_size", int),
+    OldFlag(
+        name="--pipeline-model-parallel-size",
+        takes=int,
+        today="more data ranks, at the lowest --zero-stage that fits",
+    ),
     renamed("--model-parallel-size", "distributed.tensor_model_parallel_size", int),
     renamed("--warmup", "learning_rate.lr_warmup_fraction", float),
     *(
         OldFlag(name=f"--{name}-tokens", takes=int, samples=path, today=f"--{name}-samples, / --seq-length")
         for name, path in (
-            ("train", "training.train_samples"),
             ("lr-decay", "learning_rate.lr_decay_samples"),
             ("lr-warmup", "learning_rate.lr_warmup_samples"),
         )
@@ -59,6 +69,10 @@ RENAMED = (
         today="--group-query-attention --num-query-groups",
     ),
     renamed("--fp8-hybrid", "precision.fp8"),
+    renamed("--wandb_run_name", "logging.wandb_exp_name", str),
+    renamed("--wandb_team", "logging.wandb_entity", str),
+    renamed("--pad-vocab-size-to", "model.padded_vocab_size", int),
+    renamed("--tokenizer-name-or-path", "tokenizer.tokenizer_model", str),
     OldFlag(
         name="--use-rotary-position-embeddings",
         gives={"model.position_embedding_type": "rope"},
@@ -72,24 +86,23 @@ RENAMED = (
 )
 
 ONLY = (
-    only("--pipeline-model-parallel-size", 1, _PP),
     only("--context-parallel-size", 1, _LONG),
     only("--ds-sequence-parallel-size", 1, _LONG),
-    only("--expert-model-parallel-size", 1, _EXPERTS),
-    only("--moe-expert-parallel-size", 1, _EXPERTS),
-    only("--num-experts", 1, _EXPERTS),
-    only("--optimizer", "adam", "AdamW is the only optimizer; omit it"),
-    only("--dataloader-type", "single", "samples come in one seeded order; omit it"),
+    only("--expert-model-parallel-size", 1, EXPERTS),
+    only("--moe-expert-parallel-size", 1, EXPERTS),
+    only("--num-experts", 1, EXPERTS, many=True),
+    only("--optimizer", "adam", OPTIMIZERS),
+    only("--dataloader-type", "single", "not supported: cyclic and external data loaders"),
     only("--data-impl", ("mmap", "infer"), "only .bin with .idx can be read; preprocess the data again"),
-    only("--remote-device", "none", "parameters stay on the GPU; use --zero-stage 3 with more ranks"),
-    only("--weight-decay-incr-style", "constant", "use --weight-decay"),
-    only("--tile-factor", 1, "linear layers are whole; use --zero-stage 3 to shard them"),
+    only("--remote-device", "none", "not supported: parameters in CPU memory or on disks"),
+    only("--weight-decay-incr-style", "constant", _WEIGHT_DECAY),
 )
 
 _IDLE = {
     "the ZeRO engine is built in": """--deepspeed --use-contiguous-buffers-in-ddp
         --no-contiguous-buffers-in-local-ddp --DDP-impl:str""",
-    "ranks come from the launcher's environment": "--local_rank:int --local-rank:int",
+    "ranks come from the launcher's environment": """--local_rank:int --local-rank:int
+        --hostfile:str""",
     "--recompute-granularity selects recomputation": "--deepspeed-activation-checkpointing",
     "--recompute-granularity selects recomputation, layer by layer": "--split-transformers",
     "stored inputs of recomputation stay where they were computed": "--contigious-checkpointing",
@@ -99,7 +112,18 @@ _IDLE = {
         --sequence-parallel --partition-activations --distribute-checkpointed-activations
         --distribute-saved-activations""",
     "activations are gathered and scattered, not all-reduced": "--no-async-tensor-model-parallel-allreduce",
+    "linear layers are whole, with the same result": "--memory-centric-tiled-linear --tile-factor:int",
+    "embeddings are whole, with the same result": "--scattered-embeddings",
+    "every checkpoint loads at any number of ranks": "--universal-checkpoint",
+    "a signal, such as SIGTERM, saves and stops the run": "--kill-switch-file:str --kill-switch-path:str",
+    "--profile with --profile-step-start and --profile-step-end traces": "--profile_steps:str",
+    "only reports": "--codecarbon-dir:str --log-level:str --log-level-replica:str --log-path:str",
+    "--wandb-exp-name distinguishes runs": "--wandb_group:str",
+    "gradients of what tensor ranks replicate are summed": "--sync-tp-duplicated-parameters",
+    "no kernel has a shape that it cannot compute": "--abort-on-unmet-fused-kernel-constraints",
+    "--num-workers holds for all splits": "--valid-num-workers:int",
     "there is no pipeline parallelism": """--no-pipeline-parallel --no-scatter-gather-tensors-in-pipeline
+        --pp-partition-method:str --num-layers-per-virtual-pipeline-stage:int
         --enable-zbh1-pipeline --enable-zbh1-exact-semantics --overlap-p2p-communication
         --standalone-embedding-stage --pipeline-model-parallel-split-rank:int""",
     "every rank receives only its shard": "--zero-reduce-scatter",
@@ -132,97 +156,83 @@ _IDLE = {
         --no-load-lr-state""",
 }
 _REFUSED = {
-    "norms come before attention and MLP; omit it": "--apply-residual-connection-post-layernorm",
-    "initial weights are normal; omit it": "--init-method-xavier-uniform",
-    "rope pairs channels i and i + half a head; convert weights with interleaved pairs": """
-        --rotary-interleaved""",
-    "use --use-rope-scaling": "--rotary-seq-len-interpolation-factor",
-    "the residual stream has the compute format; use --fp32": "--fp32-residual-connection",
-    "the loss is computed in fp32; omit it": "--fp16-lm-cross-entropy",
-    "use python -m megatron_zpp.commands.sample to generate text": "--ds-inference --inference",
-    "linear layers are whole; use --zero-stage 3 to shard them": "--memory-centric-tiled-linear",
-    "embeddings are whole; use --zero-stage 3 to shard them": "--scattered-embeddings",
+    "not supported: norms after the residual connection": "--apply-residual-connection-post-layernorm",
+    "not supported: Xavier initialisation": "--init-method-xavier-uniform",
+    "not supported: rope of neighbouring channels": "--rotary-interleaved",
+    "not supported: interpolation of positions": "--rotary-seq-len-interpolation-factor",
+    "not supported: a residual stream in fp32": "--fp32-residual-connection",
+    "not supported: a loss in fp16": "--fp16-lm-cross-entropy",
+    "not supported: norm of embeddings": "--embed-layernorm",
+    "not supported: GPT-NeoX's files of settings; give flags, or --config": "--conf_dir --megatron_config",
+    "not supported: autotuning; --dry-run compares settings": "--autotuning",
+    "not supported: skipped iterations": "--skip-train-iteration-range",
+    "not supported: objectives other than the next token": """--loss-on-targets-only --noise-density
+        --mean-noise-span-length --reweight-loss-based-on-position-frequency""",
+    OPTIMIZERS: "--use-bnb-optimizer",
+    "use megatron-zpp evaluate": "--eval-only",
+    "not supported: weighted ranges of data sets": """--train-weighted-split-paths
+        --valid-weighted-split-paths --test-weighted-split-paths --train-weighted-split-paths-path
+        --valid-weighted-split-paths-path --test-weighted-split-paths-path""",
+    "use megatron-zpp sample to generate text": "--ds-inference --inference",
     _FEEDBACK: "--zero-gradient-error-feedback",
-    "8-bit gradients need the hybrid format; use --fp8": "--fp8-e4m3",
-    _EXPERTS: """--mlp-type --topk --expert-interval --num-experts-switch --use-tutel --create-moe-param-group
+    "not supported: FP8 with e4m3 alone; use --fp8": "--fp8-e4m3",
+    EXPERTS: """--mlp-type --topk --expert-interval --num-experts-switch --use-tutel --create-moe-param-group
         --enable-expert-tensor-parallelism --disable-moe-token-dropping
         --disable-moe-top2-2nd-expert-sampling""",
-    "nothing is distilled; omit it": """--load-teacher --num-layers-teacher --hidden-size-teacher
-        --num-experts-teacher --num-attention-heads-teacher --mos --kd --kd-alpha-ce --kd-beta-ce
-        --kd-temp""",
-    "the model retrieves nothing; omit it": """--retro-workdir --retro-add-retriever
+    DISTILLATION: """--load-teacher --num-layers-teacher --hidden-size-teacher --num-experts-teacher
+        --num-attention-heads-teacher --mos --kd --kd-alpha-ce --kd-beta-ce --kd-temp""",
+    "not supported: retrieval (RETRO)": """--retro-workdir --retro-add-retriever
         --retro-cyclic-train-iters --retro-encoder-layers --retro-encoder-hidden-dropout
         --retro-encoder-attention-dropout --retro-num-neighbors --retro-num-retrieved-chunks
         --retro-return-doc-ids""",
-    "every layer computes all tokens; omit it": "--random-ltd",
-    "samples are neither chosen nor shortened; omit it": """--data-efficiency-curriculum-learning
-        --return-data-index --train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path
-        --train-shuffle-idx-path""",
+    "not supported: random layerwise token dropping": "--random-ltd",
+    CURRICULUM: """--data-efficiency-curriculum-learning --return-data-index --train-idx-path
+        --train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path""",
     "use --train-samples or --train-iters": "--train-data-exact-num-epochs",
     "name the data in --data-path": "--aml-data-download-path",
-    "this program is the trainer; omit it": "--use-dataset-only",
+    "not supported: runs that only build data sets": "--use-dataset-only",
     _LONG: """--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
         --ds-sequence-parallel-fpdt-offloading""",
-    "embeddings have the compute format; use --fp32": "--embedding-weights-in-fp32",
+    "not supported: embeddings in fp32": "--embedding-weights-in-fp32",
     "use --ckpt-step": "--load-tag",
-    "every checkpoint loads at any number of ranks; omit it": "--universal-checkpoint",
     "use --finetune, which loads weights only and starts at iteration 0": "--reset-iteration",
-    "a signal, such as SIGTERM, saves and stops the run; omit it": "--kill-switch-file",
-    "use --profile --profile-step-start N --profile-step-end N": "--profile_steps",
-    _PP: "--num-layers-per-virtual-pipeline-stage",
-    "weight decay is constant; use --weight-decay": "--start-weight-decay --end-weight-decay",
+    _WEIGHT_DECAY: "--start-weight-decay --end-weight-decay",
 }
 IDLE, REFUSED = idle(_IDLE), refused(_REFUSED)
 
 RETIRED = (  # flags of this program, whose fields may be in settings files and in checkpoints
-    OldFlag(
-        name="--gemm-algorithms",
-        takes=str,
-        allowed=("heuristic",),
-        why="torch always chooses the algorithms of matmuls",
-        otherwise="torch always chooses the algorithms of matmuls; omit it",
+    retired("--gemm-algorithms", "heuristic", "torch always chooses the algorithms of matmuls"),
+    retired(
+        "--fp8-products",
+        "always",
+        "--fp8 always computes the matmuls of layers on 8-bit floats",
+        "no layer is timed any more; omit it, and below --hidden-size 2048, where no step was measured to be "
+        "faster with --fp8, omit --fp8 too",
     ),
-    OldFlag(
-        name="--fp8-products",
-        takes=str,
-        allowed=("always",),
-        why="--fp8 always computes the matmuls of layers on 8-bit floats",
-        otherwise="no layer is timed any more; omit it, and below --hidden-size 2048, where no step was "
-        "measured to be faster with --fp8, omit --fp8 too",
-    ),
-    OldFlag(
-        name="--fp8-margin",
-        takes=int,
-        allowed=(0,),
-        why="the largest magnitude of --fp8-recipe delayed always has the largest code",
-        otherwise="the largest magnitude always has the largest code; omit it",
-    ),
+    retired("--fp8-margin", 0, "the largest magnitude of --fp8-recipe delayed always has the largest code"),
     *idle(
         {
             "tensor ranks always exchange activations beside matmuls where their GPUs can": """
-                --tp-comm-overlap --no-tp-comm-overlap"""
+                --tp-comm-overlap --no-tp-comm-overlap""",
+            "TORCHINDUCTOR_CACHE_DIR names the cache of compiled kernels": "--compile-cache-dir:str",
+            "traces are in profile, below --tensorboard-dir if that is given": "--profile-dir:str",
+            "zeros of the gradient are not counted": "--log-num-zeros-in-grad",
+            "MFU is relative to the data sheet of a known GPU": "--device-peak-tflops:float",
+            "ranks wait --distributed-timeout-minutes for one another at the start too": """
+                --preflight-timeout:float""",
+            "copy engines are used if a trial at the start succeeds": "--zero-copy-engines:str",
+            "matmuls always spare what NCCL needs over TCP": "--zero-spare-multiprocessors:str",
+            "references are compared before each checkpoint is saved": "--zero-check-interval:int",
         }
     ),
-    OldFlag(
-        name="--zero-hpz-secondary",
-        takes=str,
-        allowed=("bf16",),
-        why="secondary shards always have the compute format",
-        otherwise="secondary shards always have the compute format; omit it",
-    ),
-    OldFlag(
-        name="--zero-delta4-iterations",
-        takes=int,
-        why="delta4 has 4 bits in all iterations",
-        otherwise="delta4 has 4 bits in all iterations; omit it",
-    ),
+    retired("--zero-hpz-secondary", "bf16", "secondary shards always have the compute format"),
+    retired("--zero-delta4-iterations", int, "delta4 has 4 bits in all iterations"),
     *(
-        OldFlag(
-            name=name,
-            takes=type(value),
-            allowed=(value,),
-            why="--use-rope-scaling always has this value",
-            otherwise="all models of Llama 3 have it; omit it",
+        retired(
+            name,
+            value,
+            "--use-rope-scaling always has this value",
+            "not supported: scaling of rope other than Llama 3's",
             computes=True,
         )
         for name, value in (
@@ -231,75 +241,54 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
             ("--rope-original-max-position-embeddings", 8192),
         )
     ),
-    OldFlag(
-        name="--sample-tokens",
-        takes=int,
-        allowed=(64,),
-        why="a sampled text always has 64 tokens",
-        otherwise="a sampled text always has 64 tokens; omit it",
+    retired("--sample-tokens", 64, "a sampled text always has 64 tokens"),
+    retired(
+        "--wandb-mode",
+        str,
+        "the environment variable WANDB_MODE sets it",
+        "set the environment variable WANDB_MODE instead",
     ),
-    OldFlag(
-        name="--wandb-mode",
-        takes=str,
-        why="the environment variable WANDB_MODE sets it",
-        otherwise="set the environment variable WANDB_MODE instead",
+    retired(
+        "--plan-compute-share",
+        float,
+        "a plan takes the share of the peak that was measured or fitted for its GPU",
+        "omit it, and multiply the planned compute by the share measured or fitted for its GPU / yours",
     ),
-    OldFlag(
-        name="--plan-compute-share",
-        takes=float,
-        why="a plan takes the share of the peak that was measured or fitted for its GPU",
-        otherwise="a plan takes the share of the peak that was measured or fitted for its GPU; omit it, and "
-        "multiply the planned compute by that share / yours",
-    ),
-    OldFlag(
-        name="--max-nan-iterations",
-        takes=int,
-        allowed=(10,),
-        why="10 steps in a row with NaN or Inf always end a run",
-        otherwise="10 steps in a row with NaN or Inf always end a run; omit it",
-    ),
-    *idle(
-        {
-            "TORCHINDUCTOR_CACHE_DIR names the cache of compiled kernels": "--compile-cache-dir:str",
-            "traces are in profile, below --tensorboard-dir if that is given": "--profile-dir:str",
-            "zeros of the gradient are not counted": "--log-num-zeros-in-grad",
-            "MFU is relative to the data sheet of a known GPU": "--device-peak-tflops:float",
-            "ranks wait --distributed-timeout-minutes for one another at the start too": """
-                --preflight-timeout:float""",
-        }
-    ),
+    retired("--max-nan-iterations", 10, "10 steps in a row with NaN or Inf always end a run"),
     *(
-        OldFlag(
-            name=name,
-            takes=takes,
-            why=_NO_SNAPSHOTS,
-            otherwise=f"{_NO_SNAPSHOTS}; omit it, and save more often with --async-save",
+        retired(
+            name, takes, _NO_SNAPSHOTS, f"{_NO_SNAPSHOTS}; omit it, and save more often with --async-save"
         )
         for name, takes in (("--buddy-snapshots", int), ("--buddy-directory", str))
     ),
-    OldFlag(
-        name="--zero-quantization-block",
-        takes=int,
-        allowed=(256,),
-        why="blocks have 256 elements, and those of unrotated gradients 128",
-        otherwise="blocks have 256 elements, and those of unrotated gradients 128; omit it",
+    retired(
+        "--zero-quantization-block", 256, "blocks have 256 elements, and those of unrotated gradients 128"
     ),
-    OldFlag(
-        name="--nccl-sockets",
-        takes=str,
-        allowed=("auto",),
-        why="2x2 where NCCL would use TCP with one socket",
-        otherwise="omit it, and set NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD, which are obeyed",
-    ),
-    *idle(
-        {
-            "copy engines are used if a trial at the start succeeds": "--zero-copy-engines:str",
-            "matmuls always spare what NCCL needs over TCP": "--zero-spare-multiprocessors:str",
-            "references are compared before each checkpoint is saved": "--zero-check-interval:int",
-        }
+    retired(
+        "--nccl-sockets",
+        "auto",
+        "2x2 where NCCL would use TCP with one socket",
+        "omit it, and set NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD, which are obeyed",
     ),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
+OTHER_VALUES = {  # by flag: what says here what a value of another program says there
+    "--position-embedding-type": {"rotary": "rope", "absolute": "learned_absolute"},
+    "--tokenizer-type": dict.fromkeys(("PretrainedFromHF", "HFTokenizer"), "HuggingFaceTokenizer"),
+}
+REFUSED_VALUES = {
+    "--position-embedding-type": {
+        "alibi": "not supported: ALiBi",
+        "yarn": YARN,
+        "mrope": "not supported: multimodal rope",
+        "relative": "not supported: relative positions",
+    },
+    "--tokenizer-type": {
+        "BertWordPieceLowerCase": "not supported: WordPiece",
+        "BertWordPieceCase": "not supported: WordPiece",
+        "TikTokenizer": "not supported: tiktoken",
+    },
+}
 RETIRED_VALUES = {  # by field: the value that takes the place of each
     "zero_quantized_weights_format": {"fp8": "int8", "int4": "int8", "delta3": "delta4", "delta2": "delta4"},
     "zero_quantized_gradients_format": {"fp8": "int8", "rotated3": "rotated4"},

@@ -1,31 +1,170 @@
-"""Translates old flags into the values that current flags would have given, with a note naming those."""
+"""Translates flags of other programs into the values that current flags would have given."""
 
 import argparse
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from megatron_zpp.config.legacy.megatron_features import feature_flag
+from megatron_zpp.config.legacy.megatron_features import EXPERTS, feature_of
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag
-from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED, RETIRED_VALUES
+from megatron_zpp.config.legacy.old_flags import (
+    OLD_FLAGS,
+    OTHER_VALUES,
+    REFUSED_VALUES,
+    RENAMED,
+    RETIRED_VALUES,
+)
+from megatron_zpp.config.legacy.pipeline import FLAG as PIPELINE
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import flag_name, option_error
+from megatron_zpp.config.options import UsageError, flag_name, option_error, parse_known
 from megatron_zpp.config.sources.provided import OTHERS, Provided
 
-_LENGTH = "training.train_samples"
 _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
+_DENSE = "the model has no experts"
+_REFUSED_VALUES = REFUSED_VALUES | {
+    flag_name(field): {old: f"is retired; use {new}" for old, new in values.items()}
+    for field, values in RETIRED_VALUES.items()
+}
+
+
+class Translation:
+    """What becomes of the flags of one command line that are not current ones.
+
+    `typed` has the values of all flags, by group and field. `unknown` says which words mean nothing.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser, groups: Sequence[str], argv: Sequence[str]) -> None:
+        """Parse `argv`. Raises UsageError for a value that a flag cannot have."""
+        add_old_flags(parser)
+        self._renamed: list[str] = []
+        self._idle: dict[str, list[str]] = {}  # flags by the reason
+        self._refused: list[tuple[str, str]] = []  # words, reason
+        self._has_experts = any(
+            value.isdecimal() and int(value) > 1
+            for name, values, _ in _flags(argv)
+            if name in ("--num-experts", "--num-experts-switch")
+            for value in values
+        )
+        words = [word for flag in _flags(argv) for word in self._obeyed(parser, *flag)]
+        try:
+            self.typed, self.unknown = parse_known(parser, (*groups, OTHERS), words)
+        except UsageError as error:
+            refused = Provided({}, {})
+            self._refuse(refused)
+            raise UsageError(refused.explain(str(error))) from None
+        self._old = self.typed[OTHERS]
+        self.pipeline: int = self._old.pop(PIPELINE, 1)
+
+    def gives(self, *names: str) -> bool:
+        """Whether one of some old flags is given."""
+        return any(name in self._old for name in names)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line on the flags that have another name here, and one on those without effect."""
+        idle = "; ".join(f"{', '.join(names)}: {why}" for why, names in self._idle.items())
+        lines = (f"translated: {'; '.join(self._renamed)}", f"no effect here: {idle}")
+        return tuple(line for line, any_of in zip(lines, (self._renamed, idle), strict=True) if any_of)
+
+    def obey(self, provided: Provided) -> None:
+        """Add the values of old flags to `provided`, and the flags that are refused.
+
+        Raises ValueError for a value that contradicts another flag.
+        """
+        if self.pipeline < 1:
+            raise option_error(PIPELINE, self.pipeline, "must be at least 1")
+        self._refuse(provided)
+        for name, value in self._old.items():
+            flag = _BY_NAME[name]
+            words = _words(name, value)
+            if not flag.accepts(value):
+                provided.refuse(words, flag.otherwise)
+            elif flag.means and value not in flag.means:
+                provided.refuse(words, f"must be {' or '.join(flag.means)}")
+            else:
+                for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
+                    provided.put(field_path, value if setting is VALUE else setting, name, _shown(value))
+                self._note(flag)
+
+    def settle(self, provided: Provided) -> None:
+        """Apply lower bounds and lengths in tokens, after all other values.
+
+        Raises ValueError for contradictions.
+        """
+        for name, value in self._old.items():
+            if path := _BY_NAME[name].samples:
+                samples = round(value / ModelConfig(**provided.values["model"]).seq_length)
+                if samples < 1:
+                    raise option_error(name, value, "must be a sample of --seq-length tokens, or more")
+                provided.put(path, samples, name, value)
+            for field_path, least in _BY_NAME[name].at_least.items():
+                value = provided.get(field_path)
+                if value is None:
+                    provided.put(field_path, least, name)
+                elif value < least:
+                    raise option_error(
+                        name, "(given)", f"contradicts {provided.name(field_path)} {value}; omit one"
+                    )
+
+    def check(self, parts: Mapping[str, Any]) -> None:
+        """Raise ValueError for an old flag that needs another value of a setting of `parts`."""
+        for name in self._old:
+            flag = _BY_NAME[name]
+            for field_path, needed in flag.needs.items():
+                part, field = field_path.split(".")
+                value = getattr(parts[part], field)
+                if value != needed:
+                    fix = f"cannot be obeyed with {flag_name(field)} {value}; {flag.otherwise}"
+                    raise option_error(name, "(given)", fix)
+
+    def _obeyed(
+        self, parser: argparse.ArgumentParser, name: str, values: list[str], words: list[str]
+    ) -> list[str]:
+        """Return the words to parse in place of those of a flag, and record what becomes of the flag."""
+        flag, feature = _BY_NAME.get(name), None
+        if flag is not None and flag.refused:
+            feature = flag.otherwise, True
+        elif name not in parser._option_string_actions:
+            feature = feature_of(name)
+        if feature is not None:
+            reason, refused = feature
+            if reason == EXPERTS and not self._has_experts:
+                reason, refused = _DENSE, False
+            if refused:
+                self._refused.append((_words(name, values), reason))
+            else:
+                self._idle.setdefault(reason, []).append(name)
+            return []
+        (first, *_) = values or [""]
+        if why := _REFUSED_VALUES.get(name, {}).get(first):
+            self._refused.append((f"{name} {first}", why))
+            return []
+        if other := OTHER_VALUES.get(name, {}).get(first):
+            self._renamed.append(f"{name} {first} is {other}")
+            return [name, other, *values[1:]]
+        return words
+
+    def _refuse(self, provided: Provided) -> None:
+        for words, reason in self._refused:
+            provided.refuse(words, reason)
+
+    def _note(self, flag: OldFlag) -> None:
+        if flag.why:
+            self._idle.setdefault(flag.why, []).append(flag.name)
+        elif flag.today:
+            self._renamed.append(f"{flag.name} is {flag.today}")
 
 
 def add_old_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all old flags to a parser, hidden from its help; typed values appear in the group `OTHERS`."""
+    """Add old flags that may be obeyed to a parser, hidden from its help, in the group `OTHERS`."""
     parser.add_argument("--deepspeed-config", dest="deepspeed.deepspeed_config", help=argparse.SUPPRESS)
     for name, flag in _BY_NAME.items():
         if flag.refused:
-            details: dict[str, Any] = {"nargs": "*"}  # or argparse would complain about its values first
-        else:
-            details = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
-            details |= {"nargs": "+"} if flag.many else {}
+            continue
+        details: dict[str, Any] = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
+        details |= {"nargs": "+"} if flag.many else {}
         parser.add_argument(name, dest=f"{OTHERS}.{name}", help=argparse.SUPPRESS, **details)
     known = ", ".join(flag.name for flag in RENAMED)
     parser.epilog = textwrap.fill(
@@ -36,87 +175,19 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_features(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Raise ValueError for the first flag of a feature of Megatron-LM that is not here.
-
-    Such flags are not in the parser, which does not know how many values each takes.
-    """
-    known = parser._option_string_actions
-    for word in argv:
-        name = word.partition("=")[0]
-        flag = None if name in known else feature_flag(name)
-        if flag is not None:
-            raise option_error(name, "(given)", f"not here: {flag.otherwise}")
+def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield (name, values, all words) of each flag; what stands before the first has the name ''."""
+    starts = [place for place, word in enumerate(argv) if word.startswith("--")]
+    for start, stop in pairwise((*({0} - {*starts[:1]}), *starts, len(argv))):
+        words = [*argv[start:stop]]
+        name, joined, value = words[0].partition("=") if words[0].startswith("--") else ("", "", "")
+        yield name, [value] * bool(joined) + words[bool(name) :], words
 
 
-def refuse_retired_values(argv: Sequence[str]) -> None:
-    """Raise ValueError for the first retired value of a flag, which the parser would call unknown."""
-    flags = {flag_name(field): values for field, values in RETIRED_VALUES.items()}
-    for word, following in zip(argv, (*argv[1:], ""), strict=True):
-        name, given, value = word.partition("=")
-        value = value if given else following
-        if value in flags.get(name, ()):
-            raise option_error(name, value, f"is retired; use {flags[name][value]}")
+def _words(name: str, value: Any) -> str:
+    values = value if isinstance(value, list | tuple) else () if value is True else (value,)
+    return " ".join((name, *map(str, values)))
 
 
-def obey_old_flags(typed: Mapping[str, Any], provided: Provided) -> tuple[str, ...]:
-    """Add the values of old flags to `provided`; return a note for each of them.
-
-    Raises ValueError for a value that contradicts another flag or cannot be obeyed.
-    """
-    notes = []
-    for name, value in typed.items():
-        flag, shown = _BY_NAME[name], "(given)" if value is True or value == () else value
-        if flag.refused:
-            raise option_error(name, shown, f"not here: {flag.otherwise}")
-        if flag.allowed and any(one not in flag.allowed for one in (value if flag.many else (value,))):
-            allowed = " or ".join(map(str, flag.allowed))
-            raise option_error(name, value, f"only {allowed} is possible: {flag.otherwise}")
-        if flag.means and value not in flag.means:
-            raise option_error(name, value, f"must be {' or '.join(flag.means)}")
-        for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
-            provided.put(field_path, value if setting is VALUE else setting, name, shown)
-        notes += _note(name, flag)
-    return tuple(notes)
-
-
-def settle_old_flags(typed: Mapping[str, Any], provided: Provided) -> None:
-    """Apply lower bounds and lengths in tokens, after all other values. Raises ValueError for contradictions.
-
-    A run ends at the first of --train-samples and --train-tokens, as in Megatron-DeepSpeed.
-    """
-    for name, value in typed.items():
-        if path := _BY_NAME[name].samples:
-            samples = value // ModelConfig(**provided.values["model"]).seq_length
-            if samples < 1:
-                raise option_error(name, value, "must be a sample of --seq-length tokens, or more")
-            if path == _LENGTH and (given := provided.get(path)) is not None:
-                provided.values["training"]["train_samples"] = min(samples, given)
-            else:
-                provided.put(path, samples, name, value)
-        for field_path, least in _BY_NAME[name].at_least.items():
-            value = provided.get(field_path)
-            if value is None:
-                provided.put(field_path, least, name)
-            elif value < least:
-                raise option_error(
-                    name, "(given)", f"contradicts {provided.name(field_path)} {value}; omit one"
-                )
-
-
-def check_old_flags(typed: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Raise ValueError for an old flag that needs another value of a setting; `parts` are all settings."""
-    for name in typed:
-        flag = _BY_NAME[name]
-        for field_path, needed in flag.needs.items():
-            part, field = field_path.split(".")
-            value = getattr(parts[part], field)
-            if value != needed:
-                fix = f"cannot be obeyed with {flag_name(field)} {value}; {flag.otherwise}"
-                raise option_error(name, "(given)", fix)
-
-
-def _note(name: str, flag: OldFlag) -> list[str]:
-    if flag.why:
-        return [f"{name}: no effect here: {flag.why}"]
-    return [f"{name}: an old name; use {flag.today}"] if flag.today else []
+def _shown(value: Any) -> Any:
+    return "(given)" if value is True else value

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.config.options import Options, fits, flag_of, option_error
+from megatron_zpp.config.options import Options, UsageError, fits, flag_of, option_error, printable
 
 OTHERS = "old"  # where the typed flags of other programs and earlier versions are
 # Fields of a part in groups: giving one of a group excludes the fields of the other groups.
@@ -46,6 +46,7 @@ class Provided:
         }
         self._filled: set[str] = set()  # field paths
         self._names: dict[str, str] = {}  # by field path, for values that a current flag did not give
+        self._refused: dict[str, list[str]] = {}  # flags and keys with their values, by the reason
 
     def get(self, field_path: str) -> Any:
         """Return the value of a field path; None if it was not given."""
@@ -73,6 +74,15 @@ class Provided:
                 name, shown, f"contradicts {self._given_as(field_path)}; make them equal or omit one"
             )
 
+    def refuse(self, words: str, reason: str) -> None:
+        """Record a flag or key, with its value, for `check_refused`, which raises for all at once."""
+        self._refused.setdefault(reason, []).append(words)
+
+    def check_refused(self, unknown: str, notes: tuple[str, ...]) -> None:
+        """Raise UsageError, with `notes` on other flags, if a flag was refused or words are `unknown`."""
+        if self._refused or unknown:
+            raise UsageError("\n".join((*self._lines(), *((unknown,) if unknown else ()), *notes)))
+
     def fill(self, part: str, field: str, value: Any, name: str) -> None:
         """Record a value given by `name`, unless it or an alternative to it was given before."""
         if self.get(f"{part}.{field}") is not None or self._has_alternative(part, field):
@@ -82,9 +92,9 @@ class Provided:
         self._filled.add(f"{part}.{field}")
 
     def drop(self, field_path: str) -> None:
-        """Forget the value of a field path."""
+        """Forget the value of a field path, if it was given."""
         part, field = field_path.split(".")
-        del self.values[part][field]
+        self.values[part].pop(field, None)
         self._names.pop(field_path, None)
 
     def _has_alternative(self, part: str, field: str) -> bool:
@@ -100,13 +110,19 @@ class Provided:
         return any(name in self.values[part] and f"{part}.{name}" not in self._filled for name in others)
 
     def explain(self, message: str) -> str:
-        """Return `message`, followed by the old flag or key behind each current flag that it mentions."""
+        """Return what was refused, a line per reason; then `message` on the value of one more flag.
+
+        It is followed by the old flag or key behind each current flag that it mentions.
+        """
         behind = [
             f"{self._flags[field_path]} is {name}"
             for field_path, name in self._names.items()
             if re.search(rf"(?<![\w-]){re.escape(self._flags[field_path])}(?![\w-])", message)
         ]
-        return f"{message} ({', '.join(behind)})" if behind else message
+        return "\n".join((*self._lines(), f"{message} ({', '.join(behind)})" if behind else message))
+
+    def _lines(self) -> list[str]:
+        return [printable(f"{', '.join(words)}: {reason}") for reason, words in self._refused.items()]
 
     def _given_as(self, field_path: str) -> str:
         value = self.get(field_path)

@@ -59,12 +59,13 @@ class DelayedMatmuls(Matmuls):
 
         return WeightCodes(scaling, encode_weights)
 
-    def block_kernels(self, layer: Any) -> tuple[Any, Any]:
+    def fuse(self, model: Any) -> Any:
         """See Matmuls."""
         from megatron_zpp.model.fp8.kernels import blocks, coded_loss
         from megatron_zpp.model.fused import loss
 
-        return blocks.CodedKernels(layer), replace(loss.PASSES, to_codes=coded_loss.logits_to_codes)
+        blocks.fuse(model)
+        return replace(loss.PASSES, to_codes=coded_loss.logits_to_codes)
 
 
 def _kernels(device: torch.device) -> tuple[Cast, Transpose]:

@@ -1,72 +1,144 @@
-"""A block's operations by Triton kernels, where these are faster than what torch.compile makes for GPUs."""
+"""Modules of a layer with Triton kernels, where these are faster than what torch.compile makes for GPUs.
 
-from typing import Any
+`fuse` gives the modules of a model these classes, whose parameters and names stay. The kernels run in graphs
+alone: outside of one, where a text grows or scales are not known, a module computes what its base class does.
+"""
 
+from typing import Any, NamedTuple
+
+import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
 from megatron_zpp.model.fused import swiglu as fused_swiglu
-from megatron_zpp.model.layer import MLP, Attention, BlockKernels, Layer, gelu, swiglu
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layer import MLP, Attention, Half, Layer, gelu, swiglu
 from megatron_zpp.model.rotary import Rotation
-from megatron_zpp.model.sublayers import CutLayer
 
 
-class FusedKernels(BlockKernels):
-    """Kernels for the modules of layers like `layer`; plain torch for modules that no kernel serves.
+class Residual(NamedTuple):
+    """What the first half of a layer hands to the second: x + added, which the norm's kernel sums.
+
+    `token` is that of x's norm: x has its gradient through it.
+    """
+
+    x: Tensor
+    token: Tensor
+    added: Tensor | None = None
+    bias: Tensor | None = None  # which is in `added`, and whose gradient the norm's kernel sums
+
+
+class FusedAttention(Attention):
+    """Attention whose kernels split and rotate heads, or join their gradients."""
+
+    joins_heads: bool  # where heads are not rotated, with the gradient of the bias
+    sums_bias: bool  # whether the gradient of the last bias is made where that of the residual sum is
+
+    def split(self, x: Any, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """See Attention."""
+        if not torch.compiler.is_compiling():
+            return super().split(x, rotation)
+        if self.rotates(rotation):
+            return fused_rotary.rotate_heads(self.qkv(x), self.heads, self.groups, self.head_width, rotation)
+        if not self.joins_heads:
+            return super().split(x, rotation)
+        q, k, v = fused_linear.heads_of_linear(x, self.qkv, self.heads, self.head_width)
+        return rotation(self.query_norm(q)), rotation(self.key_norm(k)), v
+
+    def rotates(self, rotation: Rotation) -> bool:
+        """Whether one kernel splits and rotates heads."""
+        return rotation.rotates and not self.normalized
+
+    def project(self, mixed: Tensor) -> Tensor:
+        """See Attention."""
+        if self.sums_bias and torch.compiler.is_compiling():
+            return F.linear(mixed, self.output.weight, self.output.bias.detach())
+        return super().project(mixed)
+
+
+class FusedMLP(MLP):
+    """An MLP whose kernels are the activation's."""
+
+    sums_bias: bool  # see FusedAttention
+    follows_bias: bool  # whether the activation's kernel makes the gradient of the first bias
+
+    def activate(self, x: Tensor) -> Tensor:
+        """See MLP."""
+        if torch.compiler.is_compiling():
+            if self.activation is swiglu:
+                return fused_swiglu.swiglu(self.input(x))
+            if self.follows_bias:
+                return fused_linear.gelu_of_linear(x, self.input)
+        return super().activate(x)
+
+    def project(self, inner: Tensor) -> Tensor:
+        """See MLP."""
+        if self.sums_bias and torch.compiler.is_compiling():
+            return F.linear(inner, self.output.weight, self.output.bias.detach())
+        return super().project(inner)
+
+
+class FusedFirstHalf(Half):
+    """The half of attention in the graph of a whole layer; its residual sum is left to the other half."""
+
+    attention_norm: Any
+    attention: FusedAttention
+
+    def enter(self, x: Tensor) -> tuple[Tensor | Residual, Any]:
+        """See Half."""
+        if not torch.compiler.is_compiling():
+            return super().enter(x)
+        normed, token = fused_norm.norm(x, self.attention_norm)
+        return Residual(x, token), normed
+
+    def leave(self, x: Tensor | Residual, added: Tensor) -> Tensor | Residual:
+        """See Half."""
+        if not isinstance(x, Residual):
+            return super().leave(x, added)
+        bias = self.attention.output.bias if self.attention.sums_bias else None
+        return x._replace(added=added, bias=bias)
+
+
+class FusedSecondHalf(Half):
+    """The half of the MLP in the graph of a whole layer, whose norm's kernel makes the residual sum too."""
+
+    mlp_norm: Any
+    mlp: FusedMLP
+
+    def enter(self, x: Tensor | Residual) -> tuple[Tensor, Any]:
+        """See Half."""
+        if not isinstance(x, Residual):
+            return super().enter(x)
+        assert x.added is not None
+        biases = () if x.bias is None else (x.bias, self.mlp.output.bias)
+        return fused_norm.add_norm(x.x, x.added, x.token, self.mlp_norm, biases)
+
+
+def fuse(model: GPT) -> None:
+    """Give kernels to the modules of a model; plain torch stays where no kernel serves.
 
     The norms' kernels join the residual sum of one half with the norm of the other, which only a graph of a
     whole layer can do: cut layers have torch's norms.
     """
-
-    def __init__(self, layer: Layer) -> None:
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
         attention, mlp = layer.attention, layer.mlp
-        served = fused_norm.serves(layer.attention_norm) and fused_norm.serves(layer.mlp_norm)
-        self._norms = served and not isinstance(layer, CutLayer)
-        self._heads = fused_linear.serves(attention.qkv) and attention.groups == attention.heads
-        self._rotates = not attention.normalized
-        self._gelu = fused_linear.serves(mlp.input) and mlp.activation is gelu
-        self._swiglu = mlp.activation is swiglu
+        attention.__class__, mlp.__class__ = FusedAttention, FusedMLP
+        assert isinstance(attention, FusedAttention)
+        assert isinstance(mlp, FusedMLP)
+        attention.joins_heads = fused_linear.serves(attention.qkv) and attention.groups == attention.heads
+        mlp.follows_bias = fused_linear.serves(mlp.input) and mlp.activation is gelu
+        norms = fuses_norms(layer)
         maps = attention.output, mlp.output, attention.qkv, mlp.input
-        # Whether the gradients of the biases of `output` are made where that of the residual sum is.
-        joins = self._norms and fused_norm.has_bias(layer.mlp_norm) and layer.dropout.p == 0
-        self._sums_biases = joins and all(map(fused_linear.serves, maps))
+        joins = norms and fused_norm.has_bias(layer.mlp_norm) and layer.dropout.p == 0
+        attention.sums_bias = mlp.sums_bias = joins and all(map(fused_linear.serves, maps))
+        if norms:
+            layer.halves[0].__class__, layer.halves[1].__class__ = FusedFirstHalf, FusedSecondHalf
 
-    def norm(self, layer: Layer, x: Tensor) -> tuple[Any, Tensor]:
-        """See BlockKernels."""
-        if not self._norms:
-            return super().norm(layer, x)
-        return fused_norm.norm(x, layer.attention_norm)
 
-    def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Any]:
-        """See BlockKernels."""
-        if not self._norms:
-            return super().add_norm(layer, x, added, residual)
-        biases = (layer.attention.output.bias, layer.mlp.output.bias) if self._sums_biases else ()
-        return fused_norm.add_norm(x, added, residual, layer.mlp_norm, biases)
-
-    def heads(self, attention: Attention, x: Any, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """See BlockKernels."""
-        heads, groups, width = attention.heads, attention.groups, attention.head_width
-        if self._rotates_heads(rotation):
-            return fused_rotary.rotate_heads(attention.qkv(x), heads, groups, width, rotation)
-        if not self._heads:
-            return super().heads(attention, x, rotation)
-        q, k, v = fused_linear.heads_of_linear(x, attention.qkv, heads, width)
-        return rotation(attention.query_norm(q)), rotation(attention.key_norm(k)), v
-
-    def activation(self, mlp: MLP, x: Tensor) -> Tensor:
-        """See BlockKernels."""
-        if self._swiglu:
-            return fused_swiglu.swiglu(mlp.input(x))
-        return fused_linear.gelu_of_linear(x, mlp.input) if self._gelu else super().activation(mlp, x)
-
-    def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """See BlockKernels."""
-        return F.linear(x, linear.weight, linear.bias.detach()) if self._sums_biases else linear(x)
-
-    def _rotates_heads(self, rotation: Rotation) -> bool:
-        """Whether one kernel splits and rotates heads."""
-        return rotation.rotates and self._rotates
+def fuses_norms(layer: Layer) -> bool:
+    """Whether kernels serve the norms of a layer."""
+    return not layer.cut and all(map(fused_norm.serves, (layer.attention_norm, layer.mlp_norm)))

@@ -21,12 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
-from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.gpt import GPT, Head
-from megatron_zpp.model.layer import Layer
+from megatron_zpp.model.gpt import GPT, Head, PositionedEmbedding
+from megatron_zpp.model.layer import Layer, Norm
 from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, logits_to_codes, unit
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
@@ -37,8 +35,8 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorParallelComponents(ModelComponents):
-    """Components of a model that the ranks of `group` share; samples have `tokens` tokens.
+class Sharing:
+    """How the ranks of `group` share the layers of a model, whose samples have `tokens` tokens.
 
     `product` returns what one linear map computes: F.linear, or the same in 8 bits. `overlapped`: products
     run beside exchanges, in training and only with F.linear.
@@ -49,52 +47,44 @@ class TensorParallelComponents(ModelComponents):
     product: Callable[[], Product] = lambda: F.linear
     overlapped: bool = False
 
-    @property
-    def tensor_ranks(self) -> int:
-        """See ModelComponents."""
-        return self.group.size
-
-    def column(self, inputs: int, outputs: int, *, bias: bool, runs: tuple[int, ...] = ()) -> nn.Linear:
-        """See ModelComponents."""
-        shared = self._split(0, runs or (outputs,))
-        module = ColumnParallel(inputs, outputs // self.group.size, bias, self)
-        return _split(module, weight=shared, **({"bias": shared} if bias else {}))
-
-    def row(self, inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
-        """See ModelComponents."""
-        module = RowParallel(inputs // self.group.size, outputs, bias, self)
-        return _split(module, weight=self._split(1, (inputs,)))
-
-    def vocabulary(self, entries: int, width: int) -> Any:
-        """See ModelComponents."""
-        module = VocabularyParallelEmbedding(entries // self.group.size, width, self)
-        return _split(module, weight=self._split(0, (entries,)))
-
-    def output(self, width: int, entries: int) -> Any:
-        """See ModelComponents."""
-        module = super().output(width, entries // self.group.size)
-        return _split(module, weight=self._split(0, (entries,)))
-
-    def hidden_shape(self, batch: int, tokens: int, width: int) -> tuple[int, ...]:
-        """See ModelComponents."""
-        return batch * tokens // self.group.size, width
-
-    def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
-        """See ModelComponents."""
-        return positions.expand(tokens.shape).reshape(self.group.size, -1)[self.group.rank]  # (R)
-
-    def head_class(self, plain: type[nn.Module]) -> Any:
-        """See ModelComponents."""
-        return VocabularyParallelHead
-
-    def _split(self, dim: int, runs: tuple[int, ...]) -> Split:
+    def split(self, dim: int, *runs: int) -> Split:
+        """That of a parameter whose `dim` has runs that are split by themselves."""
         return Split(dim, runs, Axis(1, self.group.size))
+
+
+def share_layers(model: GPT, sharing: Sharing) -> None:
+    """Leave this rank its part of every layer: equal parts of heads, groups and inner width."""
+    ranks = sharing.group.size
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        attention, mlp = layer.attention, layer.mlp
+        for part, into in ((attention, "qkv"), (mlp, "input")):
+            setattr(part, into, ColumnParallel(getattr(part, into), part.runs, sharing))
+            part.output = RowParallel(part.output, sharing)
+        attention.heads, attention.groups = attention.heads // ranks, attention.groups // ranks
+    model.tensor_ranks = ranks
+    if isinstance(model.embedding, PositionedEmbedding):
+        model.embedding.own = partial(_own_positions, group=sharing.group)
+
+
+def share_tables(model: GPT, sharing: Sharing) -> None:
+    """Leave this rank its entries of the tables of a `model`, which are whole."""
+    entries, width = model.config.embedding_rows(model.entries), model.config.hidden_size
+    held, split = entries // sharing.group.size, sharing.split(0, entries)
+    model.embedding.tokens = _split(VocabularyParallelEmbedding(held, width, sharing.group), weight=split)
+    output = None if model.tied else _split(nn.Linear(width, held, bias=False), weight=split)
+    model.head = VocabularyParallelHead(model.head.norm, output, model.vocab_size, sharing)
 
 
 def _split(module: Any, **splits: Split) -> Any:
     """`module`, which says how its parameters are shared."""
     module.tensor_splits = splits
     return module
+
+
+def _own_positions(positions: Tensor, tokens: Tensor, *, group: TensorGroup) -> Tensor:
+    """Those of `positions` (B or 1, S) whose hidden states this rank has between linear maps, (R)."""
+    return positions.expand(tokens.shape).reshape(group.size, -1)[group.rank]
 
 
 def splits_of(units: Sequence[tuple[str, nn.Module]]) -> dict[str, Split]:
@@ -128,10 +118,13 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
 class ColumnParallel(nn.Linear):
     """Rows (R, D) of this rank's tokens -> some outputs for all tokens, (B, S, outputs / T)."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
-        super().__init__(inputs, outputs, bias)
-        self.group, self.overlapped = parts.group, parts.overlapped
-        self.tokens, self.product = parts.tokens, parts.product()
+    def __init__(self, whole: nn.Linear, runs: Sequence[int], sharing: Sharing) -> None:
+        biased = whole.bias is not None
+        super().__init__(whole.in_features, whole.out_features // sharing.group.size, biased)
+        self.group, self.overlapped = sharing.group, sharing.overlapped
+        self.tokens, self.product = sharing.tokens, sharing.product()
+        shared = sharing.split(0, *runs)
+        self.tensor_splits = {"weight": shared} | ({"bias": shared} if biased else {})
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
@@ -146,9 +139,10 @@ class ColumnParallel(nn.Linear):
 class RowParallel(nn.Linear):
     """Some inputs of all tokens, (B, S, inputs / T) -> the rows of this rank's tokens, (R, D)."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
-        super().__init__(inputs, outputs, bias)
-        self.group, self.overlapped, self.product = parts.group, parts.overlapped, parts.product()
+    def __init__(self, whole: nn.Linear, sharing: Sharing) -> None:
+        super().__init__(whole.in_features // sharing.group.size, whole.out_features, whole.bias is not None)
+        self.group, self.overlapped, self.product = sharing.group, sharing.overlapped, sharing.product()
+        self.tensor_splits = {"weight": sharing.split(1, whole.in_features)}
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class. The bias, which all ranks have whole, joins the sum over ranks once."""
@@ -163,10 +157,10 @@ class RowParallel(nn.Linear):
 class VocabularyParallelEmbedding(nn.Embedding):
     """(B, S) ids -> the rows of this rank's tokens, (R, D); each rank has V / T entries of the table."""
 
-    def __init__(self, entries: int, width: int, parts: TensorParallelComponents) -> None:
+    def __init__(self, entries: int, width: int, group: TensorGroup) -> None:
         weight = torch.empty(entries, width)
         super().__init__(entries, width, _weight=weight if weight.is_meta else weight.normal_())
-        self.group = parts.group
+        self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
@@ -179,15 +173,9 @@ class VocabularyParallelEmbedding(nn.Embedding):
 class VocabularyParallelHead(Head):
     """The head of a model whose output weights are split by entries of the vocabulary."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        parts: TensorParallelComponents,
-        vocab_size: int,
-        padded_vocab_size: int,
-    ) -> None:
-        super().__init__(config, parts, vocab_size, padded_vocab_size)
-        self.group, self._tokens = parts.group, parts.tokens
+    def __init__(self, norm: Norm, output: Any, vocab_size: int, sharing: Sharing) -> None:
+        super().__init__(norm, output, vocab_size)
+        self.group, self._tokens = sharing.group, sharing.tokens
         self.passes = VocabularyParallelLoss(self.group).kernels()
 
     def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:

@@ -4,55 +4,47 @@ Shapes: T tensor ranks, B batch, S tokens per sample, D hidden size, R = B · S 
 padded vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.mesh import Axis
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layer import Norm
 from megatron_zpp.model.parallel.exchanges import Gather, ScatterSum
-from megatron_zpp.model.parallel.layers import TensorParallelComponents
 from megatron_zpp.model.row_blocks import (
     LookupBlock,
-    OutputBlock,
     OutputBlocks,
-    RowBlockComponents,
     RowBlockHead,
     RowBlockTable,
-    blocks_of,
+    row_parameter,
 )
+from megatron_zpp.placement import Split
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedRowBlockComponents(RowBlockComponents, TensorParallelComponents):
-    """Components of a model that the ranks of `group` share, whose tables are in blocks of `rows` rows."""
-
-    def vocabulary(self, entries: int, width: int) -> nn.Module:
-        """See ModelComponents."""
-        return SharedRowBlockTable(self._blocks(LookupBlock, entries, width), self)
-
-    def output(self, width: int, entries: int) -> nn.Module:
-        """See ModelComponents."""
-        return OutputBlocks(self._blocks(OutputBlock, entries, width))
-
-    def head_class(self, plain: type[nn.Module]) -> Any:
-        """See ModelComponents."""
-        return SharedRowBlockHead
-
-    def _blocks(self, kind: Any, entries: int, width: int) -> list[Any]:
-        group = self.group
-        blocks = blocks_of(kind, entries, width, self.rows, ranks=group.size, rank=group.rank)
-        for block in blocks:
-            block.tensor_splits = {"weight": self._split(0, (entries,))}
-        return blocks
+def share_row_blocks(model: GPT, group: TensorGroup) -> None:
+    """Leave this rank of `group` its part of the tables of a `model`, which are in blocks."""
+    table, head = model.embedding.tokens, model.head
+    assert isinstance(table, RowBlockTable)
+    assert isinstance(head, RowBlockHead)
+    parts: dict[nn.Parameter, nn.Parameter] = {}
+    for block in (*table.each(), *head.output.each()):
+        held, width = len(block.block_rows) // group.size, block.weight.shape[1]
+        if block.weight not in parts:
+            parts[block.weight] = row_parameter(held, width)
+        block.weight = parts[block.weight]
+        block.first += group.rank * held
+        block.tensor_splits = {"weight": Split(0, (block.table_entries,), Axis(1, group.size))}
+    model.embedding.tokens = SharedRowBlockTable(list(table.each()), group)
+    model.head = SharedRowBlockHead(head.norm, head.output, model.vocab_size, group, model.config.seq_length)
 
 
 class SharedRowBlockTable(RowBlockTable):
     """The embedding of tokens, in blocks."""
 
-    def __init__(self, blocks: list[LookupBlock], parts: TensorParallelComponents) -> None:
+    def __init__(self, blocks: list[LookupBlock], group: TensorGroup) -> None:
         super().__init__(blocks)
-        self.group = parts.group
+        self.group = group
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, S) -> the rows of this rank's tokens, (R, D)."""
@@ -62,9 +54,11 @@ class SharedRowBlockTable(RowBlockTable):
 class SharedRowBlockHead(RowBlockHead):
     """The head of a model whose output weights are in blocks, of which each rank has a part."""
 
-    def __init__(self, config: Any, parts: TensorParallelComponents, *sizes: int) -> None:
-        super().__init__(config, parts, *sizes)
-        self.group, self._tokens = parts.group, parts.tokens
+    def __init__(
+        self, norm: Norm, output: OutputBlocks, vocab_size: int, group: TensorGroup, tokens: int
+    ) -> None:
+        super().__init__(norm, output, vocab_size)
+        self.group, self._tokens = group, tokens
 
     def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None = None) -> Tensor:
         """(R, D) -> as RowBlockHead, for all tokens. Logits are for inference alone."""

@@ -40,7 +40,7 @@ _SAME_MODEL = {  # what the weights mean does not depend on these
 }
 _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their fields; none named: all
     "model": ("attention_dropout", "hidden_dropout"),
-    "training": ("train_iters", "train_samples", "calculate_per_token_loss"),
+    "training": ("train_iters", "train_samples", "train_tokens", "calculate_per_token_loss"),
     "learning_rate": (),
     "optimizer": (),
     "precision": (),
@@ -158,7 +158,8 @@ def rate_change(saved: Settings, ranks: int, schedule: RunSchedule, progress: Pr
     try:
         training = TrainingConfig(**_known(TrainingConfig, saved.get("training", {})))
         rates = LearningRateConfig(**_known(LearningRateConfig, saved.get("learning_rate", {})))
-        before = RunSchedule.from_config(training, rates, ranks).resumed(progress)
+        before = RunSchedule.from_config(training, rates, ranks, seq_length=1)  # it changes no rate
+        before = before.resumed(progress)
     except (TypeError, ValueError):  # a flag of an older version, with another meaning
         return []
     was, now = before.learning_rate_at(progress), schedule.learning_rate_at(progress)

@@ -30,8 +30,8 @@ class Saver:
     """Writes checkpoints of all ranks: while the ranks wait, or with --async-save during training.
 
     With --keep-last, a committed checkpoint is read back during training, and older ones are removed after
-    that. A failed save is a warning and training continues, because earlier checkpoints are whole. Only
-    `finish` raises an error, if the newest state at the end of a run could not be saved.
+    that. A failed save is a warning, at the next step, because earlier checkpoints are whole and training
+    continues. `finish` raises it instead, if the newest state at the end of a run could not be saved.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Saver:
         self._saves = 0
         self._keys: set[str] = set()  # this rank's, of saves that other ranks may not have ended yet
         self._failure: SaveFailed | None = None
+        self._warning = ""  # of the last failure, until it is said
         self._writer = writing_thread("save", engine.device)
         self._behind: deque[Future[str | None]] = deque()  # work beside the training; their log lines
         self._snapshot: Snapshot | None = None
@@ -103,7 +104,11 @@ class Saver:
             self._behind.append(self._writer.submit(self._keep_last, write))
 
     def before_step(self) -> None:
-        """Wait until the states being saved are copied. Call it before the states change."""
+        """Warn of a failed save, and wait until the states being saved are copied.
+
+        Call it before the states change.
+        """
+        self._warn()
         if self._snapshot is not None:
             self._snapshot.settle()
 
@@ -122,6 +127,7 @@ class Saver:
     def abandon(self) -> None:
         """Wait for the work in progress; a failure is only a warning."""
         self._wait()
+        self._warn()
         self._writer.shutdown()
 
     def _shards(self) -> dict[str, Tensor]:
@@ -198,10 +204,16 @@ class Saver:
         except SaveFailed as failure:
             self._failure, self._newest = failure, None
             kept = self._describe_newest()
-            self._reporter.warn(f"a checkpoint could not be saved: {failure}; {kept}; training continues")
+            self._warning = f"a checkpoint could not be saved: {failure}; {kept}; training continues"
             return
         if line is not None:
+            self._warn()
             self._reporter.say(line)
+
+    def _warn(self) -> None:
+        if self._warning:
+            self._reporter.warn(self._warning)
+            self._warning = ""
 
     def _describe_newest(self) -> str:
         """Which checkpoint a start would load; looked up where storage that does not answer harms nobody."""

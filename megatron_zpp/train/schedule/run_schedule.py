@@ -18,7 +18,7 @@ class RunSchedule:
 
     `train_samples` is the length of a run given in samples; None if it is given in iterations. `start` is
     the progress from which this process trains: its batches begin there. `decoupled` has the rates of
-    --decoupled-lr, if it is given.
+    --decoupled-lr, if it is given. `until`: samples of --train-tokens, which the last step reaches.
     """
 
     batches: BatchSchedule
@@ -27,10 +27,11 @@ class RunSchedule:
     train_samples: int | None = None
     start: Progress = Progress()
     decoupled: LearningRate | None = None
+    until: float = math.inf
 
     @classmethod
     def from_config(
-        cls, training: TrainingConfig, learning_rate: LearningRateConfig, ranks: int
+        cls, training: TrainingConfig, learning_rate: LearningRateConfig, ranks: int, *, seq_length: int
     ) -> "RunSchedule":
         """The schedule from iteration 0. Raises ValueError if sizes do not divide or there is no step."""
         batches = BatchSchedule(
@@ -53,8 +54,10 @@ class RunSchedule:
             samples=training.train_samples or batches.samples_after(iterations),
             samples_per_iteration=batches.global_batch_size,
         )
+        until = math.inf if training.train_tokens is None else training.train_tokens / seq_length
+        iterations = int(min(iterations, _steps_to(until, batches)))
         decoupled = rate.decoupled(learning_rate)
-        return cls(batches, rate, iterations, training.train_samples, decoupled=decoupled)
+        return cls(batches, rate, iterations, training.train_samples, decoupled=decoupled, until=until)
 
     @property
     def warmup_iterations(self) -> int:
@@ -64,12 +67,13 @@ class RunSchedule:
     def resumed(self, start: Progress) -> "RunSchedule":
         """The same schedule from `start` on; other batch sizes may have been used up to there.
 
-        The run still ends at --train-iters or before it would exceed --train-samples.
+        The run still ends at --train-iters or before it would exceed --train-samples, or with --train-tokens.
         """
-        if self.train_samples is None:
-            return replace(self, start=start)
-        left = self.batches.iterations(self.train_samples, consumed=start.consumed_samples)
-        return replace(self, iterations=start.iteration + left, start=start)
+        consumed, iterations = start.consumed_samples, self.iterations
+        if self.train_samples is not None:
+            iterations = start.iteration + self.batches.iterations(self.train_samples, consumed=consumed)
+        until = start.iteration + _steps_to(self.until, self.batches, consumed=consumed)
+        return replace(self, iterations=int(min(iterations, until)), start=start)
 
     @property
     def samples(self) -> int:
@@ -145,6 +149,14 @@ class RunSchedule:
                 size,
                 f"the train split has {there} samples; give more data or a smaller batch",
             )
+
+
+def _steps_to(samples: float, batches: BatchSchedule, *, consumed: int = 0) -> float:
+    """Steps from sample `consumed` until at least `samples` are, as Megatron-DeepSpeed counts them."""
+    if samples == math.inf:
+        return math.inf
+    whole = batches.iterations(math.ceil(samples), consumed=consumed)
+    return whole + (batches.samples_after(whole, consumed=consumed) < samples)
 
 
 def _listed(parts: list[Epochs]) -> str:

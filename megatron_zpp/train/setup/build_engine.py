@@ -1,7 +1,6 @@
 """Builds the model with its initial weights, sharded over the ranks."""
 
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.components import ModelComponents, norm_classes
+from megatron_zpp.model.build import build_model, norm_classes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.train.setup.device import Device, check_attention
@@ -37,7 +36,19 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         group = TensorGroup(mesh.ranks(mesh.tensor), mesh.rank, config.distributed.timeout)
         overlapped = _overlaps(config, device, group)
     matmuls = _matmuls(config.precision, device.device)
-    model = _build_model(config, vocab_size, device, matmuls, group, overlapped=overlapped)
+    with torch.device("meta"):
+        model = build_model(
+            config.model,
+            vocab_size,
+            config.recompute,
+            device.attention,
+            cut_layers=config.zero.cuts_layers,
+            table_rows=config.zero.zero_table_rows,
+            norms=norm_classes(device.fused_backend),
+            matmuls=matmuls,
+            group=group,
+            overlapped=overlapped,
+        )
     scaling = matmuls.scaling(model)
     codes = matmuls.weight_codes(scaling)
     if device.compiles:
@@ -99,53 +110,6 @@ def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
         fix = f"copies between GPUs fail here; use 1 ({' '.join(str(error).split())})"
         raise option_error("--tensor-model-parallel-size", group.size, fix) from None
     return True
-
-
-def _build_model(
-    config: Config,
-    vocab_size: int,
-    device: Device,
-    matmuls: Matmuls,
-    group: TensorGroup | None,
-    *,
-    overlapped: bool,
-) -> GPT:
-    """The model on the meta device, this rank's part of it if a `group` shares it.
-
-    `overlapped`: its ranks compute beside their exchanges.
-    """
-    norms = norm_classes(device.fused_backend)
-    parts = ModelComponents(norms, matmuls.linear, device.attention, matmuls.output)
-    rows = config.zero.zero_table_rows
-    if group is not None:
-        shared = partial(
-            _shared_components(in_blocks=rows is not None),
-            norms,
-            attention=device.attention,
-            output_product=matmuls.output,
-            group=group,
-            tokens=config.model.seq_length,
-            product=matmuls.product,
-            overlapped=overlapped,
-        )
-        parts = shared() if rows is None else shared(rows=rows)
-    elif rows is not None:
-        from megatron_zpp.model.row_blocks import RowBlockComponents
-
-        parts = RowBlockComponents(norms, matmuls.linear, device.attention, rows=rows)
-    with torch.device("meta"):
-        return GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)
-
-
-def _shared_components(*, in_blocks: bool) -> Callable[..., ModelComponents]:
-    """The components of a model that tensor ranks share, whose tables are whole or `in_blocks`."""
-    if in_blocks:
-        from megatron_zpp.model.parallel.row_blocks import SharedRowBlockComponents
-
-        return SharedRowBlockComponents
-    from megatron_zpp.model.parallel.layers import TensorParallelComponents
-
-    return TensorParallelComponents
 
 
 def _matmuls(precision: PrecisionConfig, device: torch.device) -> Matmuls:

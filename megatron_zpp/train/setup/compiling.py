@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.kv_cache import LayerCache
-from megatron_zpp.model.layer import PLAIN_BLOCK, Layer, transformer_block
+from megatron_zpp.model.layer import Half, Layer
 from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.rotary import Rotation
-from megatron_zpp.model.sublayers import CutLayer, Sublayer, sublayer_block
 from megatron_zpp.native.cache import cache_directory
+
+if TYPE_CHECKING:
+    from megatron_zpp.model.kv_cache import LayerCache
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -63,22 +64,11 @@ def compile_parts(
     of batches (`masked`: inside documents). So do all inputs until the layers are `ready`: 8-bit products may
     lack scales in a run's first step. A layer raises RuntimeError if torch cannot compile it.
     """
-    whole = not isinstance(model.parts.attention, FlashAttention3)
-    first = model.layers[0]
-    assert isinstance(first, Layer)
-    kernels, passes = matmuls.block_kernels(first) if on_gpu else (PLAIN_BLOCK, None)
-    hidden = model.parts.hidden_shape(*shape, model.config.hidden_size)
-
-    def layer_block(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
-        return transformer_block(layer, x, mask, rotation, kernels=kernels)
-
-    def attention_block(sublayer: Sublayer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
-        return sublayer_block(sublayer, x, mask, rotation, None, kernels=kernels)
-
-    def mlp_block(sublayer: Sublayer, x: Tensor) -> Tensor:
-        return sublayer_block(sublayer, x, kernels=kernels)
-
-    graph = partial(_graph, ready=ready, recomputed=model.parts.tensor_ranks == 1)
+    whole = not isinstance(model.attention, FlashAttention3)
+    passes = matmuls.fuse(model) if on_gpu else None
+    hidden = model.hidden_shape(*shape)
+    graph = partial(_graph, ready=ready, recomputed=model.tensor_ranks == 1)
+    run = Half.run if model.cut_layers else Layer.run
 
     def attending(window: int | None) -> Callable[..., Tensor]:
         """What computes the layers with this window, or their first halves."""
@@ -86,26 +76,24 @@ def compile_parts(
             InsideDocuments if masked else Causal if window is None or shape[1] <= window else SlidingWindow
         )
 
-        def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> bool:
+        def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None") -> bool:
             return x.shape == hidden and type(mask) is kind and cache is None
 
-        if model.cut_layers:
-            return graph(attention_block, sublayer_block, is_usual, _Backend(backend, say), whole)
-        return graph(layer_block, transformer_block, is_usual, _Backend(backend, say), whole)
+        return graph(run, is_usual, _Backend(backend, say), whole)
 
     runs = {window: attending(window) for window in set(model.windows)}
-    run_mlp = graph(mlp_block, sublayer_block, lambda x: x.shape == hidden, _Backend(backend, say), True)
+    run_mlp = graph(Half.run, lambda x: x.shape == hidden, _Backend(backend, say), True)
     for layer, window in zip(model.layers, model.windows, strict=True):
-        if isinstance(layer, CutLayer):
-            attention, mlp = layer.sublayers
-            attention.compute, mlp.compute = runs[window], run_mlp  # type: ignore[assignment]
+        assert isinstance(layer, Layer)
+        if model.cut_layers:
+            attention, mlp = layer.halves
+            attention.compute, mlp.compute = runs[window], run_mlp
         else:
-            layer.compute = runs[window]  # type: ignore[assignment]  # torch's stubs: a tensor or a module
+            layer.compute = runs[window]
     model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
 
 
 def _graph(
-    block: Callable[..., Tensor],
     plain: Callable[..., Tensor],
     is_usual: Callable[..., bool],
     maker: "_Backend",
@@ -114,14 +102,14 @@ def _graph(
     ready: Callable[[], bool],
     recomputed: bool,
 ) -> Callable[..., Tensor]:
-    """What computes a unit: a graph of `block` for inputs that are usual, else `plain`.
+    """What computes a unit: a graph of `plain` for inputs that are usual, else `plain` itself.
 
-    Both take the unit's module and its inputs, `block` without a cache of generation. `whole`: nothing of
-    `block` may be outside of the graph. `ready` as in `compile_parts`; `recomputed` as in `_without_graph`.
+    It takes the unit's module and its inputs. `whole`: nothing of it may be outside of the graph. `ready` as
+    in `compile_parts`; `recomputed` as in `_without_graph`.
     """
     from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
 
-    compiled = torch.compile(block, backend=maker, fullgraph=whole, dynamic=False)
+    compiled = torch.compile(plain, backend=maker, fullgraph=whole, dynamic=False)
 
     def run(module: nn.Module, x: Tensor, *others: Any) -> Tensor:
         if not is_usual(x, *others):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.process_group import process_group
+from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import tell
 from megatron_zpp.reporting.slow_work import slow_work
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.heartbeat import heartbeat, is_of_a_collective
-from megatron_zpp.supervision.joining import join
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.supervision.signals import StopSignals, stop_signals
 from megatron_zpp.train.setup.device import Device
@@ -69,23 +70,38 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
         stop_signals(prog, topology, process.per_node, saves=save is not None) as signals,
         process.shared_errors(),
         heartbeat(store, topology, timeout, prog, signals.told_to_stop, rendezvous.lifelines) as activity,
+        _joined(config, topology, device, rendezvous, activity) as lines,
+        _lease(save, topology, store, activity, partial(tell, prog)) as lease,
+        slow_work(lambda: activity.latest, partial(tell, prog)) if topology.rank == 0 else nullcontext(),
     ):
-        settings = config.shared_settings() | device.settings()
-        with (
-            join(config.distributed, topology, device.device, rendezvous, settings, activity) as lines,
-            _lease(save, topology, store, activity, partial(tell, prog)) as lease,
-            slow_work(lambda: activity.latest, partial(tell, prog)) if topology.rank == 0 else nullcontext(),
-        ):
-            ranks = Ranks(
-                topology=topology,
-                store=store,
-                signals=signals,
-                activity=activity,
-                lines=tuple(lines),
-                lease=lease,
-            )
-            with ranks.errors_told():
-                yield ranks
+        ranks = Ranks(
+            topology=topology,
+            store=store,
+            signals=signals,
+            activity=activity,
+            lines=tuple(lines),
+            lease=lease,
+        )
+        with ranks.errors_told():
+            yield ranks
+
+
+@contextmanager
+def _joined(
+    config: Config, topology: Topology, device: Device, rendezvous: Rendezvous, activity: Activity
+) -> Iterator[list[str]]:
+    """See `join`; a single rank has nobody to join."""
+    if topology.world_size == 1:
+        with process_group(config.distributed, topology, device.device, rendezvous):
+            activity.now("building", patient=True)
+            yield []
+        return
+    from megatron_zpp.supervision.joining import join
+
+    settings = config.shared_settings() | device.settings()
+    with join(config.distributed, topology, device.device, rendezvous, settings, activity) as lines:
+        activity.now("building", patient=True)
+        yield lines
 
 
 def _lease(

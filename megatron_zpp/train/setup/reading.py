@@ -1,18 +1,12 @@
-"""Opens what a run reads (indexed data sets, text, or random tokens) and, on request, verifies all of it."""
+"""Opens what a run reads: indexed data sets, text, or random tokens."""
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits, TextSlice, open_splits
-from megatron_zpp.data.verify import verify_tokens
-from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
-from megatron_zpp.train.setup.bounded import read_together
 
 
 def open_data(
@@ -54,18 +48,3 @@ def _open_text(flag: str, path: str, **settings: Any) -> TextSlice:
     from megatron_zpp.data.text.open import open_text
 
     return open_text(flag, path, **settings)
-
-
-def verify_data(splits: Splits, exchange: Exchange) -> str:
-    """Read every .bin, one part per rank, and return a line for the log; every rank must call it.
-
-    Raises DamagedFile on every rank if any rank finds damage, ValueError if any cannot read or makes no
-    progress.
-    """
-    started, topology = time.perf_counter(), exchange.topology
-    verify = partial(verify_tokens, splits.files, topology.rank, topology.world_size)
-    _, problem = read_together(verify, exchange, FileWorker(), "--verify-data", "(given)")
-    if problem:
-        raise DamagedFile(problem)
-    size = sum(data.tokens.nbytes for data in splits.files)
-    return f" verified {size:,} bytes of tokens in {time.perf_counter() - started:.1f} s"

@@ -37,7 +37,7 @@ def test_logits_are_those_of_megatron_core(
     saved: Saved, family: str, ranks: int, layout: str, tmp_path: Path, tool: Tool
 ) -> None:
     root, target = saved(family, ranks), tmp_path / "new"
-    flags = ("--from", "megatron", root / layout, "--output", target, "--make-vocab-size-divisible-by", 32)
+    flags = ("--from", "megatron", root / layout, target, "--make-vocab-size-divisible-by", 32)
     said = tool(*flags)
     kind = "torch_dist" if layout == "dist" else "mp_rank files"
     assert f"iter_0000007: Megatron-LM ({kind}), iteration 7\n" in said
@@ -93,7 +93,7 @@ def test_legacy_names_in_nested_dictionaries_and_pipeline_stages(
             folder.mkdir(parents=True)
             optimizer = {"optimizer": {"state": {0: torch.zeros(3)}}}
             torch.save(state | {"model": nested(tensors)} | optimizer, folder / "model_optim_rng.pt")
-    said = tool(tmp_path / "old", "--output", tmp_path / "new")
+    said = tool(tmp_path / "old", tmp_path / "new")
     assert "left out: the optimizer's state, with its fp32 weights: moments start at zero" in said
     assert_same_logits(tmp_path / "new", root)
 
@@ -101,7 +101,7 @@ def test_legacy_names_in_nested_dictionaries_and_pipeline_stages(
 def test_what_does_not_fit_is_refused(saved: Saved, tmp_path: Path, tool: Tool) -> None:
     def say(directory: Path, *more: object) -> str:
         with pytest.raises(ValueError, match=r".") as error:
-            tool(directory, "--output", tmp_path / "new", *more)
+            tool(directory, tmp_path / "new", *more)
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused(saved: Saved, tmp_path: Path, tool: Tool) 
     assert "--from deepspeed: iter_0000007 is a checkpoint of Megatron-LM" in say(old, "--from", "deepspeed")
     assert "--ckpt-step 8: not in" in say(old, "--ckpt-step", 8)
     assert "has 128 rows, and this NullTokenizer has 201 entries" in say(old, "--vocab-size", 200)
-    assert "holds no checkpoint of Megatron-LM or DeepSpeed" in say(tmp_path)
+    assert "holds no model of transformers, Megatron-LM or DeepSpeed" in say(tmp_path)
 
     def changed(change: dict[str, object], **args: object) -> Path:
         directory = tmp_path / f"changed{len(list(tmp_path.iterdir()))}"
@@ -212,13 +212,13 @@ def test_fp32_weights_are_joined_from_data_and_tensor_ranks(
 ) -> None:
     root = saved(family, ranks)
     write_zero(root, tmp_path / "theirs", stage, ranks)
-    said = tool(tmp_path / "theirs", "--output", tmp_path / "new")
+    said = tool(tmp_path / "theirs", tmp_path / "new")
     assert "global_step7: DeepSpeed (ZeRO files), iteration 7\n" in said
     assert "left out: the optimizer's moments: they start at zero" in said
     assert_same_logits(tmp_path / "new", root)
     (tmp_path / "theirs/global_step7/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(ValueError, match=r"has optim_states of data ranks \[0, 2\]; copy all of them"):
-        tool(tmp_path / "theirs", "--output", tmp_path / "newer")
+        tool(tmp_path / "theirs", tmp_path / "newer")
 
 
 def test_the_rotary_base_is_read_by_megatron_deepspeeds_name(
@@ -233,13 +233,13 @@ def test_the_rotary_base_is_read_by_megatron_deepspeeds_name(
     with_both = dict(vars(state["args"]))
     del state["args"].rotary_base
     torch.save(state, file)
-    tool(tmp_path / "theirs", "--output", tmp_path / "new")
+    tool(tmp_path / "theirs", tmp_path / "new")
     model, _ = load_model(str(tmp_path / "new"), None)
     assert model.config.rotary_base == 500_000
     state["args"] = Namespace(**with_both)
     torch.save(state, file)
     with pytest.raises(ValueError, match=r"its args say rotary_base 10000 and rope_theta 500000, two names"):
-        tool(tmp_path / "theirs", "--output", tmp_path / "newer")
+        tool(tmp_path / "theirs", tmp_path / "newer")
 
 
 def test_without_optimizer_files_the_weights_are_the_modules(
@@ -249,7 +249,7 @@ def test_without_optimizer_files_the_weights_are_the_modules(
     write_zero(root, tmp_path / "theirs", 2, 2)
     for file in (tmp_path / "theirs/global_step7").glob("*optim_states.pt"):
         file.unlink()
-    said = tool(tmp_path / "theirs", "--output", tmp_path / "new")
+    said = tool(tmp_path / "theirs", tmp_path / "new")
     assert "left out: fp32 weights: there are no optim_states files" in said
     assert_same_logits(tmp_path / "new", root, tolerance=0.02)  # bf16 rounds weights by up to 2^-9
 
@@ -278,7 +278,7 @@ def test_layer_files_of_the_pipeline_module(saved: Saved, pipeline: int, tmp_pat
                 files.setdefault(7, {})["lm_head.weight"] = value
         for layer, values in files.items():
             torch.save(values, step / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
-    tool(tmp_path / "theirs", "--output", tmp_path / "new")
+    tool(tmp_path / "theirs", tmp_path / "new")
     assert_same_logits(tmp_path / "new", root)
 
 
@@ -292,7 +292,7 @@ def test_universal_checkpoints(saved: Saved, tmp_path: Path, tool: Tool) -> None
         whole = value[:90] if "word_embeddings" in name else value  # without its padding
         torch.save({"param": whole, "cat_dim": 0}, step / "zero" / name / "fp32.pt")
     torch.save({"args": args, "iteration": 7}, step / "mp_rank_00_model_states.pt")
-    said = tool(tmp_path / "theirs", "--output", tmp_path / "new")
+    said = tool(tmp_path / "theirs", tmp_path / "new")
     assert "global_step7_universal: DeepSpeed (Universal), iteration 7" in said
     assert_same_logits(tmp_path / "new", root)
 
@@ -305,4 +305,4 @@ def test_a_model_of_transformers_is_named(tmp_path: Path, tool: Tool) -> None:
     with pytest.raises(
         ValueError, match=r"of a model of transformers, .* zero_to_fp32\.py with --safe_serialization"
     ):
-        tool(tmp_path / "theirs", "--output", tmp_path / "new")
+        tool(tmp_path / "theirs", tmp_path / "new")

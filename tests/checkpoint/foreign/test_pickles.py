@@ -256,7 +256,7 @@ def test_a_model_that_is_none_is_refused_by_name(
     whole = {"model": WEIGHTS, "checkpoint_version": 3.0, "args": Namespace(**ARGS | args)} | state
     torch.save(whole, folder / "model_optim_rng.pt")
     with pytest.raises(ValueError, match=r"its|has|checkpoint_version|names") as error:
-        tool(tmp_path / "old", "--output", tmp_path / "new")
+        tool(tmp_path / "old", tmp_path / "new")
     assert said in str(error.value)
     assert len(str(error.value)) < 600
     assert not (tmp_path / "new").exists()

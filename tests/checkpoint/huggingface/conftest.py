@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.foreign_files import train_bpe
-from megatron_zpp.commands.huggingface import main
+from megatron_zpp.commands import export_checkpoint, import_checkpoint
 from tests.checkpoint.huggingface.gpt2 import SOURCE, save, theirs
 from tests.tokenizer.test_tokenizers import ORDINARY
 
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run `python -m megatron_zpp.commands.huggingface` with arguments and return what it prints."""
+    """Run `megatron-zpp import` or `export` with arguments and return what it prints."""
 
-    def run(*argv: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["huggingface", *map(str, argv)])
+    def run(command: str, *argv: object) -> str:
+        monkeypatch.setattr(sys, "argv", [f"megatron-zpp {command}", *map(str, argv)])
         capsys.readouterr()
-        main()
+        (import_checkpoint if command == "import" else export_checkpoint).main()
         return capsys.readouterr().out
 
     return run

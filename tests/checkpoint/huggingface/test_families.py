@@ -2,22 +2,31 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import CONFIG_MAPPING
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from megatron_zpp.checkpoint.huggingface.load import open_weights
+from megatron_zpp.checkpoint.huggingface.whole import read_settings
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.root import Config, parse_command_line
 from megatron_zpp.config.shapes.huggingface import FAMILIES as CONFIGS
 from megatron_zpp.config.shapes.huggingface import describe_model, huggingface_values
+from megatron_zpp.config.sources.huggingface import HuggingFaceModel
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
-from tests.checkpoint.huggingface.gpt2 import check_equal, entries, save, tensors
+from tests.checkpoint.huggingface.gpt2 import SOURCE, check_equal, entries, save, tensors, theirs
 from tests.model.families import FAMILIES
 from tests.support import nightly, pretrain
 
+LENGTH = 16
 RUN = (
     "--mock-data --micro-batch-size 2 --eval-iters 1 --num-workers 0 --seq-length 16 --train-iters 1 "
     "--lr 1e-30 --weight-decay 0"
@@ -67,46 +76,101 @@ def test_import_then_export_returns_every_bit(
 def test_a_run_starts_from_a_llama(
     tool: Callable[..., str], bpe: Path, tmp_path: Path, family: str, stage: int, world: int
 ) -> None:
-    """With the shape from its config.json; a step too small to change a weight saves what was loaded."""
+    """With its shape and tokenizer; a step too small to change a weight saves what was loaded."""
     source = directory_of(family, bpe, tmp_path / "theirs")
-    flags = [*RUN, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
-    flags += ["--model-preset", str(source / "config.json"), "--zero-stage", str(stage)]
-    flags += ["--padded-vocab-size", str(entries(bpe) + SPARE)] * ("qwen" in family)
-    ran = pretrain(*flags, "--load", f"hf:{source}", "--save", str(tmp_path / "run"), processes=world)
+    flags = [*RUN, "--zero-stage", str(stage), "--load", f"hf:{source}", "--save", str(tmp_path / "run")]
+    ran = pretrain(*flags, processes=world)
     assert ran.returncode == 0, ran.stderr
     (source / "config.json").rename(source / "moved.json")  # a checkpoint does not need it
     tool("export", tmp_path / "run", tmp_path / "back", *["--no-tokenizer"] * ("qwen2" in family))
     check_equal(tensors(tmp_path / "back"), tensors(source))
 
 
-NOT_GIVEN = (
-    "--padded-vocab-size (not given): the model of --load hf:{0} has vocab_size {1}, and the tokenizer {2} "
-    "entries; give --padded-vocab-size {1}"
-)
+@pytest.mark.parametrize("family", ["gpt2", "llama", nightly("qwen3"), nightly("mistral-window")])
+def test_the_loss_of_a_run_is_that_of_transformers(bpe: Path, tmp_path: Path, family: str) -> None:
+    """At the first step, of a run that hf:DIR alone gives model, weights and tokenizer."""
+    if family == "gpt2":
+        source = save(theirs(bpe), bpe, tmp_path / "theirs")
+    else:
+        source = directory_of(family, bpe, tmp_path / "theirs")
+    tokenizer = HuggingFaceTokenizer(str(source))
+    tokens = tokenizer.encode(SOURCE)[: 4 * LENGTH + 1]  # Megatron-LM's order does not cut them elsewhere
+    with IndexedDatasetWriter(tmp_path / "data", np.uint16, provenance=describe(tokenizer)) as writer:
+        writer.add_document(np.array(tokens))
+    flags = f"--train-data-path {tmp_path}/data --seq-length {LENGTH} --micro-batch-size 4 --train-iters 1"
+    flags += " --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --eval-iters 0 --num-workers 0"
+    metrics = tmp_path / "metrics.jsonl"
+    flags += f" --dataset-order megatron --log-interval 1 --metrics-file {metrics} --load hf:{source}"
+    ran = pretrain(*flags.split())
+    assert ran.returncode == 0, ran.stderr
+    loaded = AutoModelForCausalLM.from_pretrained(source).float().eval()
+    windows = torch.tensor([tokens[first : first + LENGTH + 1] for first in range(0, 4 * LENGTH, LENGTH)])
+    with torch.no_grad():
+        logits = loaded(windows[:, :-1]).logits.flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten()).item()
+    (record,) = [json.loads(line) for line in metrics.read_text().splitlines() if "lm_loss" in line]
+    assert record["lm_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+OF_MODEL = "the model of --load hf:{0} has"
 
 
 @pytest.mark.parametrize(
     ("family", "given", "said"),
     [
-        ("qwen3", {}, NOT_GIVEN),
+        ("qwen3", "--padded-vocab-size 384", f"--padded-vocab-size 384: {OF_MODEL} vocab_size {{1}}"),
+        ("llama", "--padded-vocab-size 7", "must be at least {2}, the tokenizer's entries"),
+        ("qwen3", "--rotary-base 500", f"--rotary-base 500.0: {OF_MODEL} rotary_base 10000.0; omit it"),
+        ("llama", "--squared-relu", f"--squared-relu (given): {OF_MODEL} squared_relu False; omit it"),
+        ("llama", "--num-layers 3", f"--num-layers 3: {OF_MODEL} num_hidden_layers 2; omit it"),
         (
-            "qwen3",
-            {"padded_vocab_size": 384},
-            "--padded-vocab-size 384: the model of --load hf:{0}",
+            "llama",
+            "--model-preset 1.3b",
+            f"--model-preset 1.3b: has num_layers 24, and {OF_MODEL}",
         ),
-        ("llama", {"padded_vocab_size": 384}, "and the tokenizer {2} entries; omit it"),
-        ("llama", {"padded_vocab_size": 7}, "must be at least {2}, the tokenizer's entries"),
-        ("qwen3", {"rotary_base": 500.0}, "--rotary-base 500.0: the model of --load hf:{0} has"),
+        (
+            "llama",
+            "--seq-length 65",
+            "must be at most --max-position-embeddings 64 (--max-position-",
+        ),
+        (
+            "llama",
+            "--use-checkpoint-args",
+            "--load hf:{0} has no arguments, and gives the model",
+        ),
     ],
 )
-def test_the_model_of_a_run_is_that_of_the_directory(
-    bpe: Path, tmp_path: Path, family: str, given: dict[str, Any], said: str
+def test_flags_that_contradict_the_model_are_refused_with_both_values(
+    bpe: Path, tmp_path: Path, family: str, given: str, said: str
 ) -> None:
     source = directory_of(family, bpe, tmp_path / "theirs")
-    model = ModelConfig(model_preset=str(source), seq_length=16, **given)
-    with pytest.raises(ValueError, match=r"--padded-vocab-size|--rotary-base") as caught:
-        open_weights(str(source), model, describe(HuggingFaceTokenizer(str(source))))
+    with pytest.raises(ValueError, match=r"^--\S") as caught:
+        started(source, given)
     assert said.format(source, entries(bpe) + SPARE, entries(bpe)) in str(caught.value)
+
+
+def test_flags_that_repeat_the_model_are_obeyed(bpe: Path, tmp_path: Path) -> None:
+    """Whatever name a value has; lengths, dropout and another tokenizer are the run's own."""
+    source = directory_of("llama", bpe, tmp_path / "theirs")
+    alone = started(source)
+    assert alone.model.seq_length == 64
+    assert started(source, f"--model-preset {source} --num-layers 2 --normalization rmsnorm") == alone
+    files = f"--vocab-file {bpe}/vocab.json --merge-file {bpe}/merges.txt"
+    published = replace(ModelConfig(model_preset="345m", seq_length=1024), model_preset=None)
+    model = HuggingFaceModel(f"hf:{source}", published, {}, alone.tokenizer)
+    argv = "--model-preset 345m --mock-data --micro-batch-size 1 --train-iters 1 --lr 1 --load hf:x".split()
+    assert parse_command_line(argv, huggingface=lambda *given: model).config.model == published
+    other = started(source, f"--max-position-embeddings 32 --hidden-dropout 0.5 {files}")
+    assert (other.model.seq_length, other.model.hidden_dropout) == (32, 0.5)
+    assert other.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+
+
+def started(source: Path, given: str = "") -> Config:
+    """The settings of a run that has opened its weights."""
+    argv = ["--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", *given.split()]
+    config = parse_command_line([*argv, "--load", f"hf:{source}"], huggingface=read_settings).config
+    open_weights(str(source), config.model, describe(build_tokenizer(config.tokenizer))).close()
+    return config
 
 
 def test_a_tokenizer_of_another_model_is_refused(tool: Callable[..., str], bpe: Path, tmp_path: Path) -> None:

@@ -1,52 +1,78 @@
-"""A block's operations by Triton kernels where the products of its layer take codes of 8-bit floats."""
+"""Modules of a layer with Triton kernels that hand codes of 8-bit floats on to products with delayed scaling.
+
+See model/fused/blocks.py.
+"""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fp8.kernels import coded_heads, coded_mlp, coded_norm
-from megatron_zpp.model.fused.blocks import FusedKernels
-from megatron_zpp.model.layer import MLP, Attention, Layer
+from megatron_zpp.model.fused import blocks
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.rotary import Rotation
 
 
-class CodedKernels(FusedKernels):
-    """Kernels that hand codes on to products with delayed scaling."""
+class CodedAttention(blocks.FusedAttention):
+    """Attention whose input is codes, or whose gradients of heads become some."""
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self._coded_mlp = coded_mlp.serves(layer.mlp)
-        readers = layer.attention.qkv, layer.mlp.input
-        self._coded_norms = self._norms and all(type(reader) is DelayedLinear for reader in readers)
+    qkv: DelayedLinear
 
-    def norm(self, layer: Layer, x: Tensor) -> tuple[Any, Tensor]:
-        """See BlockKernels."""
-        if not self._coded_norms:
-            return super().norm(layer, x)
-        qkv = layer.attention.qkv
-        assert isinstance(qkv, DelayedLinear)
-        return coded_norm.coded_norm(x, layer.attention_norm, qkv)
+    def split(self, x: Tensor | CodedInput, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """See Attention."""
+        if self.rotates(rotation) or not isinstance(x, CodedInput):
+            return super().split(x, rotation)
+        q, k, v = coded_heads.coded_heads(x, self.qkv, self.heads, self.groups, self.head_width)
+        return rotation(self.query_norm(q)), rotation(self.key_norm(k)), v
 
-    def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Any]:
-        """See BlockKernels."""
-        if not self._coded_norms:
-            return super().add_norm(layer, x, added, residual)
-        first = layer.mlp.input
+
+class CodedMLP(blocks.FusedMLP):
+    """An MLP whose activation makes codes."""
+
+    def forward(self, x: Any) -> Tensor:
+        """See MLP."""
+        return coded_mlp.coded_mlp(self, x) if torch.compiler.is_compiling() else super().forward(x)
+
+
+class CodedFirstHalf(blocks.FusedFirstHalf):
+    """The half of attention whose norm is codes."""
+
+    attention: CodedAttention
+
+    def enter(self, x: Tensor) -> tuple[Tensor | blocks.Residual, Any]:
+        """See Half."""
+        if not torch.compiler.is_compiling():
+            return super().enter(x)
+        normed, token = coded_norm.coded_norm(x, self.attention_norm, self.attention.qkv)
+        return blocks.Residual(x, token), normed
+
+
+class CodedSecondHalf(blocks.FusedSecondHalf):
+    """The half of the MLP whose norm is codes."""
+
+    def enter(self, x: Tensor | blocks.Residual) -> tuple[Tensor, Any]:
+        """See Half."""
+        if not isinstance(x, blocks.Residual):
+            return super().enter(x)
+        first = self.mlp.input
+        assert x.added is not None
         assert isinstance(first, DelayedLinear)
-        return coded_norm.coded_add_norm(x, added, residual, layer.mlp_norm, first)
+        return coded_norm.coded_add_norm(x.x, x.added, x.token, self.mlp_norm, first)
 
-    def heads(
-        self, attention: Attention, x: Tensor | CodedInput, rotation: Rotation
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See BlockKernels."""
-        if self._rotates_heads(rotation) or not isinstance(x, CodedInput):
-            return super().heads(attention, x, rotation)
-        heads, groups, width = attention.heads, attention.groups, attention.head_width
-        assert isinstance(attention.qkv, DelayedLinear)
-        q, k, v = coded_heads.coded_heads(x, attention.qkv, heads, groups, width)
-        return rotation(attention.query_norm(q)), rotation(attention.key_norm(k)), v
 
-    def mlp(self, mlp: MLP, x: Tensor) -> Tensor:
-        """See BlockKernels."""
-        return coded_mlp.coded_mlp(mlp, x) if self._coded_mlp else super().mlp(mlp, x)
+def fuse(model: GPT) -> None:
+    """Give kernels to the modules of a model whose products have delayed scaling."""
+    blocks.fuse(model)
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        attention, mlp = layer.attention, layer.mlp
+        if coded_mlp.serves(mlp):
+            mlp.__class__ = CodedMLP
+        if not all(type(reader) is DelayedLinear for reader in (attention.qkv, mlp.input)):
+            continue
+        attention.__class__ = CodedAttention
+        if blocks.fuses_norms(layer):
+            layer.halves[0].__class__, layer.halves[1].__class__ = CodedFirstHalf, CodedSecondHalf

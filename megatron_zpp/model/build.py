@@ -1,0 +1,97 @@
+"""Builds a model with the modules of a run: norms, matmuls, tables in blocks, those of tensor ranks."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.model.attention import AttentionKernel
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layer import TORCH_NORMS, Layer, Norm
+from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
+
+
+def build_model(
+    config: ModelConfig,
+    entries: int,
+    recompute: RecomputeConfig | None = None,
+    attention: AttentionKernel | None = None,
+    *,
+    cut_layers: bool = False,
+    table_rows: int | None = None,
+    norms: Mapping[str, type[Norm]] = TORCH_NORMS,
+    matmuls: Matmuls = PLAIN_MATMULS,
+    group: TensorGroup | None = None,
+    overlapped: bool = False,
+) -> GPT:
+    """The model of a run, or one rank's part of it if a `group` of tensor ranks shares it.
+
+    `norms` by --normalization. `overlapped`: tensor ranks compute beside their exchanges.
+    """
+    model = GPT(config, entries, recompute, attention, cut_layers=cut_layers)
+    if norms is not TORCH_NORMS:
+        use_norms(model, norms)
+    if table_rows is not None:
+        from megatron_zpp.model.row_blocks import in_row_blocks
+
+        in_row_blocks(model, table_rows)
+    if group is None:
+        use_matmuls(model, matmuls)
+    else:
+        from megatron_zpp.model.parallel.layers import Sharing, share_layers, share_tables
+
+        sharing = Sharing(
+            group=group, tokens=config.seq_length, product=matmuls.product, overlapped=overlapped
+        )
+        share_layers(model, sharing)
+        if table_rows is None:
+            share_tables(model, sharing)
+        else:
+            from megatron_zpp.model.parallel.row_blocks import share_row_blocks
+
+            share_row_blocks(model, group)
+    if matmuls.output is not None:
+        model.head.product = matmuls.output()
+    return model
+
+
+def norm_classes(backend: str) -> Mapping[str, type[Norm]]:
+    """Return the norms of the fused backend "torch" or "apex", by --normalization."""
+    if backend == "torch":
+        return TORCH_NORMS
+    from apex.normalization import FusedLayerNorm, FusedRMSNorm
+
+    return {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}
+
+
+def use_norms(model: GPT, norms: Mapping[str, type[Norm]]) -> None:
+    """Replace all norms of a model."""
+    kind, made = norms[model.config.normalization], dict[nn.Module, nn.Module]()
+    for owner in _owners(model):
+        for name, norm in owner.named_children():
+            if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+                if norm not in made:
+                    made[norm] = kind(norm.normalized_shape, eps=model.config.norm_epsilon)
+                setattr(owner, name, made[norm])
+
+
+def use_matmuls(model: GPT, matmuls: Matmuls) -> None:
+    """Replace the linear maps of a model's layers."""
+    if matmuls.linear is nn.Linear:
+        return
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        for owner in (layer.attention, layer.mlp):
+            for name, linear in owner.named_children():
+                if isinstance(linear, nn.Linear):
+                    biased = linear.bias is not None
+                    setattr(owner, name, matmuls.linear(linear.in_features, linear.out_features, bias=biased))
+
+
+def _owners(model: GPT) -> Iterator[nn.Module]:
+    """The modules that have norms."""
+    yield model.head
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        yield from (layer, *layer.halves, layer.attention)
