@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to text written by a GPT of your own: environment, corpus, tokenizer, data set, pretraining,
-# evaluation, loss curve, samples. Everything is written to ./quickstart (or QUICKSTART_DIR). Finished
-# steps are kept: a second call continues where the first one stopped.
+# evaluation, texts, loss curve, and what to do next. Everything is written to ./quickstart (or QUICKSTART_DIR).
+# Finished steps are kept: a second call continues where the first one stopped.
 # --arch llama trains a Llama-like model of as many parameters instead of a GPT-2, beside it.
 # Other arguments are appended to pretrain_gpt.py's: launch/quickstart.sh --train-iters 1000
 set -euo pipefail
@@ -25,14 +25,17 @@ case $arch in
 esac
 
 work=${QUICKSTART_DIR:-quickstart}
-launch/setup_venv.sh requirements.txt
+launch/setup_venv.sh 'requirements.txt[run,plots]'
 started=$SECONDS
 python=.venv/bin/python
 mkdir -p "$work"
 
+plan="python pretrain_gpt.py --dry-run --model-preset 13b --plan-nodes 4 --plan-gpus-per-node 8 --plan-gpu h100 \\
+    --plan-link-gbit 25 --micro-batch-size 1 --global-batch-size 512 --train-iters 100000 --lr 1e-4 \\
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 50257"
 step() { echo; echo "=== [$((SECONDS - started)) s] $*"; }
 
-step "1/5 corpus: the source of Python's standard library"
+step "1/5 corpus: the source of Python's standard library, without its tests"
 if [[ -e $work/corpus.jsonl ]]; then
     echo "already there: $work/corpus.jsonl"
 else
@@ -61,7 +64,7 @@ if ((gpus > 0)); then
     processes=$gpus
     groups=4 inner=1560 # of a Llama with the GPT-2's count of parameters
     shape=(--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512
-        --micro-batch-size 16 --global-batch-size $((16 * gpus)) --train-iters 1500 --lr-warmup-fraction 0.08
+        --micro-batch-size 16 --global-batch-size $((16 * gpus)) --train-iters $((iterations = 1500)) --lr 2e-3
         --eval-interval 250)
 else
     processes=$(nproc)
@@ -71,9 +74,10 @@ else
     micro=$((8 / processes))
     ((micro <= 4)) || micro=4
     groups=2 inner=792
-    shape=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256
-        --micro-batch-size "$micro" --global-batch-size 8 --train-iters 480 --lr-warmup-fraction 0.08
-        --eval-interval 120)
+    # In minutes of two cores a small model that sees more tokens learns more than a larger one.
+    shape=(--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256
+        --micro-batch-size "$micro" --global-batch-size 8 --train-iters $((iterations = 800)) --lr 3e-3
+        --eval-interval 200)
 fi
 [[ $arch == gpt2 ]] || shape+=(--position-embedding-type rope --normalization RMSNorm --swiglu
     --disable-bias-linear --group-query-attention --num-query-groups "$groups" --ffn-hidden-size "$inner")
@@ -81,18 +85,40 @@ step "4/5 pretraining of a $arch on $([[ $gpus -gt 0 ]] && echo "$gpus GPU(s)" |
 PYTHON=$python launch/local.sh -n "$processes" pretrain_gpt.py \
     --data-path "$work/corpus_text_document" --split 95,4,1 "${tokenizer[@]}" \
     "${shape[@]}" --attention-dropout 0 --hidden-dropout 0 \
-    --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 \
-    --log-interval 20 --eval-iters 20 \
+    --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95 \
+    --log-interval 40 --eval-iters 20 --sample-prompt 'def main():' 'class Reader' 'import sys' \
     --save "$work/checkpoints$suffix" --load "$work/checkpoints$suffix" --save-interval 120 \
     --metrics-file "$work/metrics$suffix.jsonl" ${flags[@]+"${flags[@]}"}
 
 step "5/5 loss curve and samples"
 curves=("$work/metrics$suffix.jsonl")
 [[ -z $suffix || ! -e $work/metrics.jsonl ]] || curves=("$work/metrics.jsonl" "${curves[@]}")
-"$python" -m megatron_zpp.commands.plot "${curves[@]}" --output "$work/loss$suffix.png"
-"$python" -m megatron_zpp.commands.report "$work/metrics$suffix.jsonl" --checkpoint "$work/checkpoints$suffix" \
+"$python" -m megatron_zpp plot "${curves[@]}" --output "$work/loss$suffix.png"
+"$python" -m megatron_zpp report "$work/metrics$suffix.jsonl" --checkpoint "$work/checkpoints$suffix" \
     --title "quickstart" --output "$work/report$suffix.html"
-"$python" -m megatron_zpp.commands.sample --load "$work/checkpoints$suffix" --num-samples 2 \
+"$python" -m megatron_zpp sample --load "$work/checkpoints$suffix" --num-samples 2 \
     --max-new-tokens 160 --prompt "def main():" | tee "$work/sample$suffix.txt"
 
-step "done, in $work: report$suffix.html is a page about the run, loss$suffix.png the curve, sample$suffix.txt the text, checkpoints$suffix the model"
+printf -v quoted %q "$work"
+again="${QUICKSTART_DIR:+QUICKSTART_DIR=$quoted }launch/quickstart.sh"
+step "done, in $work: report$suffix.html has curves and texts, loss$suffix.png the curve, checkpoints$suffix the model"
+cat <<END
+
+Next, of which each line runs as it is:
+
+source .venv/bin/activate
+
+# More text from this model
+python -m megatron_zpp sample --load $quoted/checkpoints$suffix --prompt "import os" "class Error"
+
+# The same run, twice as long: it resumes where this one ended
+$again${suffix:+ --arch $arch} --train-iters $((2 * iterations))
+
+# $([[ $suffix ]] && echo "A GPT-2 to compare with" || echo "A Llama-like model of as many parameters"); its curve is drawn beside this one
+$again --arch $([[ $suffix ]] && echo gpt2 || echo llama)
+
+# What 13 billion parameters take on 4 nodes of 8 GPUs, and the best settings for them; this needs no GPU
+$plan
+
+Your own text: README.md, "Your own text".
+END

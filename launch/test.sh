@@ -10,4 +10,5 @@ if (($# == 0)); then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}                   # otherwise the threads of several files slow each other down
     ! command -v g++ >/dev/null || .venv/bin/python -m megatron_zpp.ops.build # otherwise runs with time limits wait for the build
 fi
+unset PYTHONDONTWRITEBYTECODE # otherwise each program that a test starts compiles its modules again
 exec .venv/bin/python -m pytest "$@"

@@ -180,6 +180,8 @@ class Config:
                 settings[key] = tuple(value) if isinstance(value, list) else value
                 if isinstance(value, str):
                     settings[key] = RETIRED_VALUES.get(key, {}).get(value, value)
+                if isinstance(value, str) and fits((value,), hints[key]):  # an earlier version took one text
+                    settings[key] = (value,)
                 if not fits(settings[key], hints[key]):
                     raise ValueError(f"saved configuration: {name}.{key} cannot be {value!r}")
             parts[name] = part(**settings)

@@ -86,8 +86,8 @@ class EvaluationConfig(Options):
         False, "Evaluate every window of the validation data once, instead of --eval-iters batches."
     )
 
-    sample_prompt: str | None = option(
-        None, "At every evaluation, let the model continue this text by 64 tokens, and log the text."
+    sample_prompt: tuple[str, ...] | None = option(
+        None, "At every evaluation, let the model continue each of these texts by 64 tokens, and log them."
     )
 
     def check(self) -> None:

@@ -1,14 +1,17 @@
-"""The lines that a run prints: notes and warnings, and Megatron's log line."""
+"""The lines that a run prints: notes and warnings, and the log line for programs or for people."""
 
 import datetime
 import errno
 import math
+import shutil
 import sys
 from collections.abc import Sequence
 
 from megatron_zpp.config.colour import paint_message, wants_colour
 from megatron_zpp.config.options import printable
 from megatron_zpp.reporting.metrics import Record, number
+
+_MARGIN = "   │ "  # before each line of a text on a terminal
 
 
 def tell(prog: str, line: str) -> None:
@@ -40,6 +43,14 @@ def _message(line: str, terminal: bool) -> str:
     return paint_message(line) if wants_colour(terminal) else line
 
 
+def log_step(record: Record, iterations: int) -> None:
+    """Write the line of a logged step to stdout: Megatron's in files and pipes, a short one on terminals."""
+    if sys.stdout.isatty():
+        print_line(terminal_line(record, iterations, _columns()))
+    else:
+        print_line(log_line(record, iterations))
+
+
 def evaluation_line(record: Record, split: str, where: str) -> str:
     """Megatron-LM's line of an evaluation, which says "validation" for every split."""
     loss, perplexity = record[f"{split}_loss"], record[f"{split}_perplexity"]
@@ -48,7 +59,7 @@ def evaluation_line(record: Record, split: str, where: str) -> str:
 
 def log_line(record: Record, iterations: int) -> str:
     """Megatron-LM's line, which scripts parse, with tokens/s, MFU and time left appended."""
-    left = (iterations - number(record, "iteration")) * number(record, "elapsed_ms") / 1000
+    left = _seconds_left(record, iterations)
     mfu = "n/a" if record["mfu"] is None else f"{100 * record['mfu']:.1f}%"
     if "mfu_16bit" in record:
         mfu += f" of the 8-bit peak, {100 * number(record, 'mfu_16bit'):.1f}% of the 16-bit one"
@@ -73,6 +84,67 @@ def log_line(record: Record, iterations: int) -> str:
     )
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
     return f" [{now}] " + " | ".join(parts) + " |"
+
+
+def terminal_line(record: Record, iterations: int, columns: int) -> str:
+    """A log line for people, of at most `columns` characters; where they are too few, its end is missing.
+
+    What is as usual is omitted: a loss scale of 1, no skipped or NaN iterations, an unknown MFU.
+    """
+    rate, milliseconds = number(record, "tokens_per_second"), number(record, "elapsed_ms")
+    parts = [
+        f"iteration {record['iteration']}/{iterations}",
+        f"loss {record['lm_loss']:.4f}",
+        *(f"{record[name]} {name}" for name in ("skipped", "nan") if record[name]),
+        f"norm {record['grad_norm']:.3f}",
+        f"lr {record['learning_rate']:.1e}",
+        f"{milliseconds:.0f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.2f} s",
+        f"{rate:,.0f} tokens/s" if rate < 100_000 else f"{rate / 1e6:.1f}M tokens/s",
+        *([] if record["mfu"] is None else [f"MFU {100 * number(record, 'mfu'):.1f}%"]),
+        f"{_span(_seconds_left(record, iterations))} left",
+        *([] if record["loss_scale"] == 1 else [f"scale {record['loss_scale']:g}"]),
+    ]
+    line = f" {parts[0]}"
+    for part in parts[1:]:
+        if len(line) + len(part) + 3 > columns:
+            break
+        line += f" | {part}"
+    return line
+
+
+def _seconds_left(record: Record, iterations: int) -> float:
+    return (iterations - number(record, "iteration")) * number(record, "elapsed_ms") / 1000
+
+
+def _span(seconds: float) -> str:
+    """A time in the two units that matter: 3 d 4 h, 2 h 5 min, 3 min 20 s, 12 s."""
+    whole = math.ceil(seconds)
+    for size, unit, smaller, its_unit in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller} {its_unit}"
+    return f"{whole} s"
+
+
+def text_lines(iteration: int, text: str) -> list[str]:
+    """A text that the model wrote: one line for files and pipes, its own lines for terminals."""
+    if not sys.stdout.isatty():
+        return [f" text at iteration {iteration} | {text!r} |"]
+    width = max(1, _columns() - len(_MARGIN))
+    cut = (
+        line[at : at + width]
+        for line in map(printable, text.splitlines())
+        for at in range(0, max(1, len(line)), width)
+    )
+    return [f" text at iteration {iteration}:", *(_MARGIN + part for part in cut)]
+
+
+def _columns() -> int:
+    """The width of the terminal; 120 if it does not say."""
+    return shutil.get_terminal_size((120, 0)).columns
 
 
 def _given(record: Record, name: str, shown: str, form: str) -> list[str]:

@@ -1,14 +1,14 @@
 """Sends lines and records of a run to the console and the sinks, on rank 0 only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.reporting.console import evaluation_line, log_line, print_line
-from megatron_zpp.reporting.metrics import Record, evaluation_record, number
+from megatron_zpp.reporting.console import evaluation_line, log_step, print_line, text_lines
+from megatron_zpp.reporting.metrics import Record, evaluation_record, number, sample_key
 from megatron_zpp.reporting.sinks import ThreadedSink, open_sinks
 
 _PATIENCE = 30.0  # seconds that each sink gets to finish at the end
@@ -45,7 +45,9 @@ class Reporter:
 
     def log(self, record: Record) -> None:
         """A logged step."""
-        self.say(log_line(record, self._iterations))
+        if self._speaks:
+            with self._writing():
+                log_step(record, self._iterations)
         self._write(record, int(number(record, "consumed_samples")))
 
     def evaluation(self, progress: Progress, split: str, loss: float, *, last: bool) -> None:
@@ -55,10 +57,14 @@ class Reporter:
         self.say(evaluation_line(record, split, f"iteration {progress.iteration}{whose}"))
         self._write(record, progress.consumed_samples)
 
-    def text(self, progress: Progress, text: str) -> None:
-        """A text that the model wrote."""
-        self.say(f" text at iteration {progress.iteration} | {text!r} |")
-        self._write({"iteration": progress.iteration, "sample": text}, progress.consumed_samples)
+    def texts(self, progress: Progress, texts: Sequence[str]) -> None:
+        """The texts that the model wrote, one per prompt."""
+        for text in texts:
+            for line in text_lines(progress.iteration, text):
+                self.say(line)
+        record: Record = {"iteration": progress.iteration}
+        record |= {sample_key(number): text for number, text in enumerate(texts, 1)}
+        self._write(record, progress.consumed_samples)
 
     def __enter__(self) -> "Reporter":
         return self

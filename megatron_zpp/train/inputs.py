@@ -1,6 +1,6 @@
 """What a run is told and what it reads, checked before a device is taken."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunI
     tensor_ranks = config.distributed.tensor_model_parallel_size
     check_vocabulary(config.model, vocab_size, tensor_ranks)
     config.precision.check_vocabulary(config.model.embedding_rows(vocab_size), tensor_ranks)
-    check_prompt(config.evaluation.sample_prompt, tokenizer)
+    check_prompts(config.evaluation.sample_prompt or (), tokenizer)
     splits = open_data(config, schedule, description, say)
     if not (config.plan.dry_run and config.checkpoint.huggingface):  # a plan downloads no weights
         check_start(config.checkpoint, config.model, description)
@@ -69,9 +69,9 @@ def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunI
     )
 
 
-def check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
+def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
     """Raise ValueError for a --sample-prompt that `tokenizer` has no ids for, or that has no tokens."""
-    if prompt is not None:
+    for prompt in prompts:
         try:
             ids = tokenizer.encode(prompt)
         except ValueError as error:

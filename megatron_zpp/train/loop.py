@@ -52,12 +52,12 @@ class Trainer:
         self.progress = run.start
         self._saver = _saver_of(run)
         self._stops = StopConditions(config.training, engine, ranks.signals, ranks.lease)
-        self._write_text: Callable[[], str] | None = None
-        prompt = config.evaluation.sample_prompt
-        if prompt is not None:
+        self._write_texts: Callable[[], list[str]] | None = None
+        prompts = config.evaluation.sample_prompt
+        if prompts is not None:
             from megatron_zpp.train.steps.sampled_text import text_writer
 
-            self._write_text = text_writer(engine, config, prompt)
+            self._write_texts = text_writer(engine, config, prompts)
         self._profiler = _profiler_of(run)
         self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)
@@ -251,9 +251,9 @@ class Trainer:
         )
         self._evaluated[split] = iteration
         self._reporter.evaluation(self.progress, split, loss, last=last)
-        if split == "valid" and self._write_text is not None:
+        if split == "valid" and self._write_texts is not None:
             self._activity.now(f"writes text at iteration {iteration}", patient=True)
-            self._reporter.text(self.progress, self._write_text())
+            self._reporter.texts(self.progress, self._write_texts())
 
 
 def _profiler_of(run: Run) -> "StepProfiler | None":

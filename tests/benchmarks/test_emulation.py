@@ -30,6 +30,7 @@ from megatron_zpp.ops.reference_rotation import quantize_rotated, sum_rotated
 from megatron_zpp.zero import difference_formats
 from megatron_zpp.zero.build import in_order, layouts_of
 from megatron_zpp.zero.gradients import SIGNS_SEED
+from tests.support import nightly
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations, this_device
 from tests.zero.ranks import on_ranks
@@ -174,7 +175,7 @@ def one_thread() -> Iterator[None]:
     ("micro_batches", "cases"),
     [
         (1, CASES),
-        (3, [(name, bf16, 1.0, n) for name, bf16, n in product(SETTINGS, (False, True), (2, 4))]),
+        nightly(3, [(name, bf16, 1.0, n) for name, bf16, n in product(SETTINGS, (False, True), (2, 4))]),
     ],
 )
 def test_final_weights_are_those_of_real_ranks(micro_batches: int, cases: list[Case]) -> None:
@@ -198,13 +199,7 @@ def test_raised_units_are_those_of_real_ranks(monkeypatch: pytest.MonkeyPatch) -
 
 def small_flat(rung: Rung, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> FlatModel:
     return FlatModel(
-        MODEL,
-        VOCAB,
-        alignment=rung.largest_block,
-        dtype=dtype,
-        device=device,
-        seed=SEED,
-        attention=ATTENTION,
+        MODEL, VOCAB, alignment=rung.largest_block, dtype=dtype, device=device, seed=SEED, attention=ATTENTION
     )
 
 

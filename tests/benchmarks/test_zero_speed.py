@@ -35,11 +35,7 @@ class Nodes:
             return Outcome(1.0, "node 1 failed with status 1\nnode 1: out of luck")
         report: dict[str, Any] = {"all_gather": {"25MB": 3.3}}
         if name != "links":
-            report = {
-                "step_ms": [MILLISECONDS[name]] * 3,
-                "loopback_bytes_per_step": 5,
-                "losses": [9.0, 8.0],
-            }
+            report = {"step_ms": [MILLISECONDS[name]] * 3, "loopback_bytes_per_step": 5, "losses": [9.0, 8.0]}
         Path(arguments[arguments.index("--report") + 1]).write_text(json.dumps(report))
         return Outcome(1.0, None)
 

@@ -12,15 +12,7 @@ from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.engines import states_of
-from tests.zero.own_modules import (
-    Layer,
-    LowRank,
-    Stack,
-    WithBuffers,
-    engine_of,
-    stack_of,
-    steps_of,
-)
+from tests.zero.own_modules import Layer, LowRank, Stack, WithBuffers, engine_of, stack_of, steps_of
 from tests.zero.ranks import on_ranks
 
 

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = (
-    ["pretrain_gpt.py", "--help"],
-    ["-m", "megatron_zpp.commands.sample", "--help"],
-)
+PROGRAMS = (["pretrain_gpt.py", "--help"], ["-m", "megatron_zpp.commands.sample", "--help"])
 
 
 def interrupted(argv: list[str], after: float) -> tuple[int, str]:

@@ -1,7 +1,9 @@
 """Reads files with megatron-core: the reference for our reader and orders."""
 
+import importlib.util
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,23 +11,26 @@ import numpy as np
 import pytest
 import torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of GPU libraries that its data sets have no use for
-    pytest.importorskip(
-        "megatron.core.datasets.helpers_cpp",
-        reason="megatron-core is not installed; tests/requirements.txt names it",
-    )
-    from megatron.core.datasets import helpers
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import (
-        GPTDataset,
-        GPTDatasetConfig,
-        _get_ltor_masks_and_position_ids,
-    )
-    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-    from megatron.core.datasets.utils import get_blend_from_list
+if importlib.util.find_spec("megatron") is None:
+    reason = "megatron-core is not installed; tests/requirements.txt names it"
+    pytest.skip(reason, allow_module_level=True)
 
-__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "build", "helpers", "masks_and_positions", "text"]
+
+@cache
+def core() -> SimpleNamespace:
+    """What tests use of its modules, which take seconds to import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of GPU libraries that its data sets have no use for
+        from megatron.core.datasets import (
+            blended_megatron_dataset_builder,
+            gpt_dataset,
+            helpers,
+            indexed_dataset,
+        )
+        from megatron.core.datasets.utils import get_blend_from_list
+    modules = (blended_megatron_dataset_builder, gpt_dataset, indexed_dataset)
+    names = {name: value for module in modules for name, value in vars(module).items()}
+    return SimpleNamespace(**names | {"helpers": helpers, "get_blend_from_list": get_blend_from_list})
 
 
 def build(
@@ -43,11 +48,12 @@ def build(
     Raises as it does: AssertionError or IndexError where it cannot.
     """
     tokenizer = SimpleNamespace(vocab_size=1000, eod=999, unique_identifiers={"name": "test"})
-    config = GPTDatasetConfig(
+    its = core()
+    config = its.GPTDatasetConfig(
         random_seed=seed,
         sequence_length=seq_length,
-        blend=get_blend_from_list(list(blend)) if blend else None,
-        blend_per_split=[get_blend_from_list(list(own) or None) for own in blends] if blends else None,
+        blend=its.get_blend_from_list(list(blend)) if blend else None,
+        blend_per_split=[its.get_blend_from_list(list(own) or None) for own in blends] if blends else None,
         split=split,
         path_to_cache=None,
         tokenizer=tokenizer,
@@ -63,7 +69,8 @@ def build(
     sizes = [requested if i == split_index else 1 for i in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[split_index]
+        builder = its.BlendedMegatronDatasetBuilder(its.GPTDataset, sizes, lambda: True, config)
+        return builder.build()[split_index]
 
 
 def text(dataset: Any, index: int) -> np.ndarray:
@@ -77,4 +84,4 @@ def masks_and_positions(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return its masks of one row (S): hidden (1, S, S) bool, counted (S) 0 or 1, positions (S)."""
     flags = (name in given for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"))
-    return _get_ltor_masks_and_position_ids(tokens, eod, *flags, True)
+    return core()._get_ltor_masks_and_position_ids(tokens, eod, *flags, True)

@@ -57,9 +57,7 @@ def batch_of(rows, *given):
 
 @pytest.mark.parametrize("rows", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize(
-    "given",
-    [given for count in (1, 2, 3) for given in itertools.combinations(MASKS, count)],
-    ids="+".join,
+    "given", [given for count in (1, 2, 3) for given in itertools.combinations(MASKS, count)], ids="+".join
 )
 def test_masks_are_megatron_cores(rows, given):
     batch = batch_of(rows, *given)

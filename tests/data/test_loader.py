@@ -86,10 +86,7 @@ class Unreadable:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_arrives_as_one_plain_line(by_hand, num_workers):
     for samples, message in (
-        (
-            windows(by_hand("x", [[5] * 99]), vocab_size=5),
-            r"x\.bin: byte \d+: token \d+ is 5, outside",
-        ),
+        (windows(by_hand("x", [[5] * 99]), vocab_size=5), r"x\.bin: byte \d+: token \d+ is 5, outside"),
         (Unreadable(), r"^x\.bin: Input/output error; check the data .* again$"),
     ):
         with MicroBatches(samples, BatchSchedule(1, 1, 1), rank=0, num_workers=num_workers) as batches:

@@ -151,12 +151,7 @@ def test_the_tree_has_one_edge_per_rank_and_no_rank_has_many() -> None:
     assert max(len(children_of(one)) for one in tree[1:]) == 7
 
 
-KILLS = {
-    "root": (0, 6, 3),
-    "first of node 1": (3, 6, 3),
-    "leaf": (4, 6, 3),
-    "one rank per node": (2, 3, 1),
-}
+KILLS = {"root": (0, 6, 3), "first of node 1": (3, 6, 3), "leaf": (4, 6, 3), "one rank per node": (2, 3, 1)}
 
 
 PROMPT = 2  # seconds, whereas heartbeats take four at the least

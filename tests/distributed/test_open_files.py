@@ -43,9 +43,7 @@ def test_the_limit_is_raised_as_far_as_it_goes(keeper: subprocess.Popen[bytes]) 
     assert raise_limit(keeper.pid) == HARD
 
 
-def test_a_low_limit_is_reported_and_an_impossible_one_is_refused(
-    keeper: subprocess.Popen[bytes],
-) -> None:
+def test_a_low_limit_is_reported_and_an_impossible_one_is_refused(keeper: subprocess.Popen[bytes]) -> None:
     said: list[str] = []
     reserve_connections(keeper.pid, 128, said.append)  # 6 * 128 + 256 = 1024
     assert said == []

@@ -102,10 +102,7 @@ def test_the_jobs_variables_serve_where_the_steps_are_missing() -> None:
     assert launcher_variables(old)["MASTER_ADDR"] == "n001"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["SLURM_JOB_ID", "SLURM_NODEID", "SLURM_LOCALID"],
-)
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_NODEID", "SLURM_LOCALID"])
 def test_a_missing_variable_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} \(not set\): .*srun"):
         Topology.from_environment(without(name))

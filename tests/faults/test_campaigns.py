@@ -25,8 +25,7 @@ def test_operations_cut_at_some_of_their_calls(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("kind", "cases", "every"),
-    [("crashes", 22, 1), ("ranks", 15, 2), ("processes", 15, 1)],
+    ("kind", "cases", "every"), [("crashes", 22, 1), ("ranks", 15, 2), ("processes", 15, 1)]
 )
 def test_disturbed_runs_end_as_undisturbed_ones(kind: str, cases: int, every: int, tmp_path: Path) -> None:
     assert campaign(kind, cases, every, tmp_path) >= min(cases // every, 15)

@@ -34,7 +34,7 @@ def tokenizer(loaded: tuple[GPT, Tokenizer]) -> Tokenizer:
 
 
 @pytest.fixture
-def theirs(model: GPT) -> transformers.PreTrainedModel:
+def theirs(model: GPT) -> "transformers.PreTrainedModel":
     """transformers' model with the checkpoint's weights."""
     quiet()
     return as_transformers(model)

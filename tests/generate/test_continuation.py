@@ -33,7 +33,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def test_greedy_is_what_transformers_writes(
-    model: GPT, tokenizer: Tokenizer, prompts: list[list[int]], theirs: transformers.PreTrainedModel
+    model: GPT, tokenizer: Tokenizer, prompts: list[list[int]], theirs: "transformers.PreTrainedModel"
 ) -> None:
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])

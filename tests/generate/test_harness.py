@@ -51,7 +51,7 @@ def ours(checkpoint: Path) -> object:
 
 
 @pytest.fixture
-def reference(checkpoint: Path, theirs: transformers.PreTrainedModel) -> object:
+def reference(checkpoint: Path, theirs: "transformers.PreTrainedModel") -> object:
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = transformers.PreTrainedTokenizerFast(

@@ -23,12 +23,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 
 def started_blocks(topology: Topology, spare: int, path: str) -> tuple[list[int], list[float]]:
     """Thread blocks of each product of a forward and backward, and the first loss and gradient norm."""
-    engine = engine_of(
-        MODEL,
-        VOCAB,
-        precision=PrecisionConfig(bf16=True),
-        device="cuda",
-    )
+    engine = engine_of(MODEL, VOCAB, precision=PrecisionConfig(bf16=True), device="cuda")
     engine.spare = SpareMultiprocessors(spare, engine.device)
     tokens = torch.randint(VOCAB, (4, 1025), generator=torch.Generator().manual_seed(5))
     loss = engine.accumulate(tokens, index=0, micro_batches=1).item()

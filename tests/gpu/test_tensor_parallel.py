@@ -63,10 +63,7 @@ def build(
 
 
 def losses(
-    topology: Topology,
-    tensor: int,
-    cases: list[tuple[str, PrecisionConfig, bool]],
-    overlapped: bool = False,
+    topology: Topology, tensor: int, cases: list[tuple[str, PrecisionConfig, bool]], overlapped: bool = False
 ) -> list[list[float]]:
     """Of ten steps and an evaluation, for each model, format, and whether layers are compiled."""
     found = []
@@ -215,11 +212,7 @@ def peak_and_plan(topology: Topology, tensor: int, compiled: bool, overlapped: b
 
 @pytest.mark.parametrize(
     ("tensor", "compiled"),
-    [
-        (2, False),
-        (1, True),
-        *(pytest.param(tensor, False, marks=pytest.mark.gpu_long) for tensor in (1, 4)),
-    ],
+    [(2, False), (1, True), *(pytest.param(tensor, False, marks=pytest.mark.gpu_long) for tensor in (1, 4))],
 )
 def test_a_tensor_ranks_peak_is_planned(tensor: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 3%, with collectives that stay in this process: the memory is that of one of the ranks."""

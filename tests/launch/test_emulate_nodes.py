@@ -86,13 +86,7 @@ PREFLIGHT = 4 * 3 * 2**20  # of four ranks: what each sends to the other node, t
 
 
 @pytest.mark.usefixtures("namespaces")
-@pytest.mark.parametrize(
-    "zero",
-    [
-        nightly([], id="stage 3"),
-        nightly(FOUR_BITS, id="4 bits"),
-    ],
-)
+@pytest.mark.parametrize("zero", [nightly([], id="stage 3"), nightly(FOUR_BITS, id="4 bits")])
 def test_the_ledger_is_what_the_kernel_counts(zero: list[str], tmp_path: Path) -> None:
     """Bytes between nodes by metrics.jsonl, of a whole run, against the counters of both nodes' links.
 

@@ -1,44 +1,61 @@
-"""launch/quickstart.sh: from nothing to text, a second call that continues, and a Llama beside it."""
+"""launch/quickstart.sh, in the files of launch/Dockerfile's image: from nothing to text, and what is next."""
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.launch.image import build
 from tests.support import ROOT, environment
 
+SHORT = "--train-iters 2 --log-interval 1 --eval-iters 1".split()
 
-def quickstart(work: Path, *flags: str) -> str:
-    done = subprocess.run(
-        [ROOT / "launch" / "quickstart.sh", *flags],
-        env=environment(QUICKSTART_DIR=str(work)),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+
+def shell(image: Path, script: str, **variables: str) -> str:
+    argv, place = ["bash", "-euo", "pipefail", "-c", script], environment(PYTHONPATH="", **variables)
+    done = subprocess.run(argv, cwd=image, env=place, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
+
+
+def test_the_image_has_the_files_that_its_stages_run(tmp_path: Path) -> None:
+    assert build(tmp_path) == {"QUICKSTART_DIR": "/work"}
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_two_calls_make_one_run_and_a_llama_is_beside_it(tmp_path: Path) -> None:
-    short = ("--train-iters", "2", "--log-interval", "1", "--eval-iters", "1")
-    first = quickstart(tmp_path, *short, "--exit-interval", "1")
+    image, work = tmp_path / "image", tmp_path / "work"
+    build(image)
+    (image / ".venv").symlink_to(ROOT / ".venv")
+
+    def quickstart(*flags: str) -> str:
+        return shell(image, " ".join(["launch/quickstart.sh", *flags]), QUICKSTART_DIR=str(work))
+
+    first = quickstart(*SHORT, "--exit-interval", "1")
     assert "starting from initial weights" in first
-    second = quickstart(tmp_path, *short)
+    second = quickstart(*SHORT)
     assert second.count("already there") == 3
     assert "resuming at iteration 1, 8 samples" in second
     assert " validation loss at iteration 2 on test set | lm loss value: " in second
     assert "--- sample 2 ---" in second
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    llama = quickstart(tmp_path, *short, "--arch", "llama")
+    assert (work / "loss.png").read_bytes().startswith(b"\x89PNG")
+    report = (work / "report.html").read_text()
+    assert report.startswith("<!doctype html>")
+    assert report.count("<pre>class Reader") == 2  # at the start and at the end
+    llama = quickstart(*SHORT, "--arch", "llama")
     assert llama.count("already there") == 3
     assert "4 heads in 2 groups" in llama
     assert "starting from initial weights" in llama
     for name in ("loss-llama.png", "report-llama.html", "sample-llama.txt", "checkpoints-llama"):
-        assert (tmp_path / name).exists()
+        assert (work / name).exists()
+
+    following = second.partition("\nNext, ")[2].partition("\n")[2].partition("\nYour own text")[0]
+    shorter = re.sub(r"(?<=quickstart.sh )--train-iters \d+", " ".join(SHORT), following)
+    said = shell(image, shorter.replace("--arch llama", "--help"))
+    for found in ("--- sample 2 ---\nclass Error", "the run is complete", "usage: pretrain_gpt.py", "H100"):
+        assert found in said
 
 
 @pytest.mark.parametrize("flags", [["--arch", "bert"], ["--arch"]])

@@ -28,7 +28,7 @@ class Family:
     config: type[transformers.PreTrainedConfig]
     settings: dict[str, Any]
 
-    def model(self, seed: int = 1) -> transformers.PreTrainedModel:
+    def model(self, seed: int = 1) -> "transformers.PreTrainedModel":
         """With random norms and biases too, which would be 1 and 0."""
         shape = {
             "vocab_size": VOCAB,

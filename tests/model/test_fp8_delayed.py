@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.model.fp8.cast import (
-    FORMATS,
-    GRADIENT,
-    INPUT,
-    LARGEST,
-    back,
-    factors_of,
-    plain_cast,
-)
+from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, LARGEST, back, factors_of, plain_cast
 from megatron_zpp.model.fp8.delayed import DelayedLinear
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from tests.model.test_fp8 import check_products

@@ -27,7 +27,7 @@ TINY = ModelConfig(
 )
 
 
-def transformers_gpt2() -> transformers.GPT2LMHeadModel:
+def transformers_gpt2() -> "transformers.GPT2LMHeadModel":
     torch.manual_seed(7)
     config = transformers.GPT2Config(
         vocab_size=VOCAB,
@@ -72,7 +72,7 @@ def names_in_transformers(layers: int) -> dict[str, tuple[str, bool]]:
     return names
 
 
-def with_their_weights(theirs: transformers.GPT2LMHeadModel, recompute: RecomputeConfig) -> GPT:
+def with_their_weights(theirs: "transformers.GPT2LMHeadModel", recompute: RecomputeConfig) -> GPT:
     ours = GPT(TINY, VOCAB, recompute).initialize(seed=1)
     weights = theirs.state_dict()
     with torch.no_grad():

@@ -205,12 +205,7 @@ floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
     values=st.lists(floats, min_size=1, max_size=200),
 )
 def test_any_numbers_encode_the_same(
-    code_type: str,
-    dtype: torch.dtype,
-    per_message: int,
-    groups: int,
-    blocks: int,
-    values: list[float],
+    code_type: str, dtype: torch.dtype, per_message: int, groups: int, blocks: int, values: list[float]
 ) -> None:
     format, rows, n = QuantFormat(code_type, 32), per_message * groups, 32 * blocks
     x = torch.tensor(values).repeat(-(-rows * n // len(values)))[: rows * n].view(rows, n).to(dtype)

@@ -1,6 +1,7 @@
 """`pip install .` and `pip install -e .`: what is installed, and that it runs from another directory."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.version import TORCH_TESTED
 from tests.support import ROOT
 
 SHARED = sysconfig.get_path("purelib")  # torch and the others, which are not installed again
@@ -57,7 +59,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy without what other runs left, because an installation writes beside the sources."""
     target = tmp_path_factory.mktemp("install") / "repository"
     target.mkdir()
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "pretrain_gpt.py"):
+    files = "pyproject.toml setup.py requirements.txt MANIFEST.in README.md LICENSE pretrain_gpt.py"
+    for name in files.split():
         shutil.copy(ROOT / name, target)
     for name in ("megatron_zpp", "csrc"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -111,14 +114,28 @@ def test_each_script_names_a_function_and_is_installed_at_night() -> None:
         assert callable(getattr(import_module(module), function))
 
 
-def test_the_requirements_are_those_of_the_package() -> None:
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = set(project["dependencies"])
-    for extra in ("data", "logging"):
-        declared |= set(project["optional-dependencies"][extra])
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    pinned = {line for line in lines if line and not line.startswith("#")}
-    assert {line for line in pinned if not line.startswith(("torch==", "pytest"))} == declared - {
-        "torch>=2.8"
-    }
+def test_the_package_requires_what_requirements_txt_says_and_no_version_is_named_twice(
+    tmp_path: Path,
+) -> None:
+    """setup.py reads the groups; `torch` has the tested range's first version in place of the pinned one."""
+    argv = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
+    metadata = (tmp_path / "megatron_zpp.egg-info" / "PKG-INFO").read_text()
+    found: dict[str, set[str]] = {}
+    for package, extra in re.findall(r'^Requires-Dist: ([^;\n]+)(?:; extra == "(\w+)")?$', metadata, re.M):
+        found.setdefault(extra, set()).add(package)
+    assert f"torch>={TORCH_TESTED[0]}" in found[""]
+    assert {name for name in found if name} == {"plots", "data", "logging", "s3", "all"}
+    assert found["all"] == set.union(*(found[name] for name in found if name not in ("", "all")))
+    files = [
+        ROOT / "requirements.txt",
+        *(ROOT / "tests").glob("requirements*.txt"),
+        ROOT / "docs/requirements.txt",
+    ]
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    pinned = [match[0] for line in lines if (match := re.match(r"[\w.-]+[=>]=\S+", line))]
+    assert found[""] | found["all"] <= {*pinned, f"torch>={TORCH_TESTED[0]}"}
+    names = [re.split("[=>]=", each)[0].lower() for each in pinned]
+    assert len(names) == len(set(names))
+    stated = (ROOT / "pyproject.toml").read_text()
+    assert not [each for each in names if each != "setuptools" and re.search(rf"\b{each}[=>]=", stated)]

@@ -1,6 +1,12 @@
 """What a run prints: Megatron-LM's line for scripts, and lines about slow work."""
 
+import fcntl
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 import threading
 from dataclasses import dataclass
 
@@ -10,9 +16,10 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.colour import wants_colour
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.reporting.console import log_line, print_line
+from megatron_zpp.reporting.console import log_line, print_line, terminal_line
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.reporting.slow_work import slow_work
+from tests.support import ROOT, environment
 
 RECORD = {
     "iteration": 5,
@@ -116,3 +123,52 @@ def test_numbers_that_only_some_runs_have_are_in_their_lines() -> None:
     assert "| raised units: 3 | tokens/s: 12345 |" in log_line({**RECORD, "raised_units": 3}, 10)
     line = log_line({**RECORD, "mfu": 0.4, "mfu_16bit": 0.8}, 10)
     assert "| MFU: 40.0% of the 8-bit peak, 80.0% of the 16-bit one | time left: " in line
+
+
+LARGE = {
+    **RECORD,
+    "iteration": 123_456,
+    "elapsed_ms": 9994.0,
+    "grad_norm": 1.234567,
+    "lm_loss": 2.3456789,
+    "tokens_per_second": 98_765_432.1,
+}
+
+
+def test_a_terminal_has_the_line_that_fits_it_and_a_pipe_megatrons() -> None:
+    """A run writes to a terminal of 120 columns, and to a pipe."""
+    code = (
+        "from tests.reporting.test_console import *\n"
+        "with Reporter(LoggingConfig(), {}, Topology(), iterations=500_000, start=Progress()) as reporter:\n"
+        "    reporter.log(RECORD), reporter.log(LARGE)\n"
+        "    reporter.texts(Progress(5), ['def f():\\n\\n  a\\x1b' + 'b' * 116])\n"
+    )
+    read, write = pty.openpty()
+    fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    argv, place = [sys.executable, "-c", code], environment(TERM="xterm")
+    subprocess.run(argv, cwd=ROOT, env=place, stdout=write, check=True)
+    lines = os.read(read, 10_000).decode().splitlines()
+    assert lines[0] == (
+        " iteration 5/500000 | loss 3.2500 | norm 0.500 | lr 1.0e-03 | 100 ms | 12,345 tokens/s | MFU 41.5% "
+        "| 13 h 53 min left"
+    )
+    assert len(lines[1]) <= 120
+    assert lines[1].endswith("| 9.99 s | 98.8M tokens/s | MFU 41.5% | 43 d 13 h left")
+    assert lines[2:] == [
+        " text at iteration 5:",
+        "   │ def f():",
+        "   │ ",
+        f"   │   a\\x1b{108 * 'b'}",
+        "   │ bbbbbbbb",
+    ]
+    piped = subprocess.run(argv, cwd=ROOT, env=place, capture_output=True, text=True, check=True)
+    logged, _, text = piped.stdout.splitlines()
+    assert " iteration        5/  500000 | consumed samples:           40 | elapsed time per iter" in logged
+    assert text == f" text at iteration 5 | 'def f():\\n\\n  a\\x1b{116 * 'b'}' |"
+
+
+def test_a_terminal_is_told_of_what_is_not_as_usual_first() -> None:
+    odd = {**RECORD, "skipped": 2, "nan": 1, "mfu": None, "loss_scale": 65536.0, "elapsed_ms": 12_345.0}
+    shown = " iteration 5/10 | loss 3.2500 | 2 skipped | 1 nan | norm 0.500 | lr 1.0e-03 | 12.35 s"
+    assert terminal_line(odd, 10, 140) == f"{shown} | 12,345 tokens/s | 1 min 2 s left | scale 65536"
+    assert terminal_line(odd, 10, len(shown)) == shown

@@ -59,7 +59,7 @@ def test_a_line_that_was_cut_is_ended_first(tmp_path: Path) -> None:
         print("e", file=stream, flush=True)
         os.close(number)
         assert log.read_text().split("\n") == [
-            *("a" * 2999, "b" * 1096, NOTICE.format("3 lines of this log are").rstrip("\n"), "e", ""),
+            *("a" * 2999, "b" * 1096, NOTICE.format("3 lines of this log are").rstrip("\n"), "e", "")
         ]
     finally:
         subprocess.run(["umount", disk], check=True)

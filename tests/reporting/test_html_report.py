@@ -44,7 +44,7 @@ def test_a_page_needs_nothing_else_and_shows_text_as_it_is() -> None:
     records = [{**step(iteration, 3.0 / iteration), "time_forward_ms": 5.0} for iteration in range(1, 60)]
     records += [
         {"iteration": 59, "valid_loss": 2.0, "valid_perplexity": math.exp(2)},
-        {"iteration": 59, "sample": EVIL},
+        {"iteration": 59, "sample": EVIL, "sample_2": "another prompt"},
     ]
     text = page(
         Report(
@@ -66,7 +66,10 @@ def test_a_page_needs_nothing_else_and_shows_text_as_it_is() -> None:
     assert "http" not in text
     assert sum(EVIL in each for each in found.texts) >= 4
     shown = "".join(found.texts)
-    assert all(said in shown for said in ("59", "iterations of 100", "2.0000", "Loss, nats per token"))
+    assert all(
+        said in shown
+        for said in ("59", "iterations of 100", "2.0000", "Loss, nats per token", "another prompt")
+    )
     assert not any(said in shown for said in ("Gradient norm", "Learning rate"))
     for heading in ("Where the time of a step goes", "Memory of each rank", "Configuration", "Text that the"):
         assert heading in text

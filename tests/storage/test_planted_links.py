@@ -22,13 +22,7 @@ from megatron_zpp.data.text.open import _entry
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.sinks import MetricsFile, check_sinks
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
-from megatron_zpp.storage.files import (
-    check_writable,
-    locked,
-    open_shared,
-    write_durably,
-    write_text,
-)
+from megatron_zpp.storage.files import check_writable, locked, open_shared, write_durably, write_text
 from tests.support import ROOT, environment, run
 
 

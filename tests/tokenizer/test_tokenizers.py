@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer, describe, huggingface_tokenizer
-from megatron_zpp.train.inputs import check_prompt
+from megatron_zpp.train.inputs import check_prompts
 
 ORDINARY = [
     "Hello, world! It's 2024; we'll see.",
@@ -148,11 +148,7 @@ def test_an_eos_token_of_the_special_tokens_map_counts(bpe_files: Path, tmp_path
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
     tokenizer = hugging_face(tmp_path)
     assert tokenizer.eod == PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).eos_token_id
-    assert tokenizer.files().keys() == {
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-    }
+    assert tokenizer.files().keys() == {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|endoftext|>"}))
     with pytest.raises(ValueError, match=r"two ends of document, .* and .*; name the same eos_token in both"):
         hugging_face(tmp_path)
@@ -290,7 +286,7 @@ def test_half_a_surrogate_pair_has_no_ids(bpe_files: Path, tmp_path: Path, kind:
         with pytest.raises(ValueError, match=said):
             tokenizer.encode_batch(["words", text])
     with pytest.raises(ValueError, match=r"^--sample-prompt caf\\udce9: holds half a surrogate pair, "):
-        check_prompt("caf\udce9", tokenizer)
+        check_prompts(["caf\udce9"], tokenizer)
 
 
 def test_llama2_is_sentencepiece_without_a_beginning_as_in_megatron(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def test_standard_library(tmp_path: Path) -> None:
-    """Each module is there, decoded as Python itself decodes it, and nothing that was installed."""
+    """Modules are there, decoded as Python decodes them; tests, tables and installed packages are not."""
     result = succeed(TOOL, "--output", tmp_path / "new" / "corpus.jsonl.zst")
     assert "documents of Python's standard library" in result.stdout
     records = read(tmp_path / "new" / "corpus.jsonl.zst")
@@ -35,12 +35,13 @@ def test_standard_library(tmp_path: Path) -> None:
     assert len(set(paths)) == len(paths)
     assert paths == sorted(paths, key=lambda path: path.split("/"))
     assert {"os.py", "asyncio/base_events.py", "json/__init__.py"} <= set(paths)
-    assert not any("site-packages" in path for path in paths)
+    folders = {folder for path in paths for folder in path.split("/")[:-1]}
+    assert not folders & {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
     directory = Path(sysconfig.get_paths()["stdlib"])
     for record in records[::50]:
         with tokenize.open(directory / record["path"]) as file:
             assert record["text"] == file.read()
-    assert sum(len(record["text"]) for record in records) > 10e6
+    assert 4e6 < sum(len(record["text"]) for record in records) < 16e6
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["corpus.jsonl.zst"]
 
 

@@ -61,11 +61,7 @@ def test_a_batch_that_was_not_given_can_be_kept(
 
 @pytest.mark.parametrize(("now", "steps"), [(12, 4), (48, 1)])
 def test_a_run_in_samples_reads_them_all(
-    resume: Resumed,
-    read: list[int],
-    capsys: pytest.CaptureFixture[str],
-    now: int,
-    steps: int,
+    resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str], now: int, steps: int
 ) -> None:
     """The learning rate follows the consumed samples; only the size of the steps changes."""
     resume("--global-batch-size", "24", "--train-samples", "96", "--exit-interval", "2")

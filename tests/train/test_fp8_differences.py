@@ -17,16 +17,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.test_fp8_delayed import nearest
-from tests.train.coded_weights import (
-    HELD,
-    codes_of,
-    equal,
-    masters_of,
-    products,
-    resumed,
-    steps,
-    take_step,
-)
+from tests.train.coded_weights import HELD, codes_of, equal, masters_of, products, resumed, steps, take_step
 from tests.train.test_fp8_param_gather import planned
 from tests.train.test_fp8_scaling import batch, engine_of, state_of
 from tests.zero.engines import states_of

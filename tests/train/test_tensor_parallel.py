@@ -16,15 +16,7 @@ from megatron_zpp.train.setup.device import prepare_device
 from tests.support import nightly, pretrain
 from tests.train.in_process import of
 from tests.zero.ranks import on_ranks
-from tests.zero.test_tensor_parallel import (
-    GPT_2,
-    VOCAB,
-    Case,
-    Trained,
-    build,
-    check,
-    train_engine,
-)
+from tests.zero.test_tensor_parallel import GPT_2, VOCAB, Case, Trained, build, check, train_engine
 
 BATCH, LENGTH, WIDTH = 4, GPT_2.seq_length, GPT_2.hidden_size
 FLAGS = (

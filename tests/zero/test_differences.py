@@ -192,12 +192,7 @@ def test_ranks_are_compared_with_those_that_hold_the_same_part(groups: int, tens
         mesh = Mesh(nodes=2, local_ranks=4, tensor_ranks=tensor, rank=rank)
         layouts = [layout_of(mesh, 5000)]
         (weights,) = plan_communication(
-            zero,
-            mesh,
-            layouts,
-            compute_dtype=torch.bfloat16,
-            reduce_in_bf16=False,
-            copy_engines=False,
+            zero, mesh, layouts, compute_dtype=torch.bfloat16, reduce_in_bf16=False, copy_engines=False
         ).weights
         part = (weights.kept_elements, mesh.tensor_rank)
         assert len(part[0]) == layouts[0].numel // (4 // groups)

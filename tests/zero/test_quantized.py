@@ -160,23 +160,32 @@ def losses(topology: Topology, settings: list[tuple[dict[str, Any], PrecisionCon
     return curves
 
 
-@pytest.mark.parametrize("counts", [pytest.param((3,), id="together"), nightly((1, 2), id="parts")])
-def test_every_combination_learns_what_the_plain_run_learns(counts: tuple[int, ...]) -> None:
+PARTS = [
+    dict(itertools.chain.from_iterable(part.items() for part in parts))
+    for count in (1, 2)
+    for parts in itertools.combinations((QWZ, HPZ, QGZ), count)
+]
+TOGETHER = [(ALL, BF16), (FOUR_BITS, BF16), (ALL, FP16)]
+OTHERS = [(ALL, PrecisionConfig()), (FOUR_BITS | {"zero_stage": 1, **NO_HPZ}, BF16)]
+OTHERS += [({"zero_stage": 2} | QWZ | QGZ, BF16), (ALL | {"zero_quantized_gradients_format": "int8"}, BF16)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(TOGETHER, id="together"),
+        nightly([*((zero, BF16) for zero in PARTS), *OTHERS], id="parts"),
+    ],
+)
+def test_every_combination_learns_what_the_plain_run_learns(
+    settings: list[tuple[dict[str, Any], PrecisionConfig]],
+) -> None:
     """Alone and together, at every stage where it means something, in fp32, bf16 and fp16.
 
     Every step is within an eighth of all that the plain run learns: what codes may do to one reduction is
     held to their format elsewhere, but its way through eight steps of Adam has no such bound.
     """
-    techniques = [
-        dict(itertools.chain.from_iterable(part.items() for part in parts))
-        for count in counts
-        for parts in itertools.combinations((QWZ, HPZ, QGZ), count)
-    ]
-    settings = [({}, BF16)]
-    settings += [(zero, BF16) for zero in techniques]
-    settings += [(FOUR_BITS, BF16), (FOUR_BITS | {"zero_stage": 1, **NO_HPZ}, BF16)]
-    settings += [({"zero_stage": 2} | QWZ | QGZ, BF16), (ALL, PrecisionConfig()), (ALL, FP16)]
-    settings += [(ALL | {"zero_quantized_gradients_format": "int8"}, BF16)]
+    settings = [({}, BF16), *settings]
     curves = on_ranks(4, losses, settings, ranks_per_node=2)
     assert all(curve == curves[0] for curve in curves[1:])  # every rank sees the same
     plain = curves[0][0]

@@ -143,10 +143,7 @@ SAME[4, 2] = [
         (STAGE_3 | {"zero_prefetch_units": 5}, {"recompute": FULL}, 2),
         (HPZ, {"recompute": FULL | {"recompute_num_layers": 2}}, 2),
     ],
-    [
-        (ALL, {"precision": BF16}, 2),
-        (ALL, {"precision": BF16, "recompute": FULL}, 2),
-    ],
+    [(ALL, {"precision": BF16}, 2), (ALL, {"precision": BF16, "recompute": FULL}, 2)],
 ]
 
 

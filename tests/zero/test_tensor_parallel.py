@@ -49,10 +49,7 @@ ALL = (
     ("zero_quantized_gradients", True),
     ("zero_hpz_partition_size", "auto"),
 )
-FOUR_BITS = (
-    ("zero_quantized_weights_format", "delta4"),
-    ("zero_quantized_gradients_format", "rotated4"),
-)
+FOUR_BITS = (("zero_quantized_weights_format", "delta4"), ("zero_quantized_gradients_format", "rotated4"))
 MODELS = {"gpt2": GPT_2, "llama": LLAMA}
 RECOMPUTE = {
     "stored": RecomputeConfig(),
@@ -165,8 +162,7 @@ def check(case: Case, found: Trained, *, rel: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "data"),
-    [(2, 2), *(nightly(*ranks) for ranks in ((1, 2), (2, 1), (4, 1), (4, 2)))],
+    ("tensor", "data"), [(2, 2), *(nightly(*ranks) for ranks in ((1, 2), (2, 1), (4, 1), (4, 2)))]
 )
 def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> None:
     """Within what the order of fp32 sums leaves. Other numbers of ranks are nightly."""

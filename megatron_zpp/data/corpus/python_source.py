@@ -11,7 +11,13 @@ from megatron_zpp.data.corpus.problems import Problem
 from megatron_zpp.data.corpus.texts import Texts, keep
 from megatron_zpp.storage.regular import open_stream
 
-_INSTALLED = ("site-packages", "dist-packages")  # installed packages differ between machines
+_OMITTED = frozenset(
+    (
+        *("site-packages", "dist-packages"),  # installed packages differ between machines
+        *("test", "tests", "idle_test"),  # two thirds of the bytes: a model would learn to write assertEqual
+        *("encodings", "pydoc_data"),  # generated tables
+    )
+)
 
 
 def standard_library() -> Path:
@@ -23,10 +29,13 @@ def standard_library() -> Path:
 
 
 def source_files(directory: Path) -> list[Path]:
-    """Return all .py files below that are not empty, sorted by path, without installed packages."""
+    """Return the library's .py files that are not empty, sorted by path.
+
+    Folders of installed packages, of tests and of generated tables are omitted.
+    """
     files: list[Path] = []
     for folder, folders, names in os.walk(directory):
-        folders[:] = [name for name in folders if name not in _INSTALLED]
+        folders[:] = [name for name in folders if name not in _OMITTED]
         files += (Path(folder, name) for name in names if name.endswith(".py"))
     files = [path for path in files if path.stat().st_size]
     return sorted(files, key=lambda path: path.relative_to(directory).parts)
@@ -41,7 +50,7 @@ def read_source(directory: Path, files: list[Path]) -> Iterator[Texts]:
                 encoding, _ = tokenize.detect_encoding(raw.readline)
                 raw.seek(0)
                 text = io.TextIOWrapper(raw, encoding).read()
-        except (SyntaxError, UnicodeDecodeError) as error:  # the tests of the library contain some on purpose
+        except (SyntaxError, UnicodeDecodeError) as error:  # none in CPython itself
             yield keep(path, [], [Problem(1, "undecodable file", str(error))], size)
             continue
         yield keep(path, [(1, text)], [], size)

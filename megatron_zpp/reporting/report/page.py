@@ -1,6 +1,7 @@
 """The report of a run as one HTML page that needs no other file and no network."""
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,6 +21,7 @@ from megatron_zpp.reporting.report.curves import (
 from megatron_zpp.reporting.report.page_style import STYLE
 
 _MOST_SAMPLES = 12
+_SAMPLE = re.compile(r"sample(_\d+)?")  # the key of a text, with the number of its prompt
 Records = Sequence[dict[str, Any]]
 
 
@@ -215,16 +217,22 @@ def _settings_table(settings: Sequence[Setting]) -> str:
 
 
 def _samples(records: Records) -> str:
-    """The newest texts, and the first one to compare with."""
+    """The newest texts of each prompt, and the first ones to compare with."""
     found = [
-        (record["iteration"], record["sample"]) for record in records if isinstance(record.get("sample"), str)
+        (record["iteration"], texts)
+        for record in records
+        if (texts := [text for key, text in record.items() if _SAMPLE.fullmatch(key) and type(text) is str])
     ]
     if len(found) > _MOST_SAMPLES:
         found = [found[0], *found[1 - _MOST_SAMPLES :]]
     if not found:
         return ""
     rows = "".join(
-        f"<tr><td class=number>{iteration:,}</td><td><pre>{html.escape(text)}</pre></td></tr>"
-        for iteration, text in reversed(found)
+        f"<tr><td class=number>{iteration:,}</td>"
+        + "".join(f"<td><pre>{html.escape(text)}</pre></td>" for text in texts)
+        + "</tr>"
+        for iteration, texts in reversed(found)
     )
-    return f"<div class=card><table><tr><th class=number>iteration</th><th>text</th></tr>{rows}</table></div>"
+    columns = max(len(texts) for _, texts in found)
+    head = f"<tr><th class=number>iteration</th><th colspan={columns}>text</th></tr>"
+    return f"<div class=card><table>{head}{rows}</table></div>"

@@ -1,6 +1,6 @@
-"""Text that the model writes during training, for a person to read."""
+"""Texts that the model writes during training, for a person to read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,16 +13,17 @@ _SAMPLING, _SEED = Sampling(temperature=0.8, top_k=50), 1234
 _NEW_TOKENS = 64
 
 
-def text_writer(engine: ZeroEngine, config: Config, prompt: str) -> Callable[[], str]:
-    """What returns `prompt` and the model's continuation of 64 tokens; every rank must call it.
+def text_writer(engine: ZeroEngine, config: Config, prompts: Sequence[str]) -> Callable[[], list[str]]:
+    """What returns each prompt with the model's continuation of 64 tokens; every rank must call it.
 
-    All ranks run the same number of forwards, because each forward gathers sharded parameters.
+    All ranks run the same number of forwards, because each forward gathers sharded parameters. Their random
+    numbers are generators of their own, so a run's weights do not depend on its prompts.
     """
     tokenizer = build_tokenizer(config.tokenizer)
     shared = engine.share.group is not None  # tensor ranks compute samples of one length alone
     positions = config.model.seq_length if shared else config.model.max_position_embeddings
 
-    def write() -> str:
+    def write(prompt: str) -> str:
         ids = tokenizer.encode(prompt)
         generator = generator_of(_SEED, ids, copy=0)
         for _ in range(_NEW_TOKENS):
@@ -36,4 +37,4 @@ def text_writer(engine: ZeroEngine, config: Config, prompt: str) -> Callable[[],
             ids = ids[: ids.index(tokenizer.eod)]
         return tokenizer.decode(ids)
 
-    return write
+    return lambda: [write(prompt) for prompt in prompts]

@@ -9,9 +9,10 @@ import resource
 import struct
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -38,8 +39,17 @@ SECONDS, MEMORY = 30, 700 << 20  # for a file, of processors that others use as 
 STORAGE = {"data/0": bytes(4096)}
 
 
-def archive(value: bytes, **files: bytes) -> bytes:
-    """What torch.save writes, of the opcodes of a value."""
+Archive: TypeAlias = Callable[
+    [], bytes
+]  # made where it is read: some take seconds, and every worker collects all
+
+
+def archive(value: bytes, **files: bytes) -> Archive:
+    """Makes what torch.save writes, of the opcodes of a value."""
+    return partial(_archive, value, files)
+
+
+def _archive(value: bytes, files: dict[str, bytes]) -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as file:
         for name, content in {"data.pkl": b"\x80\x04" + value + b".", "byteorder": b"little"}.items():
@@ -122,7 +132,7 @@ def colliding_tuples(count: int) -> bytes:
 COPIES = "opcodes and copies of values"
 NESTED = "has a nested tuple as a key"
 OPCODE = "has an opcode that no model needs"
-CASES: dict[str, tuple[bytes, str]] = {
+CASES: dict[str, tuple[Archive, str]] = {
     "dictionaries of one list": (
         archive(called_again(name("collections", "OrderedDict"), PAIRS, 20_000)),
         COPIES,
@@ -216,7 +226,7 @@ def read(file: Path) -> str:
 @pytest.mark.parametrize("case", [*CASES, pytest.param("20 million empty lists", marks=pytest.mark.nightly)])
 def test_a_file_ends_in_seconds_and_one_line(case: str, process: Any, tmp_path: Path) -> None:
     content, expected = CASES.get(case) or (archive(listed(b"]" * 20_000_000)), COPIES)
-    (tmp_path / case).write_bytes(content)
+    (tmp_path / case).write_bytes(content())
     said = process.apply_async(read, (tmp_path / case,)).get(SECONDS)
     assert expected in said
     assert len(said.splitlines()) <= 1

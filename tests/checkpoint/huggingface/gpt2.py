@@ -22,7 +22,7 @@ def entries(bpe: Path) -> int:
     return len(json.loads((bpe / "vocab.json").read_text()))
 
 
-def theirs(bpe: Path, **settings: object) -> transformers.GPT2LMHeadModel:
+def theirs(bpe: Path, **settings: object) -> "transformers.GPT2LMHeadModel":
     """A GPT-2 in which no parameter is zero or one, with as many entries as the tokenizer."""
     torch.manual_seed(7)
     defaults = {"vocab_size": entries(bpe), "bos_token_id": 0, "eos_token_id": 0}

@@ -20,7 +20,7 @@ def test_files_are_the_same_bytes(tmp_path, dtype):
     with IndexedDatasetWriter(ours, dtype) as writer:
         for document in DOCUMENTS:
             writer.add_document(document)
-    builder = megatron_core.IndexedDatasetBuilder(theirs + ".bin", dtype=dtype)
+    builder = megatron_core.core().IndexedDatasetBuilder(theirs + ".bin", dtype=dtype)
     for document in DOCUMENTS:
         builder.add_document(torch.tensor(document), [len(document)])
     builder.finalize(theirs + ".idx")
@@ -31,7 +31,7 @@ def test_files_are_the_same_bytes(tmp_path, dtype):
 def test_documents_of_several_sequences_are_read(tmp_path):
     """As written by --split-sentences of its preprocessing: one sequence per sentence."""
     prefix = str(tmp_path / "sentences")
-    builder = megatron_core.IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
+    builder = megatron_core.core().IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
     builder.add_document(torch.arange(5), [2, 3])
     builder.add_document(torch.arange(4), [4])
     builder.finalize(prefix + ".idx")

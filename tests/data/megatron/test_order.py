@@ -100,12 +100,12 @@ def test_long_blends_of_any_weights_are_the_same(case):
     )
     weights, size = normalized(kinds[case % 4].astype(np.float64)), int(random.integers(1, 10_000))
     expected = np.zeros(size, np.int16), np.zeros(size, np.int64)
-    megatron_core.helpers.build_blending_indices(*expected, weights, sets, size, False)
+    megatron_core.core().helpers.build_blending_indices(*expected, weights, sets, size, False)
     for mine, its in zip(blend_order(weights, size), expected, strict=True):
         np.testing.assert_array_equal(mine, its)
     sizes = random.integers(1, 4 if case % 2 else 500, sets)
     expected = np.zeros(sizes.sum(), np.int16), np.zeros(sizes.sum(), np.int64)
-    megatron_core.helpers.build_exhaustive_blending_indices(*expected, sizes, sets)
+    megatron_core.core().helpers.build_exhaustive_blending_indices(*expected, sizes, sets)
     for mine, its in zip(exhaustive_order(sizes), expected, strict=True):
         np.testing.assert_array_equal(mine, its)
 
@@ -115,7 +115,7 @@ def test_blends_of_several_pieces(weights):
     """Including ties at every step."""
     shares, size = normalized(np.array(weights)), (1 << 22) + 70_001
     expected = np.zeros(size, np.int16), np.zeros(size, np.int64)
-    megatron_core.helpers.build_blending_indices(*expected, shares, len(weights), size, False)
+    megatron_core.core().helpers.build_blending_indices(*expected, shares, len(weights), size, False)
     for mine, its in zip(blend_order(shares, size), expected, strict=True):
         np.testing.assert_array_equal(mine, its)
 
@@ -127,7 +127,9 @@ def test_sample_indexes_of_many_documents(longest, seq_length):
     lengths = random.integers(0, longest + 1, 3_000_000 // longest, np.int32)
     documents = random.permutation(np.repeat(np.arange(len(lengths), dtype=np.int32), 2))
     tokens = int(lengths.sum())
-    expected = megatron_core.helpers.build_sample_idx(lengths, documents, seq_length, 2, tokens, True, 1)
+    expected = megatron_core.core().helpers.build_sample_idx(
+        lengths, documents, seq_length, 2, tokens, True, 1
+    )
     mine = np.concatenate(list(sample_index(lengths, documents, seq_length, len(expected))))
     np.testing.assert_array_equal(mine, expected)
     assert mine.dtype == expected.dtype
