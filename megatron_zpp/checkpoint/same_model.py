@@ -74,7 +74,8 @@ def _same_vocabulary(saved: Any, present: ModelConfig | None) -> bool:
 _OF_PARAMETERS = (  # the flags that decide which parameters there are; first those that others follow from
     *("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads"),
     *("num_query_groups", "position_embedding_type", "max_position_embeddings", "normalization"),
-    *("swiglu", "disable_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    *("swiglu", "geglu", "disable_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_layernorm_across_heads"),
+    "norm_placement",
     *("untie_embeddings_and_output_weights", "padded_vocab_size", "make_vocab_size_divisible_by"),
 )
 

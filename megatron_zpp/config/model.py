@@ -18,6 +18,7 @@ from megatron_zpp.config.values.attention_window import (
 _WIDEST = 2**20  # more than any model has, so that a typing error is refused before memory is allocated
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+NormPlacement = Literal["before", "after", "both"]
 Normalization = Literal["LayerNorm", "RMSNorm", "layernorm", "rmsnorm"]
 AttentionBackend = Literal[
     "auto", "math", "efficient", "flash", "cudnn", "flash3", "fused", "unfused", "local"
@@ -94,6 +95,12 @@ class ModelConfig(Options):
     qk_layernorm: bool = option(
         False, "Normalise each head of queries and keys before attention, with --normalization."
     )
+    qk_layernorm_across_heads: bool = option(
+        False, "Normalise all heads of a token together (OLMo 2).", needs="--qk-layernorm"
+    )
+    softmax_scale: float | None = option(
+        None, "Factor of attention's scores; default 1 / √(--kv-channels).", above=0
+    )
     window_size: str | None = option(
         None,
         "Sliding window of attention as LEFT,0: a token attends to itself and to LEFT tokens before it; -1: "
@@ -116,6 +123,26 @@ class ModelConfig(Options):
     rotary_percent: float | None = option(
         None, "Share of each head that rope rotates; default 1.", needs=_ROPE, above=0, at_most=1
     )
+    rotary_base_local: float | None = option(
+        None,
+        "Base of rope's wavelengths in layers with a window (Gemma 3); default --rotary-base.",
+        needs=_ROPE,
+        above=1,
+        at_most=1e12,
+    )
+    rotary_seq_len_interpolation_factor: float | None = option(
+        None,
+        "Divide rope's positions by this, in layers without a window if --rotary-base-local is given.",
+        needs=_ROPE,
+        at_least=1,
+        at_most=1e6,
+    )
+    no_rope_freq: str | None = option(
+        None,
+        "Layers without rope: each N-th one, or a Python list with a 1 (without) or 0 (with rope) per layer, "
+        'such as "([0]*3+[1])*8" (SmolLM3). Default: all layers have it.',
+        needs=_ROPE,
+    )
     use_rope_scaling: bool = option(False, "Stretch rope's long wavelengths as Llama 3.1 does.", needs=_ROPE)
     rope_scaling_factor: float | None = option(
         None,
@@ -129,8 +156,17 @@ class ModelConfig(Options):
         "Normalisation before attention, MLP and output; default LayerNorm. layernorm and rmsnorm are "
         "Megatron-DeepSpeed's names.",
     )
+    norm_placement: NormPlacement = option(
+        "before",
+        "Where attention and MLP have norms: before them, after them, before the residual sum (OLMo 2), or "
+        "both (Gemma).",
+    )
+    apply_layernorm_1p: bool = option(
+        False, "Norms multiply by 1 + their weights, which begin at zero (Gemma)."
+    )
     norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", above=0)
     swiglu: bool = option(False, "Gated MLP: SiLU of one projection times another (Llama).")
+    geglu: bool = option(False, "Gated MLP: GELU of one projection times another (Gemma).")
     squared_relu: bool = option(False, "Squared ReLU in the MLP instead of GELU.")
     disable_bias_linear: bool = option(False, "No biases in attention and MLP.")
     add_qkv_bias: bool = option(
@@ -149,6 +185,13 @@ class ModelConfig(Options):
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer separate weights instead of sharing the token embedding's."
     )
+    embedding_multiplier: float = option(
+        1.0, "Factor of what the token embedding looks up (Gemma: √(--hidden-size)).", above=0
+    )
+    residual_multiplier: float = option(
+        1.0, "Factor of what attention and MLP add to the residual stream (Granite).", above=0
+    )
+    logits_multiplier: float = option(1.0, "Factor of the logits (Granite: 1 / logits_scaling).", above=0)
     init_method_std: float = option(
         None,
         "Standard deviation of initial weights; default 0.02. Divided by √(2 × layers) where a matrix writes "
@@ -174,8 +217,10 @@ class ModelConfig(Options):
             self._fill(name, value)
         self._fill("max_position_embeddings", self.seq_length)
         self._fill("ffn_hidden_size", self._inner_width())
-        if self.swiglu and self.squared_relu:
-            raise self.error("squared_relu", "contradicts --swiglu; give one")
+        if self.geglu and self.swiglu:
+            raise self.error("geglu", "contradicts --swiglu; give one")
+        if self.squared_relu and self.gated:
+            raise self.error("squared_relu", f"contradicts --{self.activation}; give one")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise self.error(
                 "num_attention_heads",
@@ -188,13 +233,13 @@ class ModelConfig(Options):
 
     @property
     def activation(self) -> str:
-        """The MLP's activation function: "gelu", "swiglu" or "squared_relu"."""
-        return "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu"
+        """The MLP's activation function, by the name of its flag; "gelu" without one."""
+        return next((name for name in ("swiglu", "geglu", "squared_relu") if getattr(self, name)), "gelu")
 
     @property
-    def mlp_input_width(self) -> int:
-        """Outputs of the MLP's first linear map: with SwiGLU gate and value, each of --ffn-hidden-size."""
-        return self.ffn_hidden_size * (2 if self.swiglu else 1)
+    def gated(self) -> bool:
+        """Whether the MLP's first linear map makes a gate and a value, each of --ffn-hidden-size."""
+        return self.swiglu or self.geglu
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -204,6 +249,13 @@ class ModelConfig(Options):
         window, pattern = parse_window(self.window_size), self.window_attn_skip_freq
         windowed = parse_pattern(pattern, self.num_layers) if pattern else (True,) * self.num_layers
         return tuple(window if one else None for one in windowed)
+
+    @property
+    def layers_with_rope(self) -> tuple[bool, ...]:
+        """Whether each layer rotates queries and keys."""
+        if self.position_embedding_type != "rope" or self.no_rope_freq is None:
+            return (self.position_embedding_type == "rope",) * self.num_layers
+        return _layers_with_rope(self.no_rope_freq, self.num_layers)
 
     @property
     def rotated_channels(self) -> int:
@@ -240,7 +292,7 @@ class ModelConfig(Options):
 
     def _inner_width(self) -> int:
         width = 4 * self.hidden_size
-        return max(64, int(width * 2 / 3 / 64) * 64) if self.swiglu else width  # Megatron-LM's rule
+        return max(64, int(width * 2 / 3 / 64) * 64) if self.gated else width  # Megatron-LM's rule
 
     def _check_groups(self) -> None:
         heads = self.num_attention_heads
@@ -268,6 +320,13 @@ class ModelConfig(Options):
             self._fill("rotary_percent", 1.0)
         if self.use_rope_scaling:
             self._fill("rope_scaling_factor", 8.0)
+            if self.rotary_seq_len_interpolation_factor is not None:
+                fix = "contradicts --use-rope-scaling; give one"
+                raise self.error("rotary_seq_len_interpolation_factor", fix)
+        if self.rotary_base_local is not None and self.window_size is None:
+            raise self.error("rotary_base_local", "needs --window-size LEFT,0; no layer has a window")
+        if self.no_rope_freq is not None:
+            _layers_with_rope(self.no_rope_freq, self.num_layers)
         if rope and (self.rotated_channels == 0 or self.rotated_channels % 2):
             raise self.error(
                 "rotary_percent",
@@ -282,6 +341,12 @@ class ModelConfig(Options):
     def _fill(self, name: str, value: Any) -> None:
         if getattr(self, name) is None or getattr(self, name) is False:
             object.__setattr__(self, name, value)  # __post_init__ is running: nobody has seen the old value
+
+
+def _layers_with_rope(pattern: str, layers: int) -> tuple[bool, ...]:
+    """Whether each layer has rope, by --no-rope-freq."""
+    found = parse_pattern(pattern, layers, "--no-rope-freq", ("without rope", "with rope"))
+    return found if pattern.strip().isdecimal() else tuple(not each for each in found)
 
 
 def preset_fields(preset: str) -> Mapping[str, Any]:

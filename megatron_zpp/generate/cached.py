@@ -122,7 +122,7 @@ def logits_of(model: GPT, x: Tensor) -> Tensor:
 def _hidden_states(
     model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, masks: dict[int | None, CachedPrefix]
 ) -> Tensor:
-    x, rotation = model.embedding(tokens, positions), model.rotation(positions)
-    for layer, window, kept in zip(model.layers, model.windows, cache.layers, strict=True):
-        x = layer(x, masks[window], rotation, kept)
+    x, rotations = model.embedding(tokens, positions), model.rotations(positions)
+    for at, layer in enumerate(model.layers):
+        x = layer(x, masks[model.windows[at]], rotations[at], cache.layers[at])
     return x

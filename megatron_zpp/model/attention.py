@@ -68,8 +68,13 @@ class DotProduct:
         mask = torch.full(same.shape, -torch.inf, dtype=x.dtype, device=x.device)
         return InsideDocuments(mask.masked_fill_(same, 0.0), window)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
-        """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H)."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scale: float | None = None
+    ) -> Tensor:
+        """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H).
+
+        `scale` is the factor of the scores; None: 1 / √H.
+        """
         dense, causal = None, True
         if isinstance(mask, _BOUNDED):
             dense, causal = mask.bounds, False
@@ -82,7 +87,9 @@ class DotProduct:
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # each (B, N or G, T, H)
         # In here, as a layer that is recomputed in backward must make the same choice again.
         with sdpa_kernel(self.backend) if self.backend else nullcontext():
-            mixed = F.scaled_dot_product_attention(*(q, k, v, dense, dropout, causal), enable_gqa=grouped)
+            mixed = F.scaled_dot_product_attention(
+                *(q, k, v, dense, dropout, causal), scale=scale, enable_gqa=grouped
+            )
         return mixed.transpose(1, 2)
 
 
@@ -117,16 +124,20 @@ class PackedFlash(DotProduct):
         """The ends as they are."""
         return InsideDocuments(ends, window)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scale: float | None = None
+    ) -> Tensor:
         """As DotProduct."""
         if not isinstance(mask, _BOUNDED):
-            return super().__call__(q, k, v, dropout, mask)
+            return super().__call__(q, k, v, dropout, mask, scale)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         batch, tokens = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # (B · T, N, H), and twice (B · T, G, H)
         options: dict[str, Any] = (
             {"window_size": _reach(mask.window)} if self._has_windows else {"is_causal": True}
         )
+        if scale is not None:
+            options["scale"] = scale
         if self._asks_for_groups:
             options["enable_gqa"] = q.shape[1] != k.shape[1]
         mixed = self._attend(q, k, v, mask.bounds, mask.bounds, tokens, tokens, **options)
@@ -154,13 +165,15 @@ class FlashAttention3:
         """The ends as they are."""
         return InsideDocuments(ends, window)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scale: float | None = None
+    ) -> Tensor:
         """As DotProduct."""
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         assert not isinstance(mask, CachedPrefix), "generation takes DotProduct"
         reach = _reach(None if isinstance(mask, Causal) else mask.window)
         if not isinstance(mask, InsideDocuments):
-            return _first(self._attend(q, k, v, causal=True, window_size=reach))
+            return _first(self._attend(q, k, v, softmax_scale=scale, causal=True, window_size=reach))
         batch, tokens = q.shape[:2]
         mixed = self._attend_documents(
             *(part.flatten(0, 1) for part in (q, k, v)),
@@ -168,6 +181,7 @@ class FlashAttention3:
             cu_seqlens_k=mask.bounds,
             max_seqlen_q=tokens,
             max_seqlen_k=tokens,
+            softmax_scale=scale,
             causal=True,
             window_size=reach,
         )

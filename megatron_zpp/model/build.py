@@ -70,7 +70,7 @@ def use_norms(model: GPT, norms: Mapping[str, type[Norm]]) -> None:
     kind, made = norms[model.config.normalization], dict[nn.Module, nn.Module]()
     for owner in _owners(model):
         for name, norm in owner.named_children():
-            if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+            if type(norm) in TORCH_NORMS.values():
                 if norm not in made:
                     made[norm] = kind(norm.normalized_shape, eps=model.config.norm_epsilon)
                 setattr(owner, name, made[norm])

@@ -1,6 +1,7 @@
 """Counts of parameters and of floating-point operations (PaLM paper, appendix B)."""
 
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.shape import layer_shape
 
 # Dense peak of one device in TFLOP/s by what the device's name contains: vendors' data sheets, tensor cores.
 _PEAK_TFLOPS = (
@@ -14,11 +15,10 @@ _PEAK_TFLOPS = (
 
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:
     """Return the number of parameters of the GPT, padded vocabulary included."""
-    hidden, biased = config.hidden_size, not config.disable_bias_linear
+    hidden, shape = config.hidden_size, layer_shape(config)
     norm = 2 if config.normalization == "LayerNorm" else 1  # vectors: gains, and a LayerNorm's biases
-    qkv = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
-    biases = qkv * (biased or config.add_qkv_bias) + (config.mlp_input_width + 2 * hidden) * biased
-    norms = norm * (2 * hidden + (2 * config.kv_channels if config.qk_layernorm else 0))
+    biases = sum(each.outputs for each in shape.linears if each.biased)
+    norms = norm * (sum(shape.norms) + sum(width for _, width in shape.head_norms))
     tables = config.embedding_rows(vocab_size) * hidden
     tables *= 2 if config.untie_embeddings_and_output_weights else 1
     layers = config.num_layers * (layer_matrices(config) + biases + norms)
@@ -27,8 +27,7 @@ def parameter_count(config: ModelConfig, vocab_size: int) -> int:
 
 def layer_matrices(config: ModelConfig) -> int:
     """Return the number of parameters of one layer's matrices."""
-    width = (config.num_attention_heads + config.num_query_groups) * config.kv_channels
-    return config.hidden_size * (2 * width + config.mlp_input_width + config.ffn_hidden_size)
+    return sum(each.weights for each in layer_shape(config).linears)
 
 
 def _position_parameters(config: ModelConfig) -> int:
@@ -47,7 +46,7 @@ def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
     if config.untie_embeddings_and_output_weights:
         looked_up += config.embedding_rows(vocab_size) * config.hidden_size
     matrix_parameters = parameter_count(config, vocab_size) - looked_up
-    width = config.num_attention_heads * config.kv_channels
+    width = layer_shape(config).output.inputs
     return 6.0 * matrix_parameters + 12.0 * width * attended_tokens(config)
 
 

@@ -8,7 +8,7 @@ its modules by those of a run; where tensor ranks share it, V is one rank's part
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +24,14 @@ from megatron_zpp.model.layer import Layer, Norm, norm_of
 from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
-from megatron_zpp.model.rotary import UNROTATED, RopeScaling, RotaryEmbedding, Rotation
+from megatron_zpp.model.rotary import (
+    UNROTATED,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    RotaryEmbedding,
+    Rotation,
+)
 
 if TYPE_CHECKING:
     from megatron_zpp.model.offload import ActivationOffload
@@ -44,11 +51,19 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
         super().__init__()
         self.tokens = embedding(padded_vocab_size, config.hidden_size)
+        self.multiplier = config.embedding_multiplier
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """(B, T) ids and their positions (B or 1, T) -> (B, T, D)."""
-        return self.dropout(self.tokens(tokens))
+        return self.dropout(self.look_up(tokens))
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """(B, T) ids -> their vectors, times --embedding-multiplier in their format."""
+        found = self.tokens(tokens)
+        if self.multiplier == 1:
+            return found
+        return found * torch.full((), self.multiplier, dtype=found.dtype, device=found.device)
 
 
 class PositionedEmbedding(Embedding):
@@ -63,15 +78,15 @@ class PositionedEmbedding(Embedding):
         """See Embedding."""
         if self.own is not None:
             positions = self.own(positions, tokens)
-        return self.dropout(self.tokens(tokens) + self.positions(positions))
+        return self.dropout(self.look_up(tokens) + self.positions(positions))
 
 
 class Head(nn.Module):
     """Final norm, and the output weights where they are not the token embedding's; with targets the loss."""
 
-    def __init__(self, norm: Norm, output: Any, vocab_size: int) -> None:
+    def __init__(self, norm: Norm, output: Any, vocab_size: int, multiplier: float) -> None:
         super().__init__()
-        self.norm, self.output, self.vocab_size = norm, output, vocab_size
+        self.norm, self.output, self.vocab_size, self.multiplier = norm, output, vocab_size, multiplier
         self.passes = PLAIN  # or compiled ones
         self.product: Any = None  # of the loss, see model/fp8/output.py; None: torch's
 
@@ -81,12 +96,16 @@ class Head(nn.Module):
         Rows that only pad the vocabulary take no part in the loss: it does not depend on padding. Logits are
         16-bit products, also where those of the loss are of 8-bit floats.
         """
-        x = self.norm(x)
+        x = self.normalize(x)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
             return F.linear(x, weight)
         loss = linear_cross_entropy if self.product is None else self.product.loss
         return loss(x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, passes=self.passes)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """The norm, times --logits-multiplier."""
+        return self.norm(x) if self.multiplier == 1 else self.norm(x) * self.multiplier
 
     def compile_loss(
         self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]], fused: LossKernels | None
@@ -128,13 +147,14 @@ class GPT(nn.Module):
         self.windows = config.layer_windows
         self.attention = attention or DotProduct()
         self.embedding = (PositionedEmbedding if learned else Embedding)(config, padded)
-        self.rotary = _rotary(config)
+        self.rotary, self.rotary_local = _rotary(config)
         self.layers = nn.ModuleList(
             Layer(config, self.attention, recompute_scores=selective, cut=cut_layers)
             for _ in range(config.num_layers)
         )
         output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)
-        self.head = Head(norm_of(config, config.hidden_size), output, self.vocab_size)
+        norm = norm_of(config, config.hidden_size)
+        self.head = Head(norm, output, self.vocab_size, config.logits_multiplier)
         self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = _one_unit
 
     def forward(
@@ -152,11 +172,11 @@ class GPT(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
         x = self.embedding(tokens, positions)  # (B, T, D)
-        rotation = self.rotation(positions)
+        rotations = self.rotations(positions)
         shaped = x.new_empty(1).expand(*tokens.shape, 1)  # x itself may be of some of the tokens only
         masks = {window: mask_of(self.attention, shaped, window, documents) for window in set(self.windows)}
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
-            run = partial(self._run_layers, first=first, last=last, masks=masks, rotation=rotation)
+            run = partial(self._run_layers, first=first, last=last, masks=masks, rotations=rotations)
             if recomputed and self.training:
                 with self.offload.saving() if self.offload else nullcontext():
                     x = checkpoint(run, x, use_reentrant=False)  # x alone is kept, and may be offloaded
@@ -166,9 +186,17 @@ class GPT(nn.Module):
             return self.head(x, self.embedding.tokens.weight, targets)
         return self.head(x, self.embedding.tokens.weight)[..., : self.vocab_size]
 
-    def rotation(self, positions: Tensor) -> Rotation:
-        """Return what rotates queries and keys at positions (B or 1, T)."""
-        return UNROTATED if self.rotary is None else self.rotary.rotation(positions)
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """Return what rotates queries and keys of each layer at positions (B or 1, T)."""
+        if self.rotary is None:
+            return [UNROTATED] * len(self.layers)
+        usual = local = self.rotary.rotation(positions)
+        if self.rotary_local is not None:
+            local = self.rotary_local.rotation(positions)
+        return [
+            (usual if window is None else local) if rotated else UNROTATED
+            for window, rotated in zip(self.windows, self.config.layers_with_rope, strict=True)
+        ]
 
     @property
     def compiled(self) -> bool:
@@ -229,7 +257,7 @@ class GPT(nn.Module):
         if name.endswith("bias"):
             tensor.zero_()
         elif "norm" in name:
-            tensor.fill_(1.0)
+            tensor.fill_(0.0 if self.config.apply_layernorm_1p else 1.0)
         else:
             std = self.config.init_method_std
             if name.startswith("layers.") and name.endswith("output.weight"):
@@ -240,10 +268,15 @@ class GPT(nn.Module):
             tensor[self.vocab_size :] = 0.0
 
     def _run_layers(
-        self, x: Tensor, first: int, last: int, masks: Mapping[int | None, Mask], rotation: Rotation
+        self,
+        x: Tensor,
+        first: int,
+        last: int,
+        masks: Mapping[int | None, Mask],
+        rotations: Sequence[Rotation],
     ) -> Tensor:
-        for layer, window in zip(self.layers[first:last], self.windows[first:last], strict=True):
-            x = layer(x, masks[window], rotation)
+        for at in range(first, last):
+            x = self.layers[at](x, masks[self.windows[at]], rotations[at])
         return x
 
 
@@ -258,15 +291,21 @@ def _activation_offload() -> "ActivationOffload":
     return ActivationOffload()
 
 
-def _rotary(config: ModelConfig) -> RotaryEmbedding | None:
+def _rotary(config: ModelConfig) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
+    """The rotations of layers, and those of layers with a window where they have others."""
     if config.position_embedding_type != "rope":
-        return None
+        return None, None
     assert config.rotary_base is not None, "ModelConfig.check fills it for rope"
-    scaling = None
+    scaling: RopeScaling | None = None
     if config.use_rope_scaling:
         assert config.rope_scaling_factor is not None, "ModelConfig.check fills it with the scaling"
-        scaling = RopeScaling(config.rope_scaling_factor)
-    return RotaryEmbedding(config.rotated_channels, config.rotary_base, scaling)
+        scaling = Llama3Scaling(config.rope_scaling_factor)
+    elif config.rotary_seq_len_interpolation_factor is not None:
+        scaling = LinearScaling(config.rotary_seq_len_interpolation_factor)
+    usual, local = RotaryEmbedding(config.rotated_channels, config.rotary_base, scaling), None
+    if config.rotary_base_local is not None:
+        local = RotaryEmbedding(config.rotated_channels, config.rotary_base_local)
+    return usual, local
 
 
 def _tensor_seed(seed: int, name: str) -> int:

@@ -21,6 +21,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.attention import AttentionKernel
 from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.rotary import UNROTATED, Rotation
+from megatron_zpp.model.shape import LinearShape, layer_shape
 
 if TYPE_CHECKING:
     from megatron_zpp.model.kv_cache import LayerCache
@@ -31,7 +32,33 @@ TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": n
 
 def norm_of(config: ModelConfig, width: int) -> Norm:
     """The norm of a model, of vectors of `width` elements."""
-    return TORCH_NORMS[config.normalization](width, eps=config.norm_epsilon)
+    norms = CENTRED_NORMS if config.apply_layernorm_1p else TORCH_NORMS
+    return norms[config.normalization](width, eps=config.norm_epsilon)
+
+
+class CentredLayerNorm(nn.LayerNorm):
+    """A LayerNorm that multiplies by 1 + its weights (--apply-layernorm-1p), in fp32."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, width) -> (…, width)."""
+        gain, bias = 1 + self.weight.float(), self.bias.float()
+        return F.layer_norm(input.float(), self.normalized_shape, gain, bias, self.eps).to(input.dtype)
+
+
+class CentredRMSNorm(nn.RMSNorm):
+    """An RMSNorm that multiplies by 1 + its weights, in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, width) -> (…, width)."""
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+CENTRED_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": CentredLayerNorm, "RMSNorm": CentredRMSNorm}
+
+
+def linear_of(shape: LinearShape) -> nn.Linear:
+    """A linear map of this shape."""
+    return nn.Linear(shape.inputs, shape.outputs, bias=shape.biased)
 
 
 class Attention(nn.Module):
@@ -45,14 +72,15 @@ class Attention(nn.Module):
         self.heads, self.groups = config.num_attention_heads, config.num_query_groups
         self.head_width, self.dropout = config.kv_channels, config.attention_dropout
         self.recompute_scores, self.kernel = recompute_scores, kernel
-        biased = not config.disable_bias_linear
-        queries, keys = self.heads * self.head_width, self.groups * self.head_width
-        self.runs = (queries, keys, keys)
-        self.qkv = nn.Linear(config.hidden_size, sum(self.runs), bias=biased or config.add_qkv_bias)
-        self.normalized = config.qk_layernorm
-        self.query_norm = norm_of(config, self.head_width) if self.normalized else nn.Identity()
-        self.key_norm = norm_of(config, self.head_width) if self.normalized else nn.Identity()
-        self.output = nn.Linear(queries, config.hidden_size, bias=biased)
+        shape = layer_shape(config)
+        self.qkv, self.runs = linear_of(shape.qkv), shape.qkv.runs
+        self.normalized, self.across_heads = config.qk_layernorm, config.qk_layernorm_across_heads
+        widths = [width for _, width in shape.head_norms]
+        self.query_norm, self.key_norm = (
+            norm_of(config, width) if width else nn.Identity() for width in widths or (0, 0)
+        )
+        self.output = linear_of(shape.output)
+        self.scale = config.softmax_scale
 
     def forward(self, x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None" = None) -> Tensor:
         """(B, T, D) -> (B, T, D); a `cache` comes with the mask CachedPrefix."""
@@ -60,7 +88,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)  # each (B, C, G, H)
         dropout = self.dropout if self.training else 0.0
-        attend = partial(self.kernel, dropout=dropout, mask=mask)
+        attend = partial(self.kernel, dropout=dropout, mask=mask, scale=self.scale)
         if self.recompute_scores and self.training:
             mixed = checkpoint(attend, q, k, v, use_reentrant=False)
         else:
@@ -75,7 +103,11 @@ class Attention(nn.Module):
         )
         if rotation.rotates and not self.normalized and v.requires_grad:
             v = v.clone()  # a view would keep all of qkv for the backward, which needs nothing else of it
-        return rotation(self.query_norm(q)), rotation(self.key_norm(k)), v
+        return rotation(self.normalize(q, self.query_norm)), rotation(self.normalize(k, self.key_norm)), v
+
+    def normalize(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """The norm of heads (B, T, N or G, H): one by one, or all together."""
+        return norm(x.flatten(2)).view(x.shape) if self.across_heads else norm(x)
 
     def project(self, mixed: Tensor) -> Tensor:
         """(B, T, N · H) -> (B, T, D)."""
@@ -98,24 +130,29 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu(x: Tensor) -> Tensor:
+    """(…, 2F) -> (…, F): GELU, as `gelu`, of the first half times the second (the same paper)."""
+    gate, up = x.chunk(2, -1)
+    return gelu(gate) * up
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
+    "geglu": geglu,
     "squared_relu": squared_relu,
     "swiglu": swiglu,
 }
 
 
 class MLP(nn.Module):
-    """Two linear maps with an activation between them; with SwiGLU the first makes gate and value: `runs`."""
+    """Two linear maps with an activation between them; a gated one's first makes gate and value: `runs`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = _ACTIVATIONS[config.activation]
-        biased = not config.disable_bias_linear
-        inner = config.ffn_hidden_size
-        self.runs = (inner,) * (config.mlp_input_width // inner)
-        self.input = nn.Linear(config.hidden_size, sum(self.runs), bias=biased)
-        self.output = nn.Linear(inner, config.hidden_size, bias=biased)
+        shape = layer_shape(config)
+        self.input, self.runs = linear_of(shape.mlp_input), shape.mlp_input.runs
+        self.output = linear_of(shape.mlp_output)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
@@ -131,17 +168,17 @@ class MLP(nn.Module):
 
 
 class Half(nn.Module):
-    """Half of a layer: x + part(norm(x)), of attention or the MLP.
+    """Half of a layer: x + norm(part(norm(x))), of attention or the MLP, with either of the norms, or both.
 
-    Its modules have the names that the layer has.
+    Its modules have the names that the layer has. `multiplier` is --residual-multiplier.
     """
 
     dropout: nn.Module
 
-    def __init__(self, layer: "Layer", part: Literal["attention", "mlp"]) -> None:
+    def __init__(self, layer: "Layer", part: Literal["attention", "mlp"], multiplier: float) -> None:
         super().__init__()
-        self.part = part
-        for name in (f"{part}_norm", part, "dropout"):
+        self.part, self.multiplier = part, multiplier
+        for name in (f"{part}_norm", part, f"{part}_output_norm", "dropout"):
             self.add_module(name, getattr(layer, name))
         self.compute = Half.run  # or a compiled one; hooks on this module stay outside of the graph
 
@@ -152,7 +189,9 @@ class Half(nn.Module):
     def run(self, x: Any, *inputs: Any) -> Any:
         """The only forward pass of a half, in training, compiled and with a cache."""
         x, normed = self.enter(x)
-        return self.leave(x, self.dropout(getattr(self, self.part)(normed, *inputs)))
+        made = getattr(self, self.part)(normed, *inputs)
+        added = self.dropout(getattr(self, f"{self.part}_output_norm")(made))
+        return self.leave(x, added if self.multiplier == 1 else self.multiplier * added)
 
     def enter(self, x: Any) -> tuple[Any, Any]:
         """What the half adds to, and its norm: tensors, or what other kernels hand on."""
@@ -173,12 +212,16 @@ class Layer(nn.Module):
         self, config: ModelConfig, kernel: AttentionKernel, *, recompute_scores: bool, cut: bool
     ) -> None:
         super().__init__()
-        self.attention_norm = norm_of(config, config.hidden_size)
+        before, after = (config.norm_placement in (place, "both") for place in ("before", "after"))
+        hidden, multiplier = config.hidden_size, config.residual_multiplier
+        self.attention_norm = norm_of(config, hidden) if before else nn.Identity()
         self.attention = Attention(config, kernel, recompute_scores)
-        self.mlp_norm = norm_of(config, config.hidden_size)
+        self.attention_output_norm = norm_of(config, hidden) if after else nn.Identity()
+        self.mlp_norm = norm_of(config, hidden) if before else nn.Identity()
         self.mlp = MLP(config)
+        self.mlp_output_norm = norm_of(config, hidden) if after else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.halves, self.cut = (Half(self, "attention"), Half(self, "mlp")), cut
+        self.halves, self.cut = (Half(self, "attention", multiplier), Half(self, "mlp", multiplier)), cut
         self.compute = Layer.run  # or a compiled one; hooks on this module stay outside of the graph
 
     def forward(

@@ -8,6 +8,7 @@ position · base^(-2i / R). Channels from R on are unchanged (--rotary-percent).
 
 import math
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +18,18 @@ _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class LinearScaling:
+    """Positions divided by `factor` (positional interpolation, 2306.15595)."""
+
+    factor: float
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        """(R / 2) frequencies in radians per position -> scaled frequencies."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
     """Llama 3.1's scaling of frequencies; Hugging Face's rope_type "llama3".
 
     Wavelengths above original positions / low_freq_factor are multiplied by `factor`, wavelengths below
@@ -33,6 +45,9 @@ class RopeScaling:
         share = (periods - _LOW_FREQ_FACTOR) / (_HIGH_FREQ_FACTOR - _LOW_FREQ_FACTOR)
         share = share.clamp(0.0, 1.0)  # 1 keeps the frequency, 0 divides it by the factor
         return frequencies * share + frequencies / self.factor * (1 - share)
+
+
+RopeScaling: TypeAlias = LinearScaling | Llama3Scaling
 
 
 def frequencies(rotated: int, base: float, scaling: RopeScaling | None = None) -> Tensor:

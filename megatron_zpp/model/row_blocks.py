@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.gpt import GPT, Head
-from megatron_zpp.model.layer import Norm
 from megatron_zpp.model.loss import CHUNK_BYTES, IGNORED, LossKernels, add_product, chunk_rows, wide
 from megatron_zpp.model.partial_softmax import local_statistics
 from megatron_zpp.placement import Split
@@ -40,7 +39,7 @@ def in_row_blocks(model: GPT, rows: int) -> None:
     else:
         output = blocks_of(OutputBlock, entries, width, rows)
     model.embedding.tokens = RowBlockTable(lookup)
-    model.head = RowBlockHead(model.head.norm, OutputBlocks(output), model.vocab_size)
+    model.head = RowBlockHead(model.head.norm, OutputBlocks(output), model.vocab_size, model.head.multiplier)
     model.table_rows, model.ends = rows, partial(_units, tied=model.tied)
 
 
@@ -151,13 +150,13 @@ class RowBlockHead(Head):
 
     output: OutputBlocks
 
-    def __init__(self, norm: Norm, output: OutputBlocks, vocab_size: int) -> None:
-        super().__init__(norm, output, vocab_size)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.block_passes = PLAIN
 
     def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None = None) -> Tensor:
         """As Head; `tied` is None, because the head has the blocks of the token embedding."""
-        x = self.norm(x)
+        x = self.normalize(x)
         if targets is None:
             return self.output(x)
         return self.output.loss(x.flatten(0, 1), targets.flatten(), self.vocab_size, self.block_passes)

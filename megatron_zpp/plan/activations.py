@@ -25,6 +25,7 @@ from itertools import accumulate
 
 from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
 from megatron_zpp.model.recomputation import segments
+from megatron_zpp.model.shape import LayerShape, layer_shape
 from megatron_zpp.plan.job import Job
 
 _SHARED_SOFTMAX = 14  # bytes per logit of a chunk, at the peak of tensor ranks' loss without a compiler
@@ -45,34 +46,37 @@ class LayerBackward:
 
 def layer_bytes(job: Job) -> int:
     """Return the bytes that one layer saves on a rank for its backward if it is not recomputed."""
-    model = job.model
-    inner = 2 if not model.swiglu else 3 if job.compiled else 4
-    delayed = job.precision.fp8_delayed
-    hidden = (2 if delayed else 4) * model.hidden_size
-    numbers = hidden + (inner - delayed) * model.ffn_hidden_size
+    shape, delayed = layer_shape(job.model), job.precision.fp8_delayed
+    numbers = _norms_and_sums(shape) + shape.mlp_input.outputs + shape.mlp_output.inputs
+    if job.model.gated and not job.compiled:
+        numbers += shape.mlp_output.inputs  # the activation of the gate
+    if delayed:
+        numbers -= shape.qkv.inputs + shape.mlp_input.inputs + shape.mlp_output.inputs
     codes = _delayed_codes(job) if delayed else _gathered_codes(job)
-    return (
-        job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + 2 * (_norm_bytes(job) + _masks(job)))
-        + codes
-    )
+    statistics = len(shape.norms) * _norm_bytes(job) + 2 * _masks(job)
+    return job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes
 
 
 def attention_bytes(job: Job) -> int:
     """Return those bytes of the layer's first half, its attention, without delayed scaling."""
-    numbers = 2 * job.model.hidden_size * job.dtype.itemsize
-    return (
-        job.rows * (_heads_bytes(job) + numbers + _norm_bytes(job) + _masks(job)) + _gathered_codes(job) // 2
-    )
+    shape = layer_shape(job.model)
+    statistics = len(shape.norms) // 2 * _norm_bytes(job) + _masks(job)
+    numbers = _norms_and_sums(shape) // 2 * job.dtype.itemsize
+    return job.rows * (_heads_bytes(job) + numbers + statistics) + _gathered_codes(job) // 2
+
+
+def _norms_and_sums(shape: LayerShape) -> int:
+    """Numbers per token: the input of each half, and what each norm makes, or takes behind a half."""
+    return 2 * shape.qkv.inputs + sum(shape.norms)
 
 
 def _heads_bytes(job: Job) -> int:
     """Return bytes per token of heads: q, k, v and attention's output, their norms, and a number per row."""
-    model = job.model
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    normalised = heads + groups if model.qk_layernorm else 0
-    numbers = (2 * heads + 2 * groups + normalised) * model.kv_channels
-    rows = 0 if job.recompute.recompute_granularity == "selective" else 4 * heads
-    return numbers * job.dtype.itemsize + normalised * _norm_bytes(job) + rows
+    shape = layer_shape(job.model)
+    normalised = sum(count * width for count, width in shape.head_norms)
+    statistics = sum(count for count, _ in shape.head_norms) * _norm_bytes(job)
+    rows = 0 if job.recompute.recompute_granularity == "selective" else 4 * job.model.num_attention_heads
+    return (shape.qkv.outputs + shape.output.inputs + normalised) * job.dtype.itemsize + statistics + rows
 
 
 def ends_bytes(job: Job) -> int:
@@ -196,7 +200,7 @@ def working_bytes(job: Job) -> int:
     saved is gone.
     """
     hidden, tensor = job.model.hidden_size, job.tensor
-    inner = job.model.mlp_input_width
+    inner = layer_shape(job.model).mlp_input.outputs
     second = job.rows * hidden + (job.tokens + hidden) * inner // tensor
     if tensor > 1:
         saved = job.tokens * (inner + job.model.ffn_hidden_size) // tensor
@@ -224,9 +228,9 @@ def _gathered_codes(job: Job) -> int:
 
 def _delayed_codes(job: Job) -> int:
     """Bytes that delayed scaling keeps of a layer's four inputs: two of all rows, two of a rank's columns."""
-    model = job.model
-    columns = model.num_attention_heads * model.kv_channels + model.ffn_hidden_size
-    return 2 * model.hidden_size * job.tokens + columns * job.rows
+    shape = layer_shape(job.model)
+    gathered, own = shape.qkv.inputs + shape.mlp_input.inputs, shape.output.inputs + shape.mlp_output.inputs
+    return gathered * job.tokens + own * job.rows
 
 
 def _norm_bytes(job: Job) -> int:

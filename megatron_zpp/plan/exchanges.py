@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.model.recomputation import segments
+from megatron_zpp.model.shape import layer_shape
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.job import Job
 
@@ -96,9 +97,8 @@ def _products(job: Job, machine: Machine, forward: bool) -> float:
     copies between GPUs those of all ranks' tokens but one's.
     """
     model, layers = job.model, job.model.num_layers
-    heads = model.num_attention_heads * model.kv_channels
-    column = heads + 2 * model.num_query_groups * model.kv_channels + model.mlp_input_width
-    row, others = heads + model.ffn_hidden_size, 1 - 1 / job.tensor if job.overlapped else 0.0
+    shape, others = layer_shape(model), 1 - 1 / job.tensor if job.overlapped else 0.0
+    column, row = shape.qkv.outputs + shape.mlp_input.outputs, shape.output.inputs + shape.mlp_output.inputs
     if forward:
         width = others * (column + row) * layers
     else:

@@ -30,6 +30,7 @@ import torch
 
 from megatron_zpp.exchange.route import SentBytes, plain
 from megatron_zpp.model.flops import attended_tokens, layer_matrices
+from megatron_zpp.model.shape import layer_shape
 from megatron_zpp.plan.exchanges import exchanged, exchanged_bytes, recomputed_layers, waiting_seconds
 from megatron_zpp.plan.hardware import (
     CPU_BYTES_PER_SECOND,
@@ -164,7 +165,7 @@ def _recomputed_flops(job: Job) -> float:
     model = job.model
     logits = 0.0 if job.zero.zero_table_rows is None else 2.0 * model.hidden_size * job.padded_vocab_size
     attended = attended_tokens(model) / model.num_layers
-    scores = 4.0 * model.num_attention_heads * model.kv_channels * attended
+    scores = 4.0 * layer_shape(model).output.inputs * attended
     if job.recompute.recompute_granularity == "selective":
         return logits + model.num_layers * scores
     return logits + recomputed_layers(job) * (2.0 * layer_matrices(model) + scores)

@@ -83,6 +83,32 @@ FAMILIES = {
     ),
     "qwen3": Family(transformers.Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "qwen3-tied": Family(transformers.Qwen3Config, {"tie_word_embeddings": True}),
+    "olmo2": Family(transformers.Olmo2Config, {"hidden_size": 120}),
+    "granite": Family(
+        transformers.GraniteConfig,
+        {
+            "hidden_size": 120,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.125,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": Family(transformers.SmolLM3Config, {"hidden_size": 120, "no_rope_layers": [1, 0], "pad_token_id": None}),
+    "gemma3": Family(
+        transformers.Gemma3TextConfig,
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 50,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma3-full": Family(transformers.Gemma3TextConfig, {"layer_types": ["full_attention"] * 2}),
     "qwen3-window": Family(
         transformers.Qwen3Config,
         {

@@ -42,7 +42,11 @@ def test_logits_and_gradients_are_transformers(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "family", ["llama-tied-scaled", "qwen3", "mistral-window", "qwen2-window", "qwen3-window"]
+    "family",
+    [
+        *("llama-tied-scaled", "qwen3", "mistral-window", "qwen2-window", "qwen3-window"),
+        *("olmo2", "granite", "smollm3", "gemma3"),
+    ],
 )
 def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path) -> None:
     """Rows have different lengths, and keys are kept for the groups alone."""
@@ -80,6 +84,8 @@ VARIANTS = [
     {"position_embedding_type": "rope", "rotary_percent": 0.5, "squared_relu": True, "qk_layernorm": True},
     {"position_embedding_type": "none", "normalization": "RMSNorm", "group_query_attention": True},
     {"disable_bias_linear": True, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True},
+    {"norm_placement": "both", "apply_layernorm_1p": True, "geglu": True, "logits_multiplier": 0.5},
+    {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},
 ]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_zpp.model.rotary import RopeScaling, RotaryEmbedding, frequencies
+from megatron_zpp.model.rotary import Llama3Scaling, RotaryEmbedding, frequencies
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -33,13 +33,13 @@ def test_as_transformers_rotates(width: int, base: float, scaled: bool) -> None:
         rope_parameters=parameters,
     )
     theirs = llama.LlamaRotaryEmbedding(config)
-    found = frequencies(width, base, RopeScaling(factor=32.0) if scaled else None)
+    found = frequencies(width, base, Llama3Scaling(factor=32.0) if scaled else None)
     torch.testing.assert_close(found, theirs.inv_freq, rtol=1e-6, atol=0)
     positions = torch.tensor([[0, 1, 2, 50, 1000, 2047, 8191]]).expand(2, -1)
     x = heads(width)
     cos, sin = theirs(x, positions)
     expected, _ = llama.apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)
-    ours = RotaryEmbedding(width, base, RopeScaling(factor=32.0) if scaled else None)
+    ours = RotaryEmbedding(width, base, Llama3Scaling(factor=32.0) if scaled else None)
     # fp32 angles of 8191 radians are known to 5e-4.
     torch.testing.assert_close(ours.rotation(positions)(x), expected, rtol=0, atol=2e-3)
     near = positions < 100

@@ -220,7 +220,7 @@ def test_a_layer_saves_what_the_plan_says(variant: dict[str, Any], compiled: boo
     if compiled:
         compile_parts(gpt, (2, model.seq_length), print)
     x = torch.randn(2, model.seq_length, model.hidden_size, requires_grad=True)
-    found = saved_bytes(gpt.layers[0], x, gpt.rotation(torch.arange(model.seq_length)[None]))
+    found = saved_bytes(gpt.layers[0], x, gpt.rotations(torch.arange(model.seq_length)[None])[0])
     job = job_of(model, 100, precision=PrecisionConfig(fp32=True), micro_batch_size=2)
     assert found == layer_bytes(dataclasses.replace(job, compiled=compiled))
 
@@ -239,7 +239,7 @@ def test_a_layer_with_delayed_scaling_saves_codes(variant: dict[str, Any]) -> No
         if delayed:
             matmuls = DelayedMatmuls(PrecisionConfig(**precision), torch.device("cpu"))
         gpt = build_model(model, 100, matmuls=matmuls).initialize(3)
-        rotation = gpt.rotation(torch.arange(model.seq_length)[None])
+        rotation = gpt.rotations(torch.arange(model.seq_length)[None])[0]
         if delayed:
             scaling = DelayedScaling(gpt, torch.device("cpu"))
             scaling.end_step(scaling.maxima() + 1, torch.tensor(0.0))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_zpp.config.model import ModelConfig
@@ -37,7 +37,7 @@ class Names:
     prefix: str
     fixed: Mapping[str, str]
     layer: str
-    parts: Mapping[str, tuple[str, ...]]
+    parts: dict[str, tuple[str, ...]]
     buffers: re.Pattern[str]
     transposes: bool = False
 
@@ -100,12 +100,10 @@ _LLAMA = Names(
     fixed={TOKENS: "embed_tokens.weight", "head.norm.weight": "norm.weight", OUTPUT: THEIR_OUTPUT},
     layer="layers.{}",
     parts={
-        "attention_norm": ("input_layernorm",),
         "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "attention.query_norm": ("self_attn.q_norm",),
         "attention.key_norm": ("self_attn.k_norm",),
         "attention.output": ("self_attn.o_proj",),
-        "mlp_norm": ("post_attention_layernorm",),
         "mlp.input": ("mlp.gate_proj", "mlp.up_proj"),
         "mlp.output": ("mlp.down_proj",),
     },
@@ -113,6 +111,23 @@ _LLAMA = Names(
 )
 
 
+_NORMS = {  # of Llama-like models, by --norm-placement
+    "before": {"attention_norm": ("input_layernorm",), "mlp_norm": ("post_attention_layernorm",)},
+    "after": {
+        "attention_output_norm": ("post_attention_layernorm",),
+        "mlp_output_norm": ("post_feedforward_layernorm",),
+    },
+    "both": {
+        "attention_norm": ("input_layernorm",),
+        "attention_output_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("pre_feedforward_layernorm",),
+        "mlp_output_norm": ("post_feedforward_layernorm",),
+    },
+}
+
+
 def names_of(model: ModelConfig) -> Names:
     """Return the names of the family that the model belongs to (`model_type_of` says which)."""
-    return _GPT2 if model.position_embedding_type == "learned_absolute" else _LLAMA
+    if model.position_embedding_type == "learned_absolute":
+        return _GPT2
+    return replace(_LLAMA, parts=_LLAMA.parts | _NORMS[model.norm_placement])

@@ -164,9 +164,9 @@ class HuggingFaceWeights:
         return self._names.tensors(ours, shape, self._config)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        layers, width = self._config.num_layers, (self._config.hidden_size,)
-        name = f"layers.{layers - 1}.attention_norm.weight"
-        (last,) = self._names.tensors(name, width, self._config)
+        layers, width = self._config.num_layers, self._config.hidden_size
+        name = f"layers.{layers - 1}.attention.output.weight"
+        (last,) = self._names.tensors(name, (width, width), self._config)
         if last.name not in self._slices:  # before thousands of layers are built because a file asks for them
             raise self._named.error(f"has no tensor {last.name}; config.json asks for {layers} layers")
         with torch.device("meta"):

@@ -21,8 +21,7 @@ _REASONS = {
     "not supported: multi-latent attention": """--multi-latent-attention --q-lora-rank --kv-lora-rank
         --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --cache-mla-latents --mla-*""",
     "not supported: other kinds of attention": """--experimental-attention-variant --dsa-* --no-dsa-*
-        --disable-dsa-* --linear-* --attention-output-gate --qk-clip* --qk-l2-norm --window-*
-        --no-rope-freq""",
+        --disable-dsa-* --linear-* --attention-output-gate --qk-clip* --qk-l2-norm --window-*""",
     "not supported: relative positions": "--relative-attention-*",
     YARN: "--yarn-* --no-yarn-* --mscale* --rotary-scaling-factor",
     "not supported: models other than a GPT that reads text": """--mrope-section --bert-* --output-bert-*

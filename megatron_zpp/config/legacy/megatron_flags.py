@@ -98,7 +98,6 @@ _IDLE = {
     "output layer and loss are one operation, in chunks": """--cross-entropy-loss-fusion
         --cross-entropy-fusion-impl:str""",
     "the same seed and number of ranks give the same bits": "--deterministic-mode",
-    "norm weights begin at 1 and are not decayed, which trains the same": "--apply-layernorm-1p",
     "the layer's own gradients are kept or sent as they are made": "--delay-wgrad-compute",
     "parameters are made on the meta device, then sharded": "--init-model-with-meta-device",
     "no part is experimental": "--enable-experimental",

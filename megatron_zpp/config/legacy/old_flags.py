@@ -159,7 +159,6 @@ _REFUSED = {
     "not supported: norms after the residual connection": "--apply-residual-connection-post-layernorm",
     "not supported: Xavier initialisation": "--init-method-xavier-uniform",
     "not supported: rope of neighbouring channels": "--rotary-interleaved",
-    "not supported: interpolation of positions": "--rotary-seq-len-interpolation-factor",
     "not supported: a residual stream in fp32": "--fp32-residual-connection",
     "not supported: a loss in fp16": "--fp16-lm-cross-entropy",
     "not supported: norm of embeddings": "--embed-layernorm",

@@ -5,32 +5,15 @@ Qwen2Config and Qwen3Config, in the spelling of versions 4 (rope_theta, rope_sca
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.config.shapes.huggingface_families import FAMILIES, GPT2_NAMES, LLAMA_FIXED
 from megatron_zpp.config.shapes.huggingface_window import window_fields, window_keys
 from megatron_zpp.config.values.json_file import shown
 
 CONFIG = "config.json"
 _LARGEST = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model_type.
-
-    architecture   transformers' class
-    keys           the field of ModelConfig that a key of config.json sets as it is
-    defaults       values of keys that may be omitted
-    only           values, the default first, of keys that would change the result in ways that no flag can
-    fixed          fields of ModelConfig that the model_type implies
-    """
-
-    architecture: str
-    keys: dict[str, str]
-    defaults: dict[str, Any]
-    only: dict[str, tuple[Any, ...]]
-    fixed: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,114 +26,48 @@ class DescribedModel:
     notes: tuple[str, ...] = ()
 
 
-_ANY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "pruned_heads": (None, {})}
-_GPT2 = Family(
-    architecture="GPT2LMHeadModel",
-    keys={
-        "n_layer": "num_layers",
-        "n_embd": "hidden_size",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "n_inner": "ffn_hidden_size",
-        "layer_norm_epsilon": "norm_epsilon",
-        "initializer_range": "init_method_std",
-        "attn_pdrop": "attention_dropout",
-        "resid_pdrop": "hidden_dropout",
-    },
-    defaults={
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_inner": None,
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "attn_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "tie_word_embeddings": True,
-    },
-    only={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "reorder_and_upcast_attn": (False,),
-        "add_cross_attention": (False,),
-        **_ANY,
-    },
-    fixed={"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
-)
-_GPT2_NAMES = {  # that transformers takes as well
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
-_LLAMA_KEYS = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "intermediate_size": "ffn_hidden_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "norm_epsilon",
-    "initializer_range": "init_method_std",
-    "attention_dropout": "attention_dropout",
-}
-_LLAMA_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-}
-_LLAMA_FIXED: dict[str, Any] = {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "hidden_dropout": 0.0,
-}
-_SILU: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (None, 1.0, 1),
-    **_ANY,
-}
-_NO_BIAS = {"disable_bias_linear": True}
-
-FAMILIES: dict[str, Family] = {
-    "gpt2": _GPT2,
-    "llama": Family("LlamaForCausalLM", _LLAMA_KEYS, _LLAMA_DEFAULTS, _SILU, _LLAMA_FIXED),
-    "mistral": Family(
-        "MistralForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 8},
-        _SILU,
-        _LLAMA_FIXED | _NO_BIAS,
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 32},
-        _SILU,
-        _LLAMA_FIXED | _NO_BIAS | {"add_qkv_bias": True},
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
-        _SILU | {"attention_bias": (False,)},
-        _LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True},
-    ),
-}
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
 _NUMBERS = (
     *("layer_norm_epsilon", "initializer_range", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
     *("rms_norm_eps", "attention_dropout"),
 )
+
+
+_BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0}  # of rope, where config.json has none
+_UNUSUAL: dict[str, Any] = {  # fields that few families have, and what the others compute with
+    "norm_placement": "before",
+    "apply_layernorm_1p": False,
+    "geglu": False,
+    "qk_layernorm_across_heads": False,
+    "softmax_scale": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_multiplier": 1.0,
+    "rotary_base_local": None,
+    "rotary_seq_len_interpolation_factor": None,
+    "no_rope_freq": None,
+}
+_TITLES = {"olmo2": "OLMo 2", "gemma3_text": "Gemma 3", "smollm3": "SmolLM3", "granite": "Granite"}
+_SCALES = "softmax_scale", "embedding_multiplier", "residual_multiplier", "logits_multiplier"
+_FREE = {  # of _UNUSUAL, what a family has in config.json
+    "olmo2": ("rotary_seq_len_interpolation_factor",),
+    "gemma3_text": (
+        *("softmax_scale", "embedding_multiplier", "rotary_base_local"),
+        "rotary_seq_len_interpolation_factor",
+    ),
+    "smollm3": ("no_rope_freq", "rotary_seq_len_interpolation_factor"),
+    "granite": (*_SCALES, "rotary_seq_len_interpolation_factor"),
+}
+
+
+def _unusual_type(model: Mapping[str, Any]) -> str | None:
+    """The family that alone has a field of the model; None for those like Llama."""
+    if model["norm_placement"] != "before":
+        return "olmo2" if model["norm_placement"] == "after" else "gemma3_text"
+    if model["no_rope_freq"] is not None:
+        return "smollm3"
+    return "granite" if any(model[name] != _UNUSUAL[name] for name in _SCALES) else None
 
 
 def describe_model(values: dict[str, Any]) -> DescribedModel:
@@ -167,7 +84,7 @@ def describe_model(values: dict[str, Any]) -> DescribedModel:
                 f"{CONFIG}: {key} {shown(value)} is not supported; must be {shown(supported[0])}"
             )
     if model_type == "gpt2":
-        values = values | {name: values[other] for other, name in _GPT2_NAMES.items() if other in values}
+        values = values | {name: values[other] for other, name in GPT2_NAMES.items() if other in values}
     needed = (*family.keys, "vocab_size", "tie_word_embeddings")
     for key in needed:
         if key not in values and key not in family.defaults:
@@ -188,6 +105,9 @@ def describe_model(values: dict[str, Any]) -> DescribedModel:
         fields["disable_bias_linear"] = _without_biases(values)
     fields |= _rope_fields(values)
     fields |= window_fields(values, fields["num_layers"], fields["max_position_embeddings"])
+    fields |= family.fields(values)
+    if fields.get("window_size") is None:
+        fields.pop("rotary_base_local", None)  # no layer has it
     return DescribedModel(model_type, fields, their["vocab_size"])
 
 
@@ -197,14 +117,18 @@ def model_type_of(model: Mapping[str, Any]) -> str:
     Raises ValueError that names the first field that no class of FAMILIES has.
     """
     if model["position_embedding_type"] == "learned_absolute":
-        wanted = _GPT2.fixed | {
-            "swiglu": False,
-            "squared_relu": False,
-            "qk_layernorm": False,
-            "disable_bias_linear": False,
-            "num_query_groups": model["num_attention_heads"],
-            "window_size": None,
-        }
+        wanted = (
+            _UNUSUAL
+            | FAMILIES["gpt2"].fixed
+            | {
+                "swiglu": False,
+                "squared_relu": False,
+                "qk_layernorm": False,
+                "disable_bias_linear": False,
+                "num_query_groups": model["num_attention_heads"],
+                "window_size": None,
+            }
+        )
         _check_fields("GPT-2", model, wanted)
         if model["kv_channels"] * model["num_attention_heads"] != model["hidden_size"]:
             raise ValueError(
@@ -212,8 +136,19 @@ def model_type_of(model: Mapping[str, Any]) -> str:
                 f"--hidden-size {model['hidden_size']} / --num-attention-heads {model['num_attention_heads']}"
             )
         return "gpt2"
-    computed = {name: value for name, value in _LLAMA_FIXED.items() if name != "hidden_dropout"}
-    _check_fields("Llama, Qwen2 and Qwen3", model, computed | {"rotary_percent": 1.0})
+    computed = {name: value for name, value in LLAMA_FIXED.items() if name != "hidden_dropout"}
+    computed |= {"rotary_percent": 1.0}
+    if (unusual := _unusual_type(model)) is not None:
+        fixed = {name: value for name, value in FAMILIES[unusual].fixed.items() if name != "hidden_dropout"}
+        free = _FREE[unusual]
+        wanted = {name: value for name, value in _UNUSUAL.items() if name not in free}
+        _check_fields(
+            _TITLES[unusual], model, wanted | {"rotary_percent": 1.0, "add_qkv_bias": False} | fixed
+        )
+        return unusual
+    free = ("rotary_seq_len_interpolation_factor",)
+    usual = {name: value for name, value in _UNUSUAL.items() if name not in free}
+    _check_fields("Llama, Qwen2 and Qwen3", model, computed | usual)
     biases = not model["disable_bias_linear"], model["add_qkv_bias"]
     if model["qk_layernorm"]:
         _check_fields("Qwen3", model, {"disable_bias_linear": True, "add_qkv_bias": False})
@@ -244,14 +179,18 @@ def huggingface_values(model: Mapping[str, Any], vocab_size: int, eod: int) -> d
         if found["n_inner"] == 4 * found["n_embd"]:
             found["n_inner"] = None
         return found | {"activation_function": "gelu_new", "embd_pdrop": model["hidden_dropout"]}
+    if model_type == "gemma3_text":
+        return found | window_keys(model, model_type) | family.values(model)
     found["hidden_act"] = "silu"
-    found |= window_keys(model, model_type)
+    found |= window_keys(model, model_type) | family.values(model)
     if model_type == "llama":
         found["attention_bias"] = found["mlp_bias"] = not model["disable_bias_linear"]
     found["rope_theta"], found["rope_scaling"] = model["rotary_base"], None
     if model["use_rope_scaling"]:
         factor = {"factor": model["rope_scaling_factor"]}
         found["rope_scaling"] = {"rope_type": "llama3", **factor, **_LLAMA3_ROPE}
+    elif factor := model["rotary_seq_len_interpolation_factor"]:
+        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return found
 
 
@@ -283,19 +222,28 @@ def _rope_fields(values: dict[str, Any]) -> dict[str, Any]:
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"{CONFIG}: rope_parameters is {shown(rope)}; must be an object")
-    base = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
+    rope = rope.get("full_attention", rope)
+    usual = _BASES.get(values["model_type"], 10_000.0)
+    base = rope.get("rope_theta", values.get("rope_theta", usual))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         shares = shown(rope["partial_rotary_factor"])
         raise ValueError(f"{CONFIG}: partial_rotary_factor {shares} is not supported; must be 1.0")
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{CONFIG}: rope_type {shown(kind)} is not supported; must be default or llama3")
-    found = {"rope_theta": base} | ({"factor": rope.get("factor")} if kind == "llama3" else {})
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(
+            f"{CONFIG}: rope_type {shown(kind)} is not supported; must be default, linear or llama3"
+        )
+    found = {"rope_theta": base} | ({"factor": rope.get("factor")} if kind != "default" else {})
     for key, value in found.items():
         if type(value) not in (int, float):
             raise ValueError(f"{CONFIG}: {key} of rope is {shown(value)}; must be a number")
     if kind == "default":
         return {"rotary_base": float(base)}
+    if kind == "linear":
+        return {
+            "rotary_base": float(base),
+            "rotary_seq_len_interpolation_factor": float(found["factor"]),
+        }
     for key, value in _LLAMA3_ROPE.items():
         if rope.get(key) != value:
             raise ValueError(f"{CONFIG}: {key} {shown(rope.get(key))} is not supported; must be {value}")

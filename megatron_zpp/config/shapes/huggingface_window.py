@@ -19,15 +19,17 @@ def window_fields(values: Mapping[str, Any], layers: int, positions: int) -> dic
     A window that holds all `positions` changes nothing. Raises ValueError that names the key.
     """
     model_type = values["model_type"]
-    window = values.get("sliding_window", 4096)
-    if model_type in ("gpt2", "llama") or (model_type != "mistral" and not _used(values)) or window is None:
+    window, gemma = values.get("sliding_window", 4096), model_type == "gemma3_text"
+    if model_type not in ("mistral", "qwen2", "qwen3", "gemma3_text") or window is None:
+        return {}
+    if model_type in ("qwen2", "qwen3") and not _used(values):
         return {}
     if type(window) is not int or window < 1:
         raise ValueError(
             f"config.json: sliding_window is {shown(window)}; must be null or a positive integer"
         )
     windowed = [True] * layers if model_type == "mistral" else _windowed_layers(values, layers)
-    if window >= positions or not any(windowed):
+    if (window >= positions and not gemma) or not any(windowed):  # Gemma's have another base of rope too
         return {}
     pattern = describe_pattern(windowed)
     return {"window_size": f"{window - 1},0"} | ({"window_attn_skip_freq": pattern} if pattern else {})
@@ -36,17 +38,22 @@ def window_fields(values: Mapping[str, Any], layers: int, positions: int) -> dic
 def window_keys(model: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Return the keys of config.json for the fields of a ModelConfig."""
     if model["window_size"] is None:
+        if model_type == "gemma3_text":
+            return {"layer_types": [_FULL] * model["num_layers"]}
         return {}
     tokens = parse_window(model["window_size"])
     if model_type == "mistral":
         return {"sliding_window": tokens}
     layers, pattern = model["num_layers"], model["window_attn_skip_freq"]
     windowed = parse_pattern(pattern, layers) if pattern else (True,) * layers
+    types = [_SLIDING if one else _FULL for one in windowed]
+    if model_type == "gemma3_text":
+        return {"sliding_window": tokens, "layer_types": types}
     return {
         "use_sliding_window": True,
         "sliding_window": tokens,
         "max_window_layers": windowed.index(True),
-        "layer_types": [_SLIDING if one else _FULL for one in windowed],
+        "layer_types": types,
     }
 
 
@@ -59,6 +66,9 @@ def _used(values: Mapping[str, Any]) -> bool:
 
 def _windowed_layers(values: Mapping[str, Any], layers: int) -> list[bool]:
     first, types = values.get("max_window_layers", 28), values.get("layer_types")
+    if types is None and values["model_type"] == "gemma3_text":
+        every = values.get("sliding_window_pattern", 6)
+        return [(layer + 1) % every != 0 for layer in range(layers)]
     if types is None:
         if type(first) is not int or first < 0:
             raise ValueError(f"config.json: max_window_layers is {shown(first)}; must be 0 or more")

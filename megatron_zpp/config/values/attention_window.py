@@ -28,27 +28,30 @@ def parse_window(value: str) -> int | None:
     return None if left == -1 else left + 1
 
 
-def parse_pattern(value: str, layers: int) -> tuple[bool, ...]:
+def parse_pattern(
+    value: str, layers: int, flag: str = FREQUENCY, words: tuple[str, str] = ("window", "none")
+) -> tuple[bool, ...]:
     """Return whether each layer has the window, for Megatron-LM's frequency of layers without one.
 
     N: each N-th layer has none. A Python list of 1 (window) and 0 (none), of which sums and multiples are
-    allowed: "([1]*5+[0])*4".
+    allowed: "([1]*5+[0])*4". `words` say what 1 and 0 mean in the list of another `flag`.
     """
     if value.strip().isdecimal():
         every = int(value)
         if every == 0:
-            raise option_error(FREQUENCY, value, "must be at least 1")
+            raise option_error(flag, value, "must be at least 1")
         return tuple(layer % every != 0 for layer in range(1, layers + 1))
-    fix = f"must be a number, or a Python list with a 1 (window) or 0 (none) for each of {layers} layers"
+    one, zero = words
+    fix = f"must be a number, or a Python list with a 1 ({one}) or 0 ({zero}) for each of {layers} layers"
     try:
         if len(value) > _LONGEST:
             raise ValueError
         found = _evaluate(ast.parse(value.strip(), mode="eval").body, layers)
     except (ValueError, SyntaxError, RecursionError):
-        raise option_error(FREQUENCY, value[:80], fix) from None
+        raise option_error(flag, value[:80], fix) from None
     if not isinstance(found, list) or len(found) != layers:
         has = f"{len(found)} entries" if isinstance(found, list) else "none"
-        raise option_error(FREQUENCY, value, f"{fix}; it has {has}")
+        raise option_error(flag, value, f"{fix}; it has {has}")
     return tuple(entry == 1 for entry in found)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
@@ -46,7 +46,7 @@ class FusedAttention(Attention):
         if not self.joins_heads:
             return super().split(x, rotation)
         q, k, v = fused_linear.heads_of_linear(x, self.qkv, self.heads, self.head_width)
-        return rotation(self.query_norm(q)), rotation(self.key_norm(k)), v
+        return rotation(self.normalize(q, self.query_norm)), rotation(self.normalize(k, self.key_norm)), v
 
     def rotates(self, rotation: Rotation) -> bool:
         """Whether one kernel splits and rotates heads."""
@@ -133,10 +133,16 @@ def fuse(model: GPT) -> None:
         mlp.follows_bias = fused_linear.serves(mlp.input) and mlp.activation is gelu
         norms = fuses_norms(layer)
         maps = attention.output, mlp.output, attention.qkv, mlp.input
-        joins = norms and fused_norm.has_bias(layer.mlp_norm) and layer.dropout.p == 0
+        joins = norms and fused_norm.has_bias(layer.mlp_norm) and _adds_what_it_made(layer)
         attention.sums_bias = mlp.sums_bias = joins and all(map(fused_linear.serves, maps))
         if norms:
             layer.halves[0].__class__, layer.halves[1].__class__ = FusedFirstHalf, FusedSecondHalf
+
+
+def _adds_what_it_made(layer: Layer) -> bool:
+    """Whether the output of attention is added to the residual stream as it is."""
+    as_made = isinstance(layer.attention_output_norm, nn.Identity)
+    return as_made and layer.dropout.p == 0 and layer.halves[0].multiplier == 1
 
 
 def fuses_norms(layer: Layer) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
 from megatron_zpp.model.gpt import GPT, Head, PositionedEmbedding
-from megatron_zpp.model.layer import Layer, Norm
+from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, logits_to_codes, unit
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
@@ -73,7 +73,7 @@ def share_tables(model: GPT, sharing: Sharing) -> None:
     held, split = entries // sharing.group.size, sharing.split(0, entries)
     model.embedding.tokens = _split(VocabularyParallelEmbedding(held, width, sharing.group), weight=split)
     output = None if model.tied else _split(nn.Linear(width, held, bias=False), weight=split)
-    model.head = VocabularyParallelHead(model.head.norm, output, model.vocab_size, sharing)
+    model.head = VocabularyParallelHead(model.head, output, sharing)
 
 
 def _split(module: Any, **splits: Split) -> Any:
@@ -173,14 +173,14 @@ class VocabularyParallelEmbedding(nn.Embedding):
 class VocabularyParallelHead(Head):
     """The head of a model whose output weights are split by entries of the vocabulary."""
 
-    def __init__(self, norm: Norm, output: Any, vocab_size: int, sharing: Sharing) -> None:
-        super().__init__(norm, output, vocab_size)
+    def __init__(self, whole: Head, output: Any, sharing: Sharing) -> None:
+        super().__init__(whole.norm, output, whole.vocab_size, whole.multiplier)
         self.group, self._tokens = sharing.group, sharing.tokens
         self.passes = VocabularyParallelLoss(self.group).kernels()
 
     def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
         """(R, D) and this rank's entries of the token embedding -> as Head, for all tokens."""
-        x = Gather.apply(self.norm(x), self.group)  # (B · S, D)
+        x = Gather.apply(self.normalize(x), self.group)  # (B · S, D)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
             logits = self.group.gather(F.linear(x, weight)[None])  # (T, B · S, V / T): for inference alone

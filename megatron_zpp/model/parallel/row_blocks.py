@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layer import Norm
 from megatron_zpp.model.parallel.exchanges import Gather, ScatterSum
 from megatron_zpp.model.row_blocks import (
     LookupBlock,
-    OutputBlocks,
     RowBlockHead,
     RowBlockTable,
     row_parameter,
@@ -36,7 +34,7 @@ def share_row_blocks(model: GPT, group: TensorGroup) -> None:
         block.first += group.rank * held
         block.tensor_splits = {"weight": Split(0, (block.table_entries,), Axis(1, group.size))}
     model.embedding.tokens = SharedRowBlockTable(list(table.each()), group)
-    model.head = SharedRowBlockHead(head.norm, head.output, model.vocab_size, group, model.config.seq_length)
+    model.head = SharedRowBlockHead(head, group, model.config.seq_length)
 
 
 class SharedRowBlockTable(RowBlockTable):
@@ -54,15 +52,13 @@ class SharedRowBlockTable(RowBlockTable):
 class SharedRowBlockHead(RowBlockHead):
     """The head of a model whose output weights are in blocks, of which each rank has a part."""
 
-    def __init__(
-        self, norm: Norm, output: OutputBlocks, vocab_size: int, group: TensorGroup, tokens: int
-    ) -> None:
-        super().__init__(norm, output, vocab_size)
+    def __init__(self, whole: RowBlockHead, group: TensorGroup, tokens: int) -> None:
+        super().__init__(whole.norm, whole.output, whole.vocab_size, whole.multiplier)
         self.group, self._tokens = group, tokens
 
     def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None = None) -> Tensor:
         """(R, D) -> as RowBlockHead, for all tokens. Logits are for inference alone."""
-        x = Gather.apply(self.norm(x), self.group)  # (B · S, D)
+        x = Gather.apply(self.normalize(x), self.group)  # (B · S, D)
         if targets is None:
             parts = [self.group.gather(block(x)[None]) for block in self.output.each()]  # (T, B · S, …)
             logits = torch.cat([part.movedim(0, 1).flatten(1) for part in parts], -1)

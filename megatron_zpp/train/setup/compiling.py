@@ -71,7 +71,7 @@ def compile_parts(
     run = Half.run if model.cut_layers else Layer.run
 
     def attending(window: int | None) -> Callable[..., Tensor]:
-        """What computes the layers with this window, or their first halves."""
+        """What computes the layers with this window and positions, or their first halves."""
         kind = (
             InsideDocuments if masked else Causal if window is None or shape[1] <= window else SlidingWindow
         )
@@ -81,15 +81,16 @@ def compile_parts(
 
         return graph(run, is_usual, _Backend(backend, say), whole)
 
-    runs = {window: attending(window) for window in set(model.windows)}
+    kinds = list(zip(model.windows, model.config.layers_with_rope, strict=True))
+    runs = {kind: attending(kind[0]) for kind in set(kinds)}
     run_mlp = graph(Half.run, lambda x: x.shape == hidden, _Backend(backend, say), True)
-    for layer, window in zip(model.layers, model.windows, strict=True):
+    for layer, kind in zip(model.layers, kinds, strict=True):
         assert isinstance(layer, Layer)
         if model.cut_layers:
             attention, mlp = layer.halves
-            attention.compute, mlp.compute = runs[window], run_mlp
+            attention.compute, mlp.compute = runs[kind], run_mlp
         else:
-            layer.compute = runs[window]
+            layer.compute = runs[kind]
     model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
 
 

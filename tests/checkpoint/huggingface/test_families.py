@@ -200,7 +200,7 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
     [
         ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported; must be "silu"'),
         ({"attention_bias": True}, "attention_bias true with mlp_bias false is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type "linear" is not supported'),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 'rope_type "yarn" is not supported'),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
             "low_freq_factor 2.0 is not supported; must be 1.0",
@@ -211,7 +211,7 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
         (QWEN2 | {"use_sliding_window": 1}, "use_sliding_window is 1; must be true or false"),
         (QWEN2 | {"max_window_layers": -1}, "max_window_layers is -1; must be 0 or more"),
         (QWEN2 | {"layer_types": ["chunked_attention"] * 2}, "must name full_attention or sliding_attention"),
-        ({"model_type": "smollm3"}, 'model_type is "smollm3"; must be one of gpt2, llama'),
+        ({"model_type": "gemma2"}, 'model_type is "gemma2"; must be one of gpt2, llama'),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
     ],
 )

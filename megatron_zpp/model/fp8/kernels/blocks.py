@@ -26,7 +26,7 @@ class CodedAttention(blocks.FusedAttention):
         if self.rotates(rotation) or not isinstance(x, CodedInput):
             return super().split(x, rotation)
         q, k, v = coded_heads.coded_heads(x, self.qkv, self.heads, self.groups, self.head_width)
-        return rotation(self.query_norm(q)), rotation(self.key_norm(k)), v
+        return rotation(self.normalize(q, self.query_norm)), rotation(self.normalize(k, self.key_norm)), v
 
 
 class CodedMLP(blocks.FusedMLP):

@@ -1,0 +1,251 @@
+"""Families of transformers' models: what the keys of their config.json mean, and what they imply.
+
+Keys and defaults are those of transformers' classes, `Olmo2Config` and so on.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_zpp.config.values.attention_window import describe_pattern, parse_pattern
+from megatron_zpp.config.values.json_file import shown
+
+_Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type.
+
+    architecture   transformers' class
+    keys           the field of ModelConfig that a key of config.json sets as it is
+    defaults       values of keys that may be omitted
+    only           values, the default first, of keys that would change the result in ways that no flag can
+    fixed          fields of ModelConfig that the model_type implies
+    fields         further ones, of the values of config.json
+    values         further keys of config.json, of the fields of a ModelConfig
+    """
+
+    architecture: str
+    keys: dict[str, str]
+    defaults: dict[str, Any]
+    only: dict[str, tuple[Any, ...]]
+    fixed: dict[str, Any] = field(default_factory=dict)
+    fields: Callable[[_Values], dict[str, Any]] = lambda values: {}
+    values: Callable[[_Values], dict[str, Any]] = lambda model: {}
+
+
+def _granite_fields(values: _Values) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": float(values.get("embedding_multiplier", 1.0)),
+        "residual_multiplier": float(values.get("residual_multiplier", 1.0)),
+        "softmax_scale": float(values.get("attention_multiplier", 1.0)),
+        "logits_multiplier": 1 / float(values.get("logits_scaling", 1.0)),
+    }
+
+
+def _granite_values(model: _Values) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": model["embedding_multiplier"],
+        "residual_multiplier": model["residual_multiplier"],
+        "attention_multiplier": model["softmax_scale"] or model["kv_channels"] ** -0.5,
+        "logits_scaling": 1 / model["logits_multiplier"],
+    }
+
+
+def _smollm3_fields(values: _Values) -> dict[str, Any]:
+    layers, every = values["num_hidden_layers"], values.get("no_rope_layer_interval", 4)
+    rotated = values.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) != layers or any(each not in (0, 1) for each in rotated):
+        raise ValueError(
+            f"config.json: no_rope_layers is {shown(rotated)}; must have 0 or 1 for {layers} layers"
+        )
+    # As of windows: a number says which layers have none, a list has a 1 for those.
+    number = describe_pattern([bool(each) for each in rotated])
+    if number is None or number.isdecimal():
+        return {"no_rope_freq": number}
+    return {"no_rope_freq": describe_pattern([not each for each in rotated])}
+
+
+def _smollm3_values(model: _Values) -> dict[str, Any]:
+    layers, pattern = model["num_layers"], model["no_rope_freq"]
+    rotated = [True] * layers
+    if pattern is not None:
+        listed = parse_pattern(pattern, layers)
+        rotated = [each == pattern.strip().isdecimal() for each in listed]
+    # transformers' default of the padding is no entry of a small vocabulary.
+    found = {"no_rope_layers": [int(each) for each in rotated], "use_sliding_window": False}
+    return found | {"pad_token_id": None}
+
+
+def _gemma3_fields(values: _Values) -> dict[str, Any]:
+    width, rope = values.get("hidden_size", 0), values.get("rope_parameters") or {}
+    local = rope.get("sliding_attention", {}).get("rope_theta", values.get("rope_local_base_freq", 10_000.0))
+    return {
+        "embedding_multiplier": math.sqrt(width),
+        "softmax_scale": float(values.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "rotary_base_local": float(local),
+    }
+
+
+def _gemma3_values(model: _Values) -> dict[str, Any]:
+    scale = model["softmax_scale"] or model["kv_channels"] ** -0.5
+    full = {"rope_type": "default", "rope_theta": model["rotary_base"]}
+    if factor := model["rotary_seq_len_interpolation_factor"]:
+        full |= {"rope_type": "linear", "factor": factor}
+    local = {"rope_type": "default", "rope_theta": model["rotary_base_local"] or model["rotary_base"]}
+    return {
+        "query_pre_attn_scalar": round(scale**-2),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+_ANY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "pruned_heads": (None, {})}
+_GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    keys={
+        "n_layer": "num_layers",
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "n_inner": "ffn_hidden_size",
+        "layer_norm_epsilon": "norm_epsilon",
+        "initializer_range": "init_method_std",
+        "attn_pdrop": "attention_dropout",
+        "resid_pdrop": "hidden_dropout",
+    },
+    defaults={
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "attn_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "tie_word_embeddings": True,
+    },
+    only={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "reorder_and_upcast_attn": (False,),
+        "add_cross_attention": (False,),
+        **_ANY,
+    },
+    fixed={"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
+)
+GPT2_NAMES = {  # that transformers takes as well
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+_LLAMA_KEYS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+    "initializer_range": "init_method_std",
+    "attention_dropout": "attention_dropout",
+}
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+}
+LLAMA_FIXED: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "hidden_dropout": 0.0,
+}
+_SILU: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (None, 1.0, 1),
+    **_ANY,
+}
+_NO_BIAS = {"disable_bias_linear": True}
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": _GPT2,
+    "llama": Family("LlamaForCausalLM", _LLAMA_KEYS, _LLAMA_DEFAULTS, _SILU, LLAMA_FIXED),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 8},
+        _SILU,
+        LLAMA_FIXED | _NO_BIAS,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 32},
+        _SILU,
+        LLAMA_FIXED | _NO_BIAS | {"add_qkv_bias": True},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
+        _SILU | {"attention_bias": (False,)},
+        LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True},
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        _SILU | {"attention_bias": (False,)},
+        LLAMA_FIXED
+        | _NO_BIAS
+        | {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS,
+        _SILU | {"attention_bias": (False,), "mlp_bias": (False,)},
+        LLAMA_FIXED | _NO_BIAS,
+        _granite_fields,
+        _granite_values,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        _SILU | {"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,)},
+        LLAMA_FIXED | _NO_BIAS,
+        _smollm3_fields,
+        _smollm3_values,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+        _ANY
+        | {
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attention_bias": (False,),
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False, None),
+        },
+        {key: value for key, value in LLAMA_FIXED.items() if key != "swiglu"}
+        | _NO_BIAS
+        | {"geglu": True, "norm_placement": "both", "apply_layernorm_1p": True, "qk_layernorm": True},
+        _gemma3_fields,
+        _gemma3_values,
+    ),
+}
