@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.distributed.comm_stream import CommStream
-from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.rooms import Buffer
 from megatron_zpp.mesh import Mesh
@@ -286,7 +285,7 @@ def build_communication(
         layouts_of(units, mesh, block, share.splits, coded, decoupled),
         compute_dtype=getattr(torch, config.precision.compute_dtype(device.type)),
         reduce_in_bf16=config.precision.grad_reduce_in_bf16,
-        copy_engines=choose_copy_engines(mesh, device, timeout, say),
+        copy_engines=_copy_engines(mesh, device, timeout, say),
         reads=reads_of(modules, recomputed),
         inside_nodes=[at for at, (name, _) in enumerate(units) if name in inside_nodes],
     )
@@ -295,6 +294,17 @@ def build_communication(
         return CommStream(ranks, mesh, device, ledger, timeout, copy_engines=plan.copy_engines)
 
     return Communication(plan, stream, operations)
+
+
+def _copy_engines(
+    mesh: Mesh, device: torch.device, timeout: timedelta | None, say: Callable[[str], None]
+) -> bool:
+    """See `choose_copy_engines`; CPUs have none."""
+    if device.type != "cuda":
+        return False
+    from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
+
+    return choose_copy_engines(mesh, device, timeout, say)
 
 
 def layouts_of(

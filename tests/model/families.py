@@ -95,7 +95,9 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
     ),
-    "smollm3": Family(transformers.SmolLM3Config, {"hidden_size": 120, "no_rope_layers": [1, 0], "pad_token_id": None}),
+    "smollm3": Family(
+        transformers.SmolLM3Config, {"hidden_size": 120, "no_rope_layers": [1, 0], "pad_token_id": None}
+    ),
     "gemma3": Family(
         transformers.Gemma3TextConfig,
         {
