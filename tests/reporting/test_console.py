@@ -145,7 +145,7 @@ def test_a_terminal_has_the_line_that_fits_it_and_a_pipe_megatrons() -> None:
     )
     read, write = pty.openpty()
     fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    argv, place = [sys.executable, "-c", code], environment(TERM="xterm")
+    argv, place = [sys.executable, "-c", code], environment(TERM="xterm", COLUMNS="0")
     subprocess.run(argv, cwd=ROOT, env=place, stdout=write, check=True)
     lines = os.read(read, 10_000).decode().splitlines()
     assert lines[0] == (

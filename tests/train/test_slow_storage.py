@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint import write
+from megatron_zpp.checkpoint import together, write
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.write import SaveFailed
@@ -41,7 +41,7 @@ def outcome_of(topology: Topology, directory: str, stuck: int, where: str) -> st
     """How a load ends on a rank; that of rank `stuck` never reads a chunk, or never sees the directory."""
     engine, over = small(topology=topology, zero_stage=3), threading.Event()
     save(Path(directory), engine, config=config_of().to_json())
-    load, listed = VerifiedFile._load, restore.candidates
+    load, listed = VerifiedFile._load, together.candidates
 
     def wait_and_load(file: VerifiedFile, *arguments: Any) -> None:
         over.wait(LIMIT)
@@ -52,7 +52,7 @@ def outcome_of(topology: Topology, directory: str, stuck: int, where: str) -> st
         return listed(*arguments)
 
     if topology.rank == stuck and where == "directory":
-        restore.candidates = wait_and_list
+        together.candidates = wait_and_list
     elif topology.rank == stuck:
         VerifiedFile._load = wait_and_load
     config, store = config_of("--load", directory), dist.distributed_c10d._get_default_store()
@@ -65,7 +65,7 @@ def outcome_of(topology: Topology, directory: str, stuck: int, where: str) -> st
         return str(error)
     finally:
         over.set()
-        VerifiedFile._load, restore.candidates = load, listed
+        VerifiedFile._load, together.candidates = load, listed
 
 
 @pytest.mark.parametrize(("stuck", "where"), [(1, "file"), (0, "directory")])
