@@ -30,9 +30,8 @@ started=$SECONDS
 python=.venv/bin/python
 mkdir -p "$work"
 
-plan="python pretrain_gpt.py --dry-run --model-preset 13b --plan-nodes 4 --plan-gpus-per-node 8 --plan-gpu h100 \\
-    --plan-link-gbit 25 --micro-batch-size 1 --global-batch-size 512 --train-iters 100000 --lr 1e-4 \\
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 50257"
+plan="python -m megatron_zpp plan --model-preset 13b --global-batch-size 512 \\
+    --plan-nodes 4 --plan-gpus-per-node 8 --plan-gpu h100 --plan-link-gbit 25"
 step() { echo; echo "=== [$((SECONDS - started)) s] $*"; }
 
 step "1/5 corpus: the source of Python's standard library, without its tests"
