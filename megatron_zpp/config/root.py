@@ -90,6 +90,8 @@ class Config:
             raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
         if self.learning_rate.decoupled_lr is not None and self.optimizer.fused_backend == "apex":
             raise self.learning_rate.error("decoupled_lr", "needs --fused-backend torch")
+        if model.apply_layernorm_1p and self.optimizer.fused_backend == "apex":
+            raise model.error("apply_layernorm_1p", "needs --fused-backend torch")
         self._check_auto()
         if precision.fp8:
             _check_fp8(model, training)

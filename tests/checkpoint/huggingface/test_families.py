@@ -71,6 +71,10 @@ def test_import_then_export_returns_every_bit(
         nightly("mistral", 1, 2),
         nightly("llama-biased", 2, 3),
         nightly("qwen2", 3, 2),
+        nightly("gemma3", 3, 2),
+        nightly("olmo2", 1, 3),
+        nightly("smollm3", 2, 2),
+        nightly("granite", 0, 2),
     ],
 )
 def test_a_run_starts_from_a_llama(
