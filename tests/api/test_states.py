@@ -33,7 +33,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def continued(topology: Topology, directory: str, cases: list[dict[str, Any]]) -> bool:
-    """An engine goes on as one that its states, or its checkpoint, were loaded into."""
+    """An engine continues with the bits of one into which its states, or its checkpoint, were loaded."""
     for number, settings in enumerate(cases):
         engine = engine_of(Vision(), topology.mesh(), **settings)
         steps_of(engine)

@@ -4,6 +4,7 @@ Keys, their defaults and their meaning are those of transformers' GPT2Config, Ll
 Qwen2Config and Qwen3Config, in the spelling of versions 4 (rope_theta, rope_scaling) and 5 (rope_parameters).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,9 +143,15 @@ def model_type_of(model: Mapping[str, Any]) -> str:
         fixed = {name: value for name, value in FAMILIES[unusual].fixed.items() if name != "hidden_dropout"}
         free = _FREE[unusual]
         wanted = {name: value for name, value in _UNUSUAL.items() if name not in free}
-        _check_fields(
-            _TITLES[unusual], model, wanted | {"rotary_percent": 1.0, "add_qkv_bias": False} | fixed
-        )
+        wanted |= {"rotary_percent": 1.0, "add_qkv_bias": False, "squared_relu": False}
+        if unusual == "gemma3_text":  # whose multiplier and scale config.json has by whole numbers
+            scalar = round((model["softmax_scale"] or model["kv_channels"] ** -0.5) ** -2)
+            wanted |= {"embedding_multiplier": math.sqrt(model["hidden_size"]), "use_rope_scaling": False}
+            if model["softmax_scale"] is not None:
+                wanted["softmax_scale"] = float(scalar) ** -0.5
+        else:
+            wanted |= {"qk_layernorm": False, "window_size": None}
+        _check_fields(_TITLES[unusual], model, wanted | fixed)
         return unusual
     free = ("rotary_seq_len_interpolation_factor",)
     usual = {name: value for name, value in _UNUSUAL.items() if name not in free}
@@ -223,6 +230,8 @@ def _rope_fields(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rope, dict):
         raise ValueError(f"{CONFIG}: rope_parameters is {shown(rope)}; must be an object")
     rope = rope.get("full_attention", rope)
+    if not isinstance(rope, dict):
+        raise ValueError(f"{CONFIG}: full_attention of rope is {shown(rope)}; must be an object")
     usual = _BASES.get(values["model_type"], 10_000.0)
     base = rope.get("rope_theta", values.get("rope_theta", usual))
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -36,12 +36,20 @@ class Family:
     values: Callable[[_Values], dict[str, Any]] = lambda model: {}
 
 
+def positive(values: _Values, key: str, default: float) -> float:
+    """A number of config.json. Raises ValueError, with the key, for what is none above 0."""
+    value = values.get(key, default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key} is {shown(value)}; must be a number above 0")
+    return float(value)
+
+
 def _granite_fields(values: _Values) -> dict[str, Any]:
     return {
-        "embedding_multiplier": float(values.get("embedding_multiplier", 1.0)),
-        "residual_multiplier": float(values.get("residual_multiplier", 1.0)),
-        "softmax_scale": float(values.get("attention_multiplier", 1.0)),
-        "logits_multiplier": 1 / float(values.get("logits_scaling", 1.0)),
+        "embedding_multiplier": positive(values, "embedding_multiplier", 1.0),
+        "residual_multiplier": positive(values, "residual_multiplier", 1.0),
+        "softmax_scale": positive(values, "attention_multiplier", 1.0),
+        "logits_multiplier": 1 / positive(values, "logits_scaling", 1.0),
     }
 
 
@@ -55,7 +63,7 @@ def _granite_values(model: _Values) -> dict[str, Any]:
 
 
 def _smollm3_fields(values: _Values) -> dict[str, Any]:
-    layers, every = values["num_hidden_layers"], values.get("no_rope_layer_interval", 4)
+    layers, every = values["num_hidden_layers"], int(positive(values, "no_rope_layer_interval", 4)) or 1
     rotated = values.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(rotated, list) or len(rotated) != layers or any(each not in (0, 1) for each in rotated):
         raise ValueError(
@@ -80,12 +88,19 @@ def _smollm3_values(model: _Values) -> dict[str, Any]:
 
 
 def _gemma3_fields(values: _Values) -> dict[str, Any]:
-    width, rope = values.get("hidden_size", 0), values.get("rope_parameters") or {}
-    local = rope.get("sliding_attention", {}).get("rope_theta", values.get("rope_local_base_freq", 10_000.0))
+    rope = (values.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: sliding_attention of rope is {shown(rope)}; must be an object")
+    if rope.get("rope_type", "default") != "default":
+        kind = shown(rope["rope_type"])
+        raise ValueError(
+            f"config.json: rope_type {kind} of sliding_attention is not supported; must be default"
+        )
+    local = positive(values, "rope_local_base_freq", 10_000.0)
     return {
-        "embedding_multiplier": math.sqrt(width),
-        "softmax_scale": float(values.get("query_pre_attn_scalar", 256)) ** -0.5,
-        "rotary_base_local": float(local),
+        "embedding_multiplier": math.sqrt(values["hidden_size"]),
+        "softmax_scale": positive(values, "query_pre_attn_scalar", 256) ** -0.5,
+        "rotary_base_local": positive(rope, "rope_theta", local),
     }
 
 

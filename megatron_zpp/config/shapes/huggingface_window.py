@@ -68,6 +68,10 @@ def _windowed_layers(values: Mapping[str, Any], layers: int) -> list[bool]:
     first, types = values.get("max_window_layers", 28), values.get("layer_types")
     if types is None and values["model_type"] == "gemma3_text":
         every = values.get("sliding_window_pattern", 6)
+        if type(every) is not int or every < 1:
+            raise ValueError(
+                f"config.json: sliding_window_pattern is {shown(every)}; must be a positive integer"
+            )
         return [(layer + 1) % every != 0 for layer in range(layers)]
     if types is None:
         if type(first) is not int or first < 0:

@@ -196,6 +196,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+GEMMA3 = {"model_type": "gemma3_text"}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}
 
 
@@ -215,6 +216,21 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
         (QWEN2 | {"use_sliding_window": 1}, "use_sliding_window is 1; must be true or false"),
         (QWEN2 | {"max_window_layers": -1}, "max_window_layers is -1; must be 0 or more"),
         (QWEN2 | {"layer_types": ["chunked_attention"] * 2}, "must name full_attention or sliding_attention"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0; must be a number above 0"),
+        ({"model_type": "granite", "embedding_multiplier": "x"}, 'embedding_multiplier is "x"; must be a'),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is [1]; must have 0 or 1 for 2"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; must be"),
+        (GEMMA3 | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is null; must be a number above 0"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern is 0; must be a positive integer"),
+        (
+            GEMMA3 | {"rope_parameters": {"sliding_attention": 3}},
+            "sliding_attention of rope is 3; must be an",
+        ),
+        (
+            GEMMA3 | {"rope_parameters": {"full_attention": 3}},
+            "full_attention of rope is 3; must be an object",
+        ),
+        (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
         ({"model_type": "gemma2"}, 'model_type is "gemma2"; must be one of gpt2, llama'),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
     ],
@@ -225,6 +241,9 @@ def test_what_no_flag_expresses_is_refused_with_its_key(changes: dict[str, Any],
     assert said in str(caught.value)
 
 
+GEMMA3_FIELDS = describe_model(LLAMA | GEMMA3).fields
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -233,10 +252,20 @@ def test_what_no_flag_expresses_is_refused_with_its_key(changes: dict[str, Any],
         ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias True"),
         ({"window_size": "7,0", "window_attn_skip_freq": "2"}, "--window-attn-skip-freq 2"),
+        ({"apply_layernorm_1p": True}, "--apply-layernorm-1p True"),
+        ({"embedding_multiplier": 2.0, "qk_layernorm": True}, "--qk-layernorm True"),
+        ({"no_rope_freq": "4", "window_size": "7,0"}, "--window-size 7,0"),
+        (
+            GEMMA3_FIELDS | {"use_rope_scaling": False, "embedding_multiplier": 3.0},
+            "--embedding-multiplier 3",
+        ),
+        (GEMMA3_FIELDS | {"softmax_scale": 0.1234}, "--softmax-scale 0.1234"),
     ],
 )
 def test_what_transformers_cannot_compute_is_not_exported(changes: dict[str, Any], said: str) -> None:
     shape: dict[str, Any] = {"model_preset": "llama3.2-1b", "seq_length": 64}
+    if "geglu" in changes:
+        shape = {"seq_length": 64}
     config = ModelConfig(**shape | changes)
     with pytest.raises(ValueError, match="cannot be exported") as caught:
         huggingface_values(vars(config), 100, 0)
