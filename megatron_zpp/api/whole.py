@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.placement import Placement
+from megatron_zpp.placement import Placement, within
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside
@@ -107,10 +107,14 @@ def load_state(
 def _gathered(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
     """One kind of states by the units' names, whole and on the CPU of rank 0; empty on other ranks."""
     mesh, found = engine.mesh, dict[str, Tensor]()
-    for unit, shard in zip(engine.units, engine.states.shards(kind), strict=True):
-        if not len(shard):
+    shards_of, elements_of = engine.states.shards(kind), engine.states.shard_elements(kind)
+    for unit, part, elements, whole in zip(
+        engine.units, shards_of, elements_of, engine.states.elements(kind), strict=True
+    ):
+        if not whole:
             continue
-        shards = [shard.to(engine.device)]
+        shards = [torch.zeros(unit.layout.shard_numel, device=engine.device)]
+        shards[0][within(elements, unit.plan.shard)] = part.to(engine.device)
         if mesh.world_size > 1:
             own, count = shards[0], mesh.world_size if mesh.rank == 0 else 0
             shards = [torch.empty_like(own) for _ in range(count)]

@@ -64,3 +64,19 @@ def layer_shape(config: ModelConfig) -> LayerShape:
         norms=(hidden,) * (4 if config.norm_placement == "both" else 2),
         head_norms=head_norms,
     )
+
+
+def layer_matrices(config: ModelConfig, *, split_qkv: bool) -> dict[str, tuple[int, ...]]:
+    """The weights of all linear maps of layers by name, and the rows of each matrix in them.
+
+    `split_qkv`: queries, keys and values are three matrices.
+    """
+    shape = layer_shape(config)
+    rows = {
+        "attention.qkv": shape.qkv.runs if split_qkv else (shape.qkv.outputs,),
+        "attention.output": (shape.output.outputs,),
+        "mlp.input": (shape.mlp_input.outputs,),
+        "mlp.output": (shape.mlp_output.outputs,),
+    }
+    layers = range(config.num_layers)
+    return {f"layers.{layer}.{name}.weight": runs for layer in layers for name, runs in rows.items()}

@@ -38,6 +38,7 @@ class Communication:
         """Every rank makes the same streams in the same order. Codes need `operations`."""
         self.plan, self._make_comm_stream = plan, make_comm_stream
         self._streams: dict[tuple[bool, tuple[Axis, ...]], list[CommStream]] = {}
+        self._others: list[CommStream] = []
         made: dict[Route, Leg] = {}
         for each in plan.weights:
             for stages in filter(None, (each.bring, each.fill, each.sums)):
@@ -50,10 +51,16 @@ class Communication:
             streams = [self._streams.setdefault((True, ()), [make_comm_stream([plan.mesh.rank])])]
         self.reduction = Reduction(route, plan.trained, plan.mesh, streams, operations, plan.made)
 
+    def inside_node(self) -> CommStream:
+        """A stream of its own among the ranks of a node. Every rank must make it."""
+        stream = self._make_comm_stream(self.plan.mesh.ranks(*self.plan.mesh.inside_node))
+        self._others.append(stream)
+        return stream
+
     @property
     def comm_streams(self) -> list[CommStream]:
         """All streams."""
-        return [stream for streams in self._streams.values() for stream in streams]
+        return [*(stream for streams in self._streams.values() for stream in streams), *self._others]
 
     def sent_memory(self, stages: Route, buffer: Buffer) -> Tensor:
         """Memory for what the first of `stages` sends. Every rank must make the same."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.exchange.segments import GradSegment, segments_inside
+from megatron_zpp.placement import Placement, overlap
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
 
@@ -25,9 +26,12 @@ class Optimizer(Protocol):
     """
 
     state_names: tuple[str, ...]
-    states: list[dict[str, Tensor]]  # by unit and name; each fp32 and as large as the unit's `master`
+    states: list[dict[str, Tensor]]  # by unit and name; each fp32, of this rank's part of `elements`
     steps: Tensor  # (); steps taken so far, skipped ones not included
     accepts_16bit_gradients: bool
+
+    def elements(self, unit: Unit, name: str) -> range:
+        """The elements of a unit's buffer that have the state `name` on some rank."""
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """Begin a step on gradients / `divisor` (), in which nothing changes if `found_inf` () is 1.
@@ -77,12 +81,36 @@ class _Steps(Generic[Scalars]):
 
     def __init__(self, rule: UpdateRule[Scalars], units: list[Unit], sources: GatherSources) -> None:
         self._rule, self._units, self._sources = rule, units, sources
-        self._runs = [_runs_of(unit) for unit in units]
-        self._rates = 2 if any(run.decoupled for runs in self._runs for run in runs) else 1
         self.state_names = rule.state_names
-        self.states = [zero_states(unit, rule.state_names) for unit in units]
+        self._changed = [overlap(unit.owned, self.elements(unit, rule.state_names[0])) for unit in units]
+        self._runs = [self._runs_of(*each) for each in zip(units, self._changed, strict=True)]
+        self._rates = 2 if any(run.decoupled for runs in self._runs for run in runs) else 1
+        self.states = [
+            zero_states(unit, rule.state_names, changed)
+            for unit, changed in zip(units, self._changed, strict=True)
+        ]
         self.steps = torch.zeros((), device=units[0].master.device)
         self._scalars: list[Scalars] = []  # of the present step, by learning rate; none if it is skipped
+
+    def elements(self, unit: Unit, name: str) -> range:
+        """See Optimizer.elements."""
+        return whole_unit(unit, name)
+
+    def _changes(self, placement: Placement) -> bool:
+        """Whether the rule changes a parameter."""
+        return True
+
+    def _runs_of(self, unit: Unit, changed: range) -> list["_Run"]:
+        """The runs of a part of this rank's shard; a gap belongs to the run before it."""
+        first = changed.start - unit.owned.start
+        starts: list[tuple[int, bool, bool]] = []
+        for piece in unit.layout.pieces_in(changed):
+            kind = piece.placement.decoupled, self._changes(piece.placement)
+            if not starts or starts[-1][1:] != kind:
+                starts.append((piece.at.start - unit.owned.start if starts else first, *kind))
+        stops = [start for start, _, _ in starts[1:]] + [first + len(changed)]
+        found = zip(starts, stops, strict=False)
+        return [_Run(range(start, stop), second) for (start, second, ours), stop in found if ours]
 
     def _compute_scalars(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         used = rates[: self._rates]
@@ -97,12 +125,14 @@ class _Steps(Generic[Scalars]):
         is_message = source is not None and unit.plan.codes is not None
         by_rule = self._rule.writes_gather_source and not (is_message and len(runs) > 1)
         whole = source if by_rule else None
+        before = self._changed[index].start - unit.owned.start  # elements of the shard without states
         for run in runs:
             for start, flat in segments_inside(gradients, run.elements):
                 part = GradSegment(run.elements.start + start, flat)
+                of_states = GradSegment(part.start - before, flat)
                 shard = ShardSegment(
                     part.of(unit.master),
-                    tuple(part.of(state) for state in self.states[index].values()),
+                    tuple(of_states.of(self.states[index][name]) for name in self._rule.state_names),
                     whole if whole is None or is_message else part.of(whole),
                     min(max(unit.decayed - part.start, 0), len(flat)),
                 )
@@ -190,21 +220,15 @@ class _Run(NamedTuple):
     decoupled: bool
 
 
-def _runs_of(unit: Unit) -> list[_Run]:
-    """The runs of this rank's shard, which they cover: a gap belongs to the run before it."""
-    starts: list[tuple[int, bool]] = []
-    for piece in unit.layout.pieces_in(unit.owned):
-        second = piece.placement.decoupled
-        if not starts or starts[-1][1] != second:
-            starts.append((piece.at.start - unit.owned.start if starts else 0, second))
-    starts = starts or [(0, False)]
-    stops = [start for start, _ in starts[1:]] + [len(unit.owned)]
-    return [_Run(range(start, stop), second) for (start, second), stop in zip(starts, stops, strict=True)]
+def whole_unit(unit: Unit, name: str) -> range:
+    """The elements that have a state `name` where all have it."""
+    return range(unit.layout.numel)
 
 
-def zero_states(unit: Unit, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """States of a unit before the first step, by name: each fp32 and as large as its master weights."""
-    return {name: torch.zeros_like(unit.master) for name in names}
+def zero_states(unit: Unit, names: tuple[str, ...], elements: range | None = None) -> dict[str, Tensor]:
+    """States of a unit before the first step, by name: each fp32, of the shard or of some `elements` of it."""
+    numel = len(unit.master) if elements is None else len(elements)
+    return {name: torch.zeros(numel, device=unit.master.device) for name in names}
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:
