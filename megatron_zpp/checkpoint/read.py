@@ -154,7 +154,7 @@ class CheckpointReader:
         shard, owners = self.units[unit]["shard_numel"], self._owners[tensor_rank]
         wanted, held = range(offset + first, offset + first + len(target)), self._held(kind, unit)
         if first < 0 or offset < 0 or wanted.stop > shard * len(owners):
-            raise DamagedFile(f"{self.path / STATE}: unit {unit} has no shard {wanted.stop // shard}")
+            raise DamagedFile(f"{self.path / STATE}: unit {unit} has no shard {len(owners)}")
         there = overlap(wanted, held)
         if len(there) < len(wanted):
             target.zero_()
@@ -166,7 +166,7 @@ class CheckpointReader:
             self._file(owners[index]).read_into(name, start, target[within(part, wanted)], self._pool.map)
 
     def _held(self, kind: str, unit: int) -> range:
-        """The elements of a unit that have a kind of states: what was not trained had none of the optimizer."""
+        """The elements of a unit that have a kind of states: untrained ones have none of the optimizer."""
         entry = self.units[unit]
         if entry.get("frozen") and kind not in (WEIGHTS, REFERENCE):
             return range(0)
@@ -177,6 +177,9 @@ class CheckpointReader:
         """Where each parameter is."""
         places: dict[str, list[_Place]] = {}
         for index, unit in enumerate(self.units):
+            for first, stop in unit.get("states", {}).values():
+                if not 0 <= first <= stop:
+                    raise ValueError(f"unit {index} has no elements {first!r} to {stop!r}")
             for name, entry in unit["parameters"].items():
                 placement = placement_of(name, entry, self.mesh.tensor_ranks)
                 places.setdefault(name, []).append(_Place(placement, index, entry["offset"]))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,11 @@ def layer_shape(config: ModelConfig) -> LayerShape:
     )
 
 
-def layer_matrices(config: ModelConfig, *, split_qkv: bool) -> dict[str, tuple[int, ...]]:
-    """The weights of all linear maps of layers by name, and the rows of each matrix in them.
-
-    `split_qkv`: queries, keys and values are three matrices.
-    """
-    shape = layer_shape(config)
+def trained_matrices(config: ModelConfig, optimizer: OptimizerConfig) -> dict[str, tuple[int, ...]]:
+    """What Muon trains: the weights of layers' linear maps by name, and the rows of each matrix in them."""
+    if optimizer.optimizer != "muon":
+        return {}
+    shape, split_qkv = layer_shape(config), not optimizer.muon_no_split_qkv
     rows = {
         "attention.qkv": shape.qkv.runs if split_qkv else (shape.qkv.outputs,),
         "attention.output": (shape.output.outputs,),

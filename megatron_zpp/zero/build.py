@@ -289,11 +289,7 @@ def build_communication(
         reduce_in_bf16=config.precision.grad_reduce_in_bf16,
         copy_engines=_copy_engines(mesh, device, timeout, say),
         reads=reads_of(modules, recomputed),
-        inside_nodes=[
-            at
-            for at, ((name, _), layout) in enumerate(zip(units, layouts, strict=True))
-            if name in inside_nodes or any(placement.matrices for placement in layout.placements)
-        ],
+        inside_nodes=[at for at, (name, _) in enumerate(units) if name in inside_nodes],
     )
 
     def stream(ranks: Sequence[int]) -> CommStream:
@@ -326,8 +322,9 @@ def layouts_of(
 
     `block`: elements of the largest quantisation block of the run; no two parameters share a block.
     `splits`: how tensor ranks share parameters; modules have one rank's parts. `coded`: the parameters that
-    are held as codes, first in their units. `decoupled`: those with the second learning rate. `matrices`: those that
-    Muon trains, and the rows of each matrix in them. A module with some rows of a table says which, as `block_rows`, and how many rows the table has, as `table_entries`.
+    are held as codes, first in their units. `decoupled`: those with the second learning rate. `matrices`:
+    those that Muon trains, and the rows of each matrix in them. A module with some rows of a table says
+    which, as `block_rows`, and how many rows the table has, as `table_entries`.
     """
     layouts = []
     for unit, module in modules:

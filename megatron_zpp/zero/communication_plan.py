@@ -231,7 +231,8 @@ def plan_communication(
 
     Weights travel in `compute_dtype` or quantised, gradients quantised, in bf16 (`reduce_in_bf16`), or as
     `gradient_route` says. `reads`: how the passes read the units; by default each once in the forward and in
-    the backward. `inside_nodes`: the units that each node holds by itself.
+    the backward. `inside_nodes`: the units that each node holds by itself, beside those with matrices
+    that Muon trains.
     """
     zero = zero.among(layouts[0].shards)
     reads = reads or Reads(tuple((unit,) for unit in range(len(layouts))))
@@ -241,11 +242,10 @@ def plan_communication(
     if gradients:
         sums = torch.float32 if gradients[0].when is When.STEP else compute_dtype  # over micro-batches
         gradient_dtype = torch.bfloat16 if reduce_in_bf16 else sums
-    inside = tuple(axis for axis in mesh.shards if axis != mesh.node)
     kinds = [
         (
             layout,
-            () if zero.zero_stage == 0 else inside if unit in inside_nodes else mesh.shards,
+            _cut(zero, mesh, inside=unit in inside_nodes or bool(layout.hull(of_matrices=True))),
             unit if unit in reads.around else None,
         )
         for unit, layout in enumerate(layouts)
@@ -271,6 +271,13 @@ def plan_communication(
         reduction_slots=tuple(_slots(numbers, (forward,), 1)),  # for two units in a row
         reads=reads,
     )
+
+
+def _cut(zero: ZeroConfig, mesh: Mesh, *, inside: bool) -> tuple[Axis, ...]:
+    """The axes over which the states of a unit are cut; `inside`: each node holds it by itself."""
+    if zero.zero_stage == 0:
+        return ()
+    return tuple(axis for axis in mesh.shards if not inside or axis != mesh.node)
 
 
 def _slots(

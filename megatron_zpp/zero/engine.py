@@ -73,8 +73,8 @@ class ZeroEngine:
     filled. Parameters whose names are `decoupled` have a learning rate of their own. The units `inside_nodes`
     are sharded among the ranks of a node alone: each node holds them by itself, so their weights do not cross
     nodes. With Muon, `matrices` are the parameters that it trains, by name, and the rows of each matrix in
-    them; their units are held inside nodes. `scaling` has the scales of 8-bit products if they follow from earlier steps. `codes` encodes the
-    weights that are held as codes, by these scales.
+    them; their units are held inside nodes. `scaling` has the scales of 8-bit products if they follow from
+    earlier steps. `codes` encodes the weights that are held as codes, by these scales.
 
     Raises ValueError for settings that these ranks cannot obey; api/checks.py refuses models that cannot be
     trained as they are. Passes raise RuntimeError where a parameter is read while its unit is not gathered,

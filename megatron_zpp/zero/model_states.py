@@ -15,6 +15,7 @@ from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weights import Weights
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
+MOMENTUM = "momentum_buffer"  # of the matrices that Muon trains, as torch calls it
 
 
 def _named(values: dict[str, Tensor], placement: Placement) -> Tensor:

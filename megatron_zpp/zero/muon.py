@@ -6,7 +6,6 @@ Momentum is a state of this rank's shard; whole_matrices.py brings matrices toge
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,14 +14,13 @@ from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.exchange.segments import GradSegment, segments_inside
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import Placement, overlap, within
+from megatron_zpp.placement import Placement, within
+from megatron_zpp.zero.model_states import MOMENTUM
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize
 from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, Scalars, UpdateRule, zero_states
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
-from megatron_zpp.zero.whole_matrices import Held, Matrix, Round, matrices_of, rounds
-
-MOMENTUM = "momentum_buffer"  # as torch and Megatron-LM call it
+from megatron_zpp.zero.whole_matrices import Held, Matrix, Room, Round, matrices_of, muon_share, rounds
 
 
 class MuonOptimizer(DeviceOptimizer[Scalars]):
@@ -40,39 +38,31 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         stream: CommStream,
         dtype: torch.dtype,
     ) -> None:
-        """`rule` changes what is no matrix. `stream` is among the ranks of a node, `dtype` that of products."""
+        """`rule` changes what is no matrix. `stream` is among the ranks of a node; `dtype`: of matmuls."""
         super().__init__(rule, units, sources)
         self._config, self._stream, self._dtype = config, stream, dtype
         self._coefficients = coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
         self.state_names = (MOMENTUM, *rule.state_names)
-        self._matrices = [overlap(unit.owned, self.elements(unit, MOMENTUM)) for unit in units]
-        for unit, states, elements in zip(units, self.states, self._matrices, strict=True):
-            states |= zero_states(unit, (MOMENTUM,), elements)
-        held = [Held(unit.layout, unit.plan.axes) for unit in units]
         every = [matrices_of(index, unit.layout) for index, unit in enumerate(units)]
+        held = {index: Held(unit.layout, unit.plan.axes) for index, unit in enumerate(units) if every[index]}
         works = rounds(every, len(mesh.ranks(*mesh.inside_node)))
-        self._rounds: dict[int, tuple[Sequence[int], Round]] = {}  # by the first unit of each
-        self._updates: dict[int, Tensor] = {}
-        room: dict[int, Tensor] = {}
-        device = units[0].full.device
-        for work in works:
-            indices = list(dict.fromkeys(matrix.unit for matrix in work))
-            updates = {
-                index: (
-                    self._matrices[index],
-                    torch.empty(len(self._matrices[index]), dtype=dtype, device=device),
-                )
-                for index in indices
-            }
-            self._rounds[indices[0]] = indices, Round(work, held, updates, mesh, dtype, device)
-            self._updates |= {index: update for index, (_, update) in updates.items()}
+        share = muon_share(held, mesh, config.muon_num_ns_steps)
+        room = torch.empty(share.room, dtype=dtype, device=units[0].full.device)
+        self._rounds = {work[0].unit: Round(work, held, mesh, Room(room)) for work in works}
+        self._updates: dict[int, tuple[range, Tensor]] = {
+            index: (work.elements[index], update)
+            for work in self._rounds.values()
+            for index, update in work.updates.items()
+        }
+        for index, (unit, states) in enumerate(zip(units, self.states, strict=True)):
+            states |= zero_states(unit, (MOMENTUM,), self._updates[index][0] if every[index] else range(0))
         self._scaled = [
             [
-                (part.elements, self._scale(matrix))
-                for matrix in matrices
-                for part in held[matrix.unit].parts(matrix, mesh)
+                (part.elements, self._scale(each))
+                for each in matrices
+                for part in held[index].parts(each, mesh)
             ]
-            for matrices in every
+            for index, matrices in enumerate(every)
         ]
 
     def elements(self, unit: Unit, name: str) -> range:
@@ -94,8 +84,8 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
     def update(self, index: int) -> None:
         """See Optimizer.update."""
         if index in self._rounds:
-            indices, work = self._rounds[index]
-            for each in indices:
+            work = self._rounds[index]
+            for each in work.updates:
                 self._write_update(each)
             work.gather(self._stream)
             for batch in work.batches:
@@ -104,7 +94,7 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         if index not in self._updates:
             super().update(index)
             return
-        unit, elements, update = self._units[index], self._matrices[index], self._updates[index]
+        unit, (elements, update) = self._units[index], self._updates[index]
         for part, scale in self._scaled[index]:
             change = update[within(part, elements)].float() * (self._step * scale)
             unit.master[within(part, unit.owned)].mul_(self._shrink).add_(change)
@@ -114,8 +104,8 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
 
     def _write_update(self, index: int) -> None:
         """Let the momentum of a unit take in the gradient, and write what is made orthogonal."""
-        unit, elements, config = self._units[index], self._matrices[index], self._config
-        momentum, update = self.states[index][MOMENTUM], self._updates[index]
+        unit, (elements, update), config = self._units[index], self._updates[index], self._config
+        momentum = self.states[index][MOMENTUM]
         first = elements.start - unit.owned.start
         for start, flat in segments_inside(unit.gradients, range(first, first + len(elements))):
             part = GradSegment(start, flat)

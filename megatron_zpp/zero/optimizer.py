@@ -108,6 +108,7 @@ class _Steps(Generic[Scalars]):
             kind = piece.placement.decoupled, self._changes(piece.placement)
             if not starts or starts[-1][1:] != kind:
                 starts.append((piece.at.start - unit.owned.start if starts else first, *kind))
+        starts = starts or [(first, False, True)]  # padding alone
         stops = [start for start, _, _ in starts[1:]] + [first + len(changed)]
         found = zip(starts, stops, strict=False)
         return [_Run(range(start, stop), second) for (start, second, ours), stop in found if ours]
@@ -226,7 +227,7 @@ def whole_unit(unit: Unit, name: str) -> range:
 
 
 def zero_states(unit: Unit, names: tuple[str, ...], elements: range | None = None) -> dict[str, Tensor]:
-    """States of a unit before the first step, by name: each fp32, of the shard or of some `elements` of it."""
+    """States of a unit before the first step, by name: each fp32, of the shard or some `elements`."""
     numel = len(unit.master) if elements is None else len(elements)
     return {name: torch.zeros(numel, device=unit.master.device) for name in names}
 

@@ -6,7 +6,9 @@ what has become of them. Ranks that have the same states (stage 0, and what tens
 nothing on the way there: the rank that works has them too.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.mesh import Axis, Mesh
-from megatron_zpp.placement import Box, Layout, Placement, overlap
+from megatron_zpp.placement import ALIGNMENT, Box, Layout, Placement, overlap, within
 from megatron_zpp.zero.newton_schulz import flops
 
 _IMBALANCE = 1.05  # of the work of a round, at most, while there are more units to add
@@ -53,6 +55,11 @@ class Held(NamedTuple):
 
     layout: Layout
     axes: tuple[Axis, ...]
+
+    def elements(self, mesh: Mesh) -> range:
+        """What the rank of `mesh` has from the unit's first matrix to its last one."""
+        (owned,) = self.layout.ranges(mesh, self.axes)
+        return overlap(owned, self.layout.hull(of_matrices=True))
 
     def parts(self, matrix: Matrix, mesh: Mesh) -> Iterator[Part]:
         """What the rank of `mesh` has of a matrix, in the order of its shard."""
@@ -119,59 +126,93 @@ def rounds(units: Sequence[Sequence[Matrix]], ranks: int, least: int = _LEAST) -
     return [*found, newest] if newest else found
 
 
-class Round:
-    """The work of a round on one rank: the buffers, and which views are copied where."""
+class MuonShare(NamedTuple):
+    """Of a rank: elements of matrices in its shards, FLOPs of its work in a step, elements of its buffers."""
 
-    def __init__(
-        self,
-        matrices: Sequence[Matrix],
-        held: Sequence[Held],
-        updates: dict[int, tuple[range, Tensor]],
-        mesh: Mesh,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """`updates`: of each unit, elements of its buffer and their values (n,)."""
-        ranks = mesh.ranks(*mesh.inside_node)
+    elements: int
+    flops: int
+    room: int
+    sent: int  # elements that it sends to other ranks of its node
+
+
+def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
+    """That of the rank of `mesh`, with so many steps of Newton-Schulz."""
+    ranks = len(mesh.ranks(*mesh.inside_node))
+    made = [
+        Round(work, held, mesh, Room(torch.empty(2**60, dtype=torch.uint8, device="meta")))
+        for work in rounds([matrices_of(unit, each.layout) for unit, each in held.items()], ranks)
+    ]
+    return MuonShare(
+        sum(len(elements) for one in made for elements in one.elements.values()),
+        sum(len(batch) * flops(*batch.shape[1:], steps) for one in made for batch in one.batches),
+        max((one.room.used for one in made), default=0),
+        sum(one.sent for one in made),
+    )
+
+
+class Room:
+    """Memory of the buffers of one round, which those of the next one use too."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat, self.used = flat, 0
+
+    def take(self, numel: int) -> Tensor:
+        """A buffer (numel,) of its own."""
+        start = self.used
+        self.used += -(-numel // ALIGNMENT) * ALIGNMENT
+        return self._flat[start : start + numel]
+
+
+class Round:
+    """The work of a round on one rank: the buffers, and which views are copied where.
+
+    `updates`: what this rank has of the matrices of each unit, (n,); `batches`: the matrices of its work by
+    shape, each (n, small, large).
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], held: Mapping[int, Held], mesh: Mesh, room: Room) -> None:
+        """`held`: how the states of each unit are cut."""
+        ranks, self.room = mesh.ranks(*mesh.inside_node), room
         places = balanced([matrix.cost for matrix in matrices], len(ranks))
         owners = [ranks[place] for place in places]
-        self.batches, views = _batches(
-            [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == mesh.rank],
-            dtype,
-            device,
-        )
+        self.elements = {unit: held[unit].elements(mesh) for unit in sorted({each.unit for each in matrices})}
+        self.updates = {unit: room.take(len(elements)) for unit, elements in self.elements.items()}
+        work = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == mesh.rank]
+        self.batches, views = _batches(work, room)
         own = iter(views)
-        whole = {at: next(own) for at, owner in enumerate(owners) if owner == mesh.rank}
-        mine: dict[int, list[Tensor]] = {rank: [] for rank in ranks}  # views of `updates`, by owner
-        theirs: dict[int, list[Tensor]] = {rank: [] for rank in ranks}  # views of `batches`, by rank
-        copies: dict[int, list[Tensor]] = {rank: [] for rank in ranks}  # the same, not sent on the way there
-        kept: dict[int, list[Tensor]] = {rank: [] for rank in ranks}
-        for at, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
+        # By other rank: views of `updates` and of `batches`. Those that are sent both ways, and only back.
+        mine, kept = ({rank: list[Tensor]() for rank in ranks} for _ in range(2))
+        theirs, copies = ({rank: list[Tensor]() for rank in ranks} for _ in range(2))
+        for matrix, owner in zip(matrices, owners, strict=True):
             unit = held[matrix.unit]
             senders = unit.senders(matrix, mesh, owner)
+            whole = next(own) if owner == mesh.rank else None
             for rank in ranks if owner == mesh.rank else (mesh.rank,):
-                sends = rank in senders
                 for part in unit.parts(matrix, mesh.at(rank)):
-                    if owner == mesh.rank:
-                        (theirs if sends else copies)[rank].append(whole[at][part.box])
+                    if whole is not None:
+                        (theirs if rank in senders else copies)[rank].append(whole[part.box])
                     if rank == mesh.rank:
-                        elements, flat = updates[matrix.unit]
-                        start = part.elements.start - elements.start
+                        flat = self.updates[matrix.unit][within(part.elements, self.elements[matrix.unit])]
                         shape = [side.stop - side.start for side in part.box]
-                        view = flat[start : start + len(part.elements)].view(shape)
-                        (mine if sends else kept)[owner].append(view)
-        self._there = _Exchange(mesh.rank, mine, theirs, dtype, device)
-        back = {rank: theirs[rank] + copies[rank] for rank in ranks}
-        self._back = _Exchange(
-            mesh.rank, back, {rank: mine[rank] + kept[rank] for rank in ranks}, dtype, device
+                        (mine if rank in senders else kept)[owner].append(flat.view(shape))
+        self._there = _Exchange(mesh.rank, mine, theirs, room)
+        every = (
+            {rank: one[rank] + other[rank] for rank in ranks}
+            for one, other in ((theirs, copies), (mine, kept))
         )
+        self._back = _Exchange(mesh.rank, *every, room)
+
+    @property
+    def sent(self) -> int:
+        """Elements that this rank sends to others, both ways."""
+        return self._there.sent.numel() + self._back.sent.numel()
 
     def gather(self, stream: CommStream) -> None:
-        """Fill `batches` from the updates of all ranks."""
+        """Fill `batches` from the updates of all ranks of the node."""
         self._there.run(stream)
 
     def scatter(self, stream: CommStream) -> None:
-        """Fill the updates of all ranks from `batches`."""
+        """Fill the updates of all ranks of the node from `batches`."""
         self._back.run(stream)
 
 
@@ -179,58 +220,46 @@ class _Exchange:
     """Copies views of memory to views of other ranks' memory, which take them in the same order."""
 
     def __init__(
-        self,
-        rank: int,
-        sources: dict[int, list[Tensor]],
-        targets: dict[int, list[Tensor]],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, rank: int, sources: dict[int, list[Tensor]], targets: dict[int, list[Tensor]], room: Room
     ) -> None:
         self._own = targets[rank], sources[rank]
-        ranks = sorted(sources)
-        sources = {other: views for other, views in sources.items() if other != rank}
-        targets = {other: views for other, views in targets.items() if other != rank}
-        self._sent, self._packed, sizes = _packed(sources, dtype, device)
-        self._received, self._unpacked, others = _packed(targets, dtype, device)
-        self._targets = [view for views in targets.values() for view in views]
-        self._sources = [view for views in sources.values() for view in views]
-        self._counts = [others.get(each, 0) for each in ranks], [sizes.get(each, 0) for each in ranks]
+        others = [other for other in sources if other != rank]
+        self._sources = [view for other in others for view in sources[other]]
+        self._targets = [view for other in others for view in targets[other]]
+        self.sent, self._packed = _packed(self._sources, room)
+        self._received, self._unpacked = _packed(self._targets, room)
+        self._counts = tuple(
+            [sum(view.nbytes for view in views[other]) if other != rank else 0 for other in views]
+            for views in (targets, sources)
+        )
 
     def run(self, stream: CommStream) -> None:
         if self._own[0]:
             torch._foreach_copy_(*self._own)
         if self._packed:
             torch._foreach_copy_(self._packed, self._sources)
-        received, sent = self._received.view(torch.uint8), self._sent.view(torch.uint8)
+        received, sent = self._received.view(torch.uint8), self.sent.view(torch.uint8)
         stream.submit(lambda: stream.exchange(received, sent, self._counts)).wait()
         if self._unpacked:
             torch._foreach_copy_(self._targets, self._unpacked)
 
 
-def _packed(
-    views: dict[int, list[Tensor]], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, list[Tensor], dict[int, int]]:
-    """Memory for copies of all views one after the other, the copies, and the bytes of each rank."""
-    each = [view for of_rank in views.values() for view in of_rank]
-    flat = torch.empty(sum(view.numel() for view in each), dtype=dtype, device=device)
-    copies = [
-        part.view(view.shape) for part, view in zip(flat.split([v.numel() for v in each]), each, strict=True)
-    ]
-    return flat, copies, {rank: sum(v.numel() for v in of) * dtype.itemsize for rank, of in views.items()}
+def _packed(views: Sequence[Tensor], room: Room) -> tuple[Tensor, list[Tensor]]:
+    """Memory for copies of all views one after the other, and the copies."""
+    sizes = [view.numel() for view in views]
+    flat = room.take(sum(sizes))
+    return flat, [
+        part.view(view.shape) for part, view in zip(flat.split(sizes), views, strict=True)
+    ] if views else []
 
 
-def _batches(
-    matrices: Sequence[Matrix], dtype: torch.dtype, device: torch.device
-) -> tuple[list[Tensor], list[Tensor]]:
+def _batches(matrices: Sequence[Matrix], room: Room) -> tuple[list[Tensor], list[Tensor]]:
     """Memory for matrices of each shape, (n, small, large), and a view of each in its own shape."""
-    shapes = [tuple(sorted(matrix.shape)) for matrix in matrices]
-    batches = {
-        shape: torch.empty(shapes.count(shape), *shape, dtype=dtype, device=device)
-        for shape in dict.fromkeys(shapes)
-    }
-    rows = {shape: iter(batch) for shape, batch in batches.items()}
-    views = []
-    for matrix, shape in zip(matrices, shapes, strict=True):
-        one = next(rows[shape])
-        views.append(one if tuple(matrix.shape) == shape else one.mT)
+    shapes = [(min(matrix.shape), max(matrix.shape)) for matrix in matrices]
+    batches = {}
+    for shape, count in Counter(shapes).items():
+        batches[shape] = room.take(count * math.prod(shape)).view(count, *shape)
+    each = {shape: iter(batch) for shape, batch in batches.items()}
+    wide = [next(each[shape]) for shape in shapes]
+    views = [one if tuple(one.shape) == m.shape else one.mT for one, m in zip(wide, matrices, strict=True)]
     return list(batches.values()), views

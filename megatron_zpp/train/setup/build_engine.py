@@ -16,7 +16,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.build import build_model, norm_classes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
-from megatron_zpp.model.shape import layer_matrices
+from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.train.setup.device import Device, check_attention
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
@@ -61,9 +61,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
 
         splits = splits_of(model.units())
         share = TensorShare(group, splits, exchanges_of(model), config.model.hidden_size)
-    matrices, decoupled = dict[str, tuple[int, ...]](), tuple[str, ...]()
-    if config.optimizer.optimizer == "muon":
-        matrices = layer_matrices(config.model, split_qkv=not config.optimizer.muon_no_split_qkv)
+    matrices, decoupled = trained_matrices(config.model, config.optimizer), tuple[str, ...]()
     if config.learning_rate.decoupled_lr is not None:
         others = [name for name, _ in model.named_parameters() if name not in matrices]
         decoupled = tuple(others) if matrices else decoupled_of(config.model)
