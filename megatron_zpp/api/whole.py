@@ -110,10 +110,10 @@ def _gathered(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
     """One kind of states by the units' names, whole and on the CPU of rank 0; empty on other ranks."""
     mesh, found = engine.mesh, dict[str, Tensor]()
     shards_of, elements_of = engine.states.shards(kind), engine.states.shard_elements(kind)
-    for unit, part, elements, whole in zip(
+    for unit, part, elements, every in zip(
         engine.units, shards_of, elements_of, engine.states.elements(kind), strict=True
     ):
-        if not whole:
+        if not every:
             continue
         shards = [torch.zeros(unit.layout.shard_numel, device=engine.device)]
         shards[0][within(elements, unit.plan.shard)] = part.to(engine.device)

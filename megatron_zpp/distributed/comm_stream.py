@@ -167,8 +167,8 @@ class CommStream:
         if self._group is None:
             return
         self._ledger.to_peers(self.ranks, counts[1])
-        own = [list(each) for each in counts]
-        dist.all_to_all_single(received, sent, *own, group=self._group, async_op=True).wait()
+        taken, given = (list(each) for each in counts)
+        dist.all_to_all_single(received, sent, taken, given, group=self._group, async_op=True).wait()
 
     def barrier(self) -> None:
         """Block the stream until all ranks have finished their earlier work on it. Needs `peer_buffers`."""

@@ -17,7 +17,7 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Placement, within
 from megatron_zpp.zero.model_states import MOMENTUM
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize
-from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, Scalars, UpdateRule, zero_states
+from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, Scalars, UpdateRule, whole_unit, zero_states
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
 from megatron_zpp.zero.whole_matrices import Held, Matrix, Room, Round, matrices_of, muon_share, rounds
@@ -25,8 +25,6 @@ from megatron_zpp.zero.whole_matrices import Held, Matrix, Room, Round, matrices
 
 class MuonOptimizer(DeviceOptimizer[Scalars]):
     """Steps of both, in rounds of units; it never waits for the device."""
-
-    accepts_16bit_gradients: bool
 
     def __init__(
         self,
@@ -67,7 +65,10 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
 
     def elements(self, unit: Unit, name: str) -> range:
         """See Optimizer.elements."""
-        return unit.layout.hull(of_matrices=name == MOMENTUM)
+        matrices = unit.layout.hull(of_matrices=True)
+        if name == MOMENTUM:
+            return matrices
+        return unit.layout.hull(of_matrices=False) if matrices else whole_unit(unit, name)
 
     def _changes(self, placement: Placement) -> bool:
         return not placement.matrices

@@ -144,7 +144,9 @@ def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
     ]
     return MuonShare(
         sum(len(elements) for one in made for elements in one.elements.values()),
-        sum(len(batch) * flops(*batch.shape[1:], steps) for one in made for batch in one.batches),
+        sum(
+            len(batch) * flops(batch.shape[1], batch.shape[2], steps) for one in made for batch in one.batches
+        ),
         max((one.room.used for one in made), default=0),
         sum(one.sent for one in made),
     )
@@ -196,11 +198,8 @@ class Round:
                         shape = [side.stop - side.start for side in part.box]
                         (mine if rank in senders else kept)[owner].append(flat.view(shape))
         self._there = _Exchange(mesh.rank, mine, theirs, room)
-        every = (
-            {rank: one[rank] + other[rank] for rank in ranks}
-            for one, other in ((theirs, copies), (mine, kept))
-        )
-        self._back = _Exchange(mesh.rank, *every, room)
+        back = {rank: theirs[rank] + copies[rank] for rank in ranks}
+        self._back = _Exchange(mesh.rank, back, {rank: mine[rank] + kept[rank] for rank in ranks}, room)
 
     @property
     def sent(self) -> int:
@@ -228,10 +227,7 @@ class _Exchange:
         self._targets = [view for other in others for view in targets[other]]
         self.sent, self._packed = _packed(self._sources, room)
         self._received, self._unpacked = _packed(self._targets, room)
-        self._counts = tuple(
-            [sum(view.nbytes for view in views[other]) if other != rank else 0 for other in views]
-            for views in (targets, sources)
-        )
+        self._counts = _bytes_by_rank(targets, rank), _bytes_by_rank(sources, rank)
 
     def run(self, stream: CommStream) -> None:
         if self._own[0]:
@@ -242,6 +238,11 @@ class _Exchange:
         stream.submit(lambda: stream.exchange(received, sent, self._counts)).wait()
         if self._unpacked:
             torch._foreach_copy_(self._targets, self._unpacked)
+
+
+def _bytes_by_rank(views: dict[int, list[Tensor]], own: int) -> list[int]:
+    """What is sent to, or received from each rank, of which one is this rank."""
+    return [sum(view.nbytes for view in of) if rank != own else 0 for rank, of in views.items()]
 
 
 def _packed(views: Sequence[Tensor], room: Room) -> tuple[Tensor, list[Tensor]]:
