@@ -200,14 +200,16 @@ class CommunicationPlan:
         return 4 * sum(map(self.accumulator_numel, self.trained))
 
     def message_room(self, stages: Route) -> int:
-        """Bytes of the largest message that this rank brings to these stages of the weights' routes."""
-        return message_room(stages, [len(each.owned) for each in self.weights if stages == each.first])
+        """Bytes of the largest message that this rank brings to these stages of weights or sums."""
+        numels = [len(each.owned) for each in self.weights if stages == each.first]
+        numels += [each.layout.shard_numel for each in self.weights if stages == each.sums]
+        return message_room(stages, numels)
 
     @cached_property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of gathers and reductions."""
         relayed = 0
-        for stages in {each.first for each in self.weights if each.first}:
+        for stages in {leg for each in self.weights for leg in (each.first, each.sums) if leg}:
             room, shards = self.message_room(stages), 1
             for at, stage in enumerate(stages):
                 shards *= stage.ranks
