@@ -59,7 +59,7 @@ class Part(nn.Module):
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
         pairs = zip(self.parameters(), gradients, strict=True)
-        return sum(((p * g.to(p.dtype)).sum() for p, g in pairs), torch.zeros(()))
+        return torch.stack([(p * g.to(p)).sum() for p, g in pairs]).sum()
 
 
 class Model(nn.Module):
@@ -80,7 +80,7 @@ class Model(nn.Module):
             part([drawn(f"{unit}.{name}", int(seed)) for name, _ in part.named_parameters()])
             for unit, part in self.units()
         ]
-        return sum(parts, torch.zeros(()))
+        return torch.stack(parts).sum()
 
 
 def initialize(name: str, tensor: Tensor) -> None:
@@ -92,6 +92,7 @@ def engine_of(
     zero: Mapping[str, Any],
     precision: PrecisionConfig | None = None,
     matrices: Mapping[str, tuple[int, ...]] = ROWS,
+    device: str = "cpu",
     **settings: Any,
 ) -> ZeroEngine:
     """With steps of Newton-Schulz that shrink no singular value, so that an error stays as it is."""
@@ -106,7 +107,7 @@ def engine_of(
             precision=precision or PrecisionConfig(),
         ),
         initialize=initialize,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         matrices=matrices,
     )
 
@@ -147,8 +148,8 @@ def expected(steps: int, nesterov: bool = False) -> tuple[dict[str, Tensor], dic
     return weights, changes
 
 
-def found(topology: Topology, zero: dict[str, Any], nesterov: bool) -> dict[str, list]:
-    engine = engine_of(topology, zero, muon_coefficient_type="simple", muon_nesterov=nesterov)
+def found(topology: Topology, zero: dict[str, Any], nesterov: bool, device: str = "cpu") -> dict[str, list]:
+    engine = engine_of(topology, zero, device=device, muon_coefficient_type="simple", muon_nesterov=nesterov)
     train(engine, range(3))
     weights = weights_of(engine)
     engine.close()
@@ -161,8 +162,12 @@ def test_updates_are_those_of_float64(stage: int, ranks: int, per_node: int) -> 
     nesterov = stage == 2
     weights, changes = expected(3, nesterov)
     for rank in on_ranks(ranks, found, {"zero_stage": stage}, nesterov, ranks_per_node=per_node):
-        for name, weight in weights.items():
-            assert (torch.tensor(rank[name]) - weight).norm() < 1e-5 * changes[name].norm(), name
+        check(rank, weights, changes)
+
+
+def check(rank: dict[str, list], weights: dict[str, Tensor], changes: dict[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        assert (torch.tensor(rank[name]) - weight).norm() < 1e-5 * changes[name].norm(), name
 
 
 def test_in_bf16_singular_values_of_an_update_are_near_one() -> None:
