@@ -279,7 +279,9 @@ def _cut(zero: ZeroConfig, mesh: Mesh, *, inside: bool) -> tuple[Axis, ...]:
     """The axes over which the states of a unit are cut; `inside`: each node holds it by itself."""
     if zero.zero_stage == 0:
         return ()
-    return tuple(axis for axis in mesh.shards if not inside or axis != mesh.node)
+    if not inside or mesh.nodes == 1:  # axes of one rank are equal
+        return mesh.shards
+    return tuple(axis for axis in mesh.shards if axis != mesh.node)
 
 
 def _slots(
