@@ -119,7 +119,7 @@ class Config:
     @property
     def may_resize(self) -> bool:
         """Whether micro-batches of another size leave the numerics alone: the loss, and 8-bit scales."""
-        weighted = self.data.eod_mask_loss and not self.training.calculate_per_token_loss
+        weighted = self.data.masks_loss and not self.training.calculate_per_token_loss
         return not (weighted or self.precision.fp8)
 
     def _check_auto(self) -> None:
@@ -127,7 +127,8 @@ class Config:
         if self.training.micro_batch_size == AUTO and not self.may_resize:
             fix = "would change the scales of --fp8, which are of a micro-batch; give a number"
             if not self.precision.fp8:
-                fix = "would change the loss with --eod-mask-loss; add --calculate-per-token-loss"
+                what = "--dataset-packing best-fit" if self.data.packs else "--eod-mask-loss"
+                fix = f"would change the loss with {what}; add --calculate-per-token-loss"
             raise self.training.error("micro_batch_size", fix)
         if self.plan.plan_link_gbit is not None and not (self.plan.dry_run or self.automatic):
             raise self.plan.error(

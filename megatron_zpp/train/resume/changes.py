@@ -23,12 +23,13 @@ from megatron_zpp.train.schedule.run_schedule import RunSchedule
 Settings: TypeAlias = Mapping[str, Any]  # of a run, by part and name, as Config.to_json returns them
 
 _NUMBERING = {  # settings that determine how samples are numbered, by part
-    "data": ("split", "dataset_order", "json_key", "append_eod", "mock_data"),
+    "data": ("split", "dataset_order", "dataset_packing", "json_key", "append_eod", "mock_data"),
     "training": ("seed",),
     "model": ("seq_length",),
 }
 _YOUNGER = {  # settings absent from older checkpoints, and the values their runs used
     "dataset_order": "windows",
+    "dataset_packing": "concatenation",
     "json_key": "text",
     "append_eod": False,
 }
