@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import asdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_packing_is_fast_and_leaves_little_room():
     lengths = np.random.default_rng(0).lognormal(6, 1.3, 300_000).astype(np.int64).clip(1, 70_000)
     bins = best_fit(lengths, 70_000)
     filled = np.bincount(bins, weights=lengths)
-    assert 0 < filled.min()
+    assert filled.min() > 0
     assert filled.max() <= 70_000
     assert len(filled) == -(-lengths.sum() // 70_000)
 
@@ -68,7 +69,7 @@ def test_pieces_make_each_prediction_of_a_document_once(documents, seq_length):
     bounds = np.concatenate([[7], 7 + np.cumsum(documents)])
     starts, lengths = cut_documents(bounds, seq_length)
     inputs = [start + step for start, length in zip(starts, lengths, strict=True) for step in range(length)]
-    assert inputs == [at for a, b in zip(bounds, bounds[1:], strict=False) for at in range(a, b - 1)]
+    assert inputs == [at for a, b in pairwise(bounds) for at in range(a, b - 1)]
     assert all(0 < length <= seq_length for length in lengths)
     shorter = sum(0 < length < seq_length for length in lengths)
     assert shorter <= sum(size > 1 for size in documents)
@@ -118,8 +119,9 @@ def test_an_epoch_reads_each_document_once_and_the_next_in_another_order(tmp_pat
     cut = sum(len(doc) > 9 for doc in whole)
     share = 1 - predictions / (8 * count)
     assert samples.describe() == (
-        f"{tmp_path}/x: {predictions:,} predictions of {len(whole)} documents, {cut} of them cut, packed into "
-        f"{count} samples of 8 with {share:.2%} padding; in each document: positions restart, attention restarts"
+        f"{tmp_path}/x: {predictions:,} predictions of {len(whole)} documents, {cut} of them cut, packed "
+        f"into {count} samples of 8 with {share:.2%} padding; in each document: positions restart, "
+        "attention restarts"
     )
     (epochs,) = samples.epochs(count * 2)
     assert epochs.times == 2
@@ -146,7 +148,9 @@ def test_any_ranks_and_starts_read_the_same_samples_of_a_blend(tmp_path):
                 expected.tokens[first : first + 4].tolist() for first in firsts
             ]
     # A changed blend reads on in each data set.
-    saved = resume_data(samples, None, consumed=0, data=config, train_seed=seed_of("train", 1)).dataset_progress
+    saved = resume_data(
+        samples, None, consumed=0, data=config, train_seed=seed_of("train", 1)
+    ).dataset_progress
     assert saved is not None
     alone = packed((str(tmp_path / "b"),))
     on = resume_data(
@@ -155,7 +159,9 @@ def test_any_ranks_and_starts_read_the_same_samples_of_a_blend(tmp_path):
     read_before = saved.consumed_by(96)[1]
     assert asdict(on.dataset_progress)["sets"][0]["consumed_before"] == read_before
     source = samples.samples.sources[1]
-    assert (on.samples.batch(np.arange(96, 99)).tokens == source.batch(read_before + np.arange(3))[:, 0]).all()
+    assert (
+        on.samples.batch(np.arange(96, 99)).tokens == source.batch(read_before + np.arange(3))[:, 0]
+    ).all()
 
 
 def test_the_index_is_cached_once_for_all_seeds(tmp_path, by_hand):
