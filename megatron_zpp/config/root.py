@@ -90,6 +90,8 @@ class Config:
             raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
         if self.learning_rate.decoupled_lr is not None and self.optimizer.fused_backend == "apex":
             raise self.learning_rate.error("decoupled_lr", "needs --fused-backend torch")
+        if model.width_ratio != 1 and self.optimizer.fused_backend == "apex":
+            raise model.error("use_mup", "needs --fused-backend torch")
         if model.apply_layernorm_1p and self.optimizer.fused_backend == "apex":
             raise model.error("apply_layernorm_1p", "needs --fused-backend torch")
         self._check_auto()
@@ -109,6 +111,11 @@ class Config:
             raise self.tokenizer.error("tokenizer_type", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
             raise self.plan.error("dry_run", "plans for GPUs; omit --device cpu")
+
+    @property
+    def several_rates(self) -> bool:
+        """Whether parameters have several learning rates in a step."""
+        return self.learning_rate.decoupled_lr is not None or self.model.width_ratio != 1
 
     @property
     def automatic(self) -> tuple[str, ...]:

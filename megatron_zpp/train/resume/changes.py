@@ -37,10 +37,11 @@ _FROM_NOW = "from here on the present flags number the samples, so some may be r
 _SAME_MODEL = {  # what the weights mean does not depend on these
     *("model_preset", "seq_length", "max_position_embeddings", "make_vocab_size_divisible_by"),
     *("init_method_std", "attention_dropout", "hidden_dropout"),
+    *("use_mup", "mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power"),
     *("group_query_attention", "add_qkv_bias"),  # num_query_groups says it; all biases include these
 }
 _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their fields; none named: all
-    "model": ("attention_dropout", "hidden_dropout"),
+    "model": ("attention_dropout", "hidden_dropout", "use_mup", "mup_base_hidden_size"),
     "training": ("train_iters", "train_samples", "train_tokens", "calculate_per_token_loss"),
     "learning_rate": (),
     "optimizer": (),
