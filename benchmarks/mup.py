@@ -12,6 +12,7 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.common import write_result
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layer import Layer
 
 WIDTHS, HEADS, VOCAB, SEQ_LENGTH, BATCH = (32, 64, 128, 256), 4, 64, 32, 8
 STD = 0.1  # at the smallest width
@@ -30,7 +32,7 @@ ADAM = {"eps": 1e-8, "weight_decay": 0.1}
 def config_of(width: int, mup: bool) -> ModelConfig:
     """A Llama-like model whose heads widen with it."""
     base = WIDTHS[0]
-    given = {"use_mup": True, "mup_base_hidden_size": base, "mup_base_head_dim": base / HEADS}
+    given: dict[str, Any] = {"use_mup": True, "mup_base_hidden_size": base, "mup_base_head_dim": base / HEADS}
     return ModelConfig(
         num_layers=2,
         hidden_size=width,
@@ -70,6 +72,7 @@ def changes(width: int, *, mup: bool, learning_rate: float, steps: int, seed: in
         seen[name] = output.detach()
 
     for index, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
         for name, module in (("attention", layer.attention), ("mlp", layer.mlp), ("layer", layer)):
             module.register_forward_hook(partial(keep, f"{name} {index}"))
     tokens = torch.randint(VOCAB, (BATCH, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(0))

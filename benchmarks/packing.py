@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from megatron_zpp.data.open import open_splits
 from megatron_zpp.data.packing import best_fit, cut_documents
 from megatron_zpp.data.samples import Samples
 
-MASKS = {"reset_position_ids": True, "reset_attention_mask": True}
+MASKS: dict[str, Any] = {"reset_position_ids": True, "reset_attention_mask": True}
 MICRO_BATCH = 8
 
 
