@@ -14,10 +14,11 @@ from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, WEIGHT
 from megatron_zpp.model.fp8.delayed import DelayedLinear
 from megatron_zpp.model.fp8.output import OutputProduct, coded_chunk_rows, part_rows
 from megatron_zpp.model.fp8.scaling import DelayedScaling
-from megatron_zpp.model.loss import IGNORED, linear_cross_entropy, logits_to_codes
+from megatron_zpp.model.loss import IGNORED, Objective, linear_cross_entropy, logits_to_codes
 from tests.model.test_fp8_delayed import CPU, SKIPPED, STEPPED, nearest
 
 PADDED, VOCAB = 1008, 1001
+OBJECTIVE = Objective(VOCAB)
 CHUNK = 4 * 48 * PADDED  # bytes: 48 tokens
 SIZES = [(16, 32), (176, 32), (48, 16), (336, 16)]  # tokens and width; the last have three parts
 BF16_ULP, UNIT = 2.0**-8, 2.0**15
@@ -44,7 +45,7 @@ def results(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, and the gradients of x and weight times `factor`."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    value = product.loss(x, weight, targets, VOCAB, chunk_bytes=CHUNK)
+    value = product.loss(x, weight, targets, OBJECTIVE, chunk_bytes=CHUNK)
     (value * factor).backward()
     assert x.grad is not None
     assert weight.grad is not None
@@ -127,7 +128,7 @@ def test_the_constant_scale_of_gradients_keeps_what_is_small() -> None:
     exact[:, 7] -= 1
     rows = torch.empty(16, PADDED, dtype=FORMATS[GRADIENT])
     columns = torch.empty(PADDED, 16, dtype=FORMATS[GRADIENT])
-    logits_to_codes(logits, targets, VOCAB, rows, columns)
+    logits_to_codes(logits, targets, OBJECTIVE, rows, columns)
     found = rows.double() / UNIT
     assert torch.equal(columns.view(torch.uint8).t(), rows.view(torch.uint8))
     off = (found[:, :VOCAB] - exact).abs()
@@ -144,10 +145,10 @@ def test_without_gradients_the_loss_is_the_same(tokens: int, width: int) -> None
     scaling.end_step(scaling.maxima(), STEPPED)
     expected = results(product, x, weight, targets)[0].item()
     with torch.no_grad():
-        assert product.loss(x, weight, targets, VOCAB).item() == pytest.approx(expected, rel=1e-6)
+        assert product.loss(x, weight, targets, OBJECTIVE).item() == pytest.approx(expected, rel=1e-6)
         some = x[:9], weight, targets[:9]  # any number of tokens
-        wide = linear_cross_entropy(*some, VOCAB).item()
-        assert product.loss(*some, VOCAB).item() == pytest.approx(wide, abs=0.05)
+        wide = linear_cross_entropy(*some, OBJECTIVE).item()
+        assert product.loss(*some, OBJECTIVE).item() == pytest.approx(wide, abs=0.05)
 
 
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
@@ -156,7 +157,7 @@ def test_gradients_accumulate_and_repeat_bit_for_bit(tokens: int, width: int) ->
     product, _ = output_layer()
     value, of_x, of_weight = results(product, x, weight, targets)
     x.requires_grad_(), weight.requires_grad_()
-    first, second = (product.loss(x, weight, targets, VOCAB, chunk_bytes=CHUNK) for _ in range(2))
+    first, second = (product.loss(x, weight, targets, OBJECTIVE, chunk_bytes=CHUNK) for _ in range(2))
     (first + second).backward()
     assert torch.equal(first, value)
     assert torch.equal(second, value)

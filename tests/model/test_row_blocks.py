@@ -11,6 +11,7 @@ from torch import nn
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.build import build_model
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.loss import Objective
 from megatron_zpp.model.row_blocks import (
     PLAIN,
     BlockPasses,
@@ -49,10 +50,11 @@ def test_the_lookup_and_its_gradient_have_the_bits_of_a_whole_tables(dtype: torc
 
 def test_gradients_of_tokens_that_are_all_but_certain_stay_accurate() -> None:
     """The softmax's denominator is 1 + 1e-4, rounded in fp32; large logits add no error to that."""
-    x, weight, targets, vocab = torch.ones(1, 1), torch.full((30, 1), 100.0), torch.tensor([12]), 30
+    x, weight, targets = torch.ones(1, 1), torch.full((30, 1), 100.0), torch.tensor([12])
     weight[12] += math.log(1e4 * 29)
-    exact = exactly(x, weight, targets, vocab)
-    for found, expected in zip(results(in_blocks, x, weight, targets, vocab)[::2], exact[::2], strict=True):
+    given = x, weight, targets, Objective(30)
+    exact = exactly(*given)
+    for found, expected in zip(results(in_blocks, *given)[::2], exact[::2], strict=True):
         rest = expected.flatten() if expected.dim() == 0 else expected[12]
         ours = found.double().flatten() if expected.dim() == 0 else found.double()[12]
         assert torch.allclose(ours, rest, rtol=2 * torch.finfo(torch.float32).eps / 1e-4, atol=0.0)

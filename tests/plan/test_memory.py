@@ -20,7 +20,7 @@ from megatron_zpp.model.fp8.output import OutputProduct, part_rows
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Layer
-from megatron_zpp.model.loss import keeps_gradient, linear_cross_entropy
+from megatron_zpp.model.loss import Objective, keeps_gradient, linear_cross_entropy
 from megatron_zpp.model.masks import CAUSAL
 from megatron_zpp.model.matmuls import PLAIN_MATMULS
 from megatron_zpp.model.rotary import Rotation
@@ -340,5 +340,5 @@ def test_the_loss_in_chunks_takes_what_the_plan_says(width: int, precision: dict
         product.factors, loss = factors_of(torch.full((3,), 64.0)), product.loss
     else:
         assert keeps_gradient(512, width, job.dtype.itemsize) == (width == 256)
-    peak = peak_of(lambda: loss(x, weight, targets, 2000, chunk_bytes=chunk_bytes).backward())
+    peak = peak_of(lambda: loss(x, weight, targets, Objective(2000), chunk_bytes=chunk_bytes).backward())
     assert loss_bytes(job, chunk_bytes) == pytest.approx(peak, rel=0.05)

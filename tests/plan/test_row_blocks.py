@@ -12,6 +12,7 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.loss import Objective
 from megatron_zpp.model.row_blocks import PLAIN, OutputBlock, OutputBlocks
 from megatron_zpp.model.row_blocks import blocks_of as blocks_of_table
 from megatron_zpp.plan.activations import loss_bytes
@@ -87,7 +88,7 @@ def test_the_loss_takes_what_the_plan_says(precision: dict[str, Any], rows: int,
     for parameter in output.parameters():  # as an engine takes them
         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
     targets = torch.randint(vocab, (512,))
-    peak = peak_of(lambda: output.loss(x, targets, vocab, PLAIN).backward())
+    peak = peak_of(lambda: output.loss(x, targets, Objective(vocab), PLAIN).backward())
     assert loss_bytes(job) == pytest.approx(peak, rel=0.05)
 
 

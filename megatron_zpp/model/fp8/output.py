@@ -38,6 +38,7 @@ from megatron_zpp.model.loss import (
     chunk_rows,
     default_chunk_bytes,
     number_counted,
+    of_cross_entropy,
     times,
     zero_loss,
 )
@@ -119,7 +120,7 @@ def _loss_alone(x: Tensor, weight: Tensor, layer: _Layer) -> Tensor:
 class _CodedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Layer) -> Tensor:
-        total, counted = zero_loss(x), number_counted(layer.targets)
+        total, counted = zero_loss(x, layer.objective), number_counted(layer.targets)
         table = layer.coded(weight, WEIGHT, columns=True)
         of_x, back = torch.empty_like(x), table.scale.new_full((1,), 1 / CODE_UNIT)
         rows = part_rows(*x.shape)
@@ -139,9 +140,9 @@ class _CodedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_losses: Tensor) -> tuple[Tensor | None, ...]:
         counted, of_x, *kept = ctx.saved_tensors
-        factor, wanted = of_loss / counted, ctx.needs_input_grad
+        factor, wanted = of_cross_entropy(of_losses) / counted, ctx.needs_input_grad
         of_weight = None
         if wanted[1] and ctx.sums:
             of_weight = ctx.scaled(kept[0], factor, ctx.format)
@@ -157,7 +158,7 @@ def _gradient(
     """The codes of the gradient of a part's logits, by columns (V, P).
 
     `of_x` (P, D) becomes the gradient of the part's hidden states before the factor of the loss, and `total`
-    () grows by the cross-entropies.
+    grows by the losses.
     """
     (tokens, _), entries, targets = of_x.shape, len(table.rows), layer.targets[part]
     columns = codes.rows.new_empty((entries, tokens), dtype=FORMATS[GRADIENT])
