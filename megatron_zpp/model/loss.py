@@ -59,7 +59,7 @@ def slope(logits: Tensor, cap: float) -> Tensor:
 
 
 def _squashed(logits: Tensor, cap: float) -> Tensor:
-    return (logits.to(wide(logits.dtype)) / cap).tanh_()
+    return logits.to(wide(logits.dtype), copy=True).div_(cap).tanh_()
 
 
 def z_terms(log_totals: Tensor, z_coeff: float) -> tuple[Tensor, Tensor]:

@@ -198,9 +198,11 @@ def test_only_what_needs_a_gradient_gets_one(wanted: tuple[bool, bool], width: i
 
 
 def test_without_gradients_the_loss_is_the_same() -> None:
-    for width in (WIDE, NARROW):
-        given = inputs(40, width, 50, 64)
-        expected = results(plain, *given)[0].item()
+    """The cross-entropy of an evaluation, with no z-loss beside it."""
+    for width, more in itertools.product((WIDE, NARROW), OBJECTIVES):
+        x, weight, targets, _ = inputs(40, width, 50, 64)
+        given = x, weight, targets, Objective(50, **more)
+        expected = results(plain, *given)[0].flatten()[0].item()
         with torch.no_grad():
             assert chunked(*given).item() == pytest.approx(expected, rel=1e-6)
         with torch.inference_mode():
