@@ -186,8 +186,8 @@ class Trainer:
                     micro_batches=micro_batches,
                     weight=weight if self._per_token else None,
                 )
-                if self._losses:
-                    loss = torch.stack((loss, self._head.z_loss))
+                if (z_loss := self._head.z_loss) is not None:
+                    loss = torch.stack((loss, z_loss))
                 losses += loss if weight == 1 else loss * weight
                 weights += weight
         self._mark(f"{where}, optimizer")
