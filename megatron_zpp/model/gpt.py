@@ -102,7 +102,8 @@ class Head(nn.Module):
         """(B, T, D) and the token embedding (V, D) -> logits (B, T, V); with targets (B, T) the mean loss.
 
         Rows that only pad the vocabulary take no part in the loss: it does not depend on padding. Logits are
-        16-bit products, also where those of the loss are of 8-bit floats.
+        16-bit products, also where those of the loss are of 8-bit floats. The gradient of the loss is also
+        that of a z-loss, if the objective has one.
         """
         x = self.normalize(x)
         weight = tied if self.output is None else self.output.weight

@@ -210,7 +210,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def unit(dtype: torch.dtype) -> float:
-    """Return the stored value of a gradient of 1: fp16 could not hold small ones, and none is above 1."""
+    """Return the stored value of a gradient of 1: fp16 could not hold small ones.
+
+    None is above 1, or with a z-loss above 1 + 2 · z_coeff · log of the denominator; there is room for 1.99.
+    """
     return 2.0**15 if dtype == torch.float16 else 1.0
 
 

@@ -59,14 +59,14 @@ class Trainer:
             from megatron_zpp.train.steps.sampled_text import text_writer
 
             self._write_texts = text_writer(engine, config, prompts)
+        self._head = cast(GPT, engine.model).head
+        self._losses = (2,) if config.training.z_loss_coeff else ()  # their shape: the z-loss is second
         self._profiler = _profiler_of(run)
         self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
         self._samples = 0  # of the newest step
         self._per_token = config.training.calculate_per_token_loss and config.data.eod_mask_loss
-        self._head = cast(GPT, engine.model).head
-        self._losses = (2,) if config.training.z_loss_coeff else ()  # their shape: the z-loss is second
         self._warm = False  # whether a step is done
 
     def run(self) -> Stop | None:

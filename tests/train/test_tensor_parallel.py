@@ -91,8 +91,8 @@ def test_a_run_learns_what_one_rank_does(stage: str, tmp_path: Path) -> None:
     """
     flags = "--position-embedding-type rope --swiglu --log-params-norm --decoupled-lr 2e-3".split()
     flags += ["--calculate-per-token-loss", "--eod-mask-loss"]  # losses have weights with both
-    flags += ["--final-logit-softcapping", "2", "--z-loss-coeff", "0.01"]
     shared = ["--tensor-model-parallel-size", "2", "--zero-stage", stage]
+    flags += ["--final-logit-softcapping", "2", "--z-loss-coeff", "0.01"]
     alone, _ = trained(1, tmp_path / "1", *flags)
     four, said = trained(4, tmp_path / "4", *flags, *shared)
     assert "2 data ranks × 2 tensor ranks" in said
