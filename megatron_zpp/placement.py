@@ -53,6 +53,7 @@ class Placement:
     rows: range | None = field(default=None, compare=False)
     decays: bool = True  # whether the optimizer applies weight decay
     decoupled: bool = field(default=False, compare=False)  # whether it has the second learning rate
+    rate_factor: float = field(default=1.0, compare=False)  # of the learning rate and Adam's epsilon
     coded: bool = False  # whether it is gathered as codes, a byte each
     numel: int = field(init=False)  # the elements of `local_shape`
 

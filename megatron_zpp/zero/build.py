@@ -268,6 +268,7 @@ def build_communication(
     share: TensorShare,
     coded: Collection[str],
     decoupled: Collection[str],
+    rate_factors: Mapping[str, float],
     inside_nodes: Collection[str],
     operations: Operations | None,
     timeout: timedelta | None,
@@ -275,14 +276,14 @@ def build_communication(
 ) -> Communication:
     """What the weights and gradients of modules in forward order travel through; every rank must call it.
 
-    `share`: how tensor ranks share the model; `coded` and `decoupled` as in `layouts_of`.
+    `share`: how tensor ranks share the model; `coded` to `rate_factors` as in `layouts_of`.
     """
     units = distinct(modules)
     block = max(config.zero.largest_block, share.block)
     plan = plan_communication(
         config.zero,
         mesh,
-        layouts_of(units, mesh, block, share.splits, coded, decoupled),
+        layouts_of(units, mesh, block, share.splits, coded, decoupled, rate_factors),
         compute_dtype=getattr(torch, config.precision.compute_dtype(device.type)),
         reduce_in_bf16=config.precision.grad_reduce_in_bf16,
         copy_engines=_copy_engines(mesh, device, timeout, say),
@@ -314,13 +315,15 @@ def layouts_of(
     splits: Mapping[str, Split] = MappingProxyType({}),
     coded: Collection[str] = (),
     decoupled: Collection[str] = (),
+    rate_factors: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Layout]:
     """The layout of each module's parameters in its unit's flat buffer.
 
     `block`: elements of the largest quantisation block of the run; no two parameters share a block.
     `splits`: how tensor ranks share parameters; modules have one rank's parts. `coded`: the parameters that
-    are held as codes, first in their units. `decoupled`: those with the second learning rate. A module with
-    some rows of a table says which, as `block_rows`, and how many rows the table has, as `table_entries`.
+    are held as codes, first in their units. `decoupled`: those with the second learning rate.
+    `rate_factors`: of learning rate and epsilon, where they are not 1. A module with some rows of a table
+    says which, as `block_rows`, and how many rows the table has, as `table_entries`.
     """
     layouts = []
     for unit, module in modules:
@@ -341,6 +344,7 @@ def layouts_of(
                     rows=rows,
                     decays=_decays(parameter),
                     decoupled=name in decoupled,
+                    rate_factor=rate_factors.get(name, 1.0),
                     coded=name in coded,
                 )
             )

@@ -1,9 +1,10 @@
 """The engine: holds the model states of a run, sharded as the ZeRO stage says, and takes optimizer steps."""
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -69,10 +70,11 @@ class ZeroEngine:
     parameters then. `rule` is the arithmetic of another optimizer than AdamW. `operations` has the kernels
     for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say` gets a line if
     copy engines were tried and cannot be used, and on rank 0 one that names the buffers which `initialize`
-    filled. Parameters whose names are `decoupled` have a learning rate of their own. The units `inside_nodes`
-    are sharded among the ranks of a node alone: each node holds them by itself, so their weights do not cross
-    nodes. `scaling` has the scales of 8-bit products if they follow from earlier steps. `codes` encodes the
-    weights that are held as codes, by these scales.
+    filled. Parameters whose names are `decoupled` have a learning rate of their own; `rate_factors`, by name,
+    multiply learning rate and epsilon. The units `inside_nodes` are sharded among the ranks of a node alone:
+    each node holds them by itself, so their weights do not cross nodes. `scaling` has the scales of 8-bit
+    products if they follow from earlier steps. `codes` encodes the weights that are held as codes, by these
+    scales.
 
     Raises ValueError for settings that these ranks cannot obey; api/checks.py refuses models that cannot be
     trained as they are. Passes raise RuntimeError where a parameter is read while its unit is not gathered,
@@ -96,6 +98,7 @@ class ZeroEngine:
         sections: Sections = UNTIMED,
         say: Callable[[str], None] = print,
         decoupled: Collection[str] = (),
+        rate_factors: Mapping[str, float] = MappingProxyType({}),
         inside_nodes: Collection[str] = (),
         scaling: ProductScaling | None = None,
         codes: WeightEncoder | None = None,
@@ -117,6 +120,7 @@ class ZeroEngine:
             share=share,
             coded=() if codes is None else codes.names,
             decoupled=decoupled,
+            rate_factors=rate_factors,
             inside_nodes=inside_nodes,
             operations=operations,
             timeout=timeout,

@@ -74,6 +74,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         sections=TimedSections(device.device) if config.timing.level else UNTIMED,
         say=device.say,
         decoupled=() if config.learning_rate.decoupled_lr is None else decoupled_of(config.model),
+        rate_factors=model.rate_factors(),
         scaling=scaling,
         codes=codes,
     )
