@@ -53,6 +53,7 @@ class Placement:
     rows: range | None = field(default=None, compare=False)
     decays: bool = True  # whether the optimizer applies weight decay
     decoupled: bool = field(default=False, compare=False)  # whether it has the second learning rate
+    rate_factor: float = field(default=1.0, compare=False)  # of the learning rate and Adam's epsilon
     coded: bool = False  # whether it is gathered as codes, a byte each
     # Of a parameter that Muon trains: the rows of each matrix in it, of the whole parameter; else none.
     matrices: tuple[int, ...] = field(default=(), compare=False)

@@ -1,5 +1,6 @@
 """The transformer: shape, regularisation, attention kernel, and activation recomputation."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_dropout": 0.1,
 }
 _ROPE, _FULL = "--position-embedding-type rope", "--recompute-granularity full"
+_MUP = "--use-mup"
 _OF_ROPE = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor")
 
 
@@ -192,11 +194,38 @@ class ModelConfig(Options):
         1.0, "Factor of what attention and MLP add to the residual stream (Granite).", above=0
     )
     logits_multiplier: float = option(1.0, "Factor of the logits (Granite: 1 / logits_scaling).", above=0)
+    final_logit_softcapping: float | None = option(
+        None, "Soft cap C of the logits: C · tanh(logits / C) (Gemma 2); default: none.", above=0
+    )
     init_method_std: float = option(
         None,
         "Standard deviation of initial weights; default 0.02. Divided by √(2 × layers) where a matrix writes "
         "to the residual stream.",
         above=0,
+    )
+    use_mup: bool = option(
+        False,
+        "Maximal update parametrisation (muP): a learning rate found at one width holds at others. With m = "
+        "--hidden-size / --mup-base-hidden-size, initial weights of layers are divided by √m, learning rate "
+        "and --adam-eps of their matrices by m, and logits by m. Sets --softmax-scale and "
+        "--logits-multiplier, unless they are given.",
+    )
+    mup_base_hidden_size: int | None = option(
+        None,
+        "Width at which the learning rate was found; default --hidden-size.",
+        needs=_MUP,
+        at_least=1,
+        at_most=_WIDEST,
+    )
+    mup_base_head_dim: float | None = option(
+        None, "Head width at which --softmax-scale is 1 / √(--kv-channels); default 1.", needs=_MUP, above=0
+    )
+    mup_attn_scale_power: float | None = option(
+        None,
+        "--softmax-scale is √(--mup-base-head-dim) / --kv-channels to this power; default 1.",
+        needs=_MUP,
+        at_least=0,
+        at_most=2,
     )
     attention_dropout: float = option(
         None, "Dropout probability of attention weights; default 0.1.", at_least=0, below=1
@@ -230,6 +259,8 @@ class ModelConfig(Options):
         self._check_groups()
         self._check_window()
         self._check_positions()
+        if self.use_mup:
+            self._check_mup()
 
     @property
     def activation(self) -> str:
@@ -240,6 +271,11 @@ class ModelConfig(Options):
     def gated(self) -> bool:
         """Whether the MLP's first linear map makes a gate and a value, each of --ffn-hidden-size."""
         return self.swiglu or self.geglu
+
+    @property
+    def width_ratio(self) -> float:
+        """muP's ratio of the width to the base width; 1 without --use-mup."""
+        return self.hidden_size / self.mup_base_hidden_size if self.mup_base_hidden_size else 1.0
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -337,6 +373,17 @@ class ModelConfig(Options):
                 "seq_length",
                 f"must be at most --max-position-embeddings {self.max_position_embeddings}",
             )
+
+    def _check_mup(self) -> None:
+        """Fill multipliers that muP implies, by Megatron-LM's rules, so that each model states its own."""
+        self._fill("mup_base_hidden_size", self.hidden_size)
+        power = 1.0 if self.mup_attn_scale_power is None else self.mup_attn_scale_power
+        self._fill("softmax_scale", math.sqrt(self.mup_base_head_dim or 1.0) / self.kv_channels**power)
+        if self.logits_multiplier == 1:
+            object.__setattr__(self, "logits_multiplier", 1 / self.width_ratio)
+        if self.embedding_multiplier != 1 and self.position_embedding_type == "learned_absolute":
+            fix = "scales tokens alone, and muP scales learned positions too; omit it or use rope"
+            raise self.error("embedding_multiplier", fix)
 
     def _fill(self, name: str, value: Any) -> None:
         if getattr(self, name) is None or getattr(self, name) is False:

@@ -51,8 +51,8 @@ class OptimizerConfig(Options):
         "auto",
         "Source of norms and AdamW. apex: NVIDIA apex; torch: torch's norms with this program's "
         "AdamW kernel (torch's AdamW on CPUs and without a compiler); auto: apex on a GPU if it is "
-        "installed and layers are not compiled, without --zero-offload-optimizer and --decoupled-lr; else "
-        "torch.",
+        "installed and layers are not compiled, without --zero-offload-optimizer, --decoupled-lr and "
+        "--use-mup; else torch.",
     )
 
 

@@ -21,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import AttentionKernel, DotProduct, mask_of
 from megatron_zpp.model.layer import Layer, Norm, norm_of
-from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
+from megatron_zpp.model.loss import (
+    PLAIN,
+    LossKernels,
+    Objective,
+    linear_cross_entropy,
+    logits_to_gradient,
+    soft_capped,
+)
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
 from megatron_zpp.model.rotary import (
@@ -84,24 +91,34 @@ class PositionedEmbedding(Embedding):
 class Head(nn.Module):
     """Final norm, and the output weights where they are not the token embedding's; with targets the loss."""
 
-    def __init__(self, norm: Norm, output: Any, vocab_size: int, multiplier: float) -> None:
+    def __init__(self, norm: Norm, output: Any, objective: Objective, multiplier: float) -> None:
         super().__init__()
-        self.norm, self.output, self.vocab_size, self.multiplier = norm, output, vocab_size, multiplier
+        self.norm, self.output, self.objective, self.multiplier = norm, output, objective, multiplier
         self.passes = PLAIN  # or compiled ones
         self.product: Any = None  # of the loss, see model/fp8/output.py; None: torch's
+        self.z_loss: Tensor | None = None  # () of the newest micro-batch; None without --z-loss-coeff
 
     def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T, D) and the token embedding (V, D) -> logits (B, T, V); with targets (B, T) the mean loss.
 
         Rows that only pad the vocabulary take no part in the loss: it does not depend on padding. Logits are
-        16-bit products, also where those of the loss are of 8-bit floats.
+        16-bit products, also where those of the loss are of 8-bit floats. The gradient of the loss is also
+        that of a z-loss, if the objective has one.
         """
         x = self.normalize(x)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
-            return F.linear(x, weight)
+            return soft_capped(F.linear(x, weight), self.objective.cap)
         loss = linear_cross_entropy if self.product is None else self.product.loss
-        return loss(x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, passes=self.passes)
+        losses = loss(x.flatten(0, 1), weight, targets.flatten(), self.objective, passes=self.passes)
+        return self.cross_entropy(losses)
+
+    def cross_entropy(self, losses: Tensor) -> Tensor:
+        """The mean cross-entropy () of what the loss returns; a z-loss beside it is put in `z_loss`."""
+        if losses.dim() == 0:
+            return losses
+        self.z_loss = losses[1].detach()
+        return losses[0]
 
     def normalize(self, x: Tensor) -> Tensor:
         """The norm, times --logits-multiplier."""
@@ -154,7 +171,8 @@ class GPT(nn.Module):
         )
         output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)
         norm = norm_of(config, config.hidden_size)
-        self.head = Head(norm, output, self.vocab_size, config.logits_multiplier)
+        objective = Objective(self.vocab_size, config.final_logit_softcapping)
+        self.head = Head(norm, output, objective, config.logits_multiplier)
         self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = _one_unit
 
     def forward(
@@ -235,6 +253,17 @@ class GPT(nn.Module):
         of_a_layer, first = units_of_a_layer(self.cut_layers), len(self.ends("embedding", self.embedding))
         return recomputed_units(self.config.num_layers, self.recompute, of_a_layer, first)
 
+    def rate_factors(self) -> dict[str, float]:
+        """Factors of the learning rate and Adam's epsilon by parameter, where they are not 1: muP's."""
+        if self.config.width_ratio == 1:
+            return {}
+        return {
+            f"{unit}.{path}": 1 / self.config.width_ratio
+            for unit, module in self.units()
+            for path, parameter in module.named_parameters()
+            if unit.startswith("layers.") and parameter.dim() > 1
+        }
+
     @torch.no_grad()
     def initialize(self, seed: int) -> "GPT":
         """Fills every parameter with its initial value."""
@@ -251,6 +280,7 @@ class GPT(nn.Module):
     def initialize_parameter(self, name: str, tensor: Tensor, seed: int) -> None:
         """GPT-2's initial weights: N(0, std), residual outputs N(0, std / √(2 × layers)), zero biases.
 
+        muP divides those of layers by the root of its width ratio.
         Every tensor draws from a generator of its own, keyed by seed and name, so that a part of the model
         gets the same values whether or not the rest is there.
         """
@@ -260,8 +290,10 @@ class GPT(nn.Module):
             tensor.fill_(0.0 if self.config.apply_layernorm_1p else 1.0)
         else:
             std = self.config.init_method_std
-            if name.startswith("layers.") and name.endswith("output.weight"):
-                std /= math.sqrt(2 * self.config.num_layers)
+            if name.startswith("layers."):
+                std /= math.sqrt(self.config.width_ratio)
+                if name.endswith("output.weight"):
+                    std /= math.sqrt(2 * self.config.num_layers)
             generator = torch.Generator(tensor.device).manual_seed(_tensor_seed(seed, name))
             tensor.normal_(0.0, std, generator=generator)
         if name in ("embedding.tokens.weight", "head.output.weight"):

@@ -14,7 +14,7 @@ The first grows with the tokens and the second does not: `keeps_gradient` choose
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +30,52 @@ CODE_UNIT = 2.0**15  # the code of a gradient of 1: model/fp8/output.py has the 
 _ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
 
-def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """The sum of the cross-entropies of logits (C, V), whose place their gradient times `unit` takes.
+class Objective(NamedTuple):
+    """What becomes of logits, and what is minimised.
 
-    All of a chunk that is not a product, and nothing but its arguments: torch.compile can make one kernel of
-    it. fp32 inside whatever the format. Columns from `vocab_size` on only pad the vocabulary: they take no
-    part and have no gradient.
+    Columns from `vocab_size` on only pad the vocabulary: they take no part and have no gradient. The others
+    become C · tanh(logits / C) with a `cap` C (Gemma 2). In training the z-loss, `z_coeff` times the mean of
+    log² of the softmax's denominators (PaLM, 5), is added to the mean cross-entropy.
     """
-    logits[:, vocab_size:] = -math.inf
-    log_softmax = torch.log_softmax(logits.to(wide(logits.dtype)), dim=1)  # (C, V)
+
+    vocab_size: int
+    cap: float | None = None
+    z_coeff: float = 0.0
+
+
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits with a soft cap, see `Objective`, in their format."""
+    return logits if cap is None else wide_logits(logits, cap).to(logits.dtype)
+
+
+def wide_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """The same in the format of losses."""
+    return logits.to(wide(logits.dtype)) if cap is None else _squashed(logits, cap) * cap
+
+
+def slope(logits: Tensor, cap: float) -> Tensor:
+    """The derivative of `wide_logits`, in the format of losses. It cannot be differentiated."""
+    return _squashed(logits, cap).square_().neg_().add_(1)
+
+
+def _squashed(logits: Tensor, cap: float) -> Tensor:
+    return logits.to(wide(logits.dtype), copy=True).div_(cap).tanh_()
+
+
+def z_terms(log_totals: Tensor, z_coeff: float) -> tuple[Tensor, Tensor]:
+    """The z-loss of each token, and its derivative by the logarithm of the softmax's denominator."""
+    return z_coeff * log_totals * log_totals, 2 * z_coeff * log_totals
+
+
+def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+    """The sum of the losses of logits (C, V), whose place their gradient times `unit` takes.
+
+    That is the sum of cross-entropies (), with a z-loss the sums of both (2,). All of a chunk that is not a
+    product, and nothing but its arguments: torch.compile can make one kernel of it. fp32 inside whatever the
+    format.
+    """
+    cap, z_coeff = objective.cap, objective.z_coeff
+    log_softmax = _log_softmax(logits, objective)  # (C, V)
     counted = (targets != IGNORED)[:, None]  # (C, 1)
     place = targets.clamp(min=0)[:, None]
     likelihood = log_softmax.gather(1, place)  # (C, 1)
@@ -46,26 +83,44 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tens
     scale = unit(logits.dtype)
     if scale != 1:
         log_softmax.add_(math.log(scale))
-    torch.exp(log_softmax, out=logits)
-    logits.scatter_(1, place, (scale * torch.expm1(likelihood)).to(logits.dtype))  # softmax less one
-    logits.mul_(counted)
+    of_target = scale * torch.expm1(likelihood)  # softmax less one
+    if cap is None and z_coeff == 0:
+        torch.exp(log_softmax, out=logits)
+        logits.scatter_(1, place, of_target.to(logits.dtype))
+        logits.mul_(counted)
+        return loss
+    gradient = log_softmax.exp_()
+    if z_coeff != 0:
+        log_total = wide_logits(logits.gather(1, place), cap) - likelihood  # (C, 1)
+        z_loss, more = z_terms(log_total, z_coeff)
+        loss = torch.stack((loss, torch.where(counted, z_loss, 0.0).sum()))
+        of_target += scale * more * torch.exp(likelihood)
+        gradient.mul_(1 + more)
+    gradient.scatter_(1, place, of_target).mul_(counted)
+    logits.copy_(gradient if cap is None else gradient.mul_(slope(logits, cap)))
     return loss
+
+
+def _log_softmax(logits: Tensor, objective: Objective) -> Tensor:
+    used = wide_logits(logits, objective.cap)
+    used[:, objective.vocab_size :] = -math.inf
+    return torch.log_softmax(used, dim=1)
 
 
 def logits_to_codes(
     logits: Tensor,
     targets: Tensor,
-    vocab_size: int,
+    objective: Objective,
     rows: Tensor,
     columns: Tensor,
-    to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient,
+    to_gradient: Callable[[Tensor, Tensor, Objective], Tensor] = logits_to_gradient,
 ) -> Tensor:
     """The same sum; the gradient times CODE_UNIT is written as E5M2 codes, to rows (C, V) and columns (V, C).
 
     The logits are lost.
     """
     exact = logits.float()
-    total = to_gradient(exact, targets, vocab_size)
+    total = to_gradient(exact, targets, objective)
     rows.copy_(exact.mul_(CODE_UNIT))
     columns.copy_(rows.t())
     return total
@@ -77,9 +132,9 @@ def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(total, factor.view(1, 1), out=out)  # with dims, or a 16-bit product would round it
 
 
-def cross_entropies(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+def cross_entropies(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
     """The sum of the cross-entropies of logits (C, V), where no gradient is wanted."""
-    used = logits[:, :vocab_size].to(wide(logits.dtype))
+    used = wide_logits(logits[:, : objective.vocab_size], objective.cap)
     return F.cross_entropy(used, targets, ignore_index=IGNORED, reduction="sum")
 
 
@@ -87,11 +142,11 @@ def cross_entropies(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 class LossKernels:
     """The parts of the loss that are not matrix products, as functions of their arguments alone."""
 
-    to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient
+    to_gradient: Callable[[Tensor, Tensor, Objective], Tensor] = logits_to_gradient
     scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor] = scaled
     lean: bool = False  # whether `to_gradient` makes no fp32 logits
-    loss: Callable[[Tensor, Tensor, int], Tensor] = cross_entropies
-    to_codes: Callable[[Tensor, Tensor, int, Tensor, Tensor], Tensor] = logits_to_codes
+    loss: Callable[[Tensor, Tensor, Objective], Tensor] = cross_entropies
+    to_codes: Callable[[Tensor, Tensor, Objective, Tensor, Tensor], Tensor] = logits_to_codes
 
 
 PLAIN = LossKernels()
@@ -101,20 +156,23 @@ def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
-    vocab_size: int,
+    objective: Objective,
     *,
     chunk_bytes: int | None = None,
     passes: LossKernels = PLAIN,
 ) -> Tensor:
-    """F.cross_entropy(F.linear(x, weight)[:, :vocab_size].float(), targets), a mean in fp32.
+    """F.cross_entropy(F.linear(x, weight)[:, :vocab_size].float(), targets), the `objective` in fp32.
 
     x (N, D) and weight (V, D) are of one format, targets (N) ids or IGNORED: the mean is over the others, and
     0 where there are none. float64 stays float64. The result can be differentiated once. A chunk is as many
     tokens as have `chunk_bytes` of fp32 logits, by default `default_chunk_bytes`.
+
+    Where gradients are wanted, an objective with a z-loss has both losses (2,) as its result. The gradient of
+    the first one is that of their sum then, so that what is reported stays the cross-entropy.
     """
     entries, width = weight.shape
     chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, x.element_size(), lean=passes.lean)
-    arguments = x, weight, targets, vocab_size, chunk_bytes, passes
+    arguments = x, weight, targets, objective, chunk_bytes, passes
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(*arguments)
     return _loss_alone(*arguments)
@@ -152,17 +210,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def unit(dtype: torch.dtype) -> float:
-    """Return the stored value of a gradient of 1: fp16 could not hold small ones, and none is above 1."""
+    """Return the stored value of a gradient of 1: fp16 could not hold small ones.
+
+    None is above 1, or with a z-loss above 1 + 2 · z_coeff · log of the denominator; there is room for 1.99.
+    """
     return 2.0**15 if dtype == torch.float16 else 1.0
 
 
 def _loss_alone(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_bytes: int, passes: LossKernels
+    x: Tensor, weight: Tensor, targets: Tensor, objective: Objective, chunk_bytes: int, passes: LossKernels
 ) -> Tensor:
     total, counted = zero_loss(x), number_counted(targets)
     rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
     for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
-        total += passes.loss(F.linear(part, weight), wanted, vocab_size)
+        total += passes.loss(F.linear(part, weight), wanted, objective)
     return total / counted
 
 
@@ -173,11 +234,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        vocab_size: int,
+        objective: Objective,
         chunk_bytes: int,
         passes: LossKernels,
     ) -> Tensor:
-        total, counted = zero_loss(x), number_counted(targets)
+        total, counted = zero_loss(x, objective), number_counted(targets)
         rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
         tokens, width = x.shape
         ctx.keeps, ctx.rows, ctx.scaled = keeps_gradient(tokens, width, x.element_size()), rows, passes.scaled
@@ -186,13 +247,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient = x.new_empty(_sizes(x, weight))  # (N, V)
             for (part, wanted), logits in zip(chunks, gradient.split(rows), strict=True):
                 torch.mm(part, weight.T, out=logits)
-                total += passes.to_gradient(logits, wanted, vocab_size)
+                total += passes.to_gradient(logits, wanted, objective)
             ctx.save_for_backward(counted, x, weight, gradient)
             return total / counted
         sums = _Sums(x, weight, ctx.needs_input_grad)
         for index, (part, wanted) in enumerate(chunks):
             logits = torch.mm(part, weight.T)  # (C, V)
-            total += passes.to_gradient(logits, wanted, vocab_size)
+            total += passes.to_gradient(logits, wanted, objective)
             sums.add(index * rows, logits, part, weight)
             del logits  # before there are those of the next chunk
         ctx.formats = x.dtype, weight.dtype
@@ -201,7 +262,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_losses: Tensor) -> tuple[Tensor | None, ...]:
+        of_loss = of_cross_entropy(of_losses)
         if not ctx.keeps:
             counted, *sums = ctx.saved_tensors
             of_sums = [
@@ -259,9 +321,15 @@ def times(x: Tensor, factor: Tensor) -> Tensor:
     return torch.mul(x, factor.view(1, 1), out=torch.empty_like(x))
 
 
-def zero_loss(x: Tensor) -> Tensor:
-    """The sum of no cross-entropies of logits in the format of x."""
-    return torch.zeros((), dtype=wide(x.dtype), device=x.device)
+def zero_loss(x: Tensor, objective: Objective | None = None) -> Tensor:
+    """The sum of no losses of logits in the format of x; without an objective, of cross-entropies alone."""
+    shape = () if objective is None or objective.z_coeff == 0 else (2,)
+    return torch.zeros(shape, dtype=wide(x.dtype), device=x.device)
+
+
+def of_cross_entropy(of_losses: Tensor) -> Tensor:
+    """The gradient () of the first of the losses, () or (2,), whose own gradient is that of their sum."""
+    return of_losses if of_losses.dim() == 0 else of_losses[0]
 
 
 def number_counted(targets: Tensor) -> Tensor:

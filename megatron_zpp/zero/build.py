@@ -268,6 +268,7 @@ def build_communication(
     share: TensorShare,
     coded: Collection[str],
     decoupled: Collection[str],
+    rate_factors: Mapping[str, float],
     matrices: Mapping[str, tuple[int, ...]],
     inside_nodes: Collection[str],
     operations: Operations | None,
@@ -276,11 +277,11 @@ def build_communication(
 ) -> Communication:
     """What the weights and gradients of modules in forward order travel through; every rank must call it.
 
-    `share`: how tensor ranks share the model; `coded`, `decoupled` and `matrices` as in `layouts_of`.
+    `share`: how tensor ranks share the model; `coded` to `matrices` as in `layouts_of`.
     """
     units = distinct(modules)
     block = max(config.zero.largest_block, share.block)
-    layouts = layouts_of(units, mesh, block, share.splits, coded, decoupled, matrices)
+    layouts = layouts_of(units, mesh, block, share.splits, coded, decoupled, rate_factors, matrices)
     plan = plan_communication(
         config.zero,
         mesh,
@@ -316,15 +317,17 @@ def layouts_of(
     splits: Mapping[str, Split] = MappingProxyType({}),
     coded: Collection[str] = (),
     decoupled: Collection[str] = (),
+    rate_factors: Mapping[str, float] = MappingProxyType({}),
     matrices: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[Layout]:
     """The layout of each module's parameters in its unit's flat buffer.
 
     `block`: elements of the largest quantisation block of the run; no two parameters share a block.
     `splits`: how tensor ranks share parameters; modules have one rank's parts. `coded`: the parameters that
-    are held as codes, first in their units. `decoupled`: those with the second learning rate. `matrices`:
-    those that Muon trains, and the rows of each matrix in them. A module with some rows of a table says
-    which, as `block_rows`, and how many rows the table has, as `table_entries`.
+    are held as codes, first in their units. `decoupled`: those with the second learning rate.
+    `rate_factors`: of learning rate and epsilon, where they are not 1. `matrices`: those that Muon trains,
+    and the rows of each matrix in them. A module with some rows of a table says which, as `block_rows`, and
+    how many rows the table has, as `table_entries`.
     """
     layouts = []
     for unit, module in modules:
@@ -345,6 +348,7 @@ def layouts_of(
                     rows=rows,
                     decays=_decays(parameter),
                     decoupled=name in decoupled,
+                    rate_factor=rate_factors.get(name, 1.0),
                     coded=name in coded,
                     matrices=matrices.get(name, ()),
                 )

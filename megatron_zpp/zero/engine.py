@@ -70,11 +70,12 @@ class ZeroEngine:
     parameters then. `rule` is the arithmetic of another optimizer than AdamW. `operations` has the kernels
     for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say` gets a line if
     copy engines were tried and cannot be used, and on rank 0 one that names the buffers which `initialize`
-    filled. Parameters whose names are `decoupled` have a learning rate of their own. The units `inside_nodes`
-    are sharded among the ranks of a node alone: each node holds them by itself, so their weights do not cross
-    nodes. With Muon, `matrices` are the parameters that it trains, by name, and the rows of each matrix in
-    them; their units are held inside nodes. `scaling` has the scales of 8-bit products if they follow from
-    earlier steps. `codes` encodes the weights that are held as codes, by these scales.
+    filled. Parameters whose names are `decoupled` have a learning rate of their own; `rate_factors`, by name,
+    multiply learning rate and epsilon of AdamW. With Muon, `matrices` are the parameters that it trains, by
+    name, and the rows of each matrix in them; their units are held inside nodes. The units `inside_nodes` are
+    sharded among the ranks of a node alone: each node holds them by itself, so their weights do not cross
+    nodes. `scaling` has the scales of 8-bit products if they follow from earlier steps. `codes` encodes the
+    weights that are held as codes, by these scales.
 
     Raises ValueError for settings that these ranks cannot obey; api/checks.py refuses models that cannot be
     trained as they are. Passes raise RuntimeError where a parameter is read while its unit is not gathered,
@@ -98,6 +99,7 @@ class ZeroEngine:
         sections: Sections = UNTIMED,
         say: Callable[[str], None] = print,
         decoupled: Collection[str] = (),
+        rate_factors: Mapping[str, float] = MappingProxyType({}),
         matrices: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
         inside_nodes: Collection[str] = (),
         scaling: ProductScaling | None = None,
@@ -120,6 +122,7 @@ class ZeroEngine:
             share=share,
             coded=() if codes is None else codes.names,
             decoupled=decoupled,
+            rate_factors=rate_factors,
             matrices=matrices,
             inside_nodes=inside_nodes,
             operations=operations,

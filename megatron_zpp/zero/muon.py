@@ -17,7 +17,7 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Placement, within
 from megatron_zpp.zero.model_states import MOMENTUM
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize
-from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, Scalars, UpdateRule, whole_unit, zero_states
+from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, RuleOf, Scalars, whole_unit, zero_states
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
 from megatron_zpp.zero.whole_matrices import Held, Matrix, Room, Round, matrices_of, muon_share, rounds
@@ -29,18 +29,18 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
     def __init__(
         self,
         config: OptimizerConfig,
-        rule: UpdateRule[Scalars],
+        rule_of: RuleOf[Scalars],
         units: list[Unit],
         sources: GatherSources,
         mesh: Mesh,
         stream: CommStream,
         dtype: torch.dtype,
     ) -> None:
-        """`rule` changes what is no matrix. `stream` is among the ranks of a node; `dtype`: of matmuls."""
-        super().__init__(rule, units, sources)
+        """`rule_of`: of what is no matrix. `stream`: among the ranks of a node. `dtype`: of matmuls."""
+        super().__init__(rule_of, units, sources)
         self._config, self._stream, self._dtype = config, stream, dtype
         self._coefficients = coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
-        self.state_names = (MOMENTUM, *rule.state_names)
+        self.state_names = (MOMENTUM, *self.state_names)
         every = [matrices_of(index, unit.layout) for index, unit in enumerate(units)]
         held = {index: Held(unit.layout, unit.plan.axes) for index, unit in enumerate(units) if every[index]}
         works = rounds(every, len(mesh.ranks(*mesh.inside_node)))

@@ -4,8 +4,8 @@ An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer
 `UpdateRule`; an optimizer that looks at more than one element, as Muon does at matrices, is an Optimizer.
 """
 
-from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class Optimizer(Protocol):
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """Begin a step on gradients / `divisor` (), in which nothing changes if `found_inf` () is 1.
 
-        `rates` are the learning rates of all parameters but the decoupled ones, and of these.
+        `rates` are the learning rates of all parameters but the decoupled ones, and of these, before
+        factors.
         """
 
     def update(self, index: int) -> None:
@@ -76,21 +77,27 @@ class UpdateRule(Protocol[Scalars]):
         """
 
 
+RuleOf: TypeAlias = Callable[[float], UpdateRule[Scalars]]
+
+
 class _Steps(Generic[Scalars]):
     """A step of each unit by an elementwise rule: a loop over the runs of one learning rate in its shard."""
 
-    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit], sources: GatherSources) -> None:
-        self._rule, self._units, self._sources = rule, units, sources
+    def __init__(self, rule_of: RuleOf[Scalars], units: list[Unit], sources: GatherSources) -> None:
+        """`rule_of` makes the rule of parameters with a factor of learning rate and epsilon."""
+        self._units, self._sources = units, sources
+        self._rule = rule = rule_of(1.0)
         self.state_names = rule.state_names
         self._changed = [overlap(unit.owned, self.elements(unit, rule.state_names[0])) for unit in units]
         self._runs = [self._runs_of(*each) for each in zip(units, self._changed, strict=True)]
-        self._rates = 2 if any(run.decoupled for runs in self._runs for run in runs) else 1
+        groups = {run.group for runs in self._runs for run in runs}
+        self._rules = {group: rule_of(group.factor) for group in groups}
         self.states = [
             zero_states(unit, rule.state_names, changed)
             for unit, changed in zip(units, self._changed, strict=True)
         ]
         self.steps = torch.zeros((), device=units[0].master.device)
-        self._scalars: list[Scalars] = []  # of the present step, by learning rate; none if it is skipped
+        self._scalars: dict[_Group, Scalars] = {}  # of the present step; none if it is skipped
 
     def elements(self, unit: Unit, name: str) -> range:
         """See Optimizer.elements."""
@@ -103,19 +110,22 @@ class _Steps(Generic[Scalars]):
     def _runs_of(self, unit: Unit, changed: range) -> list["_Run"]:
         """The runs of a part of this rank's shard; a gap belongs to the run before it."""
         first = changed.start - unit.owned.start
-        starts: list[tuple[int, bool, bool]] = []
+        starts: list[tuple[int, _Group | None]] = []
         for piece in unit.layout.pieces_in(changed):
-            kind = piece.placement.decoupled, self._changes(piece.placement)
-            if not starts or starts[-1][1:] != kind:
-                starts.append((piece.at.start - unit.owned.start if starts else first, *kind))
-        starts = starts or [(first, False, True)]  # padding alone
-        stops = [start for start, _, _ in starts[1:]] + [first + len(changed)]
-        found = zip(starts, stops, strict=False)
-        return [_Run(range(start, stop), second) for (start, second, ours), stop in found if ours]
+            group = _Group(piece.placement.decoupled, piece.placement.rate_factor)
+            changes = group if self._changes(piece.placement) else None
+            if not starts or starts[-1][1] != changes:
+                starts.append((piece.at.start - unit.owned.start if starts else first, changes))
+        starts = starts or [(first, _Group(decoupled=False, factor=1.0))]  # padding alone
+        stops = [start for start, _ in starts[1:]] + [first + len(changed)]
+        runs = zip(starts, stops, strict=True)
+        return [_Run(range(start, stop), group) for (start, group), stop in runs if group is not None]
 
     def _compute_scalars(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
-        used = rates[: self._rates]
-        self._scalars = [self._rule.scalars(self.steps, rate, divisor, found_inf) for rate in used]
+        self._scalars = {
+            group: rule.scalars(self.steps, rates[group.decoupled] * group.factor, divisor, found_inf)
+            for group, rule in self._rules.items()
+        }
 
     def _change(self, index: int, gradients: Sequence[GradSegment], source: Tensor | None) -> None:
         """Change the master weights and states of unit `index`; write what is gathered to `source`, if given.
@@ -137,7 +147,7 @@ class _Steps(Generic[Scalars]):
                     whole if whole is None or is_message else part.of(whole),
                     min(max(unit.decayed - part.start, 0), len(flat)),
                 )
-                self._rule.step(shard, flat, self._scalars[run.decoupled])
+                self._rules[run.group].step(shard, flat, self._scalars[run.group])
         if source is not None and whole is None:
             self._sources.write(unit, source)
 
@@ -145,9 +155,9 @@ class _Steps(Generic[Scalars]):
 class DeviceOptimizer(_Steps[Scalars]):
     """Steps on the device of the gradients, and never waits for it."""
 
-    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit], sources: GatherSources) -> None:
-        super().__init__(rule, units, sources)
-        self.accepts_16bit_gradients = rule.accepts_16bit_gradients
+    def __init__(self, rule_of: RuleOf[Scalars], units: list[Unit], sources: GatherSources) -> None:
+        super().__init__(rule_of, units, sources)
+        self.accepts_16bit_gradients = self._rule.accepts_16bit_gradients
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """See Optimizer.begin_step."""
@@ -172,8 +182,8 @@ class OffloadedOptimizer(_Steps[Scalars]):
 
     accepts_16bit_gradients = False
 
-    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit], sources: GatherSources) -> None:
-        super().__init__(rule, units, sources)
+    def __init__(self, rule_of: RuleOf[Scalars], units: list[Unit], sources: GatherSources) -> None:
+        super().__init__(rule_of, units, sources)
         self._stream = torch.cuda.Stream(units[0].gather_source.device)
         self._gradients = [_pinned_like(unit.master) for unit in units]
         self._gather_sources = [
@@ -189,7 +199,7 @@ class OffloadedOptimizer(_Steps[Scalars]):
             for unit, gradient in zip(self._units, self._gradients, strict=True)
         ]
         divisor, found_inf = divisor.cpu(), found_inf.cpu()
-        self._scalars = []
+        self._scalars = {}
         if not found_inf.item():
             self.steps += 1
             self._compute_scalars(rates, divisor, found_inf)
@@ -214,11 +224,18 @@ class OffloadedOptimizer(_Steps[Scalars]):
             return self._stream.record_event()
 
 
+class _Group(NamedTuple):
+    """Parameters of one learning rate: the second if `decoupled`, times a factor, which epsilon has too."""
+
+    decoupled: bool
+    factor: float
+
+
 class _Run(NamedTuple):
-    """Elements of this rank's shard of a unit that have the same learning rate, the second if `decoupled`."""
+    """Elements of this rank's shard of a unit that are of one group."""
 
     elements: range
-    decoupled: bool
+    group: _Group
 
 
 def whole_unit(unit: Unit, name: str) -> range:

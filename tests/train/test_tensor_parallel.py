@@ -87,15 +87,16 @@ def trained(ranks: int, file: Path, *flags: str) -> tuple[list[dict[str, Any]], 
 def test_a_run_learns_what_one_rank_does(stage: str, tmp_path: Path) -> None:
     """Same samples in the same order, with data ranks beside tensor ranks.
 
-    Norms of weights and weighted losses count replicated parameters once; so does a second learning rate.
+    Norms of weights and weighted losses count replicated parameters once; so do further learning rates.
     """
     flags = "--position-embedding-type rope --swiglu --log-params-norm --decoupled-lr 2e-3".split()
-    flags += ["--calculate-per-token-loss", "--eod-mask-loss"]  # losses have weights with both
+    flags += "--use-mup --mup-base-hidden-size 16 --calculate-per-token-loss --eod-mask-loss".split()
     shared = ["--tensor-model-parallel-size", "2", "--zero-stage", stage]
+    flags += ["--final-logit-softcapping", "2", "--z-loss-coeff", "0.01"]
     alone, _ = trained(1, tmp_path / "1", *flags)
     four, said = trained(4, tmp_path / "4", *flags, *shared)
     assert "2 data ranks × 2 tensor ranks" in said
-    for key in ("lm_loss", "grad_norm", "params_norm"):
+    for key in ("lm_loss", "z_loss", "grad_norm", "params_norm"):
         assert of(four, key) == pytest.approx(of(alone, key), rel=1e-6), key
 
 

@@ -86,6 +86,7 @@ def engine_of(
         fused_backend=fused_backend,
         share=share,
         decoupled=decoupled,
+        rate_factors=model.rate_factors(),
         inside_nodes=inside_nodes,
         rule=rule,
         matrices=matrices,

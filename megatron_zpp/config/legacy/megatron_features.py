@@ -35,7 +35,7 @@ _REASONS = {
     "not supported: prediction of several tokens": "--mtp-*",
     "not supported: gated activations other than --swiglu": """--quick-geglu --glu-activation
         --activation-func-clamp-value""",
-    "not supported: muP": "--use-mup --mup --mup-*",
+    "use --use-mup": "--mup",
     "not supported: products below 8 bits": "--fp4-* --kitchen-*",
     OPTIMIZERS: "--sgd-* --lion-* --soap-* --adaptive-muon-*",
     "not supported: reinforcement learning and instruction tuning": """--perform-rl-* --rl-* --grpo-*

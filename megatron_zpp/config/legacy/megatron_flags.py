@@ -44,6 +44,8 @@ RENAMED_TODAY = (
         for name in ("--no-pad-vocab-size", "--disable-pad-vocab-size")
     ),
     renamed("--encoder-num-layers", "model.num_layers", int),
+    renamed("--mup-embedding-mult", "model.embedding_multiplier", float),
+    renamed("--mup-output-mult", "model.logits_multiplier", float),
 )
 
 ONLY_TODAY = (
@@ -99,6 +101,7 @@ _IDLE = {
         --cross-entropy-fusion-impl:str""",
     "the same seed and number of ranks give the same bits": "--deterministic-mode",
     "the layer's own gradients are kept or sent as they are made": "--delay-wgrad-compute",
+    "--hidden-size / --mup-base-hidden-size says it": "--mup-width-mult:float",
     "parameters are made on the meta device, then sharded": "--init-model-with-meta-device",
     "no part is experimental": "--enable-experimental",
     "the results are the same": "--use-grouped-gemm-for-dense-mlp",

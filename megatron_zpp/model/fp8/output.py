@@ -16,8 +16,9 @@ A part has at most 8 · D tokens, so that its codes have at most twice the bytes
 The gradient of the logits has a constant scale, `CODE_UNIT`, and no history. It is softmax less one at the
 target: between -1 and 1 before the factor of the loss, which the products' fp32 scales take. With 2^15 for 1,
 E5M2 keeps its three significant bits down to 2^-29 and rounds numbers below 2^-32 to zero, so that V · 2^-32
-of a token's probabilities are lost at most: 2^-15 of 128 thousand entries. E4M3 has one more bit, but its
-normal numbers end at 2^-14 of 1, and the entries of a new model are all near 1 / V.
+of a token's probabilities are lost at most: 2^-15 of 128 thousand entries. Up to 1.75 has room: a z-loss
+multiplies softmax by a little more than 1. E4M3 has one more bit, but its normal numbers end at 2^-14 of 1,
+and the entries of a new model are all near 1 / V.
 """
 
 from collections.abc import Iterator
@@ -34,9 +35,11 @@ from megatron_zpp.model.loss import (
     CODE_UNIT,
     PLAIN,
     LossKernels,
+    Objective,
     chunk_rows,
     default_chunk_bytes,
     number_counted,
+    of_cross_entropy,
     times,
     zero_loss,
 )
@@ -57,7 +60,7 @@ class OutputProduct(DelayedProduct):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        vocab_size: int,
+        objective: Objective,
         *,
         chunk_bytes: int | None = None,
         passes: LossKernels = PLAIN,
@@ -65,7 +68,7 @@ class OutputProduct(DelayedProduct):
         """As loss.linear_cross_entropy, of x (N, D), weight (V, D) in fp32 or bf16 and targets (N)."""
         entries, width = weight.shape
         chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, x.element_size(), lean=passes.lean)
-        layer = _Layer(targets, vocab_size, chunk_bytes, self.factors, self.maxima, self.cast, passes)
+        layer = _Layer(targets, objective, chunk_bytes, self.factors, self.maxima, self.cast, passes)
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return _CodedCrossEntropy.apply(x, weight, layer)
         return _loss_alone(x, weight, layer)
@@ -86,7 +89,7 @@ class _Layer(NamedTuple):
     """Everything but hidden states and table."""
 
     targets: Tensor  # (N)
-    vocab_size: int
+    objective: Objective
     chunk_bytes: int
     factors: Tensor | None  # see model/fp8/cast.py
     maxima: Tensor
@@ -111,14 +114,14 @@ def _loss_alone(x: Tensor, weight: Tensor, layer: _Layer) -> Tensor:
     codes, table = layer.coded(x, INPUT, columns=False), layer.coded(weight, WEIGHT, columns=False)
     for part in _slices(len(x), coded_chunk_rows(len(x), len(weight), layer.chunk_bytes)):
         logits = _logits(codes, table, part, x.dtype)
-        total += layer.passes.loss(logits, targets[part], layer.vocab_size)
+        total += layer.passes.loss(logits, targets[part], layer.objective)
     return total / number_counted(targets)
 
 
 class _CodedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Layer) -> Tensor:
-        total, counted = zero_loss(x), number_counted(layer.targets)
+        total, counted = zero_loss(x, layer.objective), number_counted(layer.targets)
         table = layer.coded(weight, WEIGHT, columns=True)
         of_x, back = torch.empty_like(x), table.scale.new_full((1,), 1 / CODE_UNIT)
         rows = part_rows(*x.shape)
@@ -138,9 +141,9 @@ class _CodedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_losses: Tensor) -> tuple[Tensor | None, ...]:
         counted, of_x, *kept = ctx.saved_tensors
-        factor, wanted = of_loss / counted, ctx.needs_input_grad
+        factor, wanted = of_cross_entropy(of_losses) / counted, ctx.needs_input_grad
         of_weight = None
         if wanted[1] and ctx.sums:
             of_weight = ctx.scaled(kept[0], factor, ctx.format)
@@ -156,14 +159,14 @@ def _gradient(
     """The codes of the gradient of a part's logits, by columns (V, P).
 
     `of_x` (P, D) becomes the gradient of the part's hidden states before the factor of the loss, and `total`
-    () grows by the cross-entropies.
+    grows by the losses.
     """
     (tokens, _), entries, targets = of_x.shape, len(table.rows), layer.targets[part]
     columns = codes.rows.new_empty((entries, tokens), dtype=FORMATS[GRADIENT])
     for chunk in _slices(tokens, coded_chunk_rows(tokens, entries, layer.chunk_bytes)):
         logits = _logits(codes, table, chunk, of_x.dtype)  # (C, V)
         rows = columns.new_empty(logits.shape)
-        total += layer.passes.to_codes(logits, targets[chunk], layer.vocab_size, rows, columns[:, chunk])
+        total += layer.passes.to_codes(logits, targets[chunk], layer.objective, rows, columns[:, chunk])
         del logits
         of_x[chunk] = multiply(rows, table.columns.t(), back, table.scale, of_x.dtype)
         del rows  # before there are those of the next chunk

@@ -51,6 +51,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
             group=group,
             overlapped=overlapped,
         )
+    model.head.objective = model.head.objective._replace(z_coeff=config.training.z_loss_coeff)
     scaling = matmuls.scaling(model)
     codes = matmuls.weight_codes(scaling)
     if device.compiles:
@@ -78,6 +79,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         sections=TimedSections(device.device) if config.timing.level else UNTIMED,
         say=device.say,
         decoupled=decoupled,
+        rate_factors=model.rate_factors(),
         matrices=matrices,
         scaling=scaling,
         codes=codes,
