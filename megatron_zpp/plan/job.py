@@ -128,7 +128,7 @@ class Job:
     def layouts(self) -> list[Layout]:
         """The layouts of the units, in forward order."""
         splits, matrices = splits_of(self.units), trained_matrices(self.model, self.optimizer)
-        return layouts_of(distinct(self.units), self.mesh, self.block, splits, self.coded, (), matrices)
+        return layouts_of(distinct(self.units), self.mesh, self.block, splits, self.coded, matrices=matrices)
 
     @cached_property
     def muon(self) -> MuonShare:
