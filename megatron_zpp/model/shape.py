@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -64,3 +65,18 @@ def layer_shape(config: ModelConfig) -> LayerShape:
         norms=(hidden,) * (4 if config.norm_placement == "both" else 2),
         head_norms=head_norms,
     )
+
+
+def trained_matrices(config: ModelConfig, optimizer: OptimizerConfig) -> dict[str, tuple[int, ...]]:
+    """What Muon trains: the weights of layers' linear maps by name, and the rows of each matrix in them."""
+    if optimizer.optimizer != "muon":
+        return {}
+    shape, split_qkv = layer_shape(config), not optimizer.muon_no_split_qkv
+    rows = {
+        "attention.qkv": shape.qkv.runs if split_qkv else (shape.qkv.outputs,),
+        "attention.output": (shape.output.outputs,),
+        "mlp.input": (shape.mlp_input.outputs,),
+        "mlp.output": (shape.mlp_output.outputs,),
+    }
+    layers = range(config.num_layers)
+    return {f"layers.{layer}.{name}.weight": runs for layer in layers for name, runs in rows.items()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.exchange.segments import GradSegment, segments_inside
+from megatron_zpp.placement import Placement, overlap
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
 
@@ -25,9 +26,12 @@ class Optimizer(Protocol):
     """
 
     state_names: tuple[str, ...]
-    states: list[dict[str, Tensor]]  # by unit and name; each fp32 and as large as the unit's `master`
+    states: list[dict[str, Tensor]]  # by unit and name; each fp32, of this rank's part of `elements`
     steps: Tensor  # (); steps taken so far, skipped ones not included
     accepts_16bit_gradients: bool
+
+    def elements(self, unit: Unit, name: str) -> range:
+        """The elements of a unit's buffer that have the state `name` on some rank."""
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """Begin a step on gradients / `divisor` (), in which nothing changes if `found_inf` () is 1.
@@ -82,14 +86,40 @@ class _Steps(Generic[Scalars]):
     def __init__(self, rule_of: RuleOf[Scalars], units: list[Unit], sources: GatherSources) -> None:
         """`rule_of` makes the rule of parameters with a factor of learning rate and epsilon."""
         self._units, self._sources = units, sources
-        self._runs = [_runs_of(unit) for unit in units]
-        groups = {run.group for runs in self._runs for run in runs}
-        self._rules = {group: rule_of(group.factor) for group in groups}
         self._rule = rule = rule_of(1.0)
         self.state_names = rule.state_names
-        self.states = [zero_states(unit, rule.state_names) for unit in units]
+        self._changed = [overlap(unit.owned, self.elements(unit, rule.state_names[0])) for unit in units]
+        self._runs = [self._runs_of(*each) for each in zip(units, self._changed, strict=True)]
+        groups = {run.group for runs in self._runs for run in runs}
+        self._rules = {group: rule_of(group.factor) for group in groups}
+        self.states = [
+            zero_states(unit, rule.state_names, changed)
+            for unit, changed in zip(units, self._changed, strict=True)
+        ]
         self.steps = torch.zeros((), device=units[0].master.device)
         self._scalars: dict[_Group, Scalars] = {}  # of the present step; none if it is skipped
+
+    def elements(self, unit: Unit, name: str) -> range:
+        """See Optimizer.elements."""
+        return whole_unit(unit, name)
+
+    def _changes(self, placement: Placement) -> bool:
+        """Whether the rule changes a parameter."""
+        return True
+
+    def _runs_of(self, unit: Unit, changed: range) -> list["_Run"]:
+        """The runs of a part of this rank's shard; a gap belongs to the run before it."""
+        first = changed.start - unit.owned.start
+        starts: list[tuple[int, _Group | None]] = []
+        for piece in unit.layout.pieces_in(changed):
+            group = _Group(piece.placement.decoupled, piece.placement.rate_factor)
+            changes = group if self._changes(piece.placement) else None
+            if not starts or starts[-1][1] != changes:
+                starts.append((piece.at.start - unit.owned.start if starts else first, changes))
+        starts = starts or [(first, _Group(decoupled=False, factor=1.0))]  # padding alone
+        stops = [start for start, _ in starts[1:]] + [first + len(changed)]
+        runs = zip(starts, stops, strict=True)
+        return [_Run(range(start, stop), group) for (start, group), stop in runs if group is not None]
 
     def _compute_scalars(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         self._scalars = {
@@ -106,12 +136,14 @@ class _Steps(Generic[Scalars]):
         is_message = source is not None and unit.plan.codes is not None
         by_rule = self._rule.writes_gather_source and not (is_message and len(runs) > 1)
         whole = source if by_rule else None
+        before = self._changed[index].start - unit.owned.start  # elements of the shard without states
         for run in runs:
             for start, flat in segments_inside(gradients, run.elements):
                 part = GradSegment(run.elements.start + start, flat)
+                of_states = GradSegment(part.start - before, flat)
                 shard = ShardSegment(
                     part.of(unit.master),
-                    tuple(part.of(state) for state in self.states[index].values()),
+                    tuple(of_states.of(self.states[index][name]) for name in self._rule.state_names),
                     whole if whole is None or is_message else part.of(whole),
                     min(max(unit.decayed - part.start, 0), len(flat)),
                 )
@@ -206,21 +238,15 @@ class _Run(NamedTuple):
     group: _Group
 
 
-def _runs_of(unit: Unit) -> list[_Run]:
-    """The runs of this rank's shard, which they cover: a gap belongs to the run before it."""
-    starts: list[tuple[int, _Group]] = []
-    for piece in unit.layout.pieces_in(unit.owned):
-        group = _Group(piece.placement.decoupled, piece.placement.rate_factor)
-        if not starts or starts[-1][1] != group:
-            starts.append((piece.at.start - unit.owned.start if starts else 0, group))
-    starts = starts or [(0, _Group(decoupled=False, factor=1.0))]
-    stops = [start for start, _ in starts[1:]] + [len(unit.owned)]
-    return [_Run(range(start, stop), group) for (start, group), stop in zip(starts, stops, strict=True)]
+def whole_unit(unit: Unit, name: str) -> range:
+    """The elements that have a state `name` where all have it."""
+    return range(unit.layout.numel)
 
 
-def zero_states(unit: Unit, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """States of a unit before the first step, by name: each fp32 and as large as its master weights."""
-    return {name: torch.zeros_like(unit.master) for name in names}
+def zero_states(unit: Unit, names: tuple[str, ...], elements: range | None = None) -> dict[str, Tensor]:
+    """States of a unit before the first step, by name: each fp32, of the shard or some `elements`."""
+    numel = len(unit.master) if elements is None else len(elements)
+    return {name: torch.zeros(numel, device=unit.master.device) for name in names}
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ _REASONS = {
         --activation-func-clamp-value""",
     "use --use-mup": "--mup",
     "not supported: products below 8 bits": "--fp4-* --kitchen-*",
-    OPTIMIZERS: "--sgd-* --muon-* --lion-*",
+    OPTIMIZERS: "--sgd-* --lion-* --soap-* --adaptive-muon-*",
     "not supported: reinforcement learning and instruction tuning": """--perform-rl-* --rl-* --grpo-*
         --langrl-* --refit-method --sft*""",
     DISTILLATION: "--logits-save-* --logits-load-*",
