@@ -51,29 +51,6 @@ def test_as_many_samples_as_megatron_lm_asks_for(length, evaluation, expected):
     assert tuple(counts.values()) == expected
 
 
-@pytest.mark.parametrize(("ranks", "consumed"), [(1, 0), (2, 0), (2, 48), (4, 16)])
-def test_ranks_read_what_its_sampler_gives_them(ranks, consumed):
-    """Its sampler collects micro_batch_size × ranks samples and gives each rank a contiguous part."""
-    micro_batch, batch, steps = 2, 16, 3
-    given = {rank: [] for rank in range(ranks)}
-    collected = []
-    for sample in range(consumed, consumed + steps * batch):
-        collected.append(sample)
-        if len(collected) == micro_batch * ranks:
-            for rank in range(ranks):
-                given[rank].append(collected[rank * micro_batch : (rank + 1) * micro_batch])
-            collected = []
-    schedule = BatchSchedule(micro_batch, batch, ranks)
-    for rank in range(ranks):
-        read = []
-        for step in range(steps):
-            begin = consumed + step * batch
-            for index in range(schedule.micro_batches_at(begin)):
-                first, count = schedule.micro_batch(begin, index, rank)
-                read.append(list(range(first, first + count)))
-        assert read == given[rank]
-
-
 @pytest.fixture
 def megatron(corpus: str, tmp_path: Path) -> list[str]:
     """A run in Megatron-LM's order on a blend, several epochs of it."""

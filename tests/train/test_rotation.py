@@ -77,25 +77,6 @@ def test_ranks_resume_from_the_same_checkpoint_of_a_directory_that_rotates(tmp_p
     assert on_ranks(2, resume, str(tmp_path)) == [(6, []), (6, [])]
 
 
-def test_checkpoints_that_are_always_removed_end_the_start_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = small()
-    save(tmp_path, engine, Progress(1, 1), config=config_of().to_json())
-
-    def load(path: Path, *arguments: Any, **named: Any) -> None:
-        path.rename(tmp_path / f"iter_{int(path.name[5:]) + 1:07d}")
-        raise FileNotFoundError(2, "No such file or directory", str(path / "state.json"))
-
-    monkeypatch.setattr(restore, "load_checkpoint", load)
-    config = config_of("--load", str(tmp_path))
-    schedule = RunSchedule.from_config(
-        config.training, config.learning_rate, 1, seq_length=config.model.seq_length
-    )
-    with pytest.raises(ValueError, match="iter_0000020: was removed while it was read, as were 19 before it"):
-        restore.restore(config, engine, TOKENIZER, dist.HashStore(), schedule)
-
-
 def test_arguments_are_those_of_the_newest_of_a_directory_that_rotates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
