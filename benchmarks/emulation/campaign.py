@@ -19,10 +19,11 @@ all of its runs can end in time, so calls end with whole pairs. A result is only
 python benchmarks/convergence.py --emulate --plot RESULT.json   draws the gap of the training loss over a run
 
 --descend tunes optimizers by coordinate descent (emulation/descent.py), without codes, and finds with what
-share of AdamW's tokens Muon has its loss. --tuned takes the best settings that it has found:
+share of AdamW's tokens Muon has its loss. --tuned takes the best settings that it has found, for pairs or as
+the start of the searches of another size:
 
 python benchmarks/convergence.py --emulate --descend adamw muon --text TOKENS --entries 4096 --name tuned_10m
-python benchmarks/convergence.py --emulate --tuned RESULT.json muon --ladder muon --text TOKENS --entries 4096
+python benchmarks/convergence.py --emulate --tuned RESULT.json --ladder muon --text TOKENS --entries 4096
 """
 
 import argparse
@@ -79,7 +80,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shares", nargs="+", type=float, default=[0.5, 0.6, 0.75], help="of the steps, tried with Muon"
     )
-    parser.add_argument("--tuned", nargs=2, metavar=("RESULT", "OPTIMIZER"), help="settings of --descend")
+    parser.add_argument("--tuned", type=Path, metavar="RESULT", help="of --descend")
+    parser.add_argument("--optimizer", choices=list(SEARCHES), default="muon", help="of pairs with --tuned")
     parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
     parser.add_argument("--nodes", type=int, default=2)
@@ -172,6 +174,7 @@ def tune(campaign: PairedRuns, settings: dict[str, Any], options: argparse.Names
         tolerance=options.tolerance / 100,
         seeds=options.pairs,
         shares=options.shares,
+        starts={} if options.tuned is None else tuned_settings(options.tuned),
     )
     done = campaign.finished(lambda name: name.startswith("{"))
     finished = campaign.run_missing(lambda: comparison.wanted(done), done)
@@ -179,6 +182,12 @@ def tune(campaign: PairedRuns, settings: dict[str, Any], options: argparse.Names
     print(json.dumps(figures, indent=1))
     print(f"written to {save_result(options.name, figures, options.output)}")
     return 0 if finished else STOPPED
+
+
+def tuned_settings(result: Path) -> dict[str, dict[str, Any]]:
+    """By optimizer: the best settings of a result of --descend."""
+    figures = json.loads(result.read_text())["figures"]
+    return {optimizer: figures[optimizer]["settings"] for optimizer in SEARCHES if optimizer in figures}
 
 
 def named(settings: dict[str, Any], name: str) -> tuple[dict[str, Any], Rung]:
@@ -202,9 +211,8 @@ def run_settings(options: argparse.Namespace) -> dict[str, Any]:
     attention = "auto" if options.device == "cpu" else "flash" if precision == "bf16" else "math"
     text = {"text": Text.described(options.text)} if options.text else {}
     tuned = {}
-    if options.tuned:
-        result, optimizer = options.tuned
-        tuned = json.loads(Path(result).read_text())["figures"][optimizer]["settings"]
+    if options.tuned and not options.descend:
+        tuned = tuned_settings(options.tuned)[options.optimizer]
     return {
         **text,
         "size": options.size,

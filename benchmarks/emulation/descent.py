@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -62,9 +63,11 @@ class Descent:
         return self.path[-1]
 
 
-def descend(ladders: Sequence[Ladder], loss_of: Callable[[Point], float | None], tolerance: float) -> Descent:
+def descend(
+    ladders: Sequence[Ladder], start: Point, loss_of: Callable[[Point], float | None], tolerance: float
+) -> Descent:
     """Follows a search from its start through all losses that are known; `tolerance` is a share of a loss."""
-    path = [tuple(ladder.start for ladder in ladders)]
+    path = [start]
     strides = [ladder.stride for ladder in ladders]
     while True:
         here = path[-1]
@@ -106,6 +109,16 @@ def _known(loss_of: Callable[[Point], float | None], point: Point) -> float:
     return math.inf if loss is None or math.isnan(loss) else loss
 
 
+def start_of(optimizer: str, settings: Mapping[str, Any] | None) -> Point:
+    """Where a search starts: at `settings` that another one has found, if there are any."""
+    if settings is None:
+        return tuple(ladder.start for ladder in SEARCHES[optimizer].values())
+    values = dict(settings)
+    for group in ("adamw", "muon"):
+        values |= {f"{group}.{leaf}": value for leaf, value in settings.get(group, {}).items()}
+    return tuple(ladder.values.index(values[name]) for name, ladder in SEARCHES[optimizer].items())
+
+
 def name_of(optimizer: str, point: Point, **others: Any) -> str:
     """The name of a run: its settings that differ from the campaign's, as JSON."""
     settings: dict[str, Any] = {optimizer: {}, **others}
@@ -124,9 +137,18 @@ class Comparison:
     """
 
     def __init__(
-        self, optimizers: Sequence[str], *, steps: int, tolerance: float, seeds: int, shares: Sequence[float]
+        self,
+        optimizers: Sequence[str],
+        *,
+        steps: int,
+        tolerance: float,
+        seeds: int,
+        shares: Sequence[float],
+        starts: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        self._optimizers, self._tolerance, self._seeds = optimizers, tolerance, seeds
+        """`starts`: by optimizer, settings that the search begins with."""
+        self._starts = {name: start_of(name, starts.get(name)) for name in optimizers}
+        self._tolerance, self._seeds = tolerance, seeds
         self._steps = {share: round(share * steps) for share in shares}
 
     def wanted(self, done: Runs) -> list[Job]:
@@ -147,10 +169,8 @@ class Comparison:
             return None if run is None else run["loss"]
 
         return {
-            name: descend(
-                list(SEARCHES[name].values()), lambda point, name=name: loss_of(name, point), self._tolerance
-            )
-            for name in self._optimizers
+            name: descend(list(SEARCHES[name].values()), start, partial(loss_of, name), self._tolerance)
+            for name, start in self._starts.items()
         }
 
     def figures(self, done: Runs) -> dict[str, Any]:

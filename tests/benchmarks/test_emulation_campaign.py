@@ -124,14 +124,14 @@ def test_a_descent_goes_over_single_and_joint_steps_to_the_lowest_point() -> Non
 
     known: dict[tuple[int, ...], float] = {}
     rounds = 0
-    while wanted := (found := descend(ladders, known.get, 0.001)).wanted:
+    while wanted := (found := descend(ladders, (2, 1), known.get, 0.001)).wanted:
         assert not set(wanted) & set(known)
         known.update({point: bowl(point) for point in wanted})
         rounds += 1
     assert (found.path[0], found.best) == ((2, 1), (7, 3))
     assert rounds < 10
     assert len(known) < 40  # of 72
-    flat = descend(ladders, lambda point: 5.0 - 0.002 * point[0], 0.001)
+    flat = descend(ladders, (2, 1), lambda point: 5.0 - 0.002 * point[0], 0.001)
     assert flat.path == ((2, 1),)  # two places give less than a thousandth
 
 
@@ -168,7 +168,11 @@ def test_a_campaign_tunes_optimizers_and_compares_their_tokens(
     jobs.clear()
     assert campaign.main(tune) == 0
     assert not jobs
-    pairs = [*arguments, "--tuned", str(path), "muon", "--rungs", "sums4", "--name", "pairs"]
+    pairs = [*arguments, "--tuned", str(path), "--rungs", "sums4", "--name", "pairs"]
     assert campaign.main([*pairs, "--runs-file", str(tmp_path / "pairs.jsonl")]) == 0
     assert json.loads((tmp_path / "pairs.json").read_text())["figures"]["settings"]["lr"] == 8e-3
+    larger = [*tune, "--tuned", str(path), "--steps", "160", "--name", "larger"]
+    assert campaign.main(larger) == 0
+    found = json.loads((tmp_path / "larger.json").read_text())["figures"]["muon"]["path"]
+    assert json.loads(found[0][0])["lr"] == 8e-3
     assert "| sums4 | 1.000 | 2 |" in capsys.readouterr().out
