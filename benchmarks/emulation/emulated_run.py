@@ -202,8 +202,9 @@ class EmulatedRanks:
             self._muon.step(flat.master[matrices], mean, rate, scalars.found_inf)
             scalars = replace(scalars, learning_rate=rate * self._muon.settings.scalar_lr)
         rest = slice(matrices.stop, flat.numel)
-        states = flat.master[rest], gradient[rest], *(moment[rest] for moment in self._moments)
-        self._operations.adamw(*states, None, scalars, decayed=flat.decayed - rest.start)
+        master, first, second = (states[rest] for states in (flat.master, *self._moments))
+        decayed = flat.decayed - rest.start
+        self._operations.adamw(master, gradient[rest], first, second, None, scalars, decayed=decayed)
 
     @torch.no_grad()
     def evaluate(self, held_out: Tensor, size: int) -> float:

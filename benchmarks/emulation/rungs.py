@@ -191,6 +191,7 @@ RUNGS: dict[str, Rung] = {
     # (i) matrices under Muon; everything else is AdamW's, in four bits
     **{f"sums4{name}": replace(SUMS4, gradient_feedback=share) for name, share in FEEDBACKS.items()},
     **{f"four bits{name}": replace(MUON4, gradient_feedback=share) for name, share in FEEDBACKS.items()},
+    "tables in four bits": replace(MUON4, weights="plain", gradients="plain", hop1="plain"),
     "four bits, int8 gradients": replace(MUON4, gradients="int8"),
     "sums4, int8 gradients": replace(SUMS4, gradients="int8"),
 }
