@@ -165,10 +165,10 @@ def gradient_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, *, in_bf16:
     return _live(stages)
 
 
-def sum_route(mesh: Mesh, axes: Sequence[Axis]) -> Route:
+def sum_route(mesh: Mesh, axes: Sequence[Axis], format: Format = torch.float32) -> Route:
     """How the sums of gradients reach ranks that hold the same states, which are cut over `axes` alone."""
     others = [axis for axis in (mesh.node, mesh.local) if axis not in axes]
-    return _live([Stage("gather", (axis,), torch.float32, When.STEP) for axis in others])
+    return _live([Stage("gather", (axis,), format, When.STEP) for axis in others])
 
 
 def as_made(route: Route, dtype: torch.dtype, micro_batches: int) -> Route:
