@@ -189,7 +189,7 @@ def cross_node_sum(
         reduced = Codes(operations, QuantFormat(format, rung.gradient_block), feedback=share)
     else:
         codes = LloydMaxFormat(int(format[-1]), rung.gradient_block)
-        if share or rung.varies_rotation:
+        if travel.varies:
             reduced = varied(codes)
         else:
             reduced = Rotated(operations, codes, flat.runs_of(here), flat.gaps[here], seed)

@@ -22,6 +22,11 @@ class Travel(NamedTuple):
     sums: Sums
     feedback: Feedback
 
+    @property
+    def varies(self) -> bool:
+        """Whether rotated gradients have something that the engine does not have."""
+        return self.feedback != 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
@@ -93,11 +98,6 @@ class Rung:
     def largest_block(self) -> int:
         """Elements of the largest block; parameters begin at its multiples."""
         return max(self.weight_block, self.gradient_block, self.hop1_block, 256)
-
-    @property
-    def varies_rotation(self) -> bool:
-        """Whether rotated gradients have something that the engine does not have."""
-        return self.gradient_feedback != 0
 
     def bytes_per_parameter(self, numels: Mapping[str, int]) -> float:
         """Between nodes per step, with one crossing per step: sent by all nodes / parameters / (nodes - 1).

@@ -14,8 +14,8 @@ import torch
 from benchmarks.corpus.make_tokens import train_bpe
 from benchmarks.emulation.emulated_run import AdamWSettings, EmulatedRanks, RunSettings, train
 from benchmarks.emulation.flat_model import FlatModel
-from benchmarks.emulation.muon import MuonSettings, orthogonalised
-from benchmarks.emulation.rungs import LADDERS, RUNGS, Rung
+from benchmarks.emulation.muon import Muon, MuonSettings, orthogonalised
+from benchmarks.emulation.rungs import LADDERS, RUNGS, Rung, Travel
 from benchmarks.emulation.source import CHUNK, Source
 from benchmarks.emulation.text import Text, coarser
 from megatron_zpp.config.model import ModelConfig
@@ -295,7 +295,7 @@ def test_the_codes_in_plain_torch_are_those_of_the_engines_operations(
     """Rungs with what the engine lacks differ from it in nothing else."""
     found = []
     for varies in (False, True):
-        monkeypatch.setattr(Rung, "varies_rotation", varies)
+        monkeypatch.setattr(Travel, "varies", varies)
         flat = small_flat(RUNGS[name])
         state = emulated_ranks(flat, RUNGS[name])
         for step in range(3):
@@ -364,6 +364,21 @@ def test_singular_values_of_updates_lie_around_one(rows: int, columns: int, dtyp
     x = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(1))
     found = torch.linalg.svdvals(orthogonalised(x, MuonSettings(), dtype))
     assert ((found > 0.65) & (found < 1.25)).all()
+
+
+def test_normuon_gives_rows_one_size_and_matrices_their_norm() -> None:
+    """In a first step; later ones see the rows' running mean squares."""
+    here, found = slice(0, 24 * 64), {}
+    gradient = torch.randn(24, 64, generator=torch.Generator().manual_seed(2)) * torch.arange(1, 25)[:, None]
+    for beta2 in (None, 0.95):
+        settings, master = MuonSettings(beta2=beta2, weight_decay=0.0), torch.zeros(24 * 64)
+        muon = Muon(torch.zeros(24 * 64), {(24, 64): [here]}, settings, torch.float32)
+        muon.step(master, gradient.flatten(), 1.0, torch.zeros(()))
+        found[beta2] = master.view(24, 64)
+    rows = found[0.95].norm(dim=1)
+    assert torch.allclose(rows, rows.mean().expand(24), rtol=1e-4)
+    assert not torch.allclose(found[None].norm(dim=1), rows, rtol=1e-2)
+    assert found[0.95].norm() == pytest.approx(found[None].norm().item(), rel=1e-4)
 
 
 def test_feedback_of_the_momentum_leaves_the_last_loss_alone() -> None:
