@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.positions import OF_ROPE, PositionConfig
 from megatron_zpp.config.shapes.presets import PRESETS
+from megatron_zpp.config.sizes import WIDEST
 from megatron_zpp.config.values.attention_window import (
     FREQUENCY,
     SIZE,
@@ -15,9 +17,6 @@ from megatron_zpp.config.values.attention_window import (
     parse_window,
 )
 
-_WIDEST = 2**20  # more than any model has, so that a typing error is refused before memory is allocated
-
-PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 NormPlacement = Literal["before", "after", "both"]
 Normalization = Literal["LayerNorm", "RMSNorm", "layernorm", "rmsnorm"]
 AttentionBackend = Literal[
@@ -44,54 +43,13 @@ _DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
 }
-_ROPE, _FULL = "--position-embedding-type rope", "--recompute-granularity full"
-_OF_ROPE = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor")
+_FULL = "--recompute-granularity full"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Options):
+class ModelConfig(PositionConfig):
     """model: the shape of the transformer"""
 
-    model_preset: str | None = option(
-        None,
-        "Fill the flags of this section from a published shape; flags that are given override its values. "
-        f"One of {', '.join(PRESETS)}, or the path of a Hugging Face config.json.",
-    )
-    # An `int`, `float` or `str` whose default is None is either filled by `check` or required.
-    num_layers: int = option(None, "Transformer layers.", at_least=1, at_most=10_000)
-    hidden_size: int = option(None, "Width of the residual stream.", at_least=1, at_most=_WIDEST)
-    num_attention_heads: int = option(None, "Attention heads.", at_least=1, at_most=_WIDEST)
-    seq_length: int = option(None, "Tokens per sample.", at_least=1, at_most=2**31 - 1)
-    max_position_embeddings: int = option(
-        None,
-        "Longest text of the model in tokens: with learned positions, the rows of their table; default "
-        "--seq-length.",
-        at_least=1,
-        at_most=2**31 - 1,
-    )
-    ffn_hidden_size: int = option(
-        None,
-        "Inner width of the MLP; default 4 × --hidden-size, with --swiglu two thirds of that in multiples of "
-        "64.",
-        at_least=1,
-        at_most=4 * _WIDEST,
-    )
-    kv_channels: int = option(
-        None,
-        "Width of an attention head; default --hidden-size / --num-attention-heads.",
-        at_least=1,
-        at_most=_WIDEST,
-    )
-    group_query_attention: bool = option(
-        False, "Share each head of keys and values among a group of query heads."
-    )
-    num_query_groups: int = option(
-        None,
-        "Heads of keys and values, with --group-query-attention; default 1. Must divide "
-        "--num-attention-heads.",
-        at_least=1,
-        at_most=_WIDEST,
-    )
     qk_layernorm: bool = option(
         False, "Normalise each head of queries and keys before attention, with --normalization."
     )
@@ -111,45 +69,6 @@ class ModelConfig(Options):
         None,
         "Layers without the window: each N-th one, or a Python list with a 1 (window) or 0 (none) per layer, "
         'such as "([1]*5+[0])*4". Default: all layers have it.',
-    )
-    position_embedding_type: PositionEmbedding = option(
-        None,
-        "How the model knows positions: a learned table, rotary embedding of queries and keys, or not at "
-        "all; default learned_absolute.",
-    )
-    rotary_base: float | None = option(
-        None, "Base of rope's wavelengths; default 10000.", needs=_ROPE, above=1, at_most=1e12
-    )
-    rotary_percent: float | None = option(
-        None, "Share of each head that rope rotates; default 1.", needs=_ROPE, above=0, at_most=1
-    )
-    rotary_base_local: float | None = option(
-        None,
-        "Base of rope's wavelengths in layers with a window (Gemma 3); default --rotary-base.",
-        needs=_ROPE,
-        above=1,
-        at_most=1e12,
-    )
-    rotary_seq_len_interpolation_factor: float | None = option(
-        None,
-        "Divide rope's positions by this, in layers without a window if --rotary-base-local is given.",
-        needs=_ROPE,
-        at_least=1,
-        at_most=1e6,
-    )
-    no_rope_freq: str | None = option(
-        None,
-        "Layers without rope: each N-th one, or a Python list with a 1 (without) or 0 (with rope) per layer, "
-        'such as "([0]*3+[1])*8" (SmolLM3). Default: all layers have it.',
-        needs=_ROPE,
-    )
-    use_rope_scaling: bool = option(False, "Stretch rope's long wavelengths as Llama 3.1 does.", needs=_ROPE)
-    rope_scaling_factor: float | None = option(
-        None,
-        "Factor of the longest wavelengths; default 8.",
-        needs="--use-rope-scaling",
-        at_least=1,
-        at_most=1e6,
     )
     normalization: Normalization = option(
         None,
@@ -173,7 +92,7 @@ class ModelConfig(Options):
         False, "Biases of queries, keys and values in spite of --disable-bias-linear (Qwen2)."
     )
     make_vocab_size_divisible_by: int = option(
-        128, "Pad the vocabulary to a multiple of this.", at_least=1, at_most=_WIDEST
+        128, "Pad the vocabulary to a multiple of this.", at_least=1, at_most=WIDEST
     )
     padded_vocab_size: int | None = option(
         None,
@@ -227,9 +146,9 @@ class ModelConfig(Options):
                 f"must divide --hidden-size {self.hidden_size}, or give --kv-channels",
             )
         self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
-        self._check_groups()
+        self.check_groups()
         self._check_window()
-        self._check_positions()
+        self.check_positions()
 
     @property
     def activation(self) -> str:
@@ -249,18 +168,6 @@ class ModelConfig(Options):
         window, pattern = parse_window(self.window_size), self.window_attn_skip_freq
         windowed = parse_pattern(pattern, self.num_layers) if pattern else (True,) * self.num_layers
         return tuple(window if one else None for one in windowed)
-
-    @property
-    def layers_with_rope(self) -> tuple[bool, ...]:
-        """Whether each layer rotates queries and keys."""
-        if self.position_embedding_type != "rope" or self.no_rope_freq is None:
-            return (self.position_embedding_type == "rope",) * self.num_layers
-        return _layers_with_rope(self.no_rope_freq, self.num_layers)
-
-    @property
-    def rotated_channels(self) -> int:
-        """Channels of each head that rope rotates; 0 for other position embeddings."""
-        return int(self.kv_channels * self.rotary_percent) if self.rotary_percent else 0
 
     def vocabulary(self, entries: int) -> int:
         """Return the rows that take part in the softmax, of a tokenizer with `entries`; at least as many.
@@ -286,21 +193,13 @@ class ModelConfig(Options):
         if self.model_preset not in PRESETS:
             object.__setattr__(self, "model_preset", None)  # a checkpoint must not depend on the file
         if self.position_embedding_type not in (None, values.get("position_embedding_type")):
-            values = {name: value for name, value in values.items() if name not in _OF_ROPE}
+            values = {name: value for name, value in values.items() if name not in OF_ROPE}
         for name, value in values.items():
             self._fill(name, value)
 
     def _inner_width(self) -> int:
         width = 4 * self.hidden_size
         return max(64, int(width * 2 / 3 / 64) * 64) if self.gated else width  # Megatron-LM's rule
-
-    def _check_groups(self) -> None:
-        heads = self.num_attention_heads
-        self._fill("num_query_groups", 1 if self.group_query_attention else heads)
-        if heads % self.num_query_groups:
-            raise self.error("num_query_groups", f"must divide --num-attention-heads {heads}")
-        if self.num_query_groups != heads and not self.group_query_attention:
-            raise self.error("num_query_groups", "needs --group-query-attention")
 
     def _check_window(self) -> None:
         """Give both settings their shortest form, so that equal ones are equal."""
@@ -312,41 +211,6 @@ class ModelConfig(Options):
         size = f"{window - 1},0" if window is not None and any(windowed) else None
         object.__setattr__(self, "window_size", size)
         object.__setattr__(self, "window_attn_skip_freq", describe_pattern(windowed) if size else None)
-
-    def _check_positions(self) -> None:
-        rope = self.position_embedding_type == "rope"
-        if rope:
-            self._fill("rotary_base", 10_000.0)
-            self._fill("rotary_percent", 1.0)
-        if self.use_rope_scaling:
-            self._fill("rope_scaling_factor", 8.0)
-            if self.rotary_seq_len_interpolation_factor is not None:
-                fix = "contradicts --use-rope-scaling; give one"
-                raise self.error("rotary_seq_len_interpolation_factor", fix)
-        if self.rotary_base_local is not None and self.window_size is None:
-            raise self.error("rotary_base_local", "needs --window-size LEFT,0; no layer has a window")
-        if self.no_rope_freq is not None:
-            _layers_with_rope(self.no_rope_freq, self.num_layers)
-        if rope and (self.rotated_channels == 0 or self.rotated_channels % 2):
-            raise self.error(
-                "rotary_percent",
-                f"rotates {self.rotated_channels} of --kv-channels {self.kv_channels}; must be even",
-            )
-        if self.seq_length > self.max_position_embeddings:
-            raise self.error(
-                "seq_length",
-                f"must be at most --max-position-embeddings {self.max_position_embeddings}",
-            )
-
-    def _fill(self, name: str, value: Any) -> None:
-        if getattr(self, name) is None or getattr(self, name) is False:
-            object.__setattr__(self, name, value)  # __post_init__ is running: nobody has seen the old value
-
-
-def _layers_with_rope(pattern: str, layers: int) -> tuple[bool, ...]:
-    """Whether each layer has rope, by --no-rope-freq."""
-    found = parse_pattern(pattern, layers, "--no-rope-freq", ("without rope", "with rope"))
-    return found if pattern.strip().isdecimal() else tuple(not each for each in found)
 
 
 def preset_fields(preset: str) -> Mapping[str, Any]:
