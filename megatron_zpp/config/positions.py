@@ -7,7 +7,7 @@ from megatron_zpp.config.options import option
 from megatron_zpp.config.sizes import SizeConfig
 from megatron_zpp.config.values.attention_window import parse_pattern
 
-PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 OF_ROPE = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor")
 _ROPE = "--position-embedding-type rope"
 
@@ -18,8 +18,8 @@ class PositionConfig(SizeConfig):
 
     position_embedding_type: PositionEmbedding = option(
         None,
-        "How the model knows positions: a learned table, rotary embedding of queries and keys, or not at "
-        "all; default learned_absolute.",
+        "How the model knows positions: a learned table, rotary embedding of queries and keys, scores that "
+        "fall with distance (ALiBi), or not at all; default learned_absolute.",
     )
     rotary_base: float | None = option(
         None, "Base of rope's wavelengths; default 10000.", needs=_ROPE, above=1, at_most=1e12
