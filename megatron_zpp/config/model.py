@@ -120,6 +120,9 @@ class ModelConfig(PositionConfig):
         1.0, "Factor of what attention and MLP add to the residual stream (Granite).", above=0
     )
     logits_multiplier: float = option(1.0, "Factor of the logits (Granite: 1 / logits_scaling).", above=0)
+    final_logit_softcapping: float | None = option(
+        None, "Soft cap C of the logits: C · tanh(logits / C) (Gemma 2); default: none.", above=0
+    )
     init_method_std: float = option(
         None,
         "Standard deviation of initial weights; default 0.02. Divided by √(2 × layers) where a matrix writes "

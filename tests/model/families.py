@@ -111,7 +111,10 @@ FAMILIES = {
             },
         },
     ),
-    "gemma3-full": Family(transformers.Gemma3TextConfig, {"layer_types": ["full_attention"] * 2}),
+    "gemma3-full": Family(
+        transformers.Gemma3TextConfig,
+        {"layer_types": ["full_attention"] * 2, "final_logit_softcapping": 2.0},
+    ),
     "qwen3-window": Family(
         transformers.Qwen3Config,
         {

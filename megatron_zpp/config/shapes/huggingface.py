@@ -45,6 +45,7 @@ _UNUSUAL: dict[str, Any] = {  # fields that few families have, and what the othe
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_multiplier": 1.0,
+    "final_logit_softcapping": None,
     "rotary_base_local": None,
     "rotary_seq_len_interpolation_factor": None,
     "no_rope_freq": None,
@@ -55,6 +56,7 @@ _FREE = {  # of _UNUSUAL, what a family has in config.json
     "olmo2": ("rotary_seq_len_interpolation_factor",),
     "gemma3_text": (
         *("softmax_scale", "embedding_multiplier", "rotary_base_local"),
+        "final_logit_softcapping",
         "rotary_seq_len_interpolation_factor",
     ),
     "smollm3": ("no_rope_freq", "rotary_seq_len_interpolation_factor"),

@@ -97,7 +97,9 @@ def _gemma3_fields(values: _Values) -> dict[str, Any]:
             f"config.json: rope_type {kind} of sliding_attention is not supported; must be default"
         )
     local = positive(values, "rope_local_base_freq", 10_000.0)
+    cap = values.get("final_logit_softcapping")
     return {
+        "final_logit_softcapping": None if cap is None else positive(values, "final_logit_softcapping", cap),
         "embedding_multiplier": math.sqrt(values["hidden_size"]),
         "softmax_scale": positive(values, "query_pre_attn_scalar", 256) ** -0.5,
         "rotary_base_local": positive(rope, "rope_theta", local),
@@ -114,6 +116,7 @@ def _gemma3_values(model: _Values) -> dict[str, Any]:
         "query_pre_attn_scalar": round(scale**-2),
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
         "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": model["final_logit_softcapping"],
     }
 
 
@@ -254,7 +257,6 @@ FAMILIES: dict[str, Family] = {
             "hidden_activation": ("gelu_pytorch_tanh",),
             "attention_bias": (False,),
             "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,),
             "use_bidirectional_attention": (False, None),
         },
         {key: value for key, value in LLAMA_FIXED.items() if key != "swiglu"}

@@ -230,7 +230,7 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             GEMMA3 | {"rope_parameters": {"full_attention": 3}},
             "full_attention of rope is 3; must be an object",
         ),
-        (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+        (GEMMA3 | {"final_logit_softcapping": 0}, "final_logit_softcapping is 0; must be a number above 0"),
         ({"model_type": "gemma2"}, 'model_type is "gemma2"; must be one of gpt2, llama'),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
     ],
