@@ -17,6 +17,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.root import Config, parse_command_line
 from megatron_zpp.config.shapes.huggingface import FAMILIES as CONFIGS
 from megatron_zpp.config.shapes.huggingface import describe_model, huggingface_values
+from megatron_zpp.config.shapes.presets import PRESETS
 from megatron_zpp.config.sources.huggingface import HuggingFaceModel
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.tokenizer.base import describe
@@ -331,10 +332,11 @@ def test_keys_that_are_omitted_have_the_defaults_of_transformers(family: str) ->
     assert bare == shown
 
 
-@pytest.mark.parametrize("preset", ["llama3.2-1b", "llama3.1-8b", "qwen3-1.7b", "smollm2-135m", "mistral-7b"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "hidden_dropout" in PRESETS[name]])
 def test_presets_survive_config_json(preset: str, tmp_path: Path) -> None:
-    """What is exported describes the same model to --model-preset."""
+    """All values of a preset are the model's; what is exported describes the same model to --model-preset."""
     config = ModelConfig(model_preset=preset, seq_length=64)
+    assert vars(config) | PRESETS[preset] | {"seq_length": 64} == vars(config)
     (tmp_path / "config.json").write_text(json.dumps(huggingface_values(vars(config), 100, 0)))
     again = ModelConfig(model_preset=str(tmp_path), seq_length=64)
     assert vars(again) == vars(config) | {"model_preset": None}
