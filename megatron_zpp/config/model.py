@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megatron_zpp.config.options import Options, option, option_error
 from megatron_zpp.config.positions import OF_ROPE, PositionConfig
-from megatron_zpp.config.shapes.presets import PRESETS
+from megatron_zpp.config.shapes.presets import PRESETS, preset_names
 from megatron_zpp.config.sizes import WIDEST
 from megatron_zpp.config.values.attention_window import (
     FREQUENCY,
@@ -39,7 +39,11 @@ REQUIRED_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_lengt
 _DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
+    "norm_placement": "before",
     "norm_epsilon": 1e-5,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_multiplier": 1.0,
     "init_method_std": 0.02,
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
@@ -85,9 +89,9 @@ class ModelConfig(PositionConfig):
         "Megatron-DeepSpeed's names.",
     )
     norm_placement: NormPlacement = option(
-        "before",
+        None,
         "Where attention and MLP have norms: before them, after them, before the residual sum (OLMo 2), or "
-        "both (Gemma).",
+        "both (Gemma); default before.",
     )
     apply_layernorm_1p: bool = option(
         False, "Norms multiply by 1 + their weights, which begin at zero (Gemma)."
@@ -114,12 +118,14 @@ class ModelConfig(PositionConfig):
         False, "Give the output layer separate weights instead of sharing the token embedding's."
     )
     embedding_multiplier: float = option(
-        1.0, "Factor of what the token embedding looks up (Gemma: √(--hidden-size)).", above=0
+        None, "Factor of what the token embedding looks up; default 1 (Gemma: √(--hidden-size)).", above=0
     )
     residual_multiplier: float = option(
-        1.0, "Factor of what attention and MLP add to the residual stream (Granite).", above=0
+        None, "Factor of what attention and MLP add to the residual stream; default 1 (Granite).", above=0
     )
-    logits_multiplier: float = option(1.0, "Factor of the logits (Granite: 1 / logits_scaling).", above=0)
+    logits_multiplier: float = option(
+        None, "Factor of the logits; default 1 (Granite: 1 / logits_scaling).", above=0
+    )
     final_logit_softcapping: float | None = option(
         None, "Soft cap C of the logits: C · tanh(logits / C) (Gemma 2); default: none.", above=0
     )
@@ -143,7 +149,7 @@ class ModelConfig(PositionConfig):
         self._obey_preset()
         for name in REQUIRED_SHAPE:
             if getattr(self, name) is None:
-                raise self.error(name, f"give it, or --model-preset with one of {', '.join(PRESETS)}")
+                raise self.error(name, f"give it, or --model-preset with one of {preset_names()}")
         for name, value in _DEFAULTS.items():
             self._fill(name, value)
         self._fill("max_position_embeddings", self.seq_length)
@@ -251,7 +257,7 @@ def preset_fields(preset: str) -> Mapping[str, Any]:
     if path.is_dir():
         path /= CONFIG
     if not path.exists():
-        raise option_error(flag, preset, f"is neither a file nor a preset; use one of {', '.join(PRESETS)}")
+        raise option_error(flag, preset, f"is neither a file nor a preset; use one of {preset_names()}")
     try:
         described = describe_model(read_json_object(flag, str(path)))
     except ValueError as error:

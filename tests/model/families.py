@@ -75,6 +75,15 @@ FAMILIES = {
     "mistral": Family(transformers.MistralConfig, {"sliding_window": None}),
     "mistral-tied": Family(transformers.MistralConfig, {"sliding_window": None, "tie_word_embeddings": True}),
     "mistral-window": Family(transformers.MistralConfig, {"sliding_window": 9}),
+    "mistral-small": Family(  # whose heads are narrower than --hidden-size / --num-attention-heads
+        transformers.MistralConfig,
+        {"hidden_size": 60, "head_dim": 8, "sliding_window": None, "rope_theta": 1e8},
+    ),
+    "starcoder2": Family(transformers.Starcoder2Config, {"tie_word_embeddings": False}),
+    "starcoder2-window": Family(
+        transformers.Starcoder2Config,
+        {"hidden_size": 120, "sliding_window": 9, "rope_parameters": {"rope_theta": 1e5}},
+    ),
     "qwen2": Family(transformers.Qwen2Config, {}),
     "qwen2-tied": Family(transformers.Qwen2Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen2-window": Family(

@@ -62,6 +62,21 @@ def _granite_values(model: _Values) -> dict[str, Any]:
     }
 
 
+def _starcoder2_fields(values: _Values) -> dict[str, Any]:
+    biased = values.get("use_bias", True)
+    if type(biased) is not bool:
+        raise ValueError(f"config.json: use_bias is {shown(biased)}; must be true or false")
+    return {"disable_bias_linear": not biased}
+
+
+def _starcoder2_values(model: _Values) -> dict[str, Any]:
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": not model["disable_bias_linear"],
+        "embedding_dropout": model["hidden_dropout"],
+    }
+
+
 def _smollm3_fields(values: _Values) -> dict[str, Any]:
     layers, every = values["num_hidden_layers"], int(positive(values, "no_rope_layer_interval", 4)) or 1
     rotated = values.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
@@ -229,6 +244,23 @@ FAMILIES: dict[str, Family] = {
         LLAMA_FIXED
         | _NO_BIAS
         | {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        {key: name for key, name in _LLAMA_KEYS.items() if key != "rms_norm_eps"}
+        | {"norm_epsilon": "norm_epsilon", "residual_dropout": "hidden_dropout"},
+        {key: value for key, value in _LLAMA_DEFAULTS.items() if key != "rms_norm_eps"}
+        | {"norm_epsilon": 1e-5, "initializer_range": 0.018042, "num_key_value_heads": 2}
+        | {"residual_dropout": 0.0, "embedding_dropout": 0.0, "tie_word_embeddings": True},
+        _ANY
+        | {
+            "hidden_act": ("gelu_pytorch_tanh",),
+            "mlp_type": ("default",),
+            "norm_type": ("layer_norm",),
+        },
+        {"position_embedding_type": "rope", "normalization": "LayerNorm"},
+        _starcoder2_fields,
+        _starcoder2_values,
     ),
     "granite": Family(
         "GraniteForCausalLM",
