@@ -107,6 +107,16 @@ FAMILIES = {
     "smollm3": Family(
         transformers.SmolLM3Config, {"hidden_size": 120, "no_rope_layers": [1, 0], "pad_token_id": None}
     ),
+    "gemma2": Family(
+        transformers.Gemma2Config,
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 50,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "pad_token_id": None,
+        },
+    ),
     "gemma3": Family(
         transformers.Gemma3TextConfig,
         {

@@ -73,6 +73,7 @@ def test_import_then_export_returns_every_bit(
         nightly("llama-biased", 2, 3),
         nightly("qwen2", 3, 2),
         nightly("gemma3", 3, 2),
+        nightly("gemma2", 2, 2),
         nightly("starcoder2-window", 3, 2),
         nightly("olmo2", 1, 3),
         nightly("smollm3", 2, 2),
@@ -286,6 +287,9 @@ GEMMA3_FIELDS = describe_model(LLAMA | GEMMA3).fields
             "--embedding-multiplier 3",
         ),
         (GEMMA3_FIELDS | {"softmax_scale": 0.1234}, "--softmax-scale 0.1234"),
+        ({"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),
+        ({"softmax_type": "learnable"}, "--softmax-type learnable"),
+        ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
     ],
 )
 def test_what_transformers_cannot_compute_is_not_exported(changes: dict[str, Any], said: str) -> None:
