@@ -15,6 +15,7 @@ from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import Place
 from tests.model.families import FAMILIES, VOCAB, ours
+from tests.model.variants import SCORES, WINDOWS
 
 TOKENS = torch.randint(VOCAB, (2, 33), generator=torch.Generator().manual_seed(2))
 
@@ -46,12 +47,19 @@ def test_logits_and_gradients_are_transformers(family: str, tmp_path: Path) -> N
     [
         *("llama-tied-scaled", "qwen3", "mistral-window", "qwen2-window", "qwen3-window"),
         *("olmo2", "granite", "smollm3", "gemma2", "gemma3"),
+        "scores",
     ],
 )
 def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path) -> None:
     """Rows have different lengths, and keys are kept for the groups alone."""
-    FAMILIES[family].model().save_pretrained(tmp_path)
-    model = ours(tmp_path)
+    if family == "scores":
+        shape = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "seq_length": 33}
+        model = (
+            GPT(ModelConfig(**shape, **SCORES, **WINDOWS, init_method_std=0.3), VOCAB).initialize(3).eval()
+        )
+    else:
+        FAMILIES[family].model().save_pretrained(tmp_path)
+        model = ours(tmp_path)
     cache = Cache(model, 2)
     first, second = TOKENS.tolist()
     prefill(model, cache, [first[:20], second[:15]])
@@ -86,7 +94,7 @@ VARIANTS = [
     {"disable_bias_linear": True, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True},
     {"norm_placement": "both", "apply_layernorm_1p": True, "geglu": True, "logits_multiplier": 0.5},
     {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},
-    {"position_embedding_type": "alibi", "softmax_type": "learnable", "attn_logit_softcapping": 2.0},
+    SCORES,
 ]
 
 

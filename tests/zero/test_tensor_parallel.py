@@ -42,6 +42,16 @@ LLAMA = replace(
     disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
 )
+SCORES = replace(  # 12 heads, of which ALiBi has slopes of two kinds
+    GPT_2,
+    group_query_attention=True,
+    num_query_groups=4,
+    num_attention_heads=12,
+    position_embedding_type="alibi",
+    softmax_type="learnable",
+    attn_logit_softcapping=1.0,
+    init_method_std=0.2,
+)
 FP32, BF16 = PrecisionConfig(fp32=True), PrecisionConfig(bf16=True)
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=2.0**10)
 ALL = (
@@ -50,7 +60,7 @@ ALL = (
     ("zero_hpz_partition_size", "auto"),
 )
 FOUR_BITS = (("zero_quantized_weights_format", "delta4"), ("zero_quantized_gradients_format", "rotated4"))
-MODELS = {"gpt2": GPT_2, "llama": LLAMA}
+MODELS = {"gpt2": GPT_2, "llama": LLAMA, "scores": SCORES}
 RECOMPUTE = {
     "stored": RecomputeConfig(),
     "selective": RecomputeConfig(recompute_activations=True),
@@ -182,6 +192,7 @@ def test_recomputation_accumulation_and_overlap_change_nothing() -> None:
         Case("gpt2", 2, 3, "full", 1),
         Case("llama", 2, 3, "full", 2),
         Case("llama", 2, 3, documents=True),
+        Case("scores", 2, 1, "selective", documents=True),
         Case("gpt2", 2, 0, documents=True, overlapped=True),
         Case("llama", 2, 3, "full", 2, overlapped=True),
     )
