@@ -71,8 +71,8 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
             setattr(part, into, ColumnParallel(getattr(part, into), part.runs, sharing))
             part.output = RowParallel(part.output, sharing)
         if attention.sinks is not None:
-            attention.tensor_splits = {"sinks": sharing.split(0, attention.heads)}
             attention.sinks = nn.Parameter(attention.sinks.new_zeros(attention.heads // ranks))
+            _split(attention, sinks=sharing.split(0, attention.heads))
         attention.heads, attention.groups = attention.heads // ranks, attention.groups // ranks
         attention.first_head = sharing.group.rank * attention.heads
     model.tensor_ranks = ranks
