@@ -23,7 +23,9 @@ _FIXED = {
     "word_embeddings_for_head.weight": TIED_COPY,
 }
 _LAYER = re.compile(r"(?:decoder|encoder|transformer)\.layers\.(\d+)\.(.+?)[._](weight|bias)")
-_SINKS = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.core_attention\.softmax_offset")
+_SINKS = re.compile(
+    r"(?:decoder|encoder|transformer)\.layers\.(\d+)\.self_attention\.core_attention\.softmax_offset"
+)
 _FINAL = re.compile(r"(?:(?:decoder|encoder|transformer)\.)?final_(?:layernorm|norm)\.(weight|bias)")
 _PIPELINED = re.compile(r"(\d+)\.(.+)")  # of DeepSpeed's pipeline module: its number in the pipeline
 _PARTS = {
