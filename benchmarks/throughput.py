@@ -51,6 +51,11 @@ OURS = {  # flags of pretrain_gpt.py
     "stage 0, fp8 codes": ["--zero-stage", "0", *CODES],
     "stage 0, fp8 codes and output": ["--zero-stage", "0", *CODES, "--fp8-output-layer"],
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
+    "flex": ["--attention-backend", "flex"],
+    "windows": ["--window-size", "1023,0"],
+    "windows, flex": ["--window-size", "1023,0", "--attention-backend", "flex"],
+    "soft cap": ["--attn-logit-softcapping", "50"],
+    "sinks": ["--softmax-type", "learnable"],
     "selective": ["--recompute-activations"],
     "tensor": ["--zero-stage", "0", "--tensor-model-parallel-size", "2"],
     "zeropp": [
