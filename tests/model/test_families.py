@@ -82,7 +82,12 @@ VARIANTS = [
     {},
     {"swiglu": True, "disable_bias_linear": True, "group_query_attention": True, "num_query_groups": 3},
     {"position_embedding_type": "rope", "rotary_percent": 0.5, "squared_relu": True, "qk_layernorm": True},
-    {"position_embedding_type": "none", "normalization": "RMSNorm", "group_query_attention": True},
+    {
+        "position_embedding_type": "none",
+        "embed_layernorm": True,
+        "normalization": "RMSNorm",
+        "group_query_attention": True,
+    },
     {"disable_bias_linear": True, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True},
     {"norm_placement": "both", "apply_layernorm_1p": True, "geglu": True, "logits_multiplier": 0.5},
     {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},

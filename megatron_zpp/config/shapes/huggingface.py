@@ -39,6 +39,7 @@ _BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0}  # of rope, where 
 _UNUSUAL: dict[str, Any] = {  # fields that few families have, and what the others compute with
     "norm_placement": "before",
     "apply_layernorm_1p": False,
+    "embed_layernorm": False,
     "geglu": False,
     "qk_layernorm_across_heads": False,
     "softmax_scale": None,
