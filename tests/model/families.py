@@ -53,6 +53,18 @@ class Family:
         return model.eval()
 
 
+def with_images(text: transformers.PreTrainedConfig) -> "transformers.PreTrainedModel":
+    """The model of text and images whose text is that of a Gemma 3 or a Mistral."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"image_size": 28, "patch_size": 14}
+    kind, vision = transformers.Gemma3Config, "siglip_vision_model"
+    more: dict[str, Any] = {"mm_tokens_per_image": 4}
+    if text.model_type == "mistral":
+        kind, vision, more = transformers.Mistral3Config, "pixtral", {"tie_word_embeddings": False}
+    config = kind(text_config=text.to_dict(), vision_config={"model_type": vision} | small, **more)
+    return transformers.AutoModelForImageTextToText.from_config(config)
+
+
 FAMILIES = {
     "llama": Family(transformers.LlamaConfig, {}),
     "llama-tied-scaled": Family(

@@ -280,7 +280,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+        _LLAMA_DEFAULTS
+        | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+        | {"num_attention_heads": 8, "max_position_embeddings": 131072, "vocab_size": 262208},
         _ANY
         | {
             "hidden_activation": ("gelu_pytorch_tanh",),
