@@ -6,15 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from docs.site.families import CASES, cases, table, naming_files
 from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.options import flag_name
 from megatron_zpp.generate.cached import Cache, decode, logits_of, prefill
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import Place
-from tests.model.families import FAMILIES, VOCAB, ours
+from tests.model.families import FAMILIES, VOCAB, cases_of_pieces, ours
 
 TOKENS = torch.randint(VOCAB, (2, 33), generator=torch.Generator().manual_seed(2))
 
@@ -76,6 +78,13 @@ def test_documents_do_not_see_each_other(family: str, tmp_path: Path) -> None:
     found = model(TOKENS[:1], positions=positions, documents=ends)
     expected = torch.cat([model(first), model(second)], 1)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_site_knows_which_family_has_which_piece() -> None:
+    """And for each piece a case of them, or a test that names it."""
+    assert CASES.read_text() == cases_of_pieces(), "run python -m tests.model.families"
+    assert not [piece for piece, found in cases().items() if not found and not naming_files(piece)]
+    assert all(f"| `{flag_name(piece)}` | " in table() for piece in cases())
 
 
 VARIANTS = [

@@ -3,8 +3,8 @@
 Sources: GPT-3 paper, table 2.1, for GPT-2 and GPT-3 (gpt3-175b is 175b; 345m is Megatron-LM's GPT-2, 18b that
 of the ZeRO++ tutorial); for the others config.json of the Hugging Face repository that a comment names.
 `seq_length` is the length of samples in the longest phase of pretraining (Llama 2 paper, 2.2; Llama 3 paper,
-3.4.1; Qwen3 report, 3.2; SmolLM2 paper, section 4; OLMo 2 paper, 2; SmolLM3's blog; Gemma 3 report, 2;
-StarCoder2 paper, 6), or the shortest that was published for Mistral and Granite.
+3.4.1; Qwen3 report, 3.2; SmolLM2 paper, section 4; SmolLM3's blog; OLMo 2 paper, 2; Gemma 3 report, 2; Phi-3
+report, 2; StarCoder2 paper, 6; Granite 3.0 report; Mistral 7B paper, table 1, also for Mistral Small).
 """
 
 import math
