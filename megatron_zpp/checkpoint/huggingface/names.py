@@ -147,4 +147,4 @@ def names_of(model: ModelConfig) -> Names:
     if model.normalization == "RMSNorm":
         return names
     mlp = {"mlp.input": ("mlp.c_fc",), "mlp.output": ("mlp.c_proj",)}  # StarCoder2
-    return replace(names, fixed=names.fixed | {"head.norm.bias": "norm.bias"}, parts=names.parts | mlp)
+    return replace(names, fixed={**names.fixed, "head.norm.bias": "norm.bias"}, parts=names.parts | mlp)

@@ -163,8 +163,12 @@ class NormAcrossRanks(nn.Module):
     Ranks exchange a sum of squares per token, and for a LayerNorm a sum before it, in fp32.
     """
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, whole: Norm, sharing: Sharing) -> None:
         super().__init__()
+        assert whole.eps is not None, "norm_of gives it"
         (self.width,), self.eps, self.group = whole.normalized_shape, whole.eps, sharing.group
         self.centred_gain = type(whole) in CENTRED_NORMS.values()
         self.tensor_splits = {}
