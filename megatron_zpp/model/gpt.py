@@ -24,14 +24,7 @@ from megatron_zpp.model.layer import Layer, Norm, norm_of
 from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
-from megatron_zpp.model.rotary import (
-    UNROTATED,
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    RotaryEmbedding,
-    Rotation,
-)
+from megatron_zpp.model.rotary import UNROTATED, Rotation, rotary_embeddings
 
 if TYPE_CHECKING:
     from megatron_zpp.model.offload import ActivationOffload
@@ -147,7 +140,7 @@ class GPT(nn.Module):
         self.windows = config.layer_windows
         self.attention = attention or DotProduct()
         self.embedding = (PositionedEmbedding if learned else Embedding)(config, padded)
-        self.rotary, self.rotary_local = _rotary(config)
+        self.rotary, self.rotary_local = rotary_embeddings(config)
         self.layers = nn.ModuleList(
             Layer(config, self.attention, recompute_scores=selective, cut=cut_layers)
             for _ in range(config.num_layers)
@@ -289,23 +282,6 @@ def _activation_offload() -> "ActivationOffload":
     from megatron_zpp.model.offload import ActivationOffload
 
     return ActivationOffload()
-
-
-def _rotary(config: ModelConfig) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
-    """The rotations of layers, and those of layers with a window where they have others."""
-    if config.position_embedding_type != "rope":
-        return None, None
-    assert config.rotary_base is not None, "ModelConfig.check fills it for rope"
-    scaling: RopeScaling | None = None
-    if config.use_rope_scaling:
-        assert config.rope_scaling_factor is not None, "ModelConfig.check fills it with the scaling"
-        scaling = Llama3Scaling(config.rope_scaling_factor)
-    elif config.rotary_seq_len_interpolation_factor is not None:
-        scaling = LinearScaling(config.rotary_seq_len_interpolation_factor)
-    usual, local = RotaryEmbedding(config.rotated_channels, config.rotary_base, scaling), None
-    if config.rotary_base_local is not None:
-        local = RotaryEmbedding(config.rotated_channels, config.rotary_base_local)
-    return usual, local
 
 
 def _tensor_seed(seed: int, name: str) -> int:
