@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megatron_zpp.config.options import Options, option, option_error
 from megatron_zpp.config.positions import OF_ONE_ROTARY, OF_ROTARY, ROTARY, PositionConfig
-from megatron_zpp.config.shapes.presets import PRESETS
+from megatron_zpp.config.shapes.presets import PRESETS, preset_names
 from megatron_zpp.config.sizes import WIDEST
 from megatron_zpp.config.values.attention_window import (
     FREQUENCY,
@@ -18,9 +18,10 @@ from megatron_zpp.config.values.attention_window import (
 )
 
 NormPlacement = Literal["before", "after", "both"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Normalization = Literal["LayerNorm", "RMSNorm", "layernorm", "rmsnorm"]
 AttentionBackend = Literal[
-    "auto", "math", "efficient", "flash", "cudnn", "flash3", "fused", "unfused", "local"
+    "auto", "math", "efficient", "flash", "cudnn", "flex", "flash3", "fused", "unfused", "local"
 ]
 
 # Fields of ModelConfig that a run chooses for a published shape, unless a preset has them.
@@ -38,7 +39,11 @@ REQUIRED_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_lengt
 _DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
+    "norm_placement": "before",
     "norm_epsilon": 1e-5,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_multiplier": 1.0,
     "init_method_std": 0.02,
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
@@ -59,6 +64,14 @@ class ModelConfig(PositionConfig):
     softmax_scale: float | None = option(
         None, "Factor of attention's scores; default 1 / √(--kv-channels).", above=0
     )
+    attn_logit_softcapping: float | None = option(
+        None, "Bound scaled scores to ± this, by c · tanh(score / c) (Gemma 2).", above=0
+    )
+    softmax_type: SoftmaxType = option(
+        "vanilla",
+        "What else the softmax of attention sums, without a value. off-by-one: 1; learnable: exp of a weight "
+        "per head (attention sinks, GPT-OSS).",
+    )
     window_size: str | None = option(
         None,
         "Sliding window of attention as LEFT,0: a token attends to itself and to LEFT tokens before it; -1: "
@@ -76,9 +89,9 @@ class ModelConfig(PositionConfig):
         "Megatron-DeepSpeed's names.",
     )
     norm_placement: NormPlacement = option(
-        "before",
+        None,
         "Where attention and MLP have norms: before them, after them, before the residual sum (OLMo 2), or "
-        "both (Gemma).",
+        "both (Gemma); default before.",
     )
     apply_layernorm_1p: bool = option(
         False, "Norms multiply by 1 + their weights, which begin at zero (Gemma)."
@@ -105,12 +118,17 @@ class ModelConfig(PositionConfig):
         False, "Give the output layer separate weights instead of sharing the token embedding's."
     )
     embedding_multiplier: float = option(
-        1.0, "Factor of what the token embedding looks up (Gemma: √(--hidden-size)).", above=0
+        None, "Factor of what the token embedding looks up; default 1 (Gemma: √(--hidden-size)).", above=0
     )
     residual_multiplier: float = option(
-        1.0, "Factor of what attention and MLP add to the residual stream (Granite).", above=0
+        None, "Factor of what attention and MLP add to the residual stream; default 1 (Granite).", above=0
     )
-    logits_multiplier: float = option(1.0, "Factor of the logits (Granite: 1 / logits_scaling).", above=0)
+    logits_multiplier: float = option(
+        None, "Factor of the logits; default 1 (Granite: 1 / logits_scaling).", above=0
+    )
+    final_logit_softcapping: float | None = option(
+        None, "Soft cap C of the logits: C · tanh(logits / C) (Gemma 2); default: none.", above=0
+    )
     init_method_std: float = option(
         None,
         "Standard deviation of initial weights; default 0.02. Divided by √(2 × layers) where a matrix writes "
@@ -131,7 +149,7 @@ class ModelConfig(PositionConfig):
         self._obey_preset()
         for name in REQUIRED_SHAPE:
             if getattr(self, name) is None:
-                raise self.error(name, f"give it, or --model-preset with one of {', '.join(PRESETS)}")
+                raise self.error(name, f"give it, or --model-preset with one of {preset_names()}")
         for name, value in _DEFAULTS.items():
             self._fill(name, value)
         self._fill("max_position_embeddings", self.seq_length)
@@ -159,6 +177,18 @@ class ModelConfig(PositionConfig):
     def gated(self) -> bool:
         """Whether the MLP's first linear map makes a gate and a value, each of --ffn-hidden-size."""
         return self.swiglu or self.geglu
+
+    @property
+    def changed_scores(self) -> str:
+        """The first flag for which attention does more with scores than scale them; empty if there is none.
+
+        Not every kernel of attention can.
+        """
+        if self.attn_logit_softcapping is not None:
+            return "--attn-logit-softcapping"
+        if self.softmax_type != "vanilla":
+            return f"--softmax-type {self.softmax_type}"
+        return "--position-embedding-type alibi" if self.position_embedding_type == "alibi" else ""
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -229,7 +259,7 @@ def preset_fields(preset: str) -> Mapping[str, Any]:
     if path.is_dir():
         path /= CONFIG
     if not path.exists():
-        raise option_error(flag, preset, f"is neither a file nor a preset; use one of {', '.join(PRESETS)}")
+        raise option_error(flag, preset, f"is neither a file nor a preset; use one of {preset_names()}")
     try:
         described = describe_model(read_json_object(flag, str(path)))
     except ValueError as error:
@@ -243,9 +273,10 @@ class AttentionConfig(Options):
 
     attention_backend: AttentionBackend = option(
         "auto",
-        "Attention kernel. auto: the fastest for device, number format and masks. math, efficient, flash and "
-        "cudnn: torch's. flash3: FlashAttention-3's package flash_attn_interface. fused: Megatron-LM's name "
-        "for cudnn; unfused, local: its names for math. A named kernel that cannot be used is an error.",
+        "Attention kernel. auto: the fastest for device, number format, scores and masks. math, efficient, "
+        "flash, cudnn and flex: torch's. flash3: FlashAttention-3's package flash_attn_interface. fused: "
+        "Megatron-LM's name for cudnn; unfused, local: its names for math. A named kernel that cannot be "
+        "used is an error.",
     )
 
 

@@ -8,7 +8,7 @@ from megatron_zpp.config.options import flag_name, option
 from megatron_zpp.config.sizes import SizeConfig
 from megatron_zpp.config.values.attention_window import parse_pattern
 
-PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "longrope", "none"]
+PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "longrope", "alibi", "none"]
 ROTARY = ("rope", "yarn", "longrope")
 OF_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "no_rope_freq")  # of all three
 OF_ONE_ROTARY = (  # of one of them alone
@@ -31,7 +31,8 @@ class PositionConfig(SizeConfig):
     position_embedding_type: PositionEmbedding = option(
         None,
         "How the model knows positions: a learned table; rotary embedding of queries and keys, as it is "
-        "(rope) or stretched to longer texts by YaRN or LongRoPE; or not at all. Default learned_absolute.",
+        "(rope) or stretched to longer texts by YaRN or LongRoPE; scores that fall with distance (ALiBi); or "
+        "not at all. Default learned_absolute.",
     )
     rotary_base: float | None = option(
         None, "Base of rope's wavelengths; default 10000.", needs=_ROTARY, above=1, at_most=1e12

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.options import Options, option
-from megatron_zpp.config.shapes.presets import PRESETS
+from megatron_zpp.config.shapes.presets import preset_names
 
 WIDEST = 2**20  # more than any model has, so that a typing error is refused before memory is allocated
 
@@ -16,7 +16,7 @@ class SizeConfig(Options):
     model_preset: str | None = option(
         None,
         "Fill the flags of this section from a published shape; flags that are given override its values. "
-        f"One of {', '.join(PRESETS)}, or the path of a Hugging Face config.json.",
+        f"One of {preset_names()}, or the path of a Hugging Face config.json.",
     )
     # An `int`, `float` or `str` whose default is None is either filled by `check` or required.
     num_layers: int = option(None, "Transformer layers.", at_least=1, at_most=10_000)

@@ -21,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import AttentionKernel, DotProduct, mask_of
 from megatron_zpp.model.layer import Layer, Norm, norm_of
-from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
+from megatron_zpp.model.loss import (
+    PLAIN,
+    LossKernels,
+    Objective,
+    linear_cross_entropy,
+    logits_to_gradient,
+    soft_capped,
+)
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
 from megatron_zpp.model.rotary import UNROTATED, Rotation, rotary_embeddings
@@ -77,9 +84,9 @@ class PositionedEmbedding(Embedding):
 class Head(nn.Module):
     """Final norm, and the output weights where they are not the token embedding's; with targets the loss."""
 
-    def __init__(self, norm: Norm, output: Any, vocab_size: int, multiplier: float) -> None:
+    def __init__(self, norm: Norm, output: Any, objective: Objective, multiplier: float) -> None:
         super().__init__()
-        self.norm, self.output, self.vocab_size, self.multiplier = norm, output, vocab_size, multiplier
+        self.norm, self.output, self.objective, self.multiplier = norm, output, objective, multiplier
         self.passes = PLAIN  # or compiled ones
         self.product: Any = None  # of the loss, see model/fp8/output.py; None: torch's
 
@@ -92,9 +99,9 @@ class Head(nn.Module):
         x = self.normalize(x)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
-            return F.linear(x, weight)
+            return soft_capped(F.linear(x, weight), self.objective.cap)
         loss = linear_cross_entropy if self.product is None else self.product.loss
-        return loss(x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, passes=self.passes)
+        return loss(x.flatten(0, 1), weight, targets.flatten(), self.objective, passes=self.passes)
 
     def normalize(self, x: Tensor) -> Tensor:
         """The norm, times --logits-multiplier."""
@@ -147,7 +154,8 @@ class GPT(nn.Module):
         )
         output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)
         norm = norm_of(config, config.hidden_size)
-        self.head = Head(norm, output, self.vocab_size, config.logits_multiplier)
+        objective = Objective(self.vocab_size, config.final_logit_softcapping)
+        self.head = Head(norm, output, objective, config.logits_multiplier)
         self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = _one_unit
 
     def forward(

@@ -75,6 +75,15 @@ FAMILIES = {
     "mistral": Family(transformers.MistralConfig, {"sliding_window": None}),
     "mistral-tied": Family(transformers.MistralConfig, {"sliding_window": None, "tie_word_embeddings": True}),
     "mistral-window": Family(transformers.MistralConfig, {"sliding_window": 9}),
+    "mistral-small": Family(  # whose heads are narrower than --hidden-size / --num-attention-heads
+        transformers.MistralConfig,
+        {"hidden_size": 60, "head_dim": 8, "sliding_window": None, "rope_theta": 1e8},
+    ),
+    "starcoder2": Family(transformers.Starcoder2Config, {"tie_word_embeddings": False}),
+    "starcoder2-window": Family(
+        transformers.Starcoder2Config,
+        {"hidden_size": 120, "sliding_window": 9, "rope_parameters": {"rope_theta": 1e5}},
+    ),
     "qwen2": Family(transformers.Qwen2Config, {}),
     "qwen2-tied": Family(transformers.Qwen2Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen2-window": Family(
@@ -98,6 +107,16 @@ FAMILIES = {
     "smollm3": Family(
         transformers.SmolLM3Config, {"hidden_size": 120, "no_rope_layers": [1, 0], "pad_token_id": None}
     ),
+    "gemma2": Family(
+        transformers.Gemma2Config,
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 50,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "pad_token_id": None,
+        },
+    ),
     "gemma3": Family(
         transformers.Gemma3TextConfig,
         {
@@ -111,7 +130,10 @@ FAMILIES = {
             },
         },
     ),
-    "gemma3-full": Family(transformers.Gemma3TextConfig, {"layer_types": ["full_attention"] * 2}),
+    "gemma3-full": Family(
+        transformers.Gemma3TextConfig,
+        {"layer_types": ["full_attention"] * 2, "final_logit_softcapping": 2.0},
+    ),
     "qwen3-window": Family(
         transformers.Qwen3Config,
         {

@@ -130,4 +130,8 @@ def names_of(model: ModelConfig) -> Names:
     """Return the names of the family that the model belongs to (`model_type_of` says which)."""
     if model.position_embedding_type == "learned_absolute":
         return _GPT2
-    return replace(_LLAMA, parts=_LLAMA.parts | _NORMS[model.norm_placement])
+    names = replace(_LLAMA, parts=_LLAMA.parts | _NORMS[model.norm_placement])
+    if model.normalization == "RMSNorm":
+        return names
+    mlp = {"mlp.input": ("mlp.c_fc",), "mlp.output": ("mlp.c_proj",)}  # StarCoder2
+    return replace(names, fixed=names.fixed | {"head.norm.bias": "norm.bias"}, parts=names.parts | mlp)

@@ -49,7 +49,6 @@ ONLY_TODAY = (
     only("--num-distributed-optimizer-instances", 1, "use --zero-stage and --zero-hpz-partition-size"),
     only("--outer-dp-sharding-strategy", "no_shard", "use --zero-stage"),
     only("--rope-type", "rope", "use --position-embedding-type yarn"),
-    only("--softmax-type", "vanilla", "not supported: an offset in the softmax of attention"),
     only("--recompute-modules", "core_attn", "use --recompute-granularity", many=True),
     only("--error-injection-rate", 0, _INJECTED),
     only("--vocab-extra-ids", 0, "not supported: entries beside the tokenizer's; use --padded-vocab-size"),

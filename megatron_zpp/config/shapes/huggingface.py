@@ -31,7 +31,7 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 _OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
 _NUMBERS = (
     *("layer_norm_epsilon", "initializer_range", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
-    *("rms_norm_eps", "attention_dropout"),
+    *("rms_norm_eps", "norm_epsilon", "attention_dropout", "residual_dropout", "embedding_dropout"),
 )
 
 
@@ -42,21 +42,34 @@ _UNUSUAL: dict[str, Any] = {  # fields that few families have, and what the othe
     "geglu": False,
     "qk_layernorm_across_heads": False,
     "softmax_scale": None,
+    "attn_logit_softcapping": None,
+    "softmax_type": "vanilla",
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_multiplier": 1.0,
+    "final_logit_softcapping": None,
     "rotary_base_local": None,
     "rotary_seq_len_interpolation_factor": None,
     "no_rope_freq": None,
 }
-_TITLES = {"olmo2": "OLMo 2", "gemma3_text": "Gemma 3", "smollm3": "SmolLM3", "granite": "Granite"}
+_TITLES = {
+    "starcoder2": "StarCoder2",
+    "olmo2": "OLMo 2",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+}
 _SCALES = "softmax_scale", "embedding_multiplier", "residual_multiplier", "logits_multiplier"
+_FREE_OF_GEMMA = (
+    *("softmax_scale", "attn_logit_softcapping", "embedding_multiplier", "final_logit_softcapping"),
+    "rotary_seq_len_interpolation_factor",
+)
 _FREE = {  # of _UNUSUAL, what a family has in config.json
+    "starcoder2": ("rotary_seq_len_interpolation_factor",),
     "olmo2": ("rotary_seq_len_interpolation_factor",),
-    "gemma3_text": (
-        *("softmax_scale", "embedding_multiplier", "rotary_base_local"),
-        "rotary_seq_len_interpolation_factor",
-    ),
+    "gemma2": _FREE_OF_GEMMA,
+    "gemma3_text": (*_FREE_OF_GEMMA, "rotary_base_local"),
     "smollm3": ("no_rope_freq", "rotary_seq_len_interpolation_factor"),
     "granite": (*_SCALES, "rotary_seq_len_interpolation_factor"),
 }
@@ -64,8 +77,12 @@ _FREE = {  # of _UNUSUAL, what a family has in config.json
 
 def _unusual_type(model: Mapping[str, Any]) -> str | None:
     """The family that alone has a field of the model; None for those like Llama."""
-    if model["norm_placement"] != "before":
-        return "olmo2" if model["norm_placement"] == "after" else "gemma3_text"
+    if model["normalization"] == "LayerNorm" and not model["swiglu"]:
+        return "starcoder2"
+    if model["norm_placement"] == "both":
+        return "gemma3_text" if model["qk_layernorm"] else "gemma2"
+    if model["norm_placement"] == "after":
+        return "olmo2"
     if model["no_rope_freq"] is not None:
         return "smollm3"
     return "granite" if any(model[name] != _UNUSUAL[name] for name in _SCALES) else None
@@ -75,6 +92,10 @@ def describe_model(values: dict[str, Any]) -> DescribedModel:
     """Return what a config.json says. Raises ValueError, naming the key, for what no flag can express."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        from megatron_zpp.config.shapes.unsupported import unsupported_features
+
+        if features := unsupported_features(values):
+            raise ValueError(f"{CONFIG}: model_type {shown(model_type)}: not supported: {features}")
         known = ", ".join(FAMILIES)
         raise ValueError(f"{CONFIG}: model_type is {shown(model_type)}; must be one of {known}")
     family = FAMILIES[model_type]
@@ -109,7 +130,7 @@ def describe_model(values: dict[str, Any]) -> DescribedModel:
     fields |= family.fields(values)
     if fields.get("window_size") is None:
         fields.pop("rotary_base_local", None)  # no layer has it
-    return DescribedModel(model_type, fields, their["vocab_size"])
+    return DescribedModel(model_type, fields, their["vocab_size"], _dropout_notes(their))
 
 
 def model_type_of(model: Mapping[str, Any]) -> str:
@@ -144,11 +165,15 @@ def model_type_of(model: Mapping[str, Any]) -> str:
         free = _FREE[unusual]
         wanted = {name: value for name, value in _UNUSUAL.items() if name not in free}
         wanted |= {"rotary_percent": 1.0, "add_qkv_bias": False, "squared_relu": False}
-        if unusual == "gemma3_text":  # whose multiplier and scale config.json has by whole numbers
+        if unusual in ("gemma2", "gemma3_text"):  # whose config.json has multiplier and scale as integers
             scalar = round((model["softmax_scale"] or model["kv_channels"] ** -0.5) ** -2)
-            wanted |= {"embedding_multiplier": math.sqrt(model["hidden_size"]), "use_rope_scaling": False}
+            wanted |= {"embedding_multiplier": math.sqrt(model["hidden_size"])}
+            if unusual == "gemma3_text":
+                wanted |= {"use_rope_scaling": False}
             if model["softmax_scale"] is not None:
                 wanted["softmax_scale"] = float(scalar) ** -0.5
+        elif unusual == "starcoder2":
+            wanted |= {"qk_layernorm": False, "swiglu": False, "window_attn_skip_freq": None}
         else:
             wanted |= {"qk_layernorm": False, "window_size": None}
         _check_fields(_TITLES[unusual], model, wanted | fixed)
@@ -260,10 +285,10 @@ def _rope_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dropout_notes(their: dict[str, Any]) -> tuple[str, ...]:
-    if their["embd_pdrop"] == their["resid_pdrop"]:
-        return ()
-    found = f"embd_pdrop {their['embd_pdrop']} is not resid_pdrop {their['resid_pdrop']}"
-    return (f"{found}; --hidden-dropout is both",)
+    for one, other in (("embd_pdrop", "resid_pdrop"), ("embedding_dropout", "residual_dropout")):
+        if their.get(one) != their.get(other):
+            return (f"{one} {their[one]} is not {other} {their[other]}; --hidden-dropout is both",)
+    return ()
 
 
 def _check_fields(families: str, model: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

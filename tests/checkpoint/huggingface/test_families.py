@@ -17,6 +17,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.root import Config, parse_command_line
 from megatron_zpp.config.shapes.huggingface import FAMILIES as CONFIGS
 from megatron_zpp.config.shapes.huggingface import describe_model, huggingface_values
+from megatron_zpp.config.shapes.presets import PRESETS
 from megatron_zpp.config.sources.huggingface import HuggingFaceModel
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.tokenizer.base import describe
@@ -72,6 +73,8 @@ def test_import_then_export_returns_every_bit(
         nightly("llama-biased", 2, 3),
         nightly("qwen2", 3, 2),
         nightly("gemma3", 3, 2),
+        nightly("gemma2", 2, 2),
+        nightly("starcoder2-window", 3, 2),
         nightly("olmo2", 1, 3),
         nightly("smollm3", 2, 2),
         nightly("granite", 0, 2),
@@ -196,6 +199,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+NOT = ": not supported: "
 GEMMA3 = {"model_type": "gemma3_text"}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}
 
@@ -230,8 +234,25 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             GEMMA3 | {"rope_parameters": {"full_attention": 3}},
             "full_attention of rope is 3; must be an object",
         ),
-        (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
-        ({"model_type": "gemma2"}, 'model_type is "gemma2"; must be one of gpt2, llama'),
+        (GEMMA3 | {"final_logit_softcapping": 0}, "final_logit_softcapping is 0; must be a number above 0"),
+        ({"model_type": "falcon"}, 'model_type is "falcon"; must be one of gpt2, llama'),
+        ({"model_type": "starcoder2", "use_bias": 1}, "use_bias is 1; must be true or false"),
+        ({"model_type": "starcoder2", "hidden_act": "relu"}, 'hidden_act "relu" is not supported; must be'),
+        ({"model_type": "mixtral", "num_local_experts": 8}, NOT + "mixture of experts (num_local_experts 8)"),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 256},
+            NOT + "mixture of experts (n_routed_experts 256), multi-latent attention (kv_lora_rank 512)",
+        ),
+        (
+            {"model_type": "granitemoehybrid", "num_local_experts": 0, "mamba_d_state": 128},
+            NOT + "layers without attention (mamba_d_state 128)",
+        ),
+        (
+            {"model_type": "gemma3n", "text_config": {"hidden_size_per_layer_input": 256}},
+            NOT + "embeddings per layer (hidden_size_per_layer_input 256)",
+        ),
+        ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, NOT + "mixture of experts (num"),
+        ({"model_type": "qwen3_vl", "vision_config": {}}, NOT + "images beside text (vision_config)"),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
     ],
 )
@@ -241,6 +262,7 @@ def test_what_no_flag_expresses_is_refused_with_its_key(changes: dict[str, Any],
     assert said in str(caught.value)
 
 
+STARCODER2_FIELDS = describe_model(LLAMA | {"model_type": "starcoder2"}).fields
 GEMMA3_FIELDS = describe_model(LLAMA | GEMMA3).fields
 
 
@@ -255,16 +277,24 @@ GEMMA3_FIELDS = describe_model(LLAMA | GEMMA3).fields
         ({"apply_layernorm_1p": True}, "--apply-layernorm-1p True"),
         ({"embedding_multiplier": 2.0, "qk_layernorm": True}, "--qk-layernorm True"),
         ({"no_rope_freq": "4", "window_size": "7,0"}, "--window-size 7,0"),
+        (STARCODER2_FIELDS | {"qk_layernorm": True}, "--qk-layernorm True"),
+        (
+            STARCODER2_FIELDS | {"window_size": "7,0", "window_attn_skip_freq": "2"},
+            "--window-attn-skip-freq 2",
+        ),
         (
             GEMMA3_FIELDS | {"use_rope_scaling": False, "embedding_multiplier": 3.0},
             "--embedding-multiplier 3",
         ),
         (GEMMA3_FIELDS | {"softmax_scale": 0.1234}, "--softmax-scale 0.1234"),
+        ({"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),
+        ({"softmax_type": "learnable"}, "--softmax-type learnable"),
+        ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
     ],
 )
 def test_what_transformers_cannot_compute_is_not_exported(changes: dict[str, Any], said: str) -> None:
     shape: dict[str, Any] = {"model_preset": "llama3.2-1b", "seq_length": 64}
-    if "geglu" in changes:
+    if "hidden_size" in changes:
         shape = {"seq_length": 64}
     config = ModelConfig(**shape | changes)
     with pytest.raises(ValueError, match="cannot be exported") as caught:
@@ -293,7 +323,7 @@ def test_windows_of_config_json(values: dict[str, Any], windows: list[int | None
     assert again.layer_windows == config.layer_windows
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "starcoder2", "qwen2", "qwen3"])
 def test_keys_that_are_omitted_have_the_defaults_of_transformers(family: str) -> None:
     """Of which Qwen's 32 heads of keys and values do not depend on the heads of queries."""
     class_of = CONFIG_MAPPING[family]
@@ -306,10 +336,11 @@ def test_keys_that_are_omitted_have_the_defaults_of_transformers(family: str) ->
     assert bare == shown
 
 
-@pytest.mark.parametrize("preset", ["llama3.2-1b", "llama3.1-8b", "qwen3-1.7b", "smollm2-135m", "mistral-7b"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "hidden_dropout" in PRESETS[name]])
 def test_presets_survive_config_json(preset: str, tmp_path: Path) -> None:
-    """What is exported describes the same model to --model-preset."""
+    """All values of a preset are the model's; what is exported describes the same model to --model-preset."""
     config = ModelConfig(model_preset=preset, seq_length=64)
+    assert vars(config) | PRESETS[preset] | {"seq_length": 64} == vars(config)
     (tmp_path / "config.json").write_text(json.dumps(huggingface_values(vars(config), 100, 0)))
     again = ModelConfig(model_preset=str(tmp_path), seq_length=64)
     assert vars(again) == vars(config) | {"model_preset": None}
