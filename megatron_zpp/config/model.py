@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_zpp.config.options import Options, option, option_error
-from megatron_zpp.config.positions import OF_ROPE, PositionConfig
+from megatron_zpp.config.positions import OF_ONE_ROTARY, OF_ROTARY, ROTARY, PositionConfig
 from megatron_zpp.config.shapes.presets import PRESETS, preset_names
 from megatron_zpp.config.sizes import WIDEST
 from megatron_zpp.config.values.attention_window import (
@@ -18,9 +18,10 @@ from megatron_zpp.config.values.attention_window import (
 )
 
 NormPlacement = Literal["before", "after", "both"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Normalization = Literal["LayerNorm", "RMSNorm", "layernorm", "rmsnorm"]
 AttentionBackend = Literal[
-    "auto", "math", "efficient", "flash", "cudnn", "flash3", "fused", "unfused", "local"
+    "auto", "math", "efficient", "flash", "cudnn", "flex", "flash3", "fused", "unfused", "local"
 ]
 
 # Fields of ModelConfig that a run chooses for a published shape, unless a preset has them.
@@ -62,6 +63,14 @@ class ModelConfig(PositionConfig):
     )
     softmax_scale: float | None = option(
         None, "Factor of attention's scores; default 1 / √(--kv-channels).", above=0
+    )
+    attn_logit_softcapping: float | None = option(
+        None, "Bound scaled scores to ± this, by c · tanh(score / c) (Gemma 2).", above=0
+    )
+    softmax_type: SoftmaxType = option(
+        "vanilla",
+        "What else the softmax of attention sums, without a value. off-by-one: 1; learnable: exp of a weight "
+        "per head (attention sinks, GPT-OSS).",
     )
     window_size: str | None = option(
         None,
@@ -120,6 +129,9 @@ class ModelConfig(PositionConfig):
     logits_multiplier: float = option(
         None, "Factor of the logits; default 1 (Granite: 1 / logits_scaling).", above=0
     )
+    final_logit_softcapping: float | None = option(
+        None, "Soft cap C of the logits: C · tanh(logits / C) (Gemma 2); default: none.", above=0
+    )
     init_method_std: float = option(
         None,
         "Standard deviation of initial weights; default 0.02. Divided by √(2 × layers) where a matrix writes "
@@ -170,6 +182,18 @@ class ModelConfig(PositionConfig):
         return self.swiglu or self.geglu
 
     @property
+    def changed_scores(self) -> str:
+        """The first flag for which attention does more with scores than scale them; empty if there is none.
+
+        Not every kernel of attention can.
+        """
+        if self.attn_logit_softcapping is not None:
+            return "--attn-logit-softcapping"
+        if self.softmax_type != "vanilla":
+            return f"--softmax-type {self.softmax_type}"
+        return "--position-embedding-type alibi" if self.position_embedding_type == "alibi" else ""
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The tokens that a token of each layer attends to, itself included; None stands for all."""
         if self.window_size is None:
@@ -201,8 +225,10 @@ class ModelConfig(PositionConfig):
         values = preset_fields(self.model_preset)
         if self.model_preset not in PRESETS:
             object.__setattr__(self, "model_preset", None)  # a checkpoint must not depend on the file
-        if self.position_embedding_type not in (None, values.get("position_embedding_type")):
-            values = {name: value for name, value in values.items() if name not in OF_ROPE}
+        kind = self.position_embedding_type
+        if kind not in (None, values.get("position_embedding_type")):
+            other = OF_ONE_ROTARY if kind in ROTARY else OF_ONE_ROTARY + OF_ROTARY
+            values = {name: value for name, value in values.items() if name not in other}
         for name, value in values.items():
             self._fill(name, value)
 
@@ -250,9 +276,10 @@ class AttentionConfig(Options):
 
     attention_backend: AttentionBackend = option(
         "auto",
-        "Attention kernel. auto: the fastest for device, number format and masks. math, efficient, flash and "
-        "cudnn: torch's. flash3: FlashAttention-3's package flash_attn_interface. fused: Megatron-LM's name "
-        "for cudnn; unfused, local: its names for math. A named kernel that cannot be used is an error.",
+        "Attention kernel. auto: the fastest for device, number format, scores and masks. math, efficient, "
+        "flash, cudnn and flex: torch's. flash3: FlashAttention-3's package flash_attn_interface. fused: "
+        "Megatron-LM's name for cudnn; unfused, local: its names for math. A named kernel that cannot be "
+        "used is an error.",
     )
 
 

@@ -21,17 +21,17 @@ from torch.utils.checkpoint import checkpoint
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import AttentionKernel, DotProduct, mask_of
 from megatron_zpp.model.layer import Layer, Norm, norm_of
-from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
+from megatron_zpp.model.loss import (
+    PLAIN,
+    LossKernels,
+    Objective,
+    linear_cross_entropy,
+    logits_to_gradient,
+    soft_capped,
+)
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
-from megatron_zpp.model.rotary import (
-    UNROTATED,
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    RotaryEmbedding,
-    Rotation,
-)
+from megatron_zpp.model.rotary import UNROTATED, Rotation, rotary_embeddings
 
 if TYPE_CHECKING:
     from megatron_zpp.model.offload import ActivationOffload
@@ -85,9 +85,9 @@ class PositionedEmbedding(Embedding):
 class Head(nn.Module):
     """Final norm, and the output weights where they are not the token embedding's; with targets the loss."""
 
-    def __init__(self, norm: Norm, output: Any, vocab_size: int, multiplier: float) -> None:
+    def __init__(self, norm: Norm, output: Any, objective: Objective, multiplier: float) -> None:
         super().__init__()
-        self.norm, self.output, self.vocab_size, self.multiplier = norm, output, vocab_size, multiplier
+        self.norm, self.output, self.objective, self.multiplier = norm, output, objective, multiplier
         self.passes = PLAIN  # or compiled ones
         self.product: Any = None  # of the loss, see model/fp8/output.py; None: torch's
 
@@ -100,9 +100,9 @@ class Head(nn.Module):
         x = self.normalize(x)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
-            return F.linear(x, weight)
+            return soft_capped(F.linear(x, weight), self.objective.cap)
         loss = linear_cross_entropy if self.product is None else self.product.loss
-        return loss(x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, passes=self.passes)
+        return loss(x.flatten(0, 1), weight, targets.flatten(), self.objective, passes=self.passes)
 
     def normalize(self, x: Tensor) -> Tensor:
         """The norm, times --logits-multiplier."""
@@ -148,14 +148,15 @@ class GPT(nn.Module):
         self.windows = config.layer_windows
         self.attention = attention or DotProduct()
         self.embedding = (PositionedEmbedding if learned else Embedding)(config, padded)
-        self.rotary, self.rotary_local = _rotary(config)
+        self.rotary, self.rotary_local = rotary_embeddings(config)
         self.layers = nn.ModuleList(
             Layer(config, self.attention, recompute_scores=selective, cut=cut_layers)
             for _ in range(config.num_layers)
         )
         output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)
         norm = norm_of(config, config.hidden_size)
-        self.head = Head(norm, output, self.vocab_size, config.logits_multiplier)
+        objective = Objective(self.vocab_size, config.final_logit_softcapping)
+        self.head = Head(norm, output, objective, config.logits_multiplier)
         self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = _one_unit
 
     def forward(
@@ -290,23 +291,6 @@ def _activation_offload() -> "ActivationOffload":
     from megatron_zpp.model.offload import ActivationOffload
 
     return ActivationOffload()
-
-
-def _rotary(config: ModelConfig) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
-    """The rotations of layers, and those of layers with a window where they have others."""
-    if config.position_embedding_type != "rope":
-        return None, None
-    assert config.rotary_base is not None, "ModelConfig.check fills it for rope"
-    scaling: RopeScaling | None = None
-    if config.use_rope_scaling:
-        assert config.rope_scaling_factor is not None, "ModelConfig.check fills it with the scaling"
-        scaling = Llama3Scaling(config.rope_scaling_factor)
-    elif config.rotary_seq_len_interpolation_factor is not None:
-        scaling = LinearScaling(config.rotary_seq_len_interpolation_factor)
-    usual, local = RotaryEmbedding(config.rotated_channels, config.rotary_base, scaling), None
-    if config.rotary_base_local is not None:
-        local = RotaryEmbedding(config.rotated_channels, config.rotary_base_local)
-    return usual, local
 
 
 def _tensor_seed(seed: int, name: str) -> int:

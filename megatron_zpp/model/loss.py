@@ -14,7 +14,7 @@ The first grows with the tokens and the second does not: `keeps_gradient` choose
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +30,38 @@ CODE_UNIT = 2.0**15  # the code of a gradient of 1: model/fp8/output.py has the 
 _ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
 
-def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+class Objective(NamedTuple):
+    """What becomes of logits, and what is minimised.
+
+    Columns from `vocab_size` on only pad the vocabulary: they take no part and have no gradient. The others
+    have a soft cap, see `soft_capped`.
+    """
+
+    vocab_size: int
+    cap: float | None = None
+
+
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """C · tanh(logits / C) for a `cap` C (Gemma 2), computed in fp32; the logits themselves for None."""
+    if cap is None:
+        return logits
+    exact = logits.to(wide(logits.dtype))
+    return (torch.tanh(exact / cap) * cap).to(logits.dtype)
+
+
+def cap_slope(logits: Tensor, cap: float) -> Tensor:
+    """The derivative of `soft_capped`, 1 - tanh²(logits / C), in fp32."""
+    squashed = torch.tanh(logits.to(wide(logits.dtype)) / cap)
+    return 1 - squashed * squashed
+
+
+def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
     """The sum of the cross-entropies of logits (C, V), whose place their gradient times `unit` takes.
 
     All of a chunk that is not a product, and nothing but its arguments: torch.compile can make one kernel of
-    it. fp32 inside whatever the format. Columns from `vocab_size` on only pad the vocabulary: they take no
-    part and have no gradient.
+    it. fp32 inside whatever the format.
     """
-    logits[:, vocab_size:] = -math.inf
-    log_softmax = torch.log_softmax(logits.to(wide(logits.dtype)), dim=1)  # (C, V)
+    log_softmax = _log_softmax(logits, objective)  # (C, V)
     counted = (targets != IGNORED)[:, None]  # (C, 1)
     place = targets.clamp(min=0)[:, None]
     likelihood = log_softmax.gather(1, place)  # (C, 1)
@@ -46,26 +69,37 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tens
     scale = unit(logits.dtype)
     if scale != 1:
         log_softmax.add_(math.log(scale))
-    torch.exp(log_softmax, out=logits)
-    logits.scatter_(1, place, (scale * torch.expm1(likelihood)).to(logits.dtype))  # softmax less one
-    logits.mul_(counted)
+    of_target = scale * torch.expm1(likelihood)  # softmax less one
+    if objective.cap is None:
+        torch.exp(log_softmax, out=logits)
+        logits.scatter_(1, place, of_target.to(logits.dtype))
+        logits.mul_(counted)
+    else:
+        gradient = log_softmax.exp_().scatter_(1, place, of_target).mul_(counted)
+        logits.copy_(gradient.mul_(cap_slope(logits, objective.cap)))
     return loss
+
+
+def _log_softmax(logits: Tensor, objective: Objective) -> Tensor:
+    used = soft_capped(logits.to(wide(logits.dtype)), objective.cap)
+    used[:, objective.vocab_size :] = -math.inf
+    return torch.log_softmax(used, dim=1)
 
 
 def logits_to_codes(
     logits: Tensor,
     targets: Tensor,
-    vocab_size: int,
+    objective: Objective,
     rows: Tensor,
     columns: Tensor,
-    to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient,
+    to_gradient: Callable[[Tensor, Tensor, Objective], Tensor] = logits_to_gradient,
 ) -> Tensor:
     """The same sum; the gradient times CODE_UNIT is written as E5M2 codes, to rows (C, V) and columns (V, C).
 
     The logits are lost.
     """
     exact = logits.float()
-    total = to_gradient(exact, targets, vocab_size)
+    total = to_gradient(exact, targets, objective)
     rows.copy_(exact.mul_(CODE_UNIT))
     columns.copy_(rows.t())
     return total
@@ -77,9 +111,9 @@ def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(total, factor.view(1, 1), out=out)  # with dims, or a 16-bit product would round it
 
 
-def cross_entropies(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+def cross_entropies(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
     """The sum of the cross-entropies of logits (C, V), where no gradient is wanted."""
-    used = logits[:, :vocab_size].to(wide(logits.dtype))
+    used = soft_capped(logits[:, : objective.vocab_size].to(wide(logits.dtype)), objective.cap)
     return F.cross_entropy(used, targets, ignore_index=IGNORED, reduction="sum")
 
 
@@ -87,11 +121,11 @@ def cross_entropies(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 class LossKernels:
     """The parts of the loss that are not matrix products, as functions of their arguments alone."""
 
-    to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient
+    to_gradient: Callable[[Tensor, Tensor, Objective], Tensor] = logits_to_gradient
     scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor] = scaled
     lean: bool = False  # whether `to_gradient` makes no fp32 logits
-    loss: Callable[[Tensor, Tensor, int], Tensor] = cross_entropies
-    to_codes: Callable[[Tensor, Tensor, int, Tensor, Tensor], Tensor] = logits_to_codes
+    loss: Callable[[Tensor, Tensor, Objective], Tensor] = cross_entropies
+    to_codes: Callable[[Tensor, Tensor, Objective, Tensor, Tensor], Tensor] = logits_to_codes
 
 
 PLAIN = LossKernels()
@@ -101,12 +135,12 @@ def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
-    vocab_size: int,
+    objective: Objective,
     *,
     chunk_bytes: int | None = None,
     passes: LossKernels = PLAIN,
 ) -> Tensor:
-    """F.cross_entropy(F.linear(x, weight)[:, :vocab_size].float(), targets), a mean in fp32.
+    """F.cross_entropy(F.linear(x, weight)[:, :vocab_size].float(), targets), the `objective` in fp32.
 
     x (N, D) and weight (V, D) are of one format, targets (N) ids or IGNORED: the mean is over the others, and
     0 where there are none. float64 stays float64. The result can be differentiated once. A chunk is as many
@@ -114,7 +148,7 @@ def linear_cross_entropy(
     """
     entries, width = weight.shape
     chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, x.element_size(), lean=passes.lean)
-    arguments = x, weight, targets, vocab_size, chunk_bytes, passes
+    arguments = x, weight, targets, objective, chunk_bytes, passes
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(*arguments)
     return _loss_alone(*arguments)
@@ -157,12 +191,12 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def _loss_alone(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_bytes: int, passes: LossKernels
+    x: Tensor, weight: Tensor, targets: Tensor, objective: Objective, chunk_bytes: int, passes: LossKernels
 ) -> Tensor:
     total, counted = zero_loss(x), number_counted(targets)
     rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
     for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
-        total += passes.loss(F.linear(part, weight), wanted, vocab_size)
+        total += passes.loss(F.linear(part, weight), wanted, objective)
     return total / counted
 
 
@@ -173,7 +207,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        vocab_size: int,
+        objective: Objective,
         chunk_bytes: int,
         passes: LossKernels,
     ) -> Tensor:
@@ -186,13 +220,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient = x.new_empty(_sizes(x, weight))  # (N, V)
             for (part, wanted), logits in zip(chunks, gradient.split(rows), strict=True):
                 torch.mm(part, weight.T, out=logits)
-                total += passes.to_gradient(logits, wanted, vocab_size)
+                total += passes.to_gradient(logits, wanted, objective)
             ctx.save_for_backward(counted, x, weight, gradient)
             return total / counted
         sums = _Sums(x, weight, ctx.needs_input_grad)
         for index, (part, wanted) in enumerate(chunks):
             logits = torch.mm(part, weight.T)  # (C, V)
-            total += passes.to_gradient(logits, wanted, vocab_size)
+            total += passes.to_gradient(logits, wanted, objective)
             sums.add(index * rows, logits, part, weight)
             del logits  # before there are those of the next chunk
         ctx.formats = x.dtype, weight.dtype

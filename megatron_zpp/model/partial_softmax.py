@@ -9,16 +9,17 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.loss import wide
+from megatron_zpp.model.loss import Objective, soft_capped, wide
 
 
-def local_statistics(logits: Tensor, place: Tensor, entries: int) -> Tensor:
+def local_statistics(logits: Tensor, place: Tensor, objective: Objective) -> Tensor:
     """Maximum, sum of exponentials less the maximum, and target's logit or 0 of logits (C, E): (3, C).
 
-    `place` (C) is the column of each token's target, outside of the part if another one has it. Columns from
-    `entries` on only pad the vocabulary.
+    `place` (C) is the column of each token's target, outside of the part if another one has it. The
+    `vocab_size` of the objective is that of the part: its columns that do not only pad the vocabulary.
     """
-    used = logits[:, :entries].to(wide(logits.dtype))
+    entries = objective.vocab_size
+    used = soft_capped(logits[:, :entries].to(wide(logits.dtype)), objective.cap)
     if entries == 0:
         zero = used.new_zeros(len(logits))
         return torch.stack((torch.full_like(zero, -math.inf), zero, zero))

@@ -23,7 +23,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.gpt import GPT, Head
-from megatron_zpp.model.loss import CHUNK_BYTES, IGNORED, LossKernels, add_product, chunk_rows, wide
+from megatron_zpp.model.loss import (
+    CHUNK_BYTES,
+    IGNORED,
+    LossKernels,
+    Objective,
+    add_product,
+    cap_slope,
+    chunk_rows,
+    soft_capped,
+    wide,
+)
 from megatron_zpp.model.partial_softmax import local_statistics
 from megatron_zpp.placement import Split
 
@@ -39,7 +49,8 @@ def in_row_blocks(model: GPT, rows: int) -> None:
     else:
         output = blocks_of(OutputBlock, entries, width, rows)
     model.embedding.tokens = RowBlockTable(lookup)
-    model.head = RowBlockHead(model.head.norm, OutputBlocks(output), model.vocab_size, model.head.multiplier)
+    head = model.head
+    model.head = RowBlockHead(head.norm, OutputBlocks(output), head.objective, head.multiplier)
     model.table_rows, model.ends = rows, partial(_units, tied=model.tied)
 
 
@@ -82,14 +93,15 @@ class OutputBlock(Block):
         self,
         x: Tensor,
         targets: Tensor | None = None,
-        vocab_size: int = 0,
+        objective: Objective | None = None,
         passes: "BlockPasses | None" = None,
     ) -> Tensor:
         """(…, D) -> the logits of these rows, (…, R); with targets (N) of x (N, D), see `_Statistics`."""
-        if targets is None:
+        if targets is None or objective is None:
             return F.linear(x, self.weight)
-        entries = min(max(vocab_size - self.first, 0), len(self.weight))
-        return _Statistics.apply(x, self.weight, targets - self.first, entries, passes or PLAIN)
+        entries = min(max(objective.vocab_size - self.first, 0), len(self.weight))
+        own = objective._replace(vocab_size=entries)
+        return _Statistics.apply(x, self.weight, targets - self.first, own, passes or PLAIN)
 
 
 class RowBlockTable(nn.Module):
@@ -132,7 +144,7 @@ class OutputBlocks(nn.Module):
         self,
         x: Tensor,
         targets: Tensor,
-        vocab_size: int,
+        objective: Objective,
         passes: "BlockPasses",
         gather: Callable[[Tensor], Tensor] = lambda statistics: statistics,
     ) -> Tensor:
@@ -141,7 +153,7 @@ class OutputBlocks(nn.Module):
         `gather` joins the statistics (blocks, 3, N) of all ranks that have rows of the blocks.
         """
         exact = x.to(wide(x.dtype))  # so that the terms of its gradient, one per block, are summed in fp32
-        statistics = [block(exact, targets, vocab_size, passes) for block in self.each()]
+        statistics = [block(exact, targets, objective, passes) for block in self.each()]
         return _MeanLoss.apply(targets, gather, *statistics)
 
 
@@ -158,25 +170,27 @@ class RowBlockHead(Head):
         """As Head; `tied` is None, because the head has the blocks of the token embedding."""
         x = self.normalize(x)
         if targets is None:
-            return self.output(x)
-        return self.output.loss(x.flatten(0, 1), targets.flatten(), self.vocab_size, self.block_passes)
+            return soft_capped(self.output(x), self.objective.cap)
+        return self.output.loss(x.flatten(0, 1), targets.flatten(), self.objective, self.block_passes)
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
         self.block_passes = BlockPasses(compiler(local_statistics), compiler(block_gradient))
 
 
-def block_gradient(logits: Tensor, place: Tensor, message: Tensor, entries: int) -> Tensor:
+def block_gradient(logits: Tensor, place: Tensor, message: Tensor, objective: Objective) -> Tensor:
     """Logits (C, R) become their gradient, in their place.
 
-    `place` and `entries` as in local_statistics. `message` as in _MeanLoss.
+    `place` and `objective` as in local_statistics. `message` as in _MeanLoss.
     """
     factor, log_total, likelihood = message.unbind()  # each (C)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    softmax = (logits.to(message.dtype) - log_total[:, None]).exp_()
+    softmax = (soft_capped(logits.to(message.dtype), objective.cap) - log_total[:, None]).exp_()
     less_one = torch.expm1(likelihood)[:, None]  # where the target is
     gradient = torch.where(columns == place[:, None], less_one, softmax).mul_(factor[:, None])
-    return logits.copy_(gradient.masked_fill_(columns >= entries, 0.0))
+    if objective.cap is not None:
+        gradient.mul_(cap_slope(logits, objective.cap))
+    return logits.copy_(gradient.masked_fill_(columns >= objective.vocab_size, 0.0))
 
 
 @dataclass(frozen=True)
@@ -186,8 +200,8 @@ class BlockPasses:
     A chunk is as many tokens as have `chunk_bytes` of a block's logits, if these were fp32.
     """
 
-    statistics: Callable[[Tensor, Tensor, int], Tensor] = local_statistics
-    gradient: Callable[[Tensor, Tensor, Tensor, int], Tensor] = block_gradient
+    statistics: Callable[[Tensor, Tensor, Objective], Tensor] = local_statistics
+    gradient: Callable[[Tensor, Tensor, Tensor, Objective], Tensor] = block_gradient
     chunk_bytes: int = CHUNK_BYTES
 
 
@@ -227,14 +241,14 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, place: Tensor, entries: int, passes: BlockPasses
+        ctx: Any, x: Tensor, weight: Tensor, place: Tensor, objective: Objective, passes: BlockPasses
     ) -> Tensor:
-        ctx.entries, ctx.passes = entries, passes
+        ctx.objective, ctx.passes = objective, passes
         ctx.save_for_backward(x, weight, place)
         found = x.new_empty(3, len(x))
         for tokens in _chunks(x, weight, passes):
             logits = x[tokens].to(weight.dtype) @ weight.T  # (C, R)
-            found[:, tokens] = passes.statistics(logits, place[tokens], entries)
+            found[:, tokens] = passes.statistics(logits, place[tokens], objective)
         return found
 
     @staticmethod
@@ -247,7 +261,7 @@ class _Statistics(torch.autograd.Function):
         for index, tokens in enumerate(chunks):
             part = x[tokens].to(weight.dtype)
             logits = part @ weight.T  # (C, R)
-            gradient = ctx.passes.gradient(logits, place[tokens], message[:, tokens], ctx.entries)
+            gradient = ctx.passes.gradient(logits, place[tokens], message[:, tokens], ctx.objective)
             add_product(gradient, weight, of_x[tokens], begins=True)
             if several:
                 add_product(gradient.T, part, of_weight, begins=index == 0)

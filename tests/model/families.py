@@ -16,7 +16,7 @@ from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig
-from megatron_zpp.config.positions import OF_ROPE
+from megatron_zpp.config.positions import OF_ROTARY
 from megatron_zpp.config.shapes.huggingface import describe_model
 from megatron_zpp.config.sizes import SizeConfig
 from megatron_zpp.model.gpt import GPT
@@ -132,6 +132,16 @@ FAMILIES = {
     "smollm3": Family(
         transformers.SmolLM3Config, {"hidden_size": 120, "no_rope_layers": [1, 0], "pad_token_id": None}
     ),
+    "gemma2": Family(
+        transformers.Gemma2Config,
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 50,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "pad_token_id": None,
+        },
+    ),
     "gemma3": Family(
         transformers.Gemma3TextConfig,
         {
@@ -145,7 +155,10 @@ FAMILIES = {
             },
         },
     ),
-    "gemma3-full": Family(transformers.Gemma3TextConfig, {"layer_types": ["full_attention"] * 2}),
+    "gemma3-full": Family(
+        transformers.Gemma3TextConfig,
+        {"layer_types": ["full_attention"] * 2, "final_logit_softcapping": 2.0},
+    ),
     "qwen3-window": Family(
         transformers.Qwen3Config,
         {
@@ -180,7 +193,7 @@ def cases_of_pieces() -> str:
         plain = ModelConfig(**gpt, seq_length=16)
         rope = replace(plain, position_embedding_type="rope")
         for piece in pieces:
-            usual = rope if piece in OF_ROPE else plain
+            usual = rope if piece in OF_ROTARY else plain
             if getattr(model, piece) != getattr(usual, piece):
                 found[piece].append(case)
     return "".join(f"{' '.join([piece, *cases])}\n" for piece, cases in found.items())

@@ -100,6 +100,7 @@ VARIANTS = [
     {"disable_bias_linear": True, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True},
     {"norm_placement": "both", "apply_layernorm_1p": True, "geglu": True, "logits_multiplier": 0.5},
     {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    {"position_embedding_type": "alibi", "softmax_type": "learnable", "attn_logit_softcapping": 2.0},
 ]
 
 
@@ -115,4 +116,4 @@ def test_any_combination_of_components_counts_and_learns(variant: dict) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.any(), name
-        assert (parameter.dim() == 1) == (name.endswith("bias") or "norm" in name)
+        assert (parameter.dim() == 1) == (name.endswith(("bias", "sinks")) or "norm" in name)

@@ -148,6 +148,9 @@ PUBLISHED = {  # as counted in the published weights, without the text's part of
     "olmo2-32b": 32_234_279_936,
     "granite3.3-2b": 2_533_539_840,
     "granite3.3-8b": 8_170_864_640,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
     "gemma3-1b": 999_885_952,
     "gemma3-4b": 3_880_099_328 + 64 * 2560,  # with the rows of the tokens of images
     "gemma3-12b": 11_765_788_416 + 64 * 3840,

@@ -43,9 +43,12 @@ _UNUSUAL: dict[str, Any] = {  # fields that few families have, and what the othe
     "geglu": False,
     "qk_layernorm_across_heads": False,
     "softmax_scale": None,
+    "attn_logit_softcapping": None,
+    "softmax_type": "vanilla",
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_multiplier": 1.0,
+    "final_logit_softcapping": None,
     "rotary_base_local": None,
     "rotary_seq_len_interpolation_factor": None,
     "no_rope_freq": None,
@@ -54,18 +57,21 @@ _TEXT_OF = {"gemma3": "gemma3_text", "mistral3": "mistral"}  # models of text an
 _TITLES = {
     "starcoder2": "StarCoder2",
     "olmo2": "OLMo 2",
+    "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3",
     "smollm3": "SmolLM3",
     "granite": "Granite",
 }
 _SCALES = "softmax_scale", "embedding_multiplier", "residual_multiplier", "logits_multiplier"
+_FREE_OF_GEMMA = (
+    *("softmax_scale", "attn_logit_softcapping", "embedding_multiplier", "final_logit_softcapping"),
+    "rotary_seq_len_interpolation_factor",
+)
 _FREE = {  # of _UNUSUAL, what a family has in config.json
     "starcoder2": ("rotary_seq_len_interpolation_factor",),
     "olmo2": ("rotary_seq_len_interpolation_factor",),
-    "gemma3_text": (
-        *("softmax_scale", "embedding_multiplier", "rotary_base_local"),
-        "rotary_seq_len_interpolation_factor",
-    ),
+    "gemma2": _FREE_OF_GEMMA,
+    "gemma3_text": (*_FREE_OF_GEMMA, "rotary_base_local"),
     "smollm3": ("no_rope_freq", "rotary_seq_len_interpolation_factor"),
     "granite": (*_SCALES, "rotary_seq_len_interpolation_factor"),
 }
@@ -75,8 +81,10 @@ def _unusual_type(model: Mapping[str, Any]) -> str | None:
     """The family that alone has a field of the model; None for those like Llama."""
     if model["normalization"] == "LayerNorm" and not model["swiglu"]:
         return "starcoder2"
-    if model["norm_placement"] != "before":
-        return "olmo2" if model["norm_placement"] == "after" else "gemma3_text"
+    if model["norm_placement"] == "both":
+        return "gemma3_text" if model["qk_layernorm"] else "gemma2"
+    if model["norm_placement"] == "after":
+        return "olmo2"
     if model["no_rope_freq"] is not None:
         return "smollm3"
     return "granite" if any(model[name] != _UNUSUAL[name] for name in _SCALES) else None
@@ -177,9 +185,11 @@ def model_type_of(model: Mapping[str, Any]) -> str:
         free = _FREE[unusual]
         wanted = {name: value for name, value in _UNUSUAL.items() if name not in free}
         wanted |= {"rotary_percent": 1.0, "add_qkv_bias": False, "squared_relu": False}
-        if unusual == "gemma3_text":  # whose multiplier and scale config.json has by whole numbers
+        if unusual in ("gemma2", "gemma3_text"):  # whose config.json has multiplier and scale as integers
             scalar = round((model["softmax_scale"] or model["kv_channels"] ** -0.5) ** -2)
-            wanted |= {"embedding_multiplier": math.sqrt(model["hidden_size"]), "use_rope_scaling": False}
+            wanted |= {"embedding_multiplier": math.sqrt(model["hidden_size"])}
+            if unusual == "gemma3_text":
+                wanted |= {"use_rope_scaling": False}
             if model["softmax_scale"] is not None:
                 wanted["softmax_scale"] = float(scalar) ** -0.5
         elif unusual == "starcoder2":

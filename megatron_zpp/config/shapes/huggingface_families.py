@@ -102,6 +102,28 @@ def _smollm3_values(model: _Values) -> dict[str, Any]:
     return found | {"pad_token_id": None}
 
 
+def _gemma_fields(values: _Values, attention: float | None, logits: float | None) -> dict[str, Any]:
+    """Those of Gemma 2 and 3, whose soft caps are `attention` and `logits` where config.json has none."""
+    caps = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
+    caps = {key: values.get(key, usual) for key, usual in caps.items()}
+    return {
+        **{key: None if cap is None else positive(values, key, cap) for key, cap in caps.items()},
+        "embedding_multiplier": math.sqrt(values["hidden_size"]),
+        "softmax_scale": positive(values, "query_pre_attn_scalar", 256) ** -0.5,
+    }
+
+
+def _gemma_values(model: _Values) -> dict[str, Any]:
+    scale, activation = model["softmax_scale"] or model["kv_channels"] ** -0.5, "gelu_pytorch_tanh"
+    return {
+        "query_pre_attn_scalar": round(scale**-2),
+        "hidden_act": activation,
+        "hidden_activation": activation,
+        "attn_logit_softcapping": model["attn_logit_softcapping"],
+        "final_logit_softcapping": model["final_logit_softcapping"],
+    }
+
+
 def _gemma3_fields(values: _Values) -> dict[str, Any]:
     rope = (values.get("rope_parameters") or {}).get("sliding_attention") or {}
     if not isinstance(rope, dict):
@@ -112,24 +134,16 @@ def _gemma3_fields(values: _Values) -> dict[str, Any]:
             f"config.json: rope_type {kind} of sliding_attention is not supported; must be default"
         )
     local = positive(values, "rope_local_base_freq", 10_000.0)
-    return {
-        "embedding_multiplier": math.sqrt(values["hidden_size"]),
-        "softmax_scale": positive(values, "query_pre_attn_scalar", 256) ** -0.5,
-        "rotary_base_local": positive(rope, "rope_theta", local),
-    }
+    return _gemma_fields(values, None, None) | {"rotary_base_local": positive(rope, "rope_theta", local)}
 
 
 def _gemma3_values(model: _Values) -> dict[str, Any]:
-    scale = model["softmax_scale"] or model["kv_channels"] ** -0.5
     full = {"rope_type": "default", "rope_theta": model["rotary_base"]}
     if factor := model["rotary_seq_len_interpolation_factor"]:
         full |= {"rope_type": "linear", "factor": factor}
     local = {"rope_type": "default", "rope_theta": model["rotary_base_local"] or model["rotary_base"]}
-    return {
-        "query_pre_attn_scalar": round(scale**-2),
-        "rope_parameters": {"full_attention": full, "sliding_attention": local},
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
+    rope = {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    return _gemma_values(model) | rope
 
 
 _ANY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "pruned_heads": (None, {})}
@@ -208,6 +222,18 @@ _SILU: dict[str, tuple[Any, ...]] = {
     **_ANY,
 }
 _NO_BIAS = {"disable_bias_linear": True}
+_GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA_ONLY = _ANY | {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (False, None),
+}
+_GEMMA_FIXED = {key: value for key, value in LLAMA_FIXED.items() if key != "swiglu"} | {
+    **_NO_BIAS,
+    "geglu": True,
+    "norm_placement": "both",
+    "apply_layernorm_1p": True,
+}
 
 FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
@@ -277,23 +303,21 @@ FAMILIES: dict[str, Family] = {
         _smollm3_fields,
         _smollm3_values,
     ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _LLAMA_KEYS,
+        _GEMMA_DEFAULTS,
+        _GEMMA_ONLY,
+        _GEMMA_FIXED | {"qk_layernorm": False},
+        lambda values: _gemma_fields(values, 50.0, 30.0),
+        _gemma_values,
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _LLAMA_KEYS,
-        _LLAMA_DEFAULTS
-        | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
-        | {"num_attention_heads": 8, "max_position_embeddings": 131072, "vocab_size": 262208},
-        _ANY
-        | {
-            "hidden_activation": ("gelu_pytorch_tanh",),
-            "attention_bias": (False,),
-            "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,),
-            "use_bidirectional_attention": (False, None),
-        },
-        {key: value for key, value in LLAMA_FIXED.items() if key != "swiglu"}
-        | _NO_BIAS
-        | {"geglu": True, "norm_placement": "both", "apply_layernorm_1p": True, "qk_layernorm": True},
+        _GEMMA_DEFAULTS | {"num_attention_heads": 8, "max_position_embeddings": 131072, "vocab_size": 262208},
+        _GEMMA_ONLY,
+        _GEMMA_FIXED | {"qk_layernorm": True},
         _gemma3_fields,
         _gemma3_values,
     ),

@@ -12,7 +12,8 @@ from megatron_zpp.config.values.json_file import shown
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ALL_LAYERS = ("mistral", "starcoder2")
-_SOME_LAYERS = ("qwen2", "qwen3", "gemma3_text")
+_SOME_LAYERS = ("qwen2", "qwen3", "gemma2", "gemma3_text")
+_PERIODS = {"gemma2": 2, "gemma3_text": 6}  # the last layer of each has no window
 
 
 def window_fields(values: Mapping[str, Any], layers: int, positions: int) -> dict[str, str]:
@@ -41,7 +42,7 @@ def window_fields(values: Mapping[str, Any], layers: int, positions: int) -> dic
 def window_keys(model: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Return the keys of config.json for the fields of a ModelConfig."""
     if model["window_size"] is None:
-        if model_type == "gemma3_text":
+        if model_type in _PERIODS:
             return {"layer_types": [_FULL] * model["num_layers"]}
         return {}
     tokens = parse_window(model["window_size"])
@@ -50,7 +51,7 @@ def window_keys(model: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     layers, pattern = model["num_layers"], model["window_attn_skip_freq"]
     windowed = parse_pattern(pattern, layers) if pattern else (True,) * layers
     types = [_SLIDING if one else _FULL for one in windowed]
-    if model_type == "gemma3_text":
+    if model_type in _PERIODS:
         return {"sliding_window": tokens, "layer_types": types}
     return {
         "use_sliding_window": True,
@@ -69,8 +70,9 @@ def _used(values: Mapping[str, Any]) -> bool:
 
 def _windowed_layers(values: Mapping[str, Any], layers: int) -> list[bool]:
     first, types = values.get("max_window_layers", 28), values.get("layer_types")
-    if types is None and values["model_type"] == "gemma3_text":
-        every = values.get("sliding_window_pattern", 6)
+    if types is None and (period := _PERIODS.get(values["model_type"])):
+        gemma3 = values["model_type"] == "gemma3_text"
+        every = values.get("sliding_window_pattern", period) if gemma3 else period
         if type(every) is not int or every < 1:
             raise ValueError(
                 f"config.json: sliding_window_pattern is {shown(every)}; must be a positive integer"

@@ -3,8 +3,8 @@
 Sources: GPT-3 paper, table 2.1, for GPT-2 and GPT-3 (gpt3-175b is 175b; 345m is Megatron-LM's GPT-2, 18b that
 of the ZeRO++ tutorial); for the others config.json of the Hugging Face repository that a comment names.
 `seq_length` is the length of samples in the longest phase of pretraining (Llama 2 paper, 2.2; Llama 3 paper,
-3.4.1; Qwen3 report, 3.2; SmolLM2 paper, section 4; SmolLM3's blog; OLMo 2 paper, 2; Gemma 3 report, 2; Phi-3
-report, 2; StarCoder2 paper, 6; Granite 3.0 report; Mistral 7B paper, table 1, also for Mistral Small).
+3.4.1; Qwen3 report, 3.2; SmolLM2 paper, section 4; SmolLM3's blog; OLMo 2 paper, 2; Gemma 2 and 3 reports, 2;
+Phi-3 report, 2; StarCoder2 paper, 6; Granite 3.0 report; Mistral 7B paper, table 1, also for Mistral Small).
 """
 
 import math
@@ -67,8 +67,8 @@ _STARCODER2: dict[str, Any] = {
 
 
 def _gemma(layers: int, hidden: int, heads: int, groups: int, inner: int, **other: Any) -> dict[str, Any]:
-    """The text of a Gemma 3, whose sixth layers have no window."""
-    length, positions = 32768, other.pop("max_position_embeddings", 131072)
+    """The text of a Gemma 3, whose sixth layers have no window; a Gemma 2 with other values."""
+    length, positions = other.pop("seq_length", 32768), other.pop("max_position_embeddings", 131072)
     gemma = {
         "swiglu": False,
         "geglu": True,
@@ -86,6 +86,18 @@ def _gemma(layers: int, hidden: int, heads: int, groups: int, inner: int, **othe
     }
     return _llama_like(layers, hidden, heads, groups, inner, length, positions, **gemma | other)
 
+
+_GEMMA2: dict[str, Any] = {
+    "seq_length": 8192,
+    "max_position_embeddings": 8192,
+    "qk_layernorm": False,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "window_size": "4095,0",
+    "window_attn_skip_freq": "2",
+    "rotary_base": 10_000.0,
+    "rotary_base_local": None,
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-125m": _gpt(12, 768, 12, 1024),
@@ -142,6 +154,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "granite3.3-8b": _llama_like(
         *(40, 4096, 32, 8, 12800, 4096, 131072), softmax_scale=1 / 128, logits_multiplier=1 / 16, **_GRANITE3
     ),
+    # google/gemma-2-2b, gemma-2-9b and gemma-2-27b
+    "gemma2-2b": _gemma(26, 2304, 8, 4, 9216, **_GEMMA2),
+    "gemma2-9b": _gemma(42, 3584, 16, 8, 14336, **_GEMMA2),
+    "gemma2-27b": _gemma(46, 4608, 32, 16, 36864, kv_channels=128, softmax_scale=144**-0.5, **_GEMMA2),
     # google/gemma-3-1b-pt, and the text of gemma-3-4b-pt, gemma-3-12b-pt and gemma-3-27b-pt
     "gemma3-1b": _gemma(26, 1152, 4, 1, 6912, window_size="511,0", max_position_embeddings=32768),
     "gemma3-4b": _gemma(34, 2560, 8, 4, 10240, **_STRETCHED),
@@ -169,6 +185,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # Rows of the published tables, by the first letters of a preset: what a plan without a tokenizer assumes.
 VOCABULARIES = {
+    "gemma2": 256000,
     "gemma3-1b": 262144,
     "gemma3": 262208,
     "granite3": 49159,

@@ -34,6 +34,7 @@ from megatron_zpp.model.loss import (
     CODE_UNIT,
     PLAIN,
     LossKernels,
+    Objective,
     chunk_rows,
     default_chunk_bytes,
     number_counted,
@@ -57,7 +58,7 @@ class OutputProduct(DelayedProduct):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        vocab_size: int,
+        objective: Objective,
         *,
         chunk_bytes: int | None = None,
         passes: LossKernels = PLAIN,
@@ -65,7 +66,7 @@ class OutputProduct(DelayedProduct):
         """As loss.linear_cross_entropy, of x (N, D), weight (V, D) in fp32 or bf16 and targets (N)."""
         entries, width = weight.shape
         chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, x.element_size(), lean=passes.lean)
-        layer = _Layer(targets, vocab_size, chunk_bytes, self.factors, self.maxima, self.cast, passes)
+        layer = _Layer(targets, objective, chunk_bytes, self.factors, self.maxima, self.cast, passes)
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return _CodedCrossEntropy.apply(x, weight, layer)
         return _loss_alone(x, weight, layer)
@@ -86,7 +87,7 @@ class _Layer(NamedTuple):
     """Everything but hidden states and table."""
 
     targets: Tensor  # (N)
-    vocab_size: int
+    objective: Objective
     chunk_bytes: int
     factors: Tensor | None  # see model/fp8/cast.py
     maxima: Tensor
@@ -111,7 +112,7 @@ def _loss_alone(x: Tensor, weight: Tensor, layer: _Layer) -> Tensor:
     codes, table = layer.coded(x, INPUT, columns=False), layer.coded(weight, WEIGHT, columns=False)
     for part in _slices(len(x), coded_chunk_rows(len(x), len(weight), layer.chunk_bytes)):
         logits = _logits(codes, table, part, x.dtype)
-        total += layer.passes.loss(logits, targets[part], layer.vocab_size)
+        total += layer.passes.loss(logits, targets[part], layer.objective)
     return total / number_counted(targets)
 
 
@@ -163,7 +164,7 @@ def _gradient(
     for chunk in _slices(tokens, coded_chunk_rows(tokens, entries, layer.chunk_bytes)):
         logits = _logits(codes, table, chunk, of_x.dtype)  # (C, V)
         rows = columns.new_empty(logits.shape)
-        total += layer.passes.to_codes(logits, targets[chunk], layer.vocab_size, rows, columns[:, chunk])
+        total += layer.passes.to_codes(logits, targets[chunk], layer.objective, rows, columns[:, chunk])
         del logits
         of_x[chunk] = multiply(rows, table.columns.t(), back, table.scale, of_x.dtype)
         del rows  # before there are those of the next chunk

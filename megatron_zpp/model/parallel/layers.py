@@ -25,7 +25,16 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
 from megatron_zpp.model.gpt import GPT, Head, PositionedEmbedding
 from megatron_zpp.model.layer import CENTRED_NORMS, Layer, Norm
-from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, logits_to_codes, unit
+from megatron_zpp.model.loss import (
+    IGNORED,
+    LossKernels,
+    Objective,
+    cap_slope,
+    linear_cross_entropy,
+    logits_to_codes,
+    soft_capped,
+    unit,
+)
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum, Sum
 from megatron_zpp.model.partial_softmax import local_statistics
@@ -64,7 +73,11 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
         if attention.across_heads:
             for name in ("query_norm", "key_norm"):
                 setattr(attention, name, NormAcrossRanks(getattr(attention, name), sharing))
+        if attention.sinks is not None:
+            attention.tensor_splits = {"sinks": sharing.split(0, attention.heads)}
+            attention.sinks = nn.Parameter(attention.sinks.new_zeros(attention.heads // ranks))
         attention.heads, attention.groups = attention.heads // ranks, attention.groups // ranks
+        attention.first_head = sharing.group.rank * attention.heads
     model.tensor_ranks = ranks
     if isinstance(model.embedding, PositionedEmbedding):
         model.embedding.own = partial(_own_positions, group=sharing.group)
@@ -214,7 +227,7 @@ class VocabularyParallelHead(Head):
     """The head of a model whose output weights are split by entries of the vocabulary."""
 
     def __init__(self, whole: Head, output: Any, sharing: Sharing) -> None:
-        super().__init__(whole.norm, output, whole.vocab_size, whole.multiplier)
+        super().__init__(whole.norm, output, whole.objective, whole.multiplier)
         self.group, self._tokens = sharing.group, sharing.tokens
         self.passes = VocabularyParallelLoss(self.group).kernels()
 
@@ -224,9 +237,10 @@ class VocabularyParallelHead(Head):
         weight = tied if self.output is None else self.output.weight
         if targets is None:
             logits = self.group.gather(F.linear(x, weight)[None])  # (T, B · S, V / T): for inference alone
-            return logits.movedim(0, 1).flatten(1).unflatten(0, (-1, self._tokens))
+            logits = logits.movedim(0, 1).flatten(1).unflatten(0, (-1, self._tokens))
+            return soft_capped(logits, self.objective.cap)
         loss = linear_cross_entropy if self.product is None else self.product.loss
-        return loss(x, weight, targets.flatten(), self.vocab_size, passes=self.passes)
+        return loss(x, weight, targets.flatten(), self.objective, passes=self.passes)
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
@@ -250,27 +264,26 @@ class VocabularyParallelLoss:
         to_codes = partial(logits_to_codes, to_gradient=self.to_gradient)
         return LossKernels(self.to_gradient, lean=True, loss=self.loss, to_codes=to_codes)
 
-    def to_gradient(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    def to_gradient(self, logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
         """As loss.logits_to_gradient, of logits (C, V / T)."""
-        place = targets - self._group.rank * logits.shape[1]
-        statistics = self._statistics(logits, place, vocab_size)
-        return self._to_gradient(
-            logits, targets != IGNORED, place, statistics, self._entries(logits, vocab_size)
-        )
+        place, own = self._own(logits, targets, objective)
+        statistics = self._statistics(logits, place, own)
+        return self._to_gradient(logits, targets != IGNORED, place, statistics, own)
 
-    def loss(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    def loss(self, logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
         """The sum of the cross-entropies of logits (C, V / T), which stay as they are."""
-        place = targets - self._group.rank * logits.shape[1]
-        likelihood, _ = _likelihood(self._statistics(logits, place, vocab_size))
+        likelihood, _ = _likelihood(self._statistics(logits, *self._own(logits, targets, objective)))
         return -torch.where(targets != IGNORED, likelihood, 0.0).sum()
 
-    def _statistics(self, logits: Tensor, place: Tensor, vocab_size: int) -> Tensor:
-        local = self._local(logits, place, self._entries(logits, vocab_size))
-        return self._group.gather(local[None])  # (T, 3, C)
+    def _statistics(self, logits: Tensor, place: Tensor, own: Objective) -> Tensor:
+        return self._group.gather(self._local(logits, place, own)[None])  # (T, 3, C)
 
-    def _entries(self, logits: Tensor, vocab_size: int) -> int:
-        """Columns of this rank that do not only pad the vocabulary."""
-        return min(max(vocab_size - self._group.rank * logits.shape[1], 0), logits.shape[1])
+    def _own(self, logits: Tensor, targets: Tensor, objective: Objective) -> tuple[Tensor, Objective]:
+        """Targets (C) as columns of this rank, and the objective with those that do not only pad."""
+        columns = logits.shape[1]
+        first = self._group.rank * columns
+        entries = min(max(objective.vocab_size - first, 0), columns)
+        return targets - first, objective._replace(vocab_size=entries)
 
 
 def _likelihood(statistics: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,13 +294,17 @@ def _likelihood(statistics: Tensor) -> tuple[Tensor, Tensor]:
     return wanted.sum(0) - log_total, log_total
 
 
-def _to_gradient(logits: Tensor, counted: Tensor, place: Tensor, statistics: Tensor, entries: int) -> Tensor:
+def _to_gradient(
+    logits: Tensor, counted: Tensor, place: Tensor, statistics: Tensor, own: Objective
+) -> Tensor:
     """The loss; logits (C, V / T) become their gradient times `unit`."""
     likelihood, log_total = _likelihood(statistics)
     scale = unit(logits.dtype)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    shifted = logits.to(log_total.dtype) - (log_total - math.log(scale))[:, None]
+    shifted = soft_capped(logits.to(log_total.dtype), own.cap) - (log_total - math.log(scale))[:, None]
     is_target = columns == place[:, None]
     softmax = torch.where(is_target, scale * torch.expm1(likelihood)[:, None], torch.exp(shifted))
-    logits.copy_(torch.where(counted[:, None] & (columns < entries), softmax, 0.0))
+    if own.cap is not None:
+        softmax = softmax * cap_slope(logits, own.cap)
+    logits.copy_(torch.where(counted[:, None] & (columns < own.vocab_size), softmax, 0.0))
     return -torch.where(counted, likelihood, 0.0).sum()

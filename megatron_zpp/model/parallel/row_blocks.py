@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.loss import soft_capped
 from megatron_zpp.model.parallel.exchanges import Gather, ScatterSum
 from megatron_zpp.model.row_blocks import (
     LookupBlock,
@@ -53,7 +54,7 @@ class SharedRowBlockHead(RowBlockHead):
     """The head of a model whose output weights are in blocks, of which each rank has a part."""
 
     def __init__(self, whole: RowBlockHead, group: TensorGroup, tokens: int) -> None:
-        super().__init__(whole.norm, whole.output, whole.vocab_size, whole.multiplier)
+        super().__init__(whole.norm, whole.output, whole.objective, whole.multiplier)
         self.group, self._tokens = group, tokens
 
     def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None = None) -> Tensor:
@@ -62,6 +63,6 @@ class SharedRowBlockHead(RowBlockHead):
         if targets is None:
             parts = [self.group.gather(block(x)[None]) for block in self.output.each()]  # (T, B · S, …)
             logits = torch.cat([part.movedim(0, 1).flatten(1) for part in parts], -1)
-            return logits.unflatten(0, (-1, self._tokens))
+            return soft_capped(logits.unflatten(0, (-1, self._tokens)), self.objective.cap)
         passes = self.block_passes
-        return self.output.loss(x, targets.flatten(), self.vocab_size, passes, self.group.gather)
+        return self.output.loss(x, targets.flatten(), self.objective, passes, self.group.gather)

@@ -90,6 +90,7 @@ def test_of_a_model_of_images_the_text_is_imported(
         nightly("llama-biased", 2, 3),
         nightly("qwen2", 3, 2),
         nightly("gemma3", 3, 2),
+        nightly("gemma2", 2, 2),
         nightly("starcoder2-window", 3, 2),
         nightly("olmo2", 1, 3),
         nightly("smollm3", 2, 2),
@@ -250,7 +251,7 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             GEMMA3 | {"rope_parameters": {"full_attention": 3}},
             "full_attention of rope is 3; must be an object",
         ),
-        (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+        (GEMMA3 | {"final_logit_softcapping": 0}, "final_logit_softcapping is 0; must be a number above 0"),
         ({"model_type": "falcon"}, 'model_type is "falcon"; must be one of gpt2, llama'),
         ({"model_type": "starcoder2", "use_bias": 1}, "use_bias is 1; must be true or false"),
         ({"model_type": "starcoder2", "hidden_act": "relu"}, 'hidden_act "relu" is not supported; must be'),
@@ -308,6 +309,9 @@ GEMMA3_FIELDS = describe_model(LLAMA | GEMMA3).fields
             "--embedding-multiplier 3",
         ),
         (GEMMA3_FIELDS | {"softmax_scale": 0.1234}, "--softmax-scale 0.1234"),
+        ({"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),
+        ({"softmax_type": "learnable"}, "--softmax-type learnable"),
+        ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
     ],
 )
 def test_what_transformers_cannot_compute_is_not_exported(changes: dict[str, Any], said: str) -> None:
