@@ -45,7 +45,7 @@ def test_logits_and_gradients_are_transformers(family: str, tmp_path: Path) -> N
     "family",
     [
         *("llama-tied-scaled", "qwen3", "mistral-window", "qwen2-window", "qwen3-window"),
-        *("olmo2", "granite", "smollm3", "gemma2", "gemma3"),
+        *("olmo2", "olmo3", "phi4-mini", "glm4", "granite", "smollm3", "gemma2", "gemma3"),
     ],
 )
 def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path) -> None:
