@@ -11,9 +11,13 @@ from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.generate.cached import Cache, decode, logits_of, prefill
+from megatron_zpp.generate.continuation import continue_texts
+from megatron_zpp.generate.draw import Sampling
+from megatron_zpp.generate.text import Stop
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import Place
+from megatron_zpp.tokenizer.null import NullTokenizer
 from tests.model.families import FAMILIES, VOCAB, ours
 
 TOKENS = torch.randint(VOCAB, (2, 33), generator=torch.Generator().manual_seed(2))
@@ -64,6 +68,24 @@ def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path)
     with torch.inference_mode():
         k, _ = cache.layers[0].extend(*[torch.zeros(2, 0, groups, width)] * 2)
     assert k.shape == (2, 33, groups, width)
+
+
+@pytest.mark.parametrize("family", ["olmo3", "phi3", "phi4-mini", "glm", "glm4"])
+def test_greedy_is_what_transformers_writes(family: str, tmp_path: Path) -> None:
+    """Both compute a Phi-3's text anew when it outgrows the original length, beside one that does not."""
+    theirs = FAMILIES[family].model()
+    theirs.save_pretrained(tmp_path)
+    prompts = [TOKENS[:1, :12], TOKENS[1:, :2]]
+    expected = [
+        theirs.generate(each, max_new_tokens=13, do_sample=False, eos_token_id=None) for each in prompts
+    ]
+    found = continue_texts(
+        ours(tmp_path),
+        NullTokenizer(VOCAB - 1),
+        [each[0].tolist() for each in prompts],
+        **{"new_tokens": 13, "sampling": Sampling(temperature=0), "seed": 1, "stop": Stop(), "batch_size": 2},
+    )
+    assert [[*text.prompt, *text.ids] for text in found] == [each[0].tolist() for each in expected]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
