@@ -73,8 +73,8 @@ class YarnScaling:
         if self.rounds:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * pairs - 1)
-        width = last - first or 0.001
-        share = ((torch.arange(pairs) - first) / width).clamp(0.0, 1.0)  # 1 divides by the factor, 0 keeps
+        numbers = torch.arange(pairs, device="cpu")
+        share = ((numbers - first) / (last - first or 0.001)).clamp(0.0, 1.0)  # 0 keeps, 1 divides
         return frequencies / self.factor * share + frequencies * (1 - share)
 
     def _pair(self, turns: float, pairs: int) -> float:

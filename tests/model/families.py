@@ -30,6 +30,19 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 16}
+PHI: dict[str, Any] = {
+    "hidden_size": 120,
+    "pad_token_id": None,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0 + pair / 20 for pair in range(15)],
+        "long_factor": [2.0 + pair / 2 for pair in range(15)],
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +131,30 @@ FAMILIES = {
     "qwen3": Family(transformers.Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "qwen3-tied": Family(transformers.Qwen3Config, {"tie_word_embeddings": True}),
     "olmo2": Family(transformers.Olmo2Config, {"hidden_size": 120}),
+    "olmo3": Family(
+        transformers.Olmo3Config,
+        {
+            "hidden_size": 120,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "pad_token_id": None,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": DEFAULT | {"rope_theta": 5e5}},
+        },
+    ),
+    "phi3": Family(  # whose texts in tests are longer than the original ones
+        transformers.Phi3Config, PHI | {"original_max_position_embeddings": 16, "sliding_window": 30}
+    ),
+    "phi4-mini": Family(
+        transformers.Phi3Config,
+        PHI | {"original_max_position_embeddings": 64, "tie_word_embeddings": True},
+    ),
+    "glm": Family(transformers.GlmConfig, {"pad_token_id": None}),
+    "glm4": Family(
+        transformers.Glm4Config, {"pad_token_id": None, "attention_bias": False, "rope_parameters": DEFAULT}
+    ),
+    "qwen3-yarn": Family(
+        transformers.Qwen3Config, {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}}
+    ),
     "granite": Family(
         transformers.GraniteConfig,
         {

@@ -139,12 +139,26 @@ _NORMS = {  # of Llama-like models, by --norm-placement
 }
 
 
-def names_of(model: ModelConfig) -> Names:
-    """Return the names of the family that the model belongs to (`model_type_of` says which)."""
-    if model.position_embedding_type == "learned_absolute":
+_FUSED_MLP = {"mlp.input": ("mlp.gate_up_proj",)}
+_PARTS = {  # of Llama-like models that call some parts otherwise
+    "phi3": _FUSED_MLP | {"attention.qkv": ("self_attn.qkv_proj",)},
+    "glm": _FUSED_MLP,
+    "glm4": _FUSED_MLP
+    | {
+        "attention_output_norm": ("post_self_attn_layernorm",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp_output_norm": ("post_mlp_layernorm",),
+    },
+    "starcoder2": {"mlp.input": ("mlp.c_fc",), "mlp.output": ("mlp.c_proj",)},
+}
+
+
+def names_of(model: ModelConfig, model_type: str) -> Names:
+    """Return the names of a family's model."""
+    if model_type == "gpt2":
         return _GPT2
-    names = replace(_LLAMA, parts=_LLAMA.parts | _NORMS[model.norm_placement])
+    parts = _LLAMA.parts | _NORMS[model.norm_placement] | _PARTS.get(model_type, {})
+    names = replace(_LLAMA, parts=parts)
     if model.normalization == "RMSNorm":
         return names
-    mlp = {"mlp.input": ("mlp.c_fc",), "mlp.output": ("mlp.c_proj",)}  # StarCoder2
-    return replace(names, fixed={**names.fixed, "head.norm.bias": "norm.bias"}, parts=names.parts | mlp)
+    return replace(names, fixed={**names.fixed, "head.norm.bias": "norm.bias"})

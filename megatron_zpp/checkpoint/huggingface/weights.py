@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import WEIGHTS_FILE, WEIGHTS_INDEX, NamedDirectory
 from megatron_zpp.checkpoint.huggingface.names import (
     OUTPUT,
@@ -42,7 +43,7 @@ class HuggingFaceWeights:
 
     def __init__(self, named: NamedDirectory, config: ModelConfig, entries: int) -> None:
         self._named, self._config, self._entries = named, config, entries
-        self._names = names_of(config)
+        self._names = names_of(config, read_architecture(named).model_type)
         self._open_files = ExitStack()
         try:
             self._slices = self._open()
