@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_zpp.config.options import Options, option, option_error
-from megatron_zpp.config.positions import OF_ROPE, PositionConfig
+from megatron_zpp.config.positions import OF_ONE_ROTARY, OF_ROTARY, ROTARY, PositionConfig
 from megatron_zpp.config.shapes.presets import PRESETS, preset_names
 from megatron_zpp.config.sizes import WIDEST
 from megatron_zpp.config.values.attention_window import (
@@ -95,6 +95,9 @@ class ModelConfig(PositionConfig):
     )
     apply_layernorm_1p: bool = option(
         False, "Norms multiply by 1 + their weights, which begin at zero (Gemma)."
+    )
+    embed_layernorm: bool = option(
+        False, "Normalise what the token embedding looks up, with --normalization (BLOOM)."
     )
     norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", above=0)
     swiglu: bool = option(False, "Gated MLP: SiLU of one projection times another (Llama).")
@@ -222,8 +225,10 @@ class ModelConfig(PositionConfig):
         values = preset_fields(self.model_preset)
         if self.model_preset not in PRESETS:
             object.__setattr__(self, "model_preset", None)  # a checkpoint must not depend on the file
-        if self.position_embedding_type not in (None, values.get("position_embedding_type")):
-            values = {name: value for name, value in values.items() if name not in OF_ROPE}
+        kind = self.position_embedding_type
+        if kind not in (None, values.get("position_embedding_type")):
+            other = OF_ONE_ROTARY if kind in ROTARY else OF_ONE_ROTARY + OF_ROTARY
+            values = {name: value for name, value in values.items() if name not in other}
         for name, value in values.items():
             self._fill(name, value)
 

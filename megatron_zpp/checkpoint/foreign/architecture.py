@@ -15,7 +15,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (None, False),
     "apply_layernorm_1p": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
-    "embed_layernorm": (None, False),
     "rotary_interleaved": (None, False),
     "rotary_scaling_factor": (None, 1, 1.0),
     "rotary_seq_len_interpolation_factor": (None, 1),
@@ -40,7 +39,8 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 _COPIED = (
     *("kv_channels", "ffn_hidden_size", "max_position_embeddings", "qk_layernorm", "swiglu"),
-    *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights", "softmax_type"),
+    *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights", "embed_layernorm"),
+    "softmax_type",
 )
 _BASES = ("rotary_base", "rope_theta")  # the second of Megatron-DeepSpeed
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}

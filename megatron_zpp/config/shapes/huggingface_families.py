@@ -97,9 +97,8 @@ def _smollm3_values(model: _Values) -> dict[str, Any]:
     if pattern is not None:
         listed = parse_pattern(pattern, layers)
         rotated = [each == pattern.strip().isdecimal() for each in listed]
-    # transformers' default of the padding is no entry of a small vocabulary.
     found = {"no_rope_layers": [int(each) for each in rotated], "use_sliding_window": False}
-    return found | {"pad_token_id": None}
+    return found | _NO_PADDING
 
 
 def _gemma_fields(values: _Values, attention: float | None, logits: float | None) -> dict[str, Any]:
@@ -124,28 +123,22 @@ def _gemma_values(model: _Values) -> dict[str, Any]:
     }
 
 
-def _gemma3_fields(values: _Values) -> dict[str, Any]:
-    rope = (values.get("rope_parameters") or {}).get("sliding_attention") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json: sliding_attention of rope is {shown(rope)}; must be an object")
-    if rope.get("rope_type", "default") != "default":
-        kind = shown(rope["rope_type"])
-        raise ValueError(
-            f"config.json: rope_type {kind} of sliding_attention is not supported; must be default"
-        )
-    local = positive(values, "rope_local_base_freq", 10_000.0)
-    return _gemma_fields(values, None, None) | {"rotary_base_local": positive(rope, "rope_theta", local)}
+def _phi3_values(model: _Values) -> dict[str, Any]:
+    return {"embd_pdrop": model["hidden_dropout"], **_NO_PADDING}
 
 
-def _gemma3_values(model: _Values) -> dict[str, Any]:
-    full = {"rope_type": "default", "rope_theta": model["rotary_base"]}
-    if factor := model["rotary_seq_len_interpolation_factor"]:
-        full |= {"rope_type": "linear", "factor": factor}
-    local = {"rope_type": "default", "rope_theta": model["rotary_base_local"] or model["rotary_base"]}
-    rope = {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
-    return _gemma_values(model) | rope
+def _glm_fields(values: _Values) -> dict[str, Any]:
+    biased = values.get("attention_bias", True)
+    if type(biased) is not bool:
+        raise ValueError(f"config.json: attention_bias is {shown(biased)}; must be true or false")
+    return {"add_qkv_bias": biased}
 
 
+def _glm_values(model: _Values) -> dict[str, Any]:
+    return {"attention_bias": model["add_qkv_bias"], **_NO_PADDING}
+
+
+_NO_PADDING = {"pad_token_id": None}  # transformers' default is no entry of a small vocabulary
 _ANY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "pruned_heads": (None, {})}
 _GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -211,16 +204,11 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 LLAMA_FIXED: dict[str, Any] = {
-    "position_embedding_type": "rope",
     "normalization": "RMSNorm",
     "swiglu": True,
     "hidden_dropout": 0.0,
 }
-_SILU: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (None, 1.0, 1),
-    **_ANY,
-}
+_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), **_ANY}
 _NO_BIAS = {"disable_bias_linear": True}
 _GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
 _GEMMA_ONLY = _ANY | {
@@ -234,6 +222,14 @@ _GEMMA_FIXED = {key: value for key, value in LLAMA_FIXED.items() if key != "swig
     "norm_placement": "both",
     "apply_layernorm_1p": True,
 }
+_OLMO_FIXED = LLAMA_FIXED | {
+    **_NO_BIAS,
+    "norm_placement": "after",
+    "qk_layernorm": True,
+    "qk_layernorm_across_heads": True,
+}
+_GLM_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7}
+_GLM_FIXED = LLAMA_FIXED | _NO_BIAS | {"rotary_interleaved": True}
 
 FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
@@ -264,9 +260,41 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_KEYS,
         _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
         _SILU | {"attention_bias": (False,)},
-        LLAMA_FIXED
-        | _NO_BIAS
-        | {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},
+        _OLMO_FIXED,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        _SILU | {"attention_bias": (False,)},
+        _OLMO_FIXED,
+        values=lambda model: _NO_PADDING,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _LLAMA_KEYS | {"resid_pdrop": "hidden_dropout"},
+        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        _SILU,
+        {key: value for key, value in LLAMA_FIXED.items() if key != "hidden_dropout"} | _NO_BIAS,
+        values=_phi3_values,
+    ),
+    "glm": Family(
+        "GlmForCausalLM",
+        _LLAMA_KEYS,
+        _GLM_DEFAULTS,
+        _SILU,
+        _GLM_FIXED,
+        _glm_fields,
+        _glm_values,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        _LLAMA_KEYS,
+        _GLM_DEFAULTS,
+        _SILU,
+        _GLM_FIXED | {"norm_placement": "both"},
+        _glm_fields,
+        _glm_values,
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
@@ -281,7 +309,7 @@ FAMILIES: dict[str, Family] = {
             "mlp_type": ("default",),
             "norm_type": ("layer_norm",),
         },
-        {"position_embedding_type": "rope", "normalization": "LayerNorm"},
+        {"normalization": "LayerNorm"},
         _starcoder2_fields,
         _starcoder2_values,
     ),
@@ -315,10 +343,10 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _LLAMA_KEYS,
-        _GEMMA_DEFAULTS,
+        _GEMMA_DEFAULTS | {"num_attention_heads": 8, "max_position_embeddings": 131072, "vocab_size": 262208},
         _GEMMA_ONLY,
         _GEMMA_FIXED | {"qk_layernorm": True},
-        _gemma3_fields,
-        _gemma3_values,
+        lambda values: _gemma_fields(values, None, None),
+        _gemma_values,
     ),
 }

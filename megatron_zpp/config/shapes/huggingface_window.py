@@ -11,9 +11,9 @@ from megatron_zpp.config.values.attention_window import describe_pattern, parse_
 from megatron_zpp.config.values.json_file import shown
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_ALL_LAYERS = ("mistral", "starcoder2")
-_SOME_LAYERS = ("qwen2", "qwen3", "gemma2", "gemma3_text")
-_PERIODS = {"gemma2": 2, "gemma3_text": 6}  # the last layer of each has no window
+_ALL_LAYERS = ("mistral", "phi3", "starcoder2")
+_SOME_LAYERS = ("qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3")
+_PERIODS = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}  # the last layer of each has no window
 
 
 def window_fields(values: Mapping[str, Any], layers: int, positions: int) -> dict[str, str]:
@@ -22,7 +22,8 @@ def window_fields(values: Mapping[str, Any], layers: int, positions: int) -> dic
     A window that holds all `positions` changes nothing. Raises ValueError that names the key.
     """
     model_type = values["model_type"]
-    gemma, usual = model_type == "gemma3_text", None if model_type == "starcoder2" else 4096
+    by_layer = model_type in ("gemma3_text", "olmo3")  # layers with a window have another rope too
+    usual = None if model_type in ("starcoder2", "phi3") else 4096
     window = values.get("sliding_window", usual)
     if model_type not in (*_ALL_LAYERS, *_SOME_LAYERS) or window is None:
         return {}
@@ -33,7 +34,7 @@ def window_fields(values: Mapping[str, Any], layers: int, positions: int) -> dic
             f"config.json: sliding_window is {shown(window)}; must be null or a positive integer"
         )
     windowed = [True] * layers if model_type in _ALL_LAYERS else _windowed_layers(values, layers)
-    if (window >= positions and not gemma) or not any(windowed):  # Gemma's have another base of rope too
+    if (window >= positions and not by_layer) or not any(windowed):
         return {}
     pattern = describe_pattern(windowed)
     return {"window_size": f"{window - 1},0"} | ({"window_attn_skip_freq": pattern} if pattern else {})

@@ -24,7 +24,7 @@ from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from tests.checkpoint.huggingface.gpt2 import SOURCE, check_equal, entries, save, tensors, theirs
-from tests.model.families import FAMILIES
+from tests.model.families import FAMILIES, with_images
 from tests.support import nightly, pretrain
 
 LENGTH = 16
@@ -64,6 +64,23 @@ def test_import_then_export_returns_every_bit(
     assert rows[0] == rows[1] == entries(bpe) + SPARE * ("qwen" in family)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral-small"])
+def test_of_a_model_of_images_the_text_is_imported(
+    tool: Callable[..., str], bpe: Path, tmp_path: Path, family: str
+) -> None:
+    """Its logits are compared with those of the whole model, which has other names for its tensors."""
+    chosen = FAMILIES[family]
+    text = type(chosen)(chosen.config, chosen.settings | {"vocab_size": entries(bpe)}).model()
+    source = save(with_images(text.config), bpe, tmp_path / "theirs")
+    said = tool("import", source, tmp_path / "ours")
+    assert "its text alone; the model of images is omitted" in said
+    assert "logits: largest difference" in said
+    tool("export", tmp_path / "ours", tmp_path / "back", "--no-tokenizer")
+    whole, back = tensors(source), tensors(tmp_path / "back")
+    assert len(back) == len(list(text.parameters()))
+    check_equal(back, {name: whole[f"language_model.{name}"] for name in back})
+
+
 @pytest.mark.parametrize(
     ("family", "stage", "world"),
     [
@@ -77,6 +94,9 @@ def test_import_then_export_returns_every_bit(
         nightly("starcoder2-window", 3, 2),
         nightly("olmo2", 1, 3),
         nightly("smollm3", 2, 2),
+        nightly("olmo3", 3, 2),
+        nightly("phi3", 3, 2),
+        nightly("glm4", 2, 3),
         nightly("granite", 0, 2),
     ],
 )
@@ -200,7 +220,8 @@ LLAMA = {
     "max_position_embeddings": 128,
 }
 NOT = ": not supported: "
-GEMMA3 = {"model_type": "gemma3_text"}
+GEMMA3, OLMO3, PHI3 = ({"model_type": name} for name in ("gemma3_text", "olmo3", "phi3"))
+YARN = {"type": "yarn", "factor": 2.0}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}
 
 
@@ -209,7 +230,14 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
     [
         ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported; must be "silu"'),
         ({"attention_bias": True}, "attention_bias true with mlp_bias false is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 'rope_type "yarn" is not supported'),
+        ({"rope_scaling": {"type": "longrope"}}, 'rope_type "longrope" is not supported; must be default,'),
+        ({"rope_scaling": YARN | {"factor": "x"}}, 'factor of rope is "x"; must be a number above 0'),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "embeddings is 0; must be an int"),
+        (OLMO3 | {"rope_scaling": YARN | {"truncate": False}}, "truncate false of rope is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; must be 1.0"),
+        (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type "linear" is not supported'),
+        (PHI3 | {"rope_scaling": {"type": "su", "long_factor": []}}, "short_factor of rope is null; must be"),
+        ({"model_type": "glm4", "attention_bias": 1}, "attention_bias is 1; must be true or false"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
             "low_freq_factor 2.0 is not supported; must be 1.0",
@@ -252,6 +280,11 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             NOT + "embeddings per layer (hidden_size_per_layer_input 256)",
         ),
         ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, NOT + "mixture of experts (num"),
+        ({"model_type": "gemma3", "text_config": 3}, "text_config is 3; must be an object"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral3"}},
+            'text_config has model_type "mistral3"; must be a text\'s',
+        ),
         ({"model_type": "qwen3_vl", "vision_config": {}}, NOT + "images beside text (vision_config)"),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
     ],
@@ -270,7 +303,9 @@ GEMMA3_FIELDS = describe_model(LLAMA | GEMMA3).fields
     ("changes", "said"),
     [
         ({"position_embedding_type": "none"}, "--position-embedding-type none"),
-        ({"rotary_percent": 0.5}, "--rotary-percent 0.5"),
+        ({"rotary_percent": 0.5}, "--use-rope-scaling True"),  # no more of a Phi-3
+        ({"rotary_interleaved": True, "window_size": "7,0"}, "--window-size 7,0"),
+        (STARCODER2_FIELDS | {"rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias True"),
         ({"window_size": "7,0", "window_attn_skip_freq": "2"}, "--window-attn-skip-freq 2"),
