@@ -45,7 +45,7 @@ class DotProduct:
     Scores that it cannot make are in memory, as the mask is.
     """
 
-    tries_once = False  # whether one shape and mask tell that the kernel runs
+    compiled = False  # whether torch.compile makes the kernel, so that one trial tells that it runs
 
     def __init__(self, backend: str | None = None, remark: str = "") -> None:
         self.backend, self.remark = TORCH_BACKENDS[backend] if backend else None, remark
@@ -159,7 +159,7 @@ class PackedFlash(DotProduct):
 class FlashAttention3:
     """Dao's flash_attn_interface, for Hopper. torch.compile leaves it as it is, between two graphs."""
 
-    tries_once = False
+    compiled = False
 
     def __init__(self) -> None:
         from flash_attn_interface import flash_attn_func, flash_attn_varlen_func

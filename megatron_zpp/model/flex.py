@@ -26,7 +26,7 @@ class Flex(DotProduct):
     Inside of a compiled layer the kernel is a part of the layer's graph. Elsewhere it is a graph of its own.
     """
 
-    tries_once = True
+    compiled = True
 
     def __init__(self, compiler: Callable[..., Any] = torch.compile) -> None:
         super().__init__("math")

@@ -191,8 +191,9 @@ def test_packed_documents_train_as_a_dense_mask_does(recompute: dict[str, Any]) 
     assert curves[1] == pytest.approx(curves[0], rel=2 * EPSILON)
 
 
-def test_a_masked_step_does_not_wait_for_the_device() -> None:
-    kernel = choose_attention("auto", **settings(64, True))
+@pytest.mark.parametrize("backend", ["auto", "flex"])
+def test_a_masked_step_does_not_wait_for_the_device(backend: str) -> None:
+    kernel = choose_attention(backend, **settings(64, True))
     engine = engine_of(MODEL, VOCAB, precision=PrecisionConfig(bf16=True), device="cuda", kernel=kernel)
     data = batches(6)
 

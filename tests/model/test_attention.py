@@ -235,7 +235,8 @@ def test_flex_attention_is_attention_in_memory(documents: bool, monkeypatch: pyt
     changes = LLAMA | SCORES | {"window_size": "150,0", "window_attn_skip_freq": "2"}
     sizes = {"num_attention_heads": 6, "seq_length": 300, "max_position_embeddings": 300}
     config = dataclasses.replace(MODEL, **changes | sizes)
-    models = [model_of(kernel=kernel, config=config) for kernel in (TORCHS, Flex())]
+    recompute = RecomputeConfig(recompute_activations=documents)
+    models = [model_of(recompute, kernel, config) for kernel in (TORCHS, Flex())]
     compile_parts(models[1], (2, 300), pytest.fail, "aot_eager", masked=documents)
     for cut in (7, 200):
         tokens = torch.randint(VOCAB, (2, 300), generator=torch.Generator().manual_seed(cut))

@@ -85,9 +85,9 @@ def check_attention(config: Config, device: Device) -> None:
     del settings["scored"]
     lengths: Sequence[int] = (model.seq_length,)
     windows: set[int | None] = {None}
-    if settings.pop("windowed") and not kernel.tries_once:
+    if settings.pop("windowed") and not kernel.compiled:
         windows = set(model.layer_windows)
-    if config.evaluation.sample_prompt is not None and not kernel.tries_once:
+    if config.evaluation.sample_prompt is not None and not kernel.compiled:
         lengths = (1, 2, *lengths)  # a text grows token by token
     heads = torch.zeros(model.num_attention_heads // model.num_query_groups, device=device.device)
     scores = Scores(
