@@ -28,9 +28,9 @@ class Flex(DotProduct):
 
     compiled = True
 
-    def __init__(self, compiler: Callable[..., Any] = torch.compile) -> None:
+    def __init__(self) -> None:
         super().__init__("math")
-        self._outside = compiler(flex.flex_attention, fullgraph=True)
+        self._outside = torch.compile(flex.flex_attention, fullgraph=True)
         self._known: dict[tuple[int, int | None, torch.device], BlockMask] = {}
 
     def describe(self) -> str:
@@ -63,12 +63,12 @@ class Flex(DotProduct):
         key = tokens, window, x.device
         if key not in self._known:
             with torch.inference_mode(False):  # a graph may keep them for a backward
-                reach = tokens if window is None else window
+                first = _newest(x, window or tokens)
 
                 def near(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                    return (key <= query) & (query - key < reach)
+                    return (key <= query) & (key >= first[query])  # no number, which is compiled anew
 
-                self._known[key] = _blocks(_newest(x, reach)[None], near)
+                self._known[key] = _blocks(first[None], near)
         return self._known[key]
 
     def __call__(
@@ -78,6 +78,7 @@ class Flex(DotProduct):
         if isinstance(mask, CachedPrefix):
             return super().__call__(q, k, v, dropout, mask, scores)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
+        assert mask.bounds is not None, "a mask of another kernel"
         softcap, slopes = scores.softcap, scores.slopes
 
         def change(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
