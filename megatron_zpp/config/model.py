@@ -96,6 +96,9 @@ class ModelConfig(PositionConfig):
     apply_layernorm_1p: bool = option(
         False, "Norms multiply by 1 + their weights, which begin at zero (Gemma)."
     )
+    embed_layernorm: bool = option(
+        False, "Normalise what the token embedding looks up, with --normalization (BLOOM)."
+    )
     norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", above=0)
     swiglu: bool = option(False, "Gated MLP: SiLU of one projection times another (Llama).")
     geglu: bool = option(False, "Gated MLP: GELU of one projection times another (Gemma).")

@@ -52,6 +52,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.tokens = embedding(padded_vocab_size, config.hidden_size)
         self.multiplier = config.embedding_multiplier
+        self.norm = norm_of(config, config.hidden_size) if config.embed_layernorm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -59,11 +60,11 @@ class Embedding(nn.Module):
         return self.dropout(self.look_up(tokens))
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids -> their vectors, times --embedding-multiplier in their format."""
+        """(B, T) ids -> their vectors, times --embedding-multiplier in their format, behind a norm if any."""
         found = self.tokens(tokens)
-        if self.multiplier == 1:
-            return found
-        return found * torch.full((), self.multiplier, dtype=found.dtype, device=found.device)
+        if self.multiplier != 1:
+            found = found * torch.full((), self.multiplier, dtype=found.dtype, device=found.device)
+        return self.norm(found)
 
 
 class PositionedEmbedding(Embedding):

@@ -1,15 +1,24 @@
-"""Small models of transformers' Llama-like families, on shapes that nothing divides, and ours beside them."""
+"""Small models of transformers' Llama-like families, on shapes that nothing divides, and ours beside them.
+
+`python -m tests.model.families` writes which of them have which piece, for the site (docs/site/families.py).
+"""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from docs.site.families import CASES
 from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
+from megatron_zpp.config.model import NOT_SHAPE, ModelConfig
+from megatron_zpp.config.positions import OF_ROTARY
+from megatron_zpp.config.shapes.huggingface import describe_model
+from megatron_zpp.config.sizes import SizeConfig
 from megatron_zpp.model.gpt import GPT
 
 VOCAB = 1001
@@ -41,8 +50,8 @@ class Family:
     config: type[transformers.PreTrainedConfig]
     settings: dict[str, Any]
 
-    def model(self, seed: int = 1) -> "transformers.PreTrainedModel":
-        """With random norms and biases too, which would be 1 and 0."""
+    def describe(self) -> transformers.PreTrainedConfig:
+        """Its config.json."""
         shape = {
             "vocab_size": VOCAB,
             "hidden_size": 48,
@@ -56,14 +65,30 @@ class Family:
             "eos_token_id": 0,
             "attn_implementation": "eager",
         }
+        return self.config(**shape | self.settings)
+
+    def model(self, seed: int = 1) -> "transformers.PreTrainedModel":
+        """With random norms and biases too, which would be 1 and 0."""
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(self.config(**shape | self.settings))
+        model = transformers.AutoModelForCausalLM.from_config(self.describe())
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.data = torch.randn(parameter.shape) * 0.2 + ("norm" in name)
             else:
                 parameter.data *= 5  # so that positions and gates matter
         return model.eval()
+
+
+def with_images(text: transformers.PreTrainedConfig) -> "transformers.PreTrainedModel":
+    """The model of text and images whose text is that of a Gemma 3 or a Mistral."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"image_size": 28, "patch_size": 14}
+    kind, vision = transformers.Gemma3Config, "siglip_vision_model"
+    more: dict[str, Any] = {"mm_tokens_per_image": 4}
+    if text.model_type == "mistral":
+        kind, vision, more = transformers.Mistral3Config, "pixtral", {"tie_word_embeddings": False}
+    config = kind(text_config=text.to_dict(), vision_config={"model_type": vision} | small, **more)
+    return transformers.AutoModelForImageTextToText.from_config(config)
 
 
 FAMILIES = {
@@ -117,7 +142,7 @@ FAMILIES = {
         },
     ),
     "phi3": Family(  # whose texts in tests are longer than the original ones
-        transformers.Phi3Config, PHI | {"original_max_position_embeddings": 16, "sliding_window": 30}
+        transformers.Phi3Config, PHI | {"original_max_position_embeddings": 14, "sliding_window": 30}
     ),
     "phi4-mini": Family(
         transformers.Phi3Config,
@@ -190,3 +215,26 @@ def ours(directory: Path) -> GPT:
         model = GPT(found.model, found.vocab_size)
         model.load_state_dict(weights.parameters(), assign=True)
     return model.eval()
+
+
+def cases_of_pieces() -> str:
+    """A line for each field of ModelConfig that is no size, with the families that are no GPT-2 in it."""
+    sizes = {field.name for field in dataclasses.fields(SizeConfig)} - {"kv_channels", "num_query_groups"}
+    pieces = [
+        field.name for field in dataclasses.fields(ModelConfig) if field.name not in {*sizes, *NOT_SHAPE}
+    ]
+    found: dict[str, list[str]] = {piece: [] for piece in pieces}
+    for case, family in FAMILIES.items():
+        model = ModelConfig(**describe_model(family.describe().to_dict()).fields, seq_length=16)
+        gpt = {name: getattr(model, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+        plain = ModelConfig(**gpt, seq_length=16)
+        rope = replace(plain, position_embedding_type="rope")
+        for piece in pieces:
+            usual = rope if piece in OF_ROTARY else plain
+            if getattr(model, piece) != getattr(usual, piece):
+                found[piece].append(case)
+    return "".join(f"{' '.join([piece, *cases])}\n" for piece, cases in found.items())
+
+
+if __name__ == "__main__":
+    CASES.write_text(cases_of_pieces())

@@ -15,7 +15,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (None, False),
     "apply_layernorm_1p": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
-    "embed_layernorm": (None, False),
     "quick_geglu": (None, False),
     "glu_activation": (None,),
     "mtp_num_layers": (None, 0),
@@ -38,7 +37,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 _COPIED = (
     *("kv_channels", "ffn_hidden_size", "max_position_embeddings", "qk_layernorm", "swiglu"),
-    *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights"),
+    *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights", "embed_layernorm"),
 )
 _OF_ROPE = ("rotary_percent", "rotary_seq_len_interpolation_factor")
 _OF_YARN = (  # which rotates all channels whatever --rotary-percent says

@@ -24,6 +24,7 @@ _FIXED = {
 }
 _LAYER = re.compile(r"(?:decoder|encoder|transformer)\.layers\.(\d+)\.(.+?)[._](weight|bias)")
 _FINAL = re.compile(r"(?:(?:decoder|encoder|transformer)\.)?final_(?:layernorm|norm)\.(weight|bias)")
+_EMBEDDING_NORM = re.compile(r"(?:embedding\.|tied_modules\.embed\.)?word_embeddings\.norm\.(weight|bias)")
 _PIPELINED = re.compile(r"(\d+)\.(.+)")  # of DeepSpeed's pipeline module: its number in the pipeline
 _PARTS = {
     "input_layernorm": "attention_norm",
@@ -94,6 +95,8 @@ def _number_pipeline(renamed: dict[str, str]) -> dict[str, str]:
 def _ours(bare: str) -> str | None:
     if bare in _FIXED:
         return _FIXED[bare]
+    if match := _EMBEDDING_NORM.fullmatch(bare):
+        return f"embedding.norm.{match[1]}"
     if match := _FINAL.fullmatch(bare):
         return f"head.norm.{match[1]}"
     if (match := _LAYER.fullmatch(bare)) and match[2] in _PARTS:

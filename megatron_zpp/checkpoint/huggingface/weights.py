@@ -20,6 +20,7 @@ from megatron_zpp.checkpoint.huggingface.names import (
     THEIR_OUTPUT,
     TOKENS,
     TransformersTensor,
+    has_images,
     names_of,
 )
 from megatron_zpp.checkpoint.slices import fill
@@ -110,8 +111,10 @@ class HuggingFaceWeights:
                     raise self._named.error(
                         f"{WEIGHTS_INDEX}: {file} has no tensor {shown_key(name)}; download the files again"
                     )
-                slices[name.removeprefix(self._names.prefix)] = handle.get_slice(name)
-        return slices
+                slices[name] = handle.get_slice(name)
+        images = has_images(slices)
+        named = {self._names.bare(name, images=images): tensor for name, tensor in slices.items()}
+        return {name: tensor for name, tensor in named.items() if name is not None}
 
     def _files(self) -> Mapping[str, list[str] | None]:
         """Return the names of tensors by file; None stands for all tensors of the file."""

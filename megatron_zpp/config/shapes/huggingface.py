@@ -6,7 +6,7 @@ Qwen2Config and Qwen3Config, in the spelling of versions 4 (rope_theta, rope_sca
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_zpp.config.shapes.huggingface_families import FAMILIES, GPT2_NAMES, LLAMA_FIXED
@@ -38,6 +38,7 @@ _NUMBERS = (
 _UNUSUAL: dict[str, Any] = {  # fields that few families have, and what the others compute with
     "norm_placement": "before",
     "apply_layernorm_1p": False,
+    "embed_layernorm": False,
     "geglu": False,
     "qk_layernorm_across_heads": False,
     "softmax_scale": None,
@@ -52,6 +53,7 @@ _UNUSUAL: dict[str, Any] = {  # fields that few families have, and what the othe
     "rotary_percent": 1.0,
     "no_rope_freq": None,
 }
+_TEXT_OF = {"gemma3": "gemma3_text", "mistral3": "mistral"}  # models of text and images
 _TITLES = {
     "starcoder2": "StarCoder2",
     "olmo2": "OLMo 2",
@@ -97,6 +99,10 @@ def _unusual_type(model: Mapping[str, Any]) -> str | None:
 
 def describe_model(values: dict[str, Any]) -> DescribedModel:
     """Return what a config.json says. Raises ValueError, naming the key, for what no flag can express."""
+    if values.get("model_type") in _TEXT_OF:
+        values = _text_values(values)
+        text = describe_model(values)
+        return replace(text, notes=(*text.notes, "its text alone; the model of images is omitted"))
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         from megatron_zpp.config.shapes.unsupported import unsupported_features
@@ -139,6 +145,20 @@ def describe_model(values: dict[str, Any]) -> DescribedModel:
     if fields.get("window_size") is None:
         fields.pop("rotary_base_local", None)  # no layer has it
     return DescribedModel(model_type, fields, their["vocab_size"], _dropout_notes(their) + notes)
+
+
+def _text_values(values: dict[str, Any]) -> dict[str, Any]:
+    """What the config.json of a model of text and images says about its text."""
+    text = values.get("text_config", {})
+    if not isinstance(text, dict):
+        raise ValueError(f"{CONFIG}: text_config is {shown(text)}; must be an object")
+    found = {"model_type": _TEXT_OF[values["model_type"]]} | text
+    if found["model_type"] in _TEXT_OF:
+        raise ValueError(
+            f"{CONFIG}: text_config has model_type {shown(found['model_type'])}; must be a text's"
+        )
+    tied = "tie_word_embeddings"
+    return {tied: values[tied]} | found if tied in values else found
 
 
 def model_type_of(model: Mapping[str, Any]) -> str:

@@ -343,7 +343,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _LLAMA_KEYS,
-        _GEMMA_DEFAULTS,
+        _GEMMA_DEFAULTS | {"num_attention_heads": 8, "max_position_embeddings": 131072, "vocab_size": 262208},
         _GEMMA_ONLY,
         _GEMMA_FIXED | {"qk_layernorm": True},
         lambda values: _gemma_fields(values, None, None),

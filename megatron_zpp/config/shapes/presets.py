@@ -3,8 +3,8 @@
 Sources: GPT-3 paper, table 2.1, for GPT-2 and GPT-3 (gpt3-175b is 175b; 345m is Megatron-LM's GPT-2, 18b that
 of the ZeRO++ tutorial); for the others config.json of the Hugging Face repository that a comment names.
 `seq_length` is the length of samples in the longest phase of pretraining (Llama 2 paper, 2.2; Llama 3 paper,
-3.4.1; Qwen3 report, 3.2; SmolLM2 paper, section 4; OLMo 2 paper, 2; SmolLM3's blog; Gemma 2 and 3 reports, 2;
-StarCoder2 paper, 6), or the shortest that was published for Mistral and Granite.
+3.4.1; Qwen3 report, 3.2; SmolLM2 paper, section 4; SmolLM3's blog; OLMo 2 paper, 2; Gemma 2 and 3 reports, 2;
+Phi-3 report, 2; StarCoder2 paper, 6; Granite 3.0 report; Mistral 7B paper, table 1, also for Mistral Small).
 """
 
 import math
@@ -34,7 +34,7 @@ def _llama_like(
     }
 
 
-_UNTIED = {"untie_embeddings_and_output_weights": True}
+_UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
 _LLAMA3: dict[str, Any] = {"rotary_base": 500_000.0, "use_rope_scaling": True}
 _QWEN3: dict[str, Any] = {
     "kv_channels": 128,
@@ -55,7 +55,7 @@ _GRANITE3: dict[str, Any] = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
 }
-_STRETCHED = {"rotary_seq_len_interpolation_factor": 8.0}
+_STRETCHED: dict[str, Any] = {"rotary_seq_len_interpolation_factor": 8.0}
 _STARCODER2: dict[str, Any] = {
     "normalization": "LayerNorm",
     "swiglu": False,
@@ -116,10 +116,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.2-1b": _llama_like(16, 2048, 32, 8, 8192, 8192, 131072, rope_scaling_factor=32.0, **_LLAMA3),
     "llama3.2-3b": _llama_like(28, 3072, 24, 8, 8192, 8192, 131072, rope_scaling_factor=32.0, **_LLAMA3),
     "llama3.1-8b": _llama_like(
-        *(32, 4096, 32, 8, 14336, 8192, 131072), rope_scaling_factor=8.0, **_LLAMA3, **_UNTIED
+        *(32, 4096, 32, 8, 14336, 8192, 131072), rope_scaling_factor=8.0, **_LLAMA3 | _UNTIED
     ),
     "llama3.1-70b": _llama_like(
-        *(80, 8192, 64, 8, 28672, 8192, 131072), rope_scaling_factor=8.0, **_LLAMA3, **_UNTIED
+        *(80, 8192, 64, 8, 28672, 8192, 131072), rope_scaling_factor=8.0, **_LLAMA3 | _UNTIED
     ),
     # mistralai/Mistral-7B-v0.3 and Mistral-Small-24B-Base-2501
     "mistral-7b": _llama_like(32, 4096, 32, 8, 14336, 8192, 32768, rotary_base=1e6, **_UNTIED),
@@ -130,9 +130,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _llama_like(28, 1024, 16, 8, 3072, 4096, 32768, **_QWEN3),
     "qwen3-1.7b": _llama_like(28, 2048, 16, 8, 6144, 4096, 32768, **_QWEN3),
     "qwen3-4b": _llama_like(36, 2560, 32, 8, 9728, 4096, 32768, **_QWEN3),
-    "qwen3-8b": _llama_like(36, 4096, 32, 8, 12288, 4096, 32768, **_QWEN3, **_UNTIED),
-    "qwen3-14b": _llama_like(40, 5120, 40, 8, 17408, 4096, 32768, **_QWEN3, **_UNTIED),
-    "qwen3-32b": _llama_like(64, 5120, 64, 8, 25600, 4096, 40960, **_QWEN3, **_UNTIED),
+    "qwen3-8b": _llama_like(36, 4096, 32, 8, 12288, 4096, 32768, **_QWEN3 | _UNTIED),
+    "qwen3-14b": _llama_like(40, 5120, 40, 8, 17408, 4096, 32768, **_QWEN3 | _UNTIED),
+    "qwen3-32b": _llama_like(64, 5120, 64, 8, 25600, 4096, 40960, **_QWEN3 | _UNTIED),
     # HuggingFaceTB/SmolLM2-135M and SmolLM2-1.7B
     "smollm2-135m": _llama_like(
         *(30, 576, 9, 3, 1536, 2048, 8192), rotary_base=100_000.0, init_method_std=0.041666666666666664
@@ -179,8 +179,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         *(40, 6144, 48, 4, 24576, 4096, 16384),
         rotary_base=1e5,
         init_method_std=0.01275,
-        **_STARCODER2,
-        **_UNTIED,
+        **_STARCODER2 | _UNTIED,
     ),
 }
 

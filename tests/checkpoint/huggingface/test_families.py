@@ -24,7 +24,7 @@ from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from tests.checkpoint.huggingface.gpt2 import SOURCE, check_equal, entries, save, tensors, theirs
-from tests.model.families import FAMILIES
+from tests.model.families import FAMILIES, with_images
 from tests.support import nightly, pretrain
 
 LENGTH = 16
@@ -62,6 +62,23 @@ def test_import_then_export_returns_every_bit(
         json.loads((each / "config.json").read_text())["vocab_size"] for each in (tmp_path / "back", source)
     ]
     assert rows[0] == rows[1] == entries(bpe) + SPARE * ("qwen" in family)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral-small"])
+def test_of_a_model_of_images_the_text_is_imported(
+    tool: Callable[..., str], bpe: Path, tmp_path: Path, family: str
+) -> None:
+    """Its logits are compared with those of the whole model, which has other names for its tensors."""
+    chosen = FAMILIES[family]
+    text = type(chosen)(chosen.config, chosen.settings | {"vocab_size": entries(bpe)}).model()
+    source = save(with_images(text.config), bpe, tmp_path / "theirs")
+    said = tool("import", source, tmp_path / "ours")
+    assert "its text alone; the model of images is omitted" in said
+    assert "logits: largest difference" in said
+    tool("export", tmp_path / "ours", tmp_path / "back", "--no-tokenizer")
+    whole, back = tensors(source), tensors(tmp_path / "back")
+    assert len(back) == len(list(text.parameters()))
+    check_equal(back, {name: whole[f"language_model.{name}"] for name in back})
 
 
 @pytest.mark.parametrize(
@@ -263,6 +280,11 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             NOT + "embeddings per layer (hidden_size_per_layer_input 256)",
         ),
         ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, NOT + "mixture of experts (num"),
+        ({"model_type": "gemma3", "text_config": 3}, "text_config is 3; must be an object"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral3"}},
+            'text_config has model_type "mistral3"; must be a text\'s',
+        ),
         ({"model_type": "qwen3_vl", "vision_config": {}}, NOT + "images beside text (vision_config)"),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
     ],
