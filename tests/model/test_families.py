@@ -21,6 +21,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import Place
 from megatron_zpp.tokenizer.null import NullTokenizer
 from tests.model.families import FAMILIES, VOCAB, cases_of_pieces, ours
+from tests.model.variants import SCORES, WINDOWS
 
 TOKENS = torch.randint(VOCAB, (2, 33), generator=torch.Generator().manual_seed(2))
 
@@ -47,20 +48,29 @@ def test_logits_and_gradients_are_transformers(family: str, tmp_path: Path) -> N
         assert error <= 1e-5 * torch.linalg.vector_norm(wanted[name]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "scores"])
 def test_a_cache_writes_what_transformers_does(family: str, tmp_path: Path) -> None:
     """One row is greedy. Rows have different lengths, and keys are kept for the groups alone."""
-    theirs = FAMILIES[family].model()
-    theirs.save_pretrained(tmp_path)
-    theirs.generation_config.eos_token_id = None
-    greedy = theirs.generate(TOKENS[:1, :20], max_new_tokens=13, do_sample=False, pad_token_id=0)
-    model = ours(tmp_path)
-    cache = Cache(model, 2)
     first, second = TOKENS.tolist()
-    prefill(model, cache, [first[:20], second[:15]])
+    if family == "scores":  # which no class of transformers computes
+        shape = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "seq_length": 33}
+        config = ModelConfig(**shape, **SCORES, **WINDOWS, init_method_std=0.3)
+        model = GPT(config, VOCAB).initialize(3).eval()
+    else:
+        theirs = FAMILIES[family].model()
+        theirs.save_pretrained(tmp_path)
+        model = ours(tmp_path)
+    cache = Cache(model, 2)
+    hidden = prefill(model, cache, [first[:20], second[:15]])
+    written = [*first[:20], logits_of(model, hidden)[0, -1].argmax().item()]
     for column in range(13):
-        found = logits_of(model, decode(model, cache, [first[20 + column], second[15 + column]]))
-    expected = [model(TOKENS[:1])[0, -1], model(TOKENS[1:, :28])[0, -1]]
+        found = logits_of(model, decode(model, cache, [written[-1], second[15 + column]]))
+        written.append(found[0].argmax().item())
+    greedy = torch.tensor([written[:33]])
+    if family != "scores":
+        settings = {"max_new_tokens": 13, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        assert theirs.generate(TOKENS[:1, :20], **settings).tolist() == greedy.tolist()
+    expected = [model(greedy)[0, -1], model(TOKENS[1:, :28])[0, -1]]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
     groups, width = model.config.num_query_groups, model.config.kv_channels
     cache.place(Place(slice(0, 2), 33))
@@ -117,7 +127,7 @@ VARIANTS = [
     {"disable_bias_linear": True, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True},
     {"norm_placement": "both", "apply_layernorm_1p": True, "geglu": True, "logits_multiplier": 0.5},
     {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},
-    {"position_embedding_type": "alibi", "softmax_type": "learnable", "attn_logit_softcapping": 2.0},
+    SCORES,
 ]
 
 

@@ -75,6 +75,12 @@ def test_a_plan_says_what_it_assumes() -> None:
         "dense, 64 × 32 numbers, and layers compute whole attention: --attention-backend local knows",
     ):
         assert assumed in said
+    alibi = "--position-embedding-type alibi".split()
+    kept = (
+        f"keeps no scores; {' '.join(alibi)}, because FlexAttention needs --attention-dropout 0, keeps them"
+    )
+    assert kept in printed(*SMALL, "--dry-run", *alibi)
+    assert "keeps no scores" not in printed(*SMALL, "--dry-run", *alibi, "--attention-dropout", "0")
 
 
 def test_few_flags_make_a_plan_and_all_that_are_missing_are_said_at_once() -> None:
