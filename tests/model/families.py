@@ -142,7 +142,7 @@ FAMILIES = {
         },
     ),
     "phi3": Family(  # whose texts in tests are longer than the original ones
-        transformers.Phi3Config, PHI | {"original_max_position_embeddings": 16, "sliding_window": 30}
+        transformers.Phi3Config, PHI | {"original_max_position_embeddings": 14, "sliding_window": 30}
     ),
     "phi4-mini": Family(
         transformers.Phi3Config,
