@@ -6,15 +6,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from docs.site.families import CASES, cases, naming_files, table
 from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.options import flag_name
 from megatron_zpp.generate.cached import Cache, decode, logits_of, prefill
+from megatron_zpp.generate.continuation import continue_texts
+from megatron_zpp.generate.draw import Sampling
+from megatron_zpp.generate.text import Stop
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import Place
-from tests.model.families import FAMILIES, VOCAB, ours
+from megatron_zpp.tokenizer.null import NullTokenizer
+from tests.model.families import FAMILIES, VOCAB, cases_of_pieces, ours
+from tests.model.variants import SCORES, WINDOWS
 
 TOKENS = torch.randint(VOCAB, (2, 33), generator=torch.Generator().manual_seed(2))
 
@@ -41,29 +48,51 @@ def test_logits_and_gradients_are_transformers(family: str, tmp_path: Path) -> N
         assert error <= 1e-5 * torch.linalg.vector_norm(wanted[name]), name
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("llama-tied-scaled", "qwen3", "mistral-window", "qwen2-window", "qwen3-window"),
-        *("olmo2", "granite", "smollm3", "gemma3"),
-    ],
-)
-def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path) -> None:
-    """Rows have different lengths, and keys are kept for the groups alone."""
-    FAMILIES[family].model().save_pretrained(tmp_path)
-    model = ours(tmp_path)
-    cache = Cache(model, 2)
+@pytest.mark.parametrize("family", [*FAMILIES, "scores"])
+def test_a_cache_writes_what_transformers_does(family: str, tmp_path: Path) -> None:
+    """One row is greedy. Rows have different lengths, and keys are kept for the groups alone."""
     first, second = TOKENS.tolist()
-    prefill(model, cache, [first[:20], second[:15]])
+    if family == "scores":  # which no class of transformers computes
+        shape = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "seq_length": 33}
+        config = ModelConfig(**shape, **SCORES, **WINDOWS, init_method_std=0.3)
+        model = GPT(config, VOCAB).initialize(3).eval()
+    else:
+        theirs = FAMILIES[family].model()
+        theirs.save_pretrained(tmp_path)
+        model = ours(tmp_path)
+    cache = Cache(model, 2)
+    hidden = prefill(model, cache, [first[:20], second[:15]])
+    written = [*first[:20], logits_of(model, hidden)[0, -1].argmax().item()]
     for column in range(13):
-        found = logits_of(model, decode(model, cache, [first[20 + column], second[15 + column]]))
-    expected = [model(TOKENS[:1])[0, -1], model(TOKENS[1:, :28])[0, -1]]
+        found = logits_of(model, decode(model, cache, [written[-1], second[15 + column]]))
+        written.append(found[0].argmax().item())
+    greedy = torch.tensor([written[:33]])
+    if family != "scores":
+        settings = {"max_new_tokens": 13, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        assert theirs.generate(TOKENS[:1, :20], **settings).tolist() == greedy.tolist()
+    expected = [model(greedy)[0, -1], model(TOKENS[1:, :28])[0, -1]]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
     groups, width = model.config.num_query_groups, model.config.kv_channels
     cache.place(Place(slice(0, 2), 33))
     with torch.inference_mode():
         k, _ = cache.layers[0].extend(*[torch.zeros(2, 0, groups, width)] * 2)
     assert k.shape == (2, 33, groups, width)
+
+
+def test_a_text_that_outgrows_the_original_length_is_computed_anew(tmp_path: Path) -> None:
+    """As in transformers; beside a text that does not."""
+    theirs = FAMILIES["phi3"].model()
+    theirs.save_pretrained(tmp_path)
+    prompts = [TOKENS[:1, :12], TOKENS[1:, :2]]
+    settings = {"max_new_tokens": 11, "do_sample": False, "eos_token_id": None}
+    expected = [theirs.generate(each, **settings) for each in prompts]
+    found = continue_texts(
+        ours(tmp_path),
+        NullTokenizer(VOCAB - 1),
+        [each[0].tolist() for each in prompts],
+        **{"new_tokens": 11, "sampling": Sampling(temperature=0), "seed": 1, "stop": Stop(), "batch_size": 2},
+    )
+    assert [[*text.prompt, *text.ids] for text in found] == [each[0].tolist() for each in expected]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -78,14 +107,27 @@ def test_documents_do_not_see_each_other(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_site_knows_which_family_has_which_piece() -> None:
+    """And for each piece a case of them, or a test that names it."""
+    assert CASES.read_text() == cases_of_pieces(), "run python -m tests.model.families"
+    assert not [piece for piece, found in cases().items() if not found and not naming_files(piece)]
+    assert all(f"| `{flag_name(piece)}` | " in table() for piece in cases())
+
+
 VARIANTS = [
     {},
     {"swiglu": True, "disable_bias_linear": True, "group_query_attention": True, "num_query_groups": 3},
     {"position_embedding_type": "rope", "rotary_percent": 0.5, "squared_relu": True, "qk_layernorm": True},
-    {"position_embedding_type": "none", "normalization": "RMSNorm", "group_query_attention": True},
+    {
+        "position_embedding_type": "none",
+        "embed_layernorm": True,
+        "normalization": "RMSNorm",
+        "group_query_attention": True,
+    },
     {"disable_bias_linear": True, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True},
     {"norm_placement": "both", "apply_layernorm_1p": True, "geglu": True, "logits_multiplier": 0.5},
     {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    SCORES,
 ]
 
 
@@ -101,4 +143,4 @@ def test_any_combination_of_components_counts_and_learns(variant: dict) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.any(), name
-        assert (parameter.dim() == 1) == (name.endswith("bias") or "norm" in name)
+        assert (parameter.dim() == 1) == (name.endswith(("bias", "sinks")) or "norm" in name)
