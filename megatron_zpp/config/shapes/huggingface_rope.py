@@ -79,7 +79,7 @@ def rope_keys(model: _Values, model_type: str) -> dict[str, Any]:
 
 def _kind(rope: _Values, model_type: str) -> str:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    known = ("default", "linear", "dynamic", "llama3", "yarn")
+    known: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     if model_type == "phi3":
         kind, known = _OLD_NAMES.get(str(kind), kind), ("default", "longrope")
     if kind not in known:
