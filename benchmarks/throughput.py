@@ -42,6 +42,7 @@ from megatron_zpp.model.flops import flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
 CODES = ("--fp8", "--fp8-recipe", "delayed", "--fp8-param-gather")
+ROWS = ("--zero-table-rows", "8192")
 OURS = {  # flags of pretrain_gpt.py
     **{f"stage {stage}": ["--zero-stage", str(stage)] for stage in range(4)},
     **{f"stage {stage}, no compile": ["--zero-stage", str(stage), "--no-compile"] for stage in range(4)},
@@ -51,8 +52,15 @@ OURS = {  # flags of pretrain_gpt.py
     "stage 0, fp8 codes": ["--zero-stage", "0", *CODES],
     "stage 0, fp8 codes and output": ["--zero-stage", "0", *CODES, "--fp8-output-layer"],
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
+    "flex": ["--attention-backend", "flex"],
+    "windows": ["--window-size", "1023,0"],
+    "windows, flex": ["--window-size", "1023,0", "--attention-backend", "flex"],
+    "soft cap": ["--attn-logit-softcapping", "50"],
+    "sinks": ["--softmax-type", "learnable"],
     "selective": ["--recompute-activations"],
     "tensor": ["--zero-stage", "0", "--tensor-model-parallel-size", "2"],
+    "tensor, row blocks": ["--zero-stage", "0", "--tensor-model-parallel-size", "2", *ROWS],
+    **{f"stage {stage}, row blocks": ["--zero-stage", str(stage), *ROWS] for stage in (0, 3)},
     "zeropp": [
         *("--zero-stage", "3", "--zero-quantized-weights", "--zero-quantized-gradients"),
         *("--zero-hpz-partition-size", "auto"),
@@ -61,6 +69,7 @@ OURS = {  # flags of pretrain_gpt.py
 AGAINST = ", against"  # behind the name of a run of ours in another checkout
 SHARED = {
     "tensor": 2,
+    "tensor, row blocks": 2,
     "dtensor": None,
     "dtensor-async": None,
 }  # GPUs that share a micro-batch; None: all

@@ -15,6 +15,7 @@ _4_BITS = {
     "zero_quantized_weights_format": "delta4",
     "zero_quantized_gradients_format": "rotated4",
 }
+_ROWS = {"zero_table_rows": 8192}  # 32 blocks of 262,144 entries, each about a third of a 1B model's layer
 OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     "stage_0": {"zero_stage": 0},
     "stage_1": {"zero_stage": 1},
@@ -31,6 +32,9 @@ OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     "zeropp_4_bits_once": {**_4_BITS, "zero_gradient_partition_size": "auto"},
     # Accumulates inside each rank, so that nothing between nodes grows with the number of micro-batches.
     "stage_1_qwz_qgz": {"zero_stage": 1, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+    # Large vocabularies, beside the same settings with whole tables.
+    **{f"stage_{stage}_row_blocks": {"zero_stage": stage, **_ROWS} for stage in (0, 1, 3)},
+    "zeropp_row_blocks": {**_ZEROPP, **_ROWS},
 }
 DEEPSPEED_ABSENT = (
     "deepspeed cannot be imported: DS_BUILD_OPS=0 pip wheel --no-deps deepspeed==0.19.8, then pip install "
@@ -56,7 +60,10 @@ class Contestant:
 
 def contestants(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str, Contestant]:
     """All contestants that make sense on this grid, by name."""
-    found = {"one_gpu": _ours("stage_0", "ours, each GPU alone", "--alone")}
+    found = {
+        "one_gpu": _ours("stage_0", "ours, each GPU alone", "--alone"),
+        "one_gpu_row_blocks": _ours("stage_0_row_blocks", "ours, each GPU alone, row blocks", "--alone"),
+    }
     if nodes * ranks_per_node > 1:
         found |= {name: _ours(name, f"ours, {name.replace('_', ' ')}") for name in OURS}
     return found | _fsdp2(nodes, ranks_per_node, micro_batches) | _deepspeed(nodes, ranks_per_node)

@@ -25,7 +25,7 @@ from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.build import build_model
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
@@ -34,8 +34,9 @@ from megatron_zpp.zero.engine import ZeroEngine
 def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
     """The engine as pretrain_gpt.py builds it: compiled layers, kernels of csrc/."""
     options, config = rank.options, rank.config
+    zero = ZeroConfig(**OURS[options.settings])
     with torch.device("meta"):
-        model = GPT(config, options.vocab_size)
+        model = build_model(config, options.vocab_size, table_rows=zero.zero_table_rows)
     if not options.no_compile:
         shape = (options.micro_batch_size, config.seq_length)
         compile_parts(model, shape, print, on_gpu=rank.on_gpu)
@@ -43,7 +44,7 @@ def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
         model,
         topology.mesh(),
         EngineConfig(
-            zero=ZeroConfig(**OURS[options.settings]),
+            zero=zero,
             optimizer=ADAMW,
             precision=PrecisionConfig(bf16=options.dtype == "bf16", fp32=options.dtype == "fp32"),
         ),

@@ -59,6 +59,13 @@ class TrainingConfig(Options):
         "Loss and gradient are means over all tokens of a global batch that count, not means over "
         "micro-batches of means over tokens. Differs with --eod-mask-loss.",
     )
+    z_loss_coeff: float = option(
+        0.0,
+        "Coefficient of the z-loss, the mean of log² of the softmax's denominators (PaLM: 1e-4, OLMo 2: "
+        "1e-5). It is trained and logged beside the lm loss, not in it.",
+        at_least=0,
+        at_most=0.01,
+    )
     exit_interval: int | None = option(
         None, "Save and exit at the next iteration that is a multiple of this.", at_least=1
     )

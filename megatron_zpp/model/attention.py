@@ -82,14 +82,16 @@ class DotProduct:
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
         """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H)."""
-        dense, causal = None, True
+        dense: Tensor | None = None
+        causal = True
         if isinstance(mask, _BOUNDED):
             dense, causal = mask.bounds, False
         elif isinstance(mask, CachedPrefix):
             dense, causal = mask.visible, mask.visible is None and q.shape[1] > 1
         if not scores.scaled_only:
-            visible = dense == 0 if isinstance(mask, _BOUNDED) else dense
-            return attend(q, k, v, dropout, scores, visible)
+            if dense is not None and isinstance(mask, _BOUNDED):
+                dense = dense.eq(0)
+            return attend(q, k, v, dropout, scores, dense)
         grouped = q.shape[2] != k.shape[2]
         if grouped and q.is_cuda and q.dtype.itemsize > 2:  # the kernels for fp32 know no groups
             k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))

@@ -124,7 +124,9 @@ def _blocks(first: Tensor, visible: _Visible) -> BlockMask:
     begins = torch.arange(0, tokens, _BLOCK, device=first.device)  # (Q), or (K)
     lasts = (begins + _BLOCK - 1).clamp(max=tokens - 1)
     seen = (begins <= lasts[:, None]) & (lasts >= first[:, begins, None])  # (B, Q, K): by any query
-    whole = (lasts < begins[:, None]) & (begins >= first[:, lasts, None])  # by all queries, all of its keys
+    # By all queries, all of its keys; a last block that is not full never is.
+    whole = (lasts < begins[:, None]) & (begins >= first[:, lasts, None])
+    whole &= (begins + _BLOCK <= tokens)[:, None]
     return BlockMask.from_kv_blocks(
         *_listed(seen & ~whole),
         *_listed(whole),

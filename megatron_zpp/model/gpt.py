@@ -90,19 +90,29 @@ class Head(nn.Module):
         self.norm, self.output, self.objective, self.multiplier = norm, output, objective, multiplier
         self.passes = PLAIN  # or compiled ones
         self.product: Any = None  # of the loss, see model/fp8/output.py; None: torch's
+        self.z_loss: Tensor | None = None  # () of the newest micro-batch; None without --z-loss-coeff
 
     def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T, D) and the token embedding (V, D) -> logits (B, T, V); with targets (B, T) the mean loss.
 
         Rows that only pad the vocabulary take no part in the loss: it does not depend on padding. Logits are
-        16-bit products, also where those of the loss are of 8-bit floats.
+        16-bit products, also where those of the loss are of 8-bit floats. The gradient of the loss is also
+        that of a z-loss, if the objective has one.
         """
         x = self.normalize(x)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
             return soft_capped(F.linear(x, weight), self.objective.cap)
         loss = linear_cross_entropy if self.product is None else self.product.loss
-        return loss(x.flatten(0, 1), weight, targets.flatten(), self.objective, passes=self.passes)
+        losses = loss(x.flatten(0, 1), weight, targets.flatten(), self.objective, passes=self.passes)
+        return self.cross_entropy(losses)
+
+    def cross_entropy(self, losses: Tensor) -> Tensor:
+        """The mean cross-entropy () of what the loss returns; a z-loss beside it is put in `z_loss`."""
+        if losses.dim() == 0:
+            return losses
+        self.z_loss = losses[1].detach()
+        return losses[0]
 
     def normalize(self, x: Tensor) -> Tensor:
         """The norm, times --logits-multiplier."""

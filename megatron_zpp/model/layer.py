@@ -104,7 +104,8 @@ class Attention(nn.Module):
 
     def scores(self, device: torch.device) -> Scores:
         """How scores are made."""
-        slopes, sinks = None, self.sinks
+        slopes: Tensor | None = None
+        sinks: Tensor | None = self.sinks
         if self.alibi_heads:
             slopes = alibi_slopes(self.alibi_heads, self.first_head, self.heads, device)
         if self.softmax_type == "off-by-one":

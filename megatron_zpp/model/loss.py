@@ -34,33 +34,47 @@ class Objective(NamedTuple):
     """What becomes of logits, and what is minimised.
 
     Columns from `vocab_size` on only pad the vocabulary: they take no part and have no gradient. The others
-    have a soft cap, see `soft_capped`.
+    become C · tanh(logits / C) with a `cap` C (Gemma 2). In training the z-loss, `z_coeff` times the mean of
+    log² of the softmax's denominators (PaLM, 5), is added to the mean cross-entropy.
     """
 
     vocab_size: int
     cap: float | None = None
+    z_coeff: float = 0.0
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """C · tanh(logits / C) for a `cap` C (Gemma 2), computed in fp32; the logits themselves for None."""
-    if cap is None:
-        return logits
-    exact = logits.to(wide(logits.dtype))
-    return (torch.tanh(exact / cap) * cap).to(logits.dtype)
+    """Logits with a soft cap, see `Objective`, in their format."""
+    return logits if cap is None else wide_logits(logits, cap).to(logits.dtype)
 
 
-def cap_slope(logits: Tensor, cap: float) -> Tensor:
-    """The derivative of `soft_capped`, 1 - tanh²(logits / C), in fp32."""
-    squashed = torch.tanh(logits.to(wide(logits.dtype)) / cap)
-    return 1 - squashed * squashed
+def wide_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """The same in the format of losses."""
+    return logits.to(wide(logits.dtype)) if cap is None else _squashed(logits, cap) * cap
+
+
+def slope(logits: Tensor, cap: float) -> Tensor:
+    """The derivative of `wide_logits`, in the format of losses. It cannot be differentiated."""
+    return _squashed(logits, cap).square_().neg_().add_(1)
+
+
+def _squashed(logits: Tensor, cap: float) -> Tensor:
+    return logits.to(wide(logits.dtype), copy=True).div_(cap).tanh_()
+
+
+def z_terms(log_totals: Tensor, z_coeff: float) -> tuple[Tensor, Tensor]:
+    """The z-loss of each token, and its derivative by the logarithm of the softmax's denominator."""
+    return z_coeff * log_totals * log_totals, 2 * z_coeff * log_totals
 
 
 def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
-    """The sum of the cross-entropies of logits (C, V), whose place their gradient times `unit` takes.
+    """The sum of the losses of logits (C, V), whose place their gradient times `unit` takes.
 
-    All of a chunk that is not a product, and nothing but its arguments: torch.compile can make one kernel of
-    it. fp32 inside whatever the format.
+    That is the sum of cross-entropies (), with a z-loss the sums of both (2,). All of a chunk that is not a
+    product, and nothing but its arguments: torch.compile can make one kernel of it. fp32 inside whatever the
+    format.
     """
+    cap, z_coeff = objective.cap, objective.z_coeff
     log_softmax = _log_softmax(logits, objective)  # (C, V)
     counted = (targets != IGNORED)[:, None]  # (C, 1)
     place = targets.clamp(min=0)[:, None]
@@ -70,18 +84,25 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) ->
     if scale != 1:
         log_softmax.add_(math.log(scale))
     of_target = scale * torch.expm1(likelihood)  # softmax less one
-    if objective.cap is None:
+    if cap is None and z_coeff == 0:
         torch.exp(log_softmax, out=logits)
         logits.scatter_(1, place, of_target.to(logits.dtype))
         logits.mul_(counted)
-    else:
-        gradient = log_softmax.exp_().scatter_(1, place, of_target).mul_(counted)
-        logits.copy_(gradient.mul_(cap_slope(logits, objective.cap)))
+        return loss
+    gradient = log_softmax.exp_()
+    if z_coeff != 0:
+        log_total = wide_logits(logits.gather(1, place), cap) - likelihood  # (C, 1)
+        z_loss, more = z_terms(log_total, z_coeff)
+        loss = torch.stack((loss, torch.where(counted, z_loss, 0.0).sum()))
+        of_target += scale * more * torch.exp(likelihood)
+        gradient.mul_(1 + more)
+    gradient.scatter_(1, place, of_target).mul_(counted)
+    logits.copy_(gradient if cap is None else gradient.mul_(slope(logits, cap)))
     return loss
 
 
 def _log_softmax(logits: Tensor, objective: Objective) -> Tensor:
-    used = soft_capped(logits.to(wide(logits.dtype)), objective.cap)
+    used = wide_logits(logits, objective.cap)
     used[:, objective.vocab_size :] = -math.inf
     return torch.log_softmax(used, dim=1)
 
@@ -113,7 +134,7 @@ def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cross_entropies(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
     """The sum of the cross-entropies of logits (C, V), where no gradient is wanted."""
-    used = soft_capped(logits[:, : objective.vocab_size].to(wide(logits.dtype)), objective.cap)
+    used = wide_logits(logits[:, : objective.vocab_size], objective.cap)
     return F.cross_entropy(used, targets, ignore_index=IGNORED, reduction="sum")
 
 
@@ -145,6 +166,9 @@ def linear_cross_entropy(
     x (N, D) and weight (V, D) are of one format, targets (N) ids or IGNORED: the mean is over the others, and
     0 where there are none. float64 stays float64. The result can be differentiated once. A chunk is as many
     tokens as have `chunk_bytes` of fp32 logits, by default `default_chunk_bytes`.
+
+    Where gradients are wanted, an objective with a z-loss has both losses (2,) as its result. The gradient of
+    the first one is that of their sum then, so that what is reported stays the cross-entropy.
     """
     entries, width = weight.shape
     chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, x.element_size(), lean=passes.lean)
@@ -186,7 +210,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def unit(dtype: torch.dtype) -> float:
-    """Return the stored value of a gradient of 1: fp16 could not hold small ones, and none is above 1."""
+    """Return the stored value of a gradient of 1: fp16 could not hold small ones.
+
+    None is above 1, or with a z-loss above 1 + 2 · z_coeff · log of the denominator; there is room for 1.99.
+    """
     return 2.0**15 if dtype == torch.float16 else 1.0
 
 
@@ -211,7 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_bytes: int,
         passes: LossKernels,
     ) -> Tensor:
-        total, counted = zero_loss(x), number_counted(targets)
+        total, counted = zero_loss(x, objective), number_counted(targets)
         rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
         tokens, width = x.shape
         ctx.keeps, ctx.rows, ctx.scaled = keeps_gradient(tokens, width, x.element_size()), rows, passes.scaled
@@ -235,7 +262,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_losses: Tensor) -> tuple[Tensor | None, ...]:
+        of_loss = of_cross_entropy(of_losses)
         if not ctx.keeps:
             counted, *sums = ctx.saved_tensors
             of_sums = [
@@ -293,9 +321,15 @@ def times(x: Tensor, factor: Tensor) -> Tensor:
     return torch.mul(x, factor.view(1, 1), out=torch.empty_like(x))
 
 
-def zero_loss(x: Tensor) -> Tensor:
-    """The sum of no cross-entropies of logits in the format of x."""
-    return torch.zeros((), dtype=wide(x.dtype), device=x.device)
+def zero_loss(x: Tensor, objective: Objective | None = None) -> Tensor:
+    """The sum of no losses of logits in the format of x; without an objective, of cross-entropies alone."""
+    shape = () if objective is None or objective.z_coeff == 0 else (2,)
+    return torch.zeros(shape, dtype=wide(x.dtype), device=x.device)
+
+
+def of_cross_entropy(of_losses: Tensor) -> Tensor:
+    """The gradient () of the first of the losses, () or (2,), whose own gradient is that of their sum."""
+    return of_losses if of_losses.dim() == 0 else of_losses[0]
 
 
 def number_counted(targets: Tensor) -> Tensor:

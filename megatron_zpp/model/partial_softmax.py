@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.loss import Objective, soft_capped, wide
+from megatron_zpp.model.loss import Objective, wide_logits
 
 
 def local_statistics(logits: Tensor, place: Tensor, objective: Objective) -> Tensor:
@@ -19,7 +19,7 @@ def local_statistics(logits: Tensor, place: Tensor, objective: Objective) -> Ten
     `vocab_size` of the objective is that of the part: its columns that do not only pad the vocabulary.
     """
     entries = objective.vocab_size
-    used = soft_capped(logits[:, :entries].to(wide(logits.dtype)), objective.cap)
+    used = wide_logits(logits[:, :entries], objective.cap)
     if entries == 0:
         zero = used.new_zeros(len(logits))
         return torch.stack((torch.full_like(zero, -math.inf), zero, zero))

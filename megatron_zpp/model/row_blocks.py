@@ -29,10 +29,13 @@ from megatron_zpp.model.loss import (
     LossKernels,
     Objective,
     add_product,
-    cap_slope,
     chunk_rows,
+    of_cross_entropy,
+    slope,
     soft_capped,
     wide,
+    wide_logits,
+    z_terms,
 )
 from megatron_zpp.model.partial_softmax import local_statistics
 from megatron_zpp.placement import Split
@@ -154,7 +157,7 @@ class OutputBlocks(nn.Module):
         """
         exact = x.to(wide(x.dtype))  # so that the terms of its gradient, one per block, are summed in fp32
         statistics = [block(exact, targets, objective, passes) for block in self.each()]
-        return _MeanLoss.apply(targets, gather, *statistics)
+        return _MeanLoss.apply(targets, objective, gather, *statistics)
 
 
 class RowBlockHead(Head):
@@ -171,7 +174,8 @@ class RowBlockHead(Head):
         x = self.normalize(x)
         if targets is None:
             return soft_capped(self.output(x), self.objective.cap)
-        return self.output.loss(x.flatten(0, 1), targets.flatten(), self.objective, self.block_passes)
+        losses = self.output.loss(x.flatten(0, 1), targets.flatten(), self.objective, self.block_passes)
+        return self.cross_entropy(losses)
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
@@ -185,11 +189,15 @@ def block_gradient(logits: Tensor, place: Tensor, message: Tensor, objective: Ob
     """
     factor, log_total, likelihood = message.unbind()  # each (C)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    softmax = (soft_capped(logits.to(message.dtype), objective.cap) - log_total[:, None]).exp_()
-    less_one = torch.expm1(likelihood)[:, None]  # where the target is
-    gradient = torch.where(columns == place[:, None], less_one, softmax).mul_(factor[:, None])
+    softmax = (wide_logits(logits, objective.cap) - log_total[:, None]).exp_()
+    of_target = torch.expm1(likelihood)  # softmax less one
+    if objective.z_coeff != 0:
+        _, more = z_terms(log_total, objective.z_coeff)
+        of_target += more * torch.exp(likelihood)
+        softmax.mul_((1 + more)[:, None])
+    gradient = torch.where(columns == place[:, None], of_target[:, None], softmax).mul_(factor[:, None])
     if objective.cap is not None:
-        gradient.mul_(cap_slope(logits, objective.cap))
+        gradient.mul_(slope(logits, objective.cap))
     return logits.copy_(gradient.masked_fill_(columns >= objective.vocab_size, 0.0))
 
 
@@ -272,7 +280,7 @@ class _Statistics(torch.autograd.Function):
 
 
 class _MeanLoss(torch.autograd.Function):
-    """The mean cross-entropy () of targets (N), from the statistics (3, N) of all blocks.
+    """As loss.linear_cross_entropy, of targets (N) and the statistics (3, N) of all blocks.
 
     In place of their gradients, the backward hands the blocks a message (3, N), from which each makes the
     gradient of its logits: the factor of a token's gradient, then the logarithm of the denominator and the
@@ -281,7 +289,13 @@ class _MeanLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, targets: Tensor, gather: Callable[[Tensor], Tensor], *statistics: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        targets: Tensor,
+        objective: Objective,
+        gather: Callable[[Tensor], Tensor],
+        *statistics: Tensor,
+    ) -> Tensor:
         largest, totals, wanted = gather(torch.stack(statistics)).unbind(1)  # each (blocks, N)
         most = largest.amax(0)
         log_sum = torch.log((totals * torch.exp(largest - most)).sum(0))
@@ -291,14 +305,19 @@ class _MeanLoss(torch.autograd.Function):
         count = counted.sum().clamp(min=1)
         ctx.blocks = len(statistics)
         ctx.save_for_backward(counted, count, likelihood, log_total)
-        return -torch.where(counted, likelihood, 0.0).sum() / count
+        loss = -torch.where(counted, likelihood, 0.0).sum() / count
+        if objective.z_coeff == 0:
+            return loss
+        z_loss, _ = z_terms(log_total, objective.z_coeff)
+        return torch.stack((loss, torch.where(counted, z_loss, 0.0).sum() / count))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_losses: Tensor) -> tuple[Tensor | None, ...]:
         counted, count, likelihood, log_total = ctx.saved_tensors
-        message = torch.stack((counted * (of_loss / count), log_total, likelihood))
-        return None, None, *[message] * ctx.blocks
+        factor = counted * (of_cross_entropy(of_losses) / count)
+        message = torch.stack((factor, log_total, likelihood))
+        return None, None, None, *[message] * ctx.blocks
 
 
 def _chunks(x: Tensor, weight: Tensor, passes: BlockPasses) -> list[slice]:

@@ -28,7 +28,7 @@ from megatron_zpp.model.recomputation import segments
 from megatron_zpp.model.shape import LayerShape, layer_shape
 from megatron_zpp.plan.job import Job
 
-_SHARED_SOFTMAX = 14  # bytes per logit of a chunk, at the peak of tensor ranks' loss without a compiler
+_SHARED_SOFTMAX = 13  # bytes per logit of a chunk, at the peak of tensor ranks' loss without a compiler
 
 # Bytes per logit of a block's chunk, beside the logit, in forward and backward without a compiler; by whether
 # the compute format is narrower than fp32.
@@ -105,15 +105,23 @@ def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
     lean = job.compiled or job.tensor > 1
     chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=lean)
     chunk = chunk_rows(tokens, entries, chunk_bytes) * entries
-    softmax = 0 if job.compiled else chunk * (exact if itemsize == exact else 2 * exact)
-    if softmax and job.tensor > 1:
-        softmax = chunk * _SHARED_SOFTMAX
+    softmax = chunk * _softmax_bytes(job, exact=itemsize == exact)
     gradients = (entries + tokens) * width
     if keeps_gradient(tokens, width, itemsize):
         kept = itemsize * tokens * entries
         return kept + max(softmax, itemsize * gradients)
     produced = 0 if itemsize == exact else itemsize * gradients
     return exact * gradients + max(itemsize * chunk + softmax, produced)
+
+
+def _softmax_bytes(job: Job, *, exact: bool) -> int:
+    """Bytes per logit of a chunk, beside logits that are fp32 or not; a compiler or a kernel needs none."""
+    if job.compiled:
+        return 0
+    capped = job.model.final_logit_softcapping is not None
+    if job.tensor > 1:
+        return _SHARED_SOFTMAX + 3 * capped
+    return 4 if exact and not capped else 8
 
 
 def _coded_loss_bytes(job: Job, chunk_bytes: int | None) -> int:
@@ -135,9 +143,9 @@ def _coded_loss_bytes(job: Job, chunk_bytes: int | None) -> int:
 
     part = part_rows(tokens, width)
     chunk = coded_chunk_rows(part, entries, chunk_bytes) * entries
-    softmax = 0 if job.compiled else chunk * (exact if itemsize == exact else 2 * exact)
-    if job.tensor > 1:  # logits in fp32, from which no kernel writes codes
-        softmax = chunk * (exact + (0 if job.compiled else _SHARED_SOFTMAX))
+    softmax = chunk * _softmax_bytes(job, exact=True)
+    if job.tensor > 1 or (itemsize < exact and not job.compiled):  # logits in fp32: no kernel writes codes
+        softmax += chunk * exact
     of_x, gradient, table = itemsize * tokens * width, part * entries, entries * width
     working = 2 * (table + part * width) + (itemsize + 1) * chunk + softmax
     if part >= tokens:
@@ -160,7 +168,11 @@ def _block_loss_bytes(job: Job, rows: int) -> int:
     narrow = itemsize < exact
     kept = exact * tokens * (narrow * width + 3 * blocks * job.tensor)
     logits = chunk * (rows + narrow * width) * itemsize
-    forward, backward = (0, 0) if job.compiled else _BLOCK_SOFTMAX[narrow]
+    capped = job.model.final_logit_softcapping is not None
+    forward = backward = 0
+    if not job.compiled:
+        forward, backward = _BLOCK_SOFTMAX[narrow or capped]
+        backward += 3 * capped
     weight = rows * width * (itemsize if chunk == tokens or not narrow else exact + itemsize)
     sums = min(2, blocks) * exact * tokens * width + exact * 3 * tokens
     made = sums + logits + max(chunk * rows * backward, weight)

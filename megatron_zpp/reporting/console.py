@@ -72,6 +72,7 @@ def log_line(record: Record, iterations: int) -> str:
         *_given(record, "decoupled_learning_rate", "decoupled learning rate", ".6E"),
         f"global batch size: {record['global_batch_size']:5d}",
         f"lm loss: {record['lm_loss']:.6E}",
+        *_given(record, "z_loss", "z loss", ".6E"),
         f"loss scale: {record['loss_scale']:.1f}",
         f"grad norm: {record['grad_norm']:.3f}",
         *_given(record, "params_norm", "params norm", ".3f"),

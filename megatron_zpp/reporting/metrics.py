@@ -118,7 +118,9 @@ class Interval:
     def add(
         self, loss: Tensor, weight: float, result: StepResult, samples: int, traffic: tuple[int, int]
     ) -> None:
-        """Add one step: `loss` () is a sum over this rank's micro-batches, `weight` that of their weights.
+        """Add one step: `loss` is a sum over this rank's micro-batches, `weight` that of their weights.
+
+        It is (), or with a z-loss (2,), where that is second.
 
         The weight of a micro-batch is the share of its tokens that count.
         """
@@ -139,9 +141,13 @@ class Interval:
 
     @property
     def sums(self) -> Tensor:
-        """(2, iterations) fp64 of this rank: the sum of losses of each step, and that of their weights."""
+        """(2, iterations) fp64 of this rank: the sum of losses of each step, and that of their weights.
+
+        With z-losses (3, iterations): their sums are last.
+        """
         weights = torch.tensor(self._weights, dtype=torch.float64, device=self.device)
-        return torch.stack((torch.stack(self._losses).double(), weights))
+        loss, *others = torch.stack(self._losses, -1).double().view(-1, self.iterations)
+        return torch.stack((loss, weights, *others))
 
     def mean_loss(self, sums: Tensor) -> Tensor:
         """The mean loss () of the steps that were not skipped; `sums` are those of all ranks.

@@ -3,13 +3,14 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from megatron_zpp.data.documents import counted_share
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.steps.evaluation import evaluate
@@ -58,6 +59,8 @@ class Trainer:
             from megatron_zpp.train.steps.sampled_text import text_writer
 
             self._write_texts = text_writer(engine, config, prompts)
+        self._head = cast(GPT, engine.model).head
+        self._losses = (2,) if config.training.z_loss_coeff else ()  # their shape: the z-loss is second
         self._profiler = _profiler_of(run)
         self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)
@@ -163,7 +166,7 @@ class Trainer:
         consumed, schedule = self.progress.consumed_samples, self._schedule.batches
         mesh = self._engine.mesh
         micro_batches = schedule.micro_batches_at(consumed)
-        losses, weights = torch.zeros((), device=self._engine.device), 0.0
+        losses, weights = torch.zeros(self._losses, device=self._engine.device), 0.0
         self._engine.take_traffic()  # discards the traffic of an evaluation
         where, sections = f"step {self.progress.iteration + 1}", self._engine.sections
         if self._profiler:
@@ -183,6 +186,8 @@ class Trainer:
                     micro_batches=micro_batches,
                     weight=weight if self._per_token else None,
                 )
+                if (z_loss := self._head.z_loss) is not None:
+                    loss = torch.stack((loss, z_loss))
                 losses += loss if weight == 1 else loss * weight
                 weights += weight
         self._mark(f"{where}, optimizer")

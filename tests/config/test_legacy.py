@@ -142,12 +142,12 @@ def test_all_that_is_refused_is_said_at_once() -> None:
     with pytest.raises(UsageError) as refused:
         parse(
             "--num-experts 8 --moe-router-topk=2 --batch-size 2 --moe-grouped-gemm --mtp-num-layers 1 "
-            "--position-embedding-type alibi --fsdp-double-buffer --optimizer sgd --of-no-program 3"
+            "--position-embedding-type relative --fsdp-double-buffer --optimizer sgd --of-no-program 3"
         )
     assert str(refused.value).splitlines() == [
         "--moe-router-topk 2, --moe-grouped-gemm, --num-experts 8: not supported: mixture of experts",
         "--mtp-num-layers 1: not supported: prediction of several tokens",
-        "--position-embedding-type alibi: not supported: ALiBi",
+        "--position-embedding-type relative: not supported: relative positions",
         "--optimizer sgd: not supported: optimizers other than AdamW",
         "unrecognized argument --of-no-program 3 (--help all lists every flag)",
         "translated: --batch-size is --micro-batch-size",

@@ -12,7 +12,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.model.fp8.cast import factors_of
 from megatron_zpp.model.fp8.output import OutputProduct, part_rows
-from megatron_zpp.model.loss import CODE_UNIT, IGNORED, PLAIN, linear_cross_entropy
+from megatron_zpp.model.loss import CODE_UNIT, IGNORED, PLAIN, Objective, linear_cross_entropy
 from megatron_zpp.model.loss import logits_to_gradient as plain_gradient
 from megatron_zpp.plan.activations import loss_bytes
 from tests.gpu.steady import waits_are_errors
@@ -25,32 +25,40 @@ OUTPUT = "--fp8-output-layer"
 
 @needs_fp8
 @pytest.mark.parametrize(
-    ("tokens", "entries", "vocab_size", "others"),
-    [(16, 1008, 1001, 0), (80, 272, 272, 32), (4112, 50304, 50257, 0), (4096, 50304, 50257, 61440)],
+    ("tokens", "entries", "objective", "others"),
+    [
+        (16, 1008, Objective(1001), 0),
+        (16, 1008, Objective(1001, cap=5.0, z_coeff=0.01), 0),
+        (80, 272, Objective(272), 32),
+        (4112, 50304, Objective(50257), 0),
+        (4112, 50304, Objective(50257, cap=5.0, z_coeff=0.01), 0),
+        (4096, 50304, Objective(50257), 61440),
+    ],
 )
 def test_the_loss_writes_codes_of_its_gradient(
-    tokens: int, entries: int, vocab_size: int, others: int
+    tokens: int, entries: int, objective: Objective, others: int
 ) -> None:
     """In both layouts, those of float64; the largest tensor by columns has more than 2^31 elements."""
     from megatron_zpp.model.fp8.kernels.coded_loss import logits_to_codes
 
+    vocab_size = objective.vocab_size
     logits = 3 * torch.randn(tokens, entries, dtype=torch.bfloat16, device="cuda")
     targets = torch.randint(vocab_size, (tokens,), device="cuda")
     targets[1], logits[2, 5], logits[1, 1] = IGNORED, torch.nan, torch.nan  # row 1 does not count
     rows = torch.empty(tokens, entries, dtype=torch.float8_e5m2, device="cuda")
     whole = torch.zeros(entries, others + tokens, dtype=torch.float8_e5m2, device="cuda")
-    loss = logits_to_codes(logits, targets, vocab_size, rows, whole[:, others:])
-    assert loss.isnan()
+    losses = logits_to_codes(logits, targets, objective, rows, whole[:, others:])
+    assert losses.isnan().all()
     assert rows[2, :vocab_size].float().isnan().all()
     assert rows[1].view(torch.uint8).count_nonzero() == 0
     assert torch.equal(whole[:, others:].t().contiguous().view(torch.uint8), rows.view(torch.uint8))
     assert whole[:, :others].contiguous().view(torch.uint8).count_nonzero() == 0
     counted = torch.arange(tokens, device="cuda") != 1
     logits[2, 5] = 0.0
-    found = logits_to_codes(logits, targets, vocab_size, rows, whole[:, others:])
+    found = logits_to_codes(logits, targets, objective, rows, whole[:, others:])
     exact = logits[counted].float()
-    expected = plain_gradient(exact, targets[counted], vocab_size)
-    assert found.item() == pytest.approx(expected.item(), rel=2.0**-18)
+    expected = plain_gradient(exact, targets[counted], objective)
+    torch.testing.assert_close(found, expected, rtol=2.0**-18, atol=0)
     codes = (exact * CODE_UNIT).to(torch.float8_e5m2)
     next_codes(rows[counted], codes)
     assert rows[:, vocab_size:].contiguous().view(torch.uint8).count_nonzero() == 0
@@ -75,7 +83,7 @@ def output_layer(tokens: int, width: int, fused: bool) -> tuple[Callable[[], lis
     product.factors = factors_of(448.0 / largest)
 
     def results(loss: Callable[..., Tensor]) -> list[Tensor]:
-        value = loss(x, weight, targets, 50257, passes=passes)
+        value = loss(x, weight, targets, Objective(50257), passes=passes)
         return [value.detach(), *torch.autograd.grad(value * scale, (x, weight))]
 
     return lambda: results(product.loss), results(linear_cross_entropy)

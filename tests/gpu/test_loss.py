@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_zpp.model.loss import chunk_rows, keeps_gradient, linear_cross_entropy
+from megatron_zpp.model.loss import Objective, chunk_rows, keeps_gradient, linear_cross_entropy
 from tests.gpu.steady import waits_are_errors
+from tests.model.test_loss import plain as plain_loss
 
 WIDTH, VOCAB, PADDED = 2048, 50257, 50304
+ALONE, WITH_ALL = Objective(VOCAB), Objective(VOCAB, cap=8.0, z_coeff=0.01)
 SIZES = (512, 8192, 16384)  # one chunk; several, of which the gradient is kept; several, in fp32 sums
 
 
@@ -24,26 +25,31 @@ def inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight.to(dtype).requires_grad_(), targets
 
 
-def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight)[:, :VOCAB].float(), targets)
+def plain(x: Tensor, weight: Tensor, targets: Tensor, objective: Objective = ALONE) -> Tensor:
+    return plain_loss(x, weight, targets, objective)
 
 
-def ours(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return linear_cross_entropy(x, weight, targets, VOCAB)
+def ours(x: Tensor, weight: Tensor, targets: Tensor, objective: Objective = ALONE) -> Tensor:
+    return linear_cross_entropy(x, weight, targets, objective)
 
 
-def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def fused(x: Tensor, weight: Tensor, targets: Tensor, objective: Objective = ALONE) -> Tensor:
     from megatron_zpp.model.fused.loss import PASSES
 
-    return linear_cross_entropy(x, weight, targets, VOCAB, passes=PASSES)
+    return linear_cross_entropy(x, weight, targets, objective, passes=PASSES)
 
 
 def results(
-    loss: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor
+    loss: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    objective: Objective = ALONE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x.grad = weight.grad = None
-    value = loss(x, weight, targets)
-    (value * scale).backward()
+    value = loss(x, weight, targets, objective)
+    (value.flatten()[0] * scale).backward()
     return value.detach(), x.grad, weight.grad
 
 
@@ -54,8 +60,9 @@ def error(found: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("loss_of", [ours, fused])
 @pytest.mark.parametrize("tokens", SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_loss_and_gradients_are_as_exact_as_the_plain_ones(
-    tokens: int, dtype: torch.dtype, loss_of: Callable[..., Tensor]
+@pytest.mark.parametrize("objective", [ALONE, WITH_ALL], ids=["alone", "capped with z-loss"])
+def test_losses_and_gradients_are_as_exact_as_the_plain_ones(
+    objective: Objective, tokens: int, dtype: torch.dtype, loss_of: Callable[..., Tensor]
 ) -> None:
     """Against fp32 from the same numbers: at most twice the plain error, as tests/model/test_loss.py says."""
     assert keeps_gradient(tokens, WIDTH, 2) == (tokens <= 8192)
@@ -63,10 +70,10 @@ def test_loss_and_gradients_are_as_exact_as_the_plain_ones(
     x, weight, targets = inputs(tokens, dtype)
     scale = torch.tensor(0.7 * (1024 if dtype == torch.float16 else 1), device="cuda")
     whole = x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
-    _, *exact = results(plain, *whole, targets, scale)
-    loss, *gradients = results(loss_of, x, weight, targets, scale)
-    plain_loss, *plain_gradients = results(plain, x, weight, targets, scale)
-    assert loss.item() == pytest.approx(plain_loss.item(), rel=1e-6)
+    _, *exact = results(plain, *whole, targets, scale, objective)
+    losses, *gradients = results(loss_of, x, weight, targets, scale, objective)
+    plain_losses, *plain_gradients = results(plain, x, weight, targets, scale, objective)
+    torch.testing.assert_close(losses, plain_losses, rtol=1e-6, atol=0)
     exact_sums = (
         torch.finfo(torch.float32).eps * max(tokens, PADDED) ** 0.5
     )  # the gradient of x sums over PADDED
@@ -103,7 +110,7 @@ def test_a_certain_prediction_keeps_its_small_gradient() -> None:
     targets = torch.tensor([3, 3], device="cuda")
     exact = logits.double().softmax(1)
     exact[:, 3] = -(exact.sum(1) - exact[:, 3])
-    logits_to_gradient(logits, targets, 1000)
+    logits_to_gradient(logits, targets, Objective(1000))
     largest_error = 15 * torch.finfo(torch.float32).eps / 2  # 13 sums, the exponential and the difference
     torch.testing.assert_close(logits.double(), exact, rtol=2e-6, atol=largest_error)
 

@@ -14,10 +14,12 @@ from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, WEIGHT
 from megatron_zpp.model.fp8.delayed import DelayedLinear
 from megatron_zpp.model.fp8.output import OutputProduct, coded_chunk_rows, part_rows
 from megatron_zpp.model.fp8.scaling import DelayedScaling
-from megatron_zpp.model.loss import IGNORED, linear_cross_entropy, logits_to_codes
+from megatron_zpp.model.loss import IGNORED, Objective, linear_cross_entropy, logits_to_codes
 from tests.model.test_fp8_delayed import CPU, SKIPPED, STEPPED, nearest
+from tests.model.test_loss import plain
 
 PADDED, VOCAB = 1008, 1001
+OBJECTIVE, WITH_ALL = Objective(VOCAB), Objective(VOCAB, cap=5.0, z_coeff=0.01)
 CHUNK = 4 * 48 * PADDED  # bytes: 48 tokens
 SIZES = [(16, 32), (176, 32), (48, 16), (336, 16)]  # tokens and width; the last have three parts
 BF16_ULP, UNIT = 2.0**-8, 2.0**15
@@ -40,12 +42,17 @@ def output_layer() -> tuple[OutputProduct, DelayedScaling]:
 
 
 def results(
-    product: OutputProduct, x: Tensor, weight: Tensor, targets: Tensor, factor: float = 1.0
+    product: OutputProduct,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    factor: float = 1.0,
+    objective: Objective = OBJECTIVE,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, and the gradients of x and weight times `factor`."""
+    """Losses, and the gradients of x and weight times `factor`."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    value = product.loss(x, weight, targets, VOCAB, chunk_bytes=CHUNK)
-    (value * factor).backward()
+    value = product.loss(x, weight, targets, objective, chunk_bytes=CHUNK)
+    (value.flatten()[0] * factor).backward()
     assert x.grad is not None
     assert weight.grad is not None
     return value.detach(), x.grad, weight.grad
@@ -57,17 +64,21 @@ def decoded(x: Tensor, scale: float, kind: int) -> Tensor:
 
 
 def oracle(
-    x: Tensor, weight: Tensor, targets: Tensor, scales: tuple[float, float], factor: float
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scales: tuple[float, float],
+    factor: float,
+    objective: Objective,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in float64: sums are exact, and what is coded or kept in the format of x is rounded."""
     codes, table = decoded(x, scales[0], INPUT), decoded(weight, scales[1], WEIGHT)
-    logits = (codes @ table.T).to(x.dtype).double()[:, :VOCAB]
-    log_softmax, counted = logits.log_softmax(1), targets != IGNORED
-    place = targets.clamp(min=0)[:, None]
-    likelihood = log_softmax.gather(1, place)
-    gradient = log_softmax.exp().scatter(1, place, likelihood.expm1()) * counted[:, None]
-    gradient = F.pad(decoded(gradient, UNIT, GRADIENT), (0, PADDED - VOCAB)) * factor / counted.sum()
-    return -(likelihood[:, 0] * counted).sum() / counted.sum(), gradient @ table, gradient.T @ codes
+    logits = (codes @ table.T).to(x.dtype).double().requires_grad_()
+    losses = plain(logits, torch.eye(PADDED, dtype=logits.dtype), targets, objective)
+    count = (targets != IGNORED).sum()
+    (losses.flatten()[0] * count).backward()
+    gradient = decoded(logits.grad, UNIT, GRADIENT) * factor / count
+    return losses.detach(), gradient @ table, gradient.T @ codes
 
 
 def scale_of(x: Tensor) -> float:
@@ -80,7 +91,10 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_those_of_the_nearest_codes(tokens: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("objective", [OBJECTIVE, WITH_ALL], ids=["alone", "capped with z-loss"])
+def test_products_are_those_of_the_nearest_codes(
+    tokens: int, width: int, dtype: torch.dtype, objective: Objective
+) -> None:
     """In a first step, and with scales of an earlier one; of several chunks, whole or not, and parts."""
     assert part_rows(tokens, width) == {336: 112}.get(tokens, tokens)
     x, weight, targets = inputs(tokens, width, dtype)
@@ -91,10 +105,12 @@ def test_products_are_those_of_the_nearest_codes(tokens: int, width: int, dtype:
         if first and tokens > part_rows(tokens, width):
             product.maxima[INPUT], product.maxima[WEIGHT] = x.abs().max(), weight.abs().max()
         else:
-            found, exact = results(product, *given, targets, 0.7), oracle(*given, targets, scales, 0.7)
+            found = results(product, *given, targets, 0.7, objective)
+            exact = oracle(*given, targets, scales, 0.7, objective)
             assert found[0].dtype == torch.float32
             # A logit next to a tie of its format is rounded to either side.
-            assert found[0].item() == pytest.approx(exact[0].item(), rel=2.0**-20 if first else 2.0**-16)
+            rounding = 2.0**-20 if first else 2.0**-16
+            torch.testing.assert_close(found[0].double(), exact[0], rtol=rounding, atol=0)
             for mine, theirs in zip(found[1:], exact[1:], strict=True):
                 assert mine.dtype == dtype
                 assert error(mine, theirs) <= (2 * BF16_ULP if dtype == torch.bfloat16 else 2.0**-9)
@@ -127,7 +143,7 @@ def test_the_constant_scale_of_gradients_keeps_what_is_small() -> None:
     exact[:, 7] -= 1
     rows = torch.empty(16, PADDED, dtype=FORMATS[GRADIENT])
     columns = torch.empty(PADDED, 16, dtype=FORMATS[GRADIENT])
-    logits_to_codes(logits, targets, VOCAB, rows, columns)
+    logits_to_codes(logits, targets, OBJECTIVE, rows, columns)
     found = rows.double() / UNIT
     assert torch.equal(columns.view(torch.uint8).t(), rows.view(torch.uint8))
     off = (found[:, :VOCAB] - exact).abs()
@@ -144,10 +160,10 @@ def test_without_gradients_the_loss_is_the_same(tokens: int, width: int) -> None
     scaling.end_step(scaling.maxima(), STEPPED)
     expected = results(product, x, weight, targets)[0].item()
     with torch.no_grad():
-        assert product.loss(x, weight, targets, VOCAB).item() == pytest.approx(expected, rel=1e-6)
+        assert product.loss(x, weight, targets, OBJECTIVE).item() == pytest.approx(expected, rel=1e-6)
         some = x[:9], weight, targets[:9]  # any number of tokens
-        wide = linear_cross_entropy(*some, VOCAB).item()
-        assert product.loss(*some, VOCAB).item() == pytest.approx(wide, abs=0.05)
+        wide = linear_cross_entropy(*some, OBJECTIVE).item()
+        assert product.loss(*some, OBJECTIVE).item() == pytest.approx(wide, abs=0.05)
 
 
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
@@ -156,7 +172,7 @@ def test_gradients_accumulate_and_repeat_bit_for_bit(tokens: int, width: int) ->
     product, _ = output_layer()
     value, of_x, of_weight = results(product, x, weight, targets)
     x.requires_grad_(), weight.requires_grad_()
-    first, second = (product.loss(x, weight, targets, VOCAB, chunk_bytes=CHUNK) for _ in range(2))
+    first, second = (product.loss(x, weight, targets, OBJECTIVE, chunk_bytes=CHUNK) for _ in range(2))
     (first + second).backward()
     assert torch.equal(first, value)
     assert torch.equal(second, value)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 FP32 = "factors maxima mean rstd sums cos sin largest log2_totals numbers".split()
+FLOATS = "eps cap z_coeff".split()
 CODES = "by_rows by_columns codes".split()
 E4M3, E5M2 = "*fp8e4nv", "*fp8e5"
 
@@ -31,7 +32,7 @@ def assembly(kernel: Any, codes: str = E4M3, *, odd: str = "", num_warps: int, *
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kinds = dict.fromkeys(settings, "constexpr") | {"eps": "fp32", "targets_ptr": "*i64"}
+    kinds = dict.fromkeys(settings, "constexpr") | dict.fromkeys(FLOATS, "fp32") | {"targets_ptr": "*i64"}
     kinds |= dict.fromkeys([f"{name}_ptr" for name in FP32], "*fp32")
     kinds |= dict.fromkeys([f"{name}_ptr" for name in CODES], codes)
     names = kernel.arg_names
@@ -90,6 +91,7 @@ SCALED = [f"ld.{ONE}"] * 2  # the factor and the maximum
 BY_ROWS = [f"st.{TWO}"] * 4  # 8 codes
 ACTIVATION: dict[str, Any] = {"GATED": True, "BIASED": False, "SLOPE": 1.5, "CUBIC": 0.07}
 LOSS: dict[str, Any] = {"odd": "vocab_size", "UNIT": 2**15, "LOG2_UNIT": 15, "IGNORED": -100}
+USUAL, ALL = ({"CAPPED": each, "Z_LOSS": each} for each in (False, True))
 STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
 
 
@@ -117,9 +119,10 @@ STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
             lambda: tiles("coded_activation", "_backward_kernel", E5M2, KIND=2, **ACTIVATION),
             [*SCALED, *BY_ROWS * 2],
         ),
-        (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **LOSS), [*STATISTICS, *BY_ROWS]),
+        (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **USUAL, **LOSS), [*STATISTICS, *BY_ROWS]),
+        (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **ALL, **LOSS), [*STATISTICS, *BY_ROWS]),
     ],
-    ids="rotate rotate-back swiglu swiglu-back norm weights turn cast parts act act-back loss".split(),
+    ids="rotate rotate-back swiglu swiglu-back norm weights turn cast parts act act-back loss capped".split(),
 )
 def test_kernels_move_16_bytes_at_a_time(compiled: Callable[[], str], less: list[str]) -> None:
     """All but codes by rows, and what a row or a tensor has one of."""

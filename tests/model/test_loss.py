@@ -4,6 +4,8 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_zpp.model import loss as loss_module
-from megatron_zpp.model.loss import IGNORED, chunk_rows, keeps_gradient, linear_cross_entropy
+from megatron_zpp.model.loss import (
+    IGNORED,
+    LossKernels,
+    Objective,
+    chunk_rows,
+    keeps_gradient,
+    linear_cross_entropy,
+)
+from megatron_zpp.model.parallel.layers import VocabularyParallelLoss
 from megatron_zpp.model.row_blocks import PLAIN, BlockPasses, OutputBlock, OutputBlocks, blocks_of
 
 CHUNK = 7  # tokens
@@ -19,22 +29,47 @@ WIDE, NARROW = 48, 2  # hidden sizes, such that 15 tokens keep the gradient of t
 Loss = Callable[..., Tensor]
 
 
-def plain(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor:
-    """The loss on all logits at once."""
-    logits = F.linear(x, weight)[:, :vocab]
-    return F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), targets)
+def plain(x: Tensor, weight: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+    """The losses on all logits at once, of which the first has the gradient of their sum."""
+    logits = F.linear(x, weight)[:, : objective.vocab_size]
+    logits = logits.to(torch.promote_types(x.dtype, torch.float32))
+    if objective.cap is not None:
+        logits = objective.cap * torch.tanh(logits / objective.cap)
+    loss = F.cross_entropy(logits, targets)
+    if objective.z_coeff == 0:
+        return loss
+    z_loss = objective.z_coeff * logits.logsumexp(1)[targets != IGNORED].square().mean()
+    return torch.stack((loss + (z_loss - z_loss.detach()), z_loss.detach()))
 
 
-def chunked(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor:
+def chunked(x: Tensor, weight: Tensor, targets: Tensor, objective: Objective, **more: Any) -> Tensor:
     """Ours, in chunks of about CHUNK tokens."""
-    return linear_cross_entropy(x, weight, targets, vocab, chunk_bytes=4 * CHUNK * len(weight))
+    return linear_cross_entropy(x, weight, targets, objective, chunk_bytes=4 * CHUNK * len(weight), **more)
+
+
+def over_ranks(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+    """As loss.logits_to_gradient, by two tensor ranks, one after the other."""
+    parts, statistics = [part.clone() for part in logits.chunk(2, 1)], []
+    for rank, part in enumerate(parts):
+        group = SimpleNamespace(rank=rank, gather=lambda own: statistics.append(own) or own)
+        VocabularyParallelLoss(group).kernels().loss(part, targets, objective)
+    for rank, part in enumerate(parts):
+        group = SimpleNamespace(rank=rank, gather=lambda own: torch.cat(statistics))
+        total = VocabularyParallelLoss(group).kernels().to_gradient(part, targets, objective)
+    logits.copy_(torch.cat(parts, 1))
+    return total
 
 
 IN_CHUNKS = BlockPasses(chunk_bytes=4 * 7 * 10)  # of 7 tokens with blocks of 10 rows
 
 
 def in_blocks(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, rows: int = 10, passes: BlockPasses = PLAIN
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    objective: Objective,
+    rows: int = 10,
+    passes: BlockPasses = PLAIN,
 ) -> Tensor:
     """The loss of blocks of the `weight`, which gets their gradients."""
     parts = weight.split(rows)
@@ -42,43 +77,45 @@ def in_blocks(
     for block, part in zip(blocks.each(), parts, strict=True):
         del block.weight
         block.weight = part  # not a leaf
-    return blocks.loss(x, targets, vocab, passes)
+    return blocks.loss(x, targets, objective, passes)
 
 
 LOSSES: dict[str, Loss] = {
     "chunks": chunked,
+    "ranks": partial(chunked, passes=LossKernels(over_ranks)),
     "blocks": in_blocks,
     "blocks in chunks": partial(in_blocks, passes=IN_CHUNKS),
 }
+OBJECTIVES: list[dict[str, float]] = [{}, {"cap": 4.0}, {"z_coeff": 0.01}, {"cap": 4.0, "z_coeff": 0.01}]
 
 
 def inputs(
     tokens: int, width: int, vocab: int, padded: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """x, weight with rows of padding that are not zero, targets, vocabulary."""
+) -> tuple[Tensor, Tensor, Tensor, Objective]:
+    """x, weight with rows of padding that are not zero, targets, and what is minimised."""
     generator = torch.Generator().manual_seed(tokens + vocab)
     x = torch.randn(tokens, width, generator=generator)
     weight = torch.randn(padded, width, generator=generator)
     targets = torch.randint(vocab, (tokens,), generator=generator)
-    return x.to(dtype), (weight * 3 / width**0.5).to(dtype), targets, vocab
+    return x.to(dtype), (weight * 3 / width**0.5).to(dtype), targets, Objective(vocab)
 
 
 def results(
-    loss: Loss, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, factor: float = 1.0
+    loss: Loss, x: Tensor, weight: Tensor, targets: Tensor, objective: Objective, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, and the gradients of x and weight times `factor`."""
+    """Losses, and the gradients of x and weight times `factor`."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    value = loss(x, weight, targets, vocab)
-    (value * factor).backward()
+    value = loss(x, weight, targets, objective)
+    (value.flatten()[0] * factor).backward()
     return value.detach(), x.grad, weight.grad
 
 
 def exactly(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, factor: float = 1.0
+    x: Tensor, weight: Tensor, targets: Tensor, objective: Objective, factor: float = 1.0
 ) -> tuple[Tensor, ...]:
     """The same in fp64 from the same logits: those that the product in the format of x gives."""
     x, weight = x.double(), weight.double()
-    return results(plain, x, weight, targets, vocab, factor)
+    return results(plain, x, weight, targets, objective, factor)
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -96,14 +133,11 @@ def test_float64_is_torchs_loss(loss: str, tokens: int, width: int, vocab: int, 
 
     Blocks pad the vocabulary, all or in part, and one is larger than the table.
     """
-    for ignored in (0, 3):
+    for ignored, more in itertools.product((0, 3), OBJECTIVES):
         x, weight, targets, _ = inputs(tokens, width, vocab, padded, torch.float64)
         targets[1 : 1 + ignored] = IGNORED
-        for found, expected in zip(
-            results(LOSSES[loss], x, weight, targets, vocab, 3.0),
-            results(plain, x, weight, targets, vocab, 3.0),
-            strict=True,
-        ):
+        given = x, weight, targets, Objective(vocab, **more), 3.0
+        for found, expected in zip(results(LOSSES[loss], *given), results(plain, *given), strict=True):
             assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -116,15 +150,16 @@ def test_each_format_is_as_exact_as_the_plain_loss(dtype: torch.dtype, width: in
     because of the factor; both round the product. Errors of independent roundings add up as squares: √3 / √2
     of the plain error, below 2. The logits of blocks are rounded after other sums.
     """
-    for tokens in (15, 200):
-        given = inputs(tokens, width, 50, 64, dtype)
+    for tokens, more in itertools.product((15, 200), OBJECTIVES):
+        x, weight, targets, _ = inputs(tokens, width, 50, 64, dtype)
+        given = x, weight, targets, Objective(50, **more)
         exact = exactly(*given, factor=0.7)
         found, expected = results(LOSSES[loss], *given, factor=0.7), results(plain, *given, factor=0.7)
         assert found[0].dtype == torch.float32
-        rounding = 4 * torch.finfo(torch.float32).eps * expected[0]
-        if loss != "chunks":
+        rounding = 4 * torch.finfo(torch.float32).eps * expected[0].max()
+        if "blocks" in loss:
             rounding = torch.finfo(dtype).eps * (given[0].double() @ given[1].double().T).abs().max()
-        assert found[0].item() == pytest.approx(expected[0].item(), abs=rounding.item())
+        assert torch.allclose(found[0], expected[0], rtol=0, atol=rounding.item())
         for ours, plains, exacts in zip(found[1:], expected[1:], exact[1:], strict=True):
             assert ours.dtype == dtype
             assert error(ours, exacts) <= 2 * error(plains, exacts) + 2 * torch.finfo(torch.float32).eps
@@ -139,7 +174,7 @@ def test_fp16_keeps_gradients_that_the_plain_loss_loses_no_earlier(tokens: int, 
     weight = torch.zeros(vocab, width, dtype=torch.float16)
     weight[0], weight[1] = 12.0 / width, -9.0 / width  # logits 12, -9 and 0
     targets = torch.zeros(tokens, dtype=torch.long)
-    given = x, weight, targets, vocab
+    given = x, weight, targets, Objective(vocab)
     _, _, exact = exactly(*given, factor=scale)
     for loss in (plain, chunked):
         _, _, found = results(loss, *given, factor=scale)
@@ -151,10 +186,10 @@ def test_fp16_keeps_gradients_that_the_plain_loss_loses_no_earlier(tokens: int, 
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
 def test_only_what_needs_a_gradient_gets_one(wanted: tuple[bool, bool], width: int) -> None:
-    x, weight, targets, vocab = inputs(15, width, 50, 64)
-    _, of_x, of_weight = results(chunked, x, weight, targets, vocab)
+    x, weight, targets, objective = inputs(15, width, 50, 64)
+    _, of_x, of_weight = results(chunked, x, weight, targets, objective)
     x.requires_grad_(wanted[0]), weight.requires_grad_(wanted[1])
-    loss = chunked(x, weight, targets, vocab)
+    loss = chunked(x, weight, targets, objective)
     assert loss.requires_grad == any(wanted)
     if any(wanted):
         loss.backward()
@@ -163,9 +198,11 @@ def test_only_what_needs_a_gradient_gets_one(wanted: tuple[bool, bool], width: i
 
 
 def test_without_gradients_the_loss_is_the_same() -> None:
-    for width in (WIDE, NARROW):
-        given = inputs(40, width, 50, 64)
-        expected = results(plain, *given)[0].item()
+    """The cross-entropy of an evaluation, with no z-loss beside it."""
+    for width, more in itertools.product((WIDE, NARROW), OBJECTIVES):
+        x, weight, targets, _ = inputs(40, width, 50, 64)
+        given = x, weight, targets, Objective(50, **more)
+        expected = results(plain, *given)[0].flatten()[0].item()
         with torch.no_grad():
             assert chunked(*given).item() == pytest.approx(expected, rel=1e-6)
         with torch.inference_mode():
@@ -174,11 +211,11 @@ def test_without_gradients_the_loss_is_the_same() -> None:
 
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_gradients_accumulate_and_repeat_bit_for_bit(width: int) -> None:
-    x, weight, targets, vocab = inputs(15, width, 50, 64)
-    _, of_x, of_weight = results(chunked, x, weight, targets, vocab)
+    x, weight, targets, objective = inputs(15, width, 50, 64)
+    _, of_x, of_weight = results(chunked, x, weight, targets, objective)
     x.requires_grad_(), weight.requires_grad_()
-    first = chunked(x, weight, targets, vocab)
-    second = chunked(x, weight, targets, vocab)  # before the backward of the first
+    first = chunked(x, weight, targets, objective)
+    second = chunked(x, weight, targets, objective)  # before the backward of the first
     (first + second).backward()
     assert torch.equal(first, second)
     assert torch.equal(x.grad, 2 * of_x)
@@ -188,8 +225,8 @@ def test_gradients_accumulate_and_repeat_bit_for_bit(width: int) -> None:
 @pytest.mark.parametrize(("width", "dtype"), [(WIDE, torch.float16), (NARROW, torch.float32)])
 def test_a_second_backward_is_refused_where_it_would_be_wrong(width: int, dtype: torch.dtype) -> None:
     """What waits for the backward is scaled where it lies: a second one would scale it again."""
-    x, weight, targets, vocab = inputs(15, width, 50, 64, dtype)
-    loss = chunked(x.requires_grad_(), weight, targets, vocab)
+    x, weight, targets, objective = inputs(15, width, 50, 64, dtype)
+    loss = chunked(x.requires_grad_(), weight, targets, objective)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -197,8 +234,8 @@ def test_a_second_backward_is_refused_where_it_would_be_wrong(width: int, dtype:
 
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_ids_that_all_do_not_count_give_zero(width: int) -> None:
-    x, weight, targets, vocab = inputs(15, width, 50, 64)
-    loss, of_x, of_weight = results(chunked, x, weight, torch.full_like(targets, IGNORED), vocab)
+    x, weight, targets, objective = inputs(15, width, 50, 64)
+    loss, of_x, of_weight = results(chunked, x, weight, torch.full_like(targets, IGNORED), objective)
     assert loss == 0
     assert torch.count_nonzero(of_x) == torch.count_nonzero(of_weight) == 0
 
@@ -211,13 +248,13 @@ def test_what_is_not_finite_stays_so(
     place: str, poison: float, dtype: torch.dtype, loss_of: Loss, width: int
 ) -> None:
     """As plain torch has it, so that the step is skipped."""
-    x, weight, targets, vocab = inputs(15, width, 50, 64, dtype)
+    x, weight, targets, objective = inputs(15, width, 50, 64, dtype)
     factor = poison if place == "factor" else 1.0
     if place == "x":
         x[9, 1] = poison
     if place == "weight":
         weight[3, 0] = poison
-    loss, *gradients = results(loss_of, x, weight, targets, vocab, factor)
+    loss, *gradients = results(loss_of, x, weight, targets, objective, factor)
     assert torch.isfinite(loss).item() == (place == "factor")
     for gradient in gradients:
         assert not torch.isfinite(gradient).all()
@@ -238,7 +275,7 @@ def test_chunks_are_equal_where_they_can_be() -> None:
     assert chunk_rows(0, 50304) == 1
 
 
-def allocations(loss: Loss, *given: Tensor | int) -> tuple[int, int]:
+def allocations(loss: Loss, *given: Tensor | Objective) -> tuple[int, int]:
     """The largest allocation of a forward and backward, and the peak of all together; bytes."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:

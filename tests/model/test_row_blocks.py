@@ -11,6 +11,7 @@ from torch import nn
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.build import build_model
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.loss import LossKernels, Objective, logits_to_gradient
 from megatron_zpp.model.row_blocks import (
     PLAIN,
     BlockPasses,
@@ -18,7 +19,7 @@ from megatron_zpp.model.row_blocks import (
     RowBlockTable,
     blocks_of,
 )
-from tests.model.test_loss import IN_CHUNKS, exactly, in_blocks, inputs, results
+from tests.model.test_loss import IN_CHUNKS, chunked, exactly, in_blocks, inputs, results
 
 SHAPE = {"num_layers": 2, "hidden_size": 36, "num_attention_heads": 4, "seq_length": 10}
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -49,10 +50,11 @@ def test_the_lookup_and_its_gradient_have_the_bits_of_a_whole_tables(dtype: torc
 
 def test_gradients_of_tokens_that_are_all_but_certain_stay_accurate() -> None:
     """The softmax's denominator is 1 + 1e-4, rounded in fp32; large logits add no error to that."""
-    x, weight, targets, vocab = torch.ones(1, 1), torch.full((30, 1), 100.0), torch.tensor([12]), 30
+    x, weight, targets = torch.ones(1, 1), torch.full((30, 1), 100.0), torch.tensor([12])
     weight[12] += math.log(1e4 * 29)
-    exact = exactly(x, weight, targets, vocab)
-    for found, expected in zip(results(in_blocks, x, weight, targets, vocab)[::2], exact[::2], strict=True):
+    given = x, weight, targets, Objective(30)
+    exact = exactly(*given)
+    for found, expected in zip(results(in_blocks, *given)[::2], exact[::2], strict=True):
         rest = expected.flatten() if expected.dim() == 0 else expected[12]
         ours = found.double().flatten() if expected.dim() == 0 else found.double()[12]
         assert torch.allclose(ours, rest, rtol=2 * torch.finfo(torch.float32).eps / 1e-4, atol=0.0)
@@ -60,12 +62,18 @@ def test_gradients_of_tokens_that_are_all_but_certain_stay_accurate() -> None:
 
 def test_graphs_change_no_bit() -> None:
     torch._dynamo.reset()
-    given = inputs(15, 48, 45, 64)
+    x, weight, targets, _ = inputs(15, 48, 45, 64)
     compiler = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
     passes = BlockPasses(compiler(PLAIN.statistics), compiler(PLAIN.gradient), IN_CHUNKS.chunk_bytes)
-    graphs, eager = (results(partial(in_blocks, passes=each), *given) for each in (passes, IN_CHUNKS))
-    for found, expected in zip(graphs, eager, strict=True):
-        assert torch.equal(found, expected)
+    whole = LossKernels(compiler(logits_to_gradient))
+    for objective in (Objective(45), Objective(45, cap=4.0, z_coeff=0.01)):
+        given = x, weight, targets, objective
+        for loss, usual in (
+            (partial(in_blocks, passes=passes), partial(in_blocks, passes=IN_CHUNKS)),
+            (partial(chunked, passes=whole), chunked),
+        ):
+            for found, expected in zip(results(loss, *given), results(usual, *given), strict=True):
+                assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])

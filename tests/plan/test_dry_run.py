@@ -75,6 +75,12 @@ def test_a_plan_says_what_it_assumes() -> None:
         "dense, 64 × 32 numbers, and layers compute whole attention: --attention-backend local knows",
     ):
         assert assumed in said
+    alibi = "--position-embedding-type alibi".split()
+    kept = (
+        f"keeps no scores; {' '.join(alibi)}, because FlexAttention needs --attention-dropout 0, keeps them"
+    )
+    assert kept in printed(*SMALL, "--dry-run", *alibi)
+    assert "keeps no scores" not in printed(*SMALL, "--dry-run", *alibi, "--attention-dropout", "0")
 
 
 def test_few_flags_make_a_plan_and_all_that_are_missing_are_said_at_once() -> None:
@@ -146,6 +152,8 @@ PUBLISHED = {  # as counted in the published weights, without the text's part of
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
     "olmo2-32b": 32_234_279_936,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
     "granite3.3-2b": 2_533_539_840,
     "granite3.3-8b": 8_170_864_640,
     "gemma2-2b": 2_614_341_888,
@@ -156,6 +164,8 @@ PUBLISHED = {  # as counted in the published weights, without the text's part of
     "gemma3-12b": 11_765_788_416 + 64 * 3840,
     "gemma3-27b": 27_009_002_240 + 64 * 5376,
     "phi3-mini": 3_821_079_552,
+    "phi4-mini": 3_836_021_760,
+    "glm4-9b": 9_400_279_040,
     "starcoder2-3b": 3_030_371_328,
     "starcoder2-7b": 7_173_923_840,
     "starcoder2-15b": 15_957_889_024,

@@ -20,7 +20,7 @@ from megatron_zpp.model.fp8.output import OutputProduct, part_rows
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Layer
-from megatron_zpp.model.loss import keeps_gradient, linear_cross_entropy
+from megatron_zpp.model.loss import Objective, keeps_gradient, linear_cross_entropy
 from megatron_zpp.model.masks import CAUSAL
 from megatron_zpp.model.matmuls import PLAIN_MATMULS
 from megatron_zpp.model.rotary import Rotation
@@ -317,20 +317,26 @@ CODES = BF16 | {"fp8": True, "fp8_recipe": "delayed", "fp8_output_layer": True}
 
 
 @pytest.mark.parametrize(
-    ("width", "precision", "chunks"),
+    ("width", "precision", "chunks", "cap"),
     [
-        (256, BF16, 2),  # small ones show the memory of a CPU's bf16 products
-        (32, FP32, 8),
-        (256, FP32, 1),
-        *((width, CODES, chunks) for width, chunks in ((32, 1), (32, 4), (64, 2))),
+        (256, BF16, 2, None),  # small ones show the memory of a CPU's bf16 products
+        (32, FP32, 8, None),
+        (256, FP32, 1, None),
+        (256, FP32, 1, 30.0),
+        *(
+            (width, CODES, chunks, cap)
+            for width, chunks, cap in ((32, 1, None), (32, 4, 30.0), (64, 2, None))
+        ),
     ],
 )
-def test_the_loss_in_chunks_takes_what_the_plan_says(width: int, precision: dict, chunks: int) -> None:
+def test_the_loss_in_chunks_takes_what_the_plan_says(
+    width: int, precision: dict, chunks: int, cap: float | None
+) -> None:
     """Within 5%; whether the gradient of the logits is kept or fp32 sums are.
 
     Of 8-bit products, in chunks and parts; large ones, because a CPU decodes the factors of a product.
     """
-    model = ModelConfig(**SHAPE | {"hidden_size": width, "seq_length": 256})
+    model = ModelConfig(**SHAPE | {"hidden_size": width, "seq_length": 256}, final_logit_softcapping=cap)
     job = job_of(model, 2000, precision=PrecisionConfig(**precision), micro_batch_size=2)
     x, weight = (torch.randn(rows, width).to(job.dtype).requires_grad_() for rows in (512, 2048))
     targets, chunk_bytes, loss = torch.randint(2000, (512,)), 4 * 512 * 2048 // chunks, linear_cross_entropy
@@ -340,5 +346,5 @@ def test_the_loss_in_chunks_takes_what_the_plan_says(width: int, precision: dict
         product.factors, loss = factors_of(torch.full((3,), 64.0)), product.loss
     else:
         assert keeps_gradient(512, width, job.dtype.itemsize) == (width == 256)
-    peak = peak_of(lambda: loss(x, weight, targets, 2000, chunk_bytes=chunk_bytes).backward())
+    peak = peak_of(lambda: loss(x, weight, targets, Objective(2000, cap), chunk_bytes=chunk_bytes).backward())
     assert loss_bytes(job, chunk_bytes) == pytest.approx(peak, rel=0.05)

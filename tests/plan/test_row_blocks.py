@@ -12,6 +12,7 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.loss import Objective
 from megatron_zpp.model.row_blocks import PLAIN, OutputBlock, OutputBlocks
 from megatron_zpp.model.row_blocks import blocks_of as blocks_of_table
 from megatron_zpp.plan.activations import loss_bytes
@@ -77,17 +78,21 @@ def test_no_rank_holds_the_gradient_of_a_tied_table() -> None:
             assert planned.peak - planned.resident == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize(("precision", "rows", "vocab"), [(FP32, 1000, 8000), (BF16, 512, 4000)], ids=str)
-def test_the_loss_takes_what_the_plan_says(precision: dict[str, Any], rows: int, vocab: int) -> None:
+def test_the_loss_takes_what_the_plan_says(
+    precision: dict[str, Any], rows: int, vocab: int, cap: float | None
+) -> None:
     """Within 5%."""
-    model, zero = ModelConfig(**SHAPE | {"hidden_size": 64, "seq_length": 256}), {"zero_table_rows": rows}
+    model = ModelConfig(**SHAPE | {"hidden_size": 64, "seq_length": 256}, final_logit_softcapping=cap)
+    zero = {"zero_table_rows": rows}
     job = job_of(model, vocab, zero=zero, precision=PrecisionConfig(**precision), micro_batch_size=2)
     output = OutputBlocks(blocks_of_table(OutputBlock, job.entries, 64, rows)).to(job.dtype)
     x = torch.randn(512, 64).to(job.dtype).requires_grad_()
     for parameter in output.parameters():  # as an engine takes them
         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
     targets = torch.randint(vocab, (512,))
-    peak = peak_of(lambda: output.loss(x, targets, vocab, PLAIN).backward())
+    peak = peak_of(lambda: output.loss(x, targets, Objective(vocab, cap), PLAIN).backward())
     assert loss_bytes(job) == pytest.approx(peak, rel=0.05)
 
 

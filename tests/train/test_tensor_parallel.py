@@ -93,10 +93,11 @@ def test_a_run_learns_what_one_rank_does(stage: str, tmp_path: Path) -> None:
     flags = "--position-embedding-type rope --swiglu --log-params-norm --decoupled-lr 2e-3".split()
     flags += ["--calculate-per-token-loss", "--eod-mask-loss"]  # losses have weights with both
     shared = ["--tensor-model-parallel-size", "2", "--zero-stage", stage]
+    flags += ["--final-logit-softcapping", "2", "--z-loss-coeff", "0.01"]
     alone, _ = trained(1, tmp_path / "1", *flags)
     four, said = trained(4, tmp_path / "4", *flags, *shared)
     assert "2 data ranks × 2 tensor ranks" in said
-    for key in ("lm_loss", "grad_norm", "params_norm"):
+    for key in ("lm_loss", "z_loss", "grad_norm", "params_norm"):
         assert of(four, key) == pytest.approx(of(alone, key), rel=1e-6), key
 
 

@@ -47,6 +47,16 @@ LLAMA = replace(
     disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
 )
+SCORES = replace(  # 12 heads, of which ALiBi has slopes of two kinds
+    GPT_2,
+    group_query_attention=True,
+    num_query_groups=4,
+    num_attention_heads=12,
+    position_embedding_type="alibi",
+    softmax_type="learnable",
+    attn_logit_softcapping=1.0,
+    init_method_std=0.2,
+)
 ACROSS = {"qk_layernorm": True, "qk_layernorm_across_heads": True}
 OLMO_2 = replace(LLAMA, **ACROSS, norm_placement="after", embed_layernorm=True)
 GPT_2_ACROSS = replace(GPT_2, **ACROSS, apply_layernorm_1p=True, embed_layernorm=True)  # two sums per token
@@ -59,7 +69,7 @@ ALL = (
 )
 FOUR_BITS = (("zero_quantized_weights_format", "delta4"), ("zero_quantized_gradients_format", "rotated4"))
 PLAIN = {"gpt2": GPT_2, "llama": LLAMA}
-MODELS = PLAIN | {"olmo2": OLMO_2, "gpt2-across": GPT_2_ACROSS}
+MODELS = PLAIN | {"olmo2": OLMO_2, "gpt2-across": GPT_2_ACROSS, "scores": SCORES}
 RECOMPUTE = {
     "stored": RecomputeConfig(),
     "selective": RecomputeConfig(recompute_activations=True),
@@ -192,6 +202,7 @@ def test_recomputation_accumulation_and_overlap_change_nothing() -> None:
         Case("gpt2", 2, 3, "full", 1),
         Case("llama", 2, 3, "full", 2),
         Case("llama", 2, 3, documents=True),
+        Case("scores", 2, 1, "selective", documents=True),
         Case("gpt2", 2, 0, documents=True, overlapped=True),
         Case("llama", 2, 3, "full", 2, overlapped=True),
         Case("olmo2", 2, 2, "full", 2, documents=True, overlapped=True),

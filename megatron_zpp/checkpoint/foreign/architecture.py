@@ -21,7 +21,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "is_hybrid_model": (None, False),
     "hybrid_override_pattern": (None,),
     "no_rope_freq": (None,),
-    "softmax_type": (None, "vanilla"),
     "experimental_attention_variant": (None,),
     "attention_output_gate": (None, False),
     "qk_l2_norm": (None, False),
@@ -38,6 +37,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 _COPIED = (
     *("kv_channels", "ffn_hidden_size", "max_position_embeddings", "qk_layernorm", "swiglu"),
     *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights", "embed_layernorm"),
+    "softmax_type",
 )
 _OF_ROPE = ("rotary_percent", "rotary_seq_len_interpolation_factor")
 _OF_YARN = (  # which rotates all channels whatever --rotary-percent says
@@ -100,10 +100,10 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
     kind = {"rotary": "rope", "absolute": "learned_absolute"}.get(kind, kind)
     if args.get("use_rotary_position_embeddings"):
         kind = "rope"
-    if kind not in ("learned_absolute", "rope", "yarn", "none"):
+    if kind not in ("learned_absolute", "rope", "yarn", "alibi", "none"):
         raise ValueError(
             f"{path}: its model has position_embedding_type {kind!s:.40}; must be learned_absolute, "
-            "rope, yarn or none"
+            "rope, yarn, alibi or none"
         )
     found = {"position_embedding_type": kind}
     if kind in ("rope", "yarn"):

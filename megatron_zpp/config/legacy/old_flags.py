@@ -274,7 +274,6 @@ OTHER_VALUES = {  # by flag: what says here what a value of another program says
 }
 REFUSED_VALUES = {
     "--position-embedding-type": {
-        "alibi": "not supported: ALiBi",
         "mrope": "not supported: multimodal rope",
         "relative": "not supported: relative positions",
     },

@@ -4,7 +4,8 @@ Sources: GPT-3 paper, table 2.1, for GPT-2 and GPT-3 (gpt3-175b is 175b; 345m is
 of the ZeRO++ tutorial); for the others config.json of the Hugging Face repository that a comment names.
 `seq_length` is the length of samples in the longest phase of pretraining (Llama 2 paper, 2.2; Llama 3 paper,
 3.4.1; Qwen3 report, 3.2; SmolLM2 paper, section 4; SmolLM3's blog; OLMo 2 paper, 2; Gemma 2 and 3 reports, 2;
-Phi-3 report, 2; StarCoder2 paper, 6; Granite 3.0 report; Mistral 7B paper, table 1, also for Mistral Small).
+Phi-3 report, 2; StarCoder2 paper, 6; Granite 3.0 report; Mistral 7B paper, table 1, also for Mistral Small;
+Olmo 3 report, 3; not published for Phi-4 mini and GLM-4).
 """
 
 import math
@@ -49,6 +50,35 @@ _OLMO2: dict[str, Any] = {
     "qk_layernorm": True,
     "qk_layernorm_across_heads": True,
     **_UNTIED,
+}
+_OLMO3: dict[str, Any] = _OLMO2 | {
+    "position_embedding_type": "yarn",
+    "yarn_original_max_position_embeddings": 8192,
+    "rotary_scaling_factor": 8.0,
+    "rotary_base_local": 500_000.0,
+    "window_size": "4095,0",
+    "window_attn_skip_freq": "4",
+}
+_PHI4_MINI: dict[str, Any] = {
+    "position_embedding_type": "longrope",
+    "rotary_percent": 0.75,
+    "yarn_original_max_position_embeddings": 4096,
+    "longrope_short_factor": (1.0,) * 48,
+    "longrope_long_factor": (
+        *(1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649),
+        *(2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845),
+        *(5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158),
+        *(11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105),
+        *(25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71),
+        *(32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+    ),
+}
+_GLM4: dict[str, Any] = {
+    "kv_channels": 128,
+    "rotary_percent": 0.5,
+    "rotary_interleaved": True,
+    "norm_placement": "both",
+    "add_qkv_bias": True,
 }
 _GRANITE3: dict[str, Any] = {
     "rotary_base": 10_000_000.0,
@@ -147,6 +177,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "olmo2-7b": _llama_like(32, 4096, 32, 32, 11008, 4096, 4096, **_OLMO2),
     "olmo2-13b": _llama_like(40, 5120, 40, 40, 13824, 4096, 4096, **_OLMO2),
     "olmo2-32b": _llama_like(64, 5120, 40, 8, 27648, 4096, 4096, **_OLMO2),
+    # allenai/Olmo-3-1025-7B and Olmo-3-1125-32B
+    "olmo3-7b": _llama_like(32, 4096, 32, 32, 11008, 8192, 65536, **_OLMO3),
+    "olmo3-32b": _llama_like(64, 5120, 40, 8, 27648, 8192, 65536, **_OLMO3),
     # ibm-granite/granite-3.3-2b-base and granite-3.3-8b-base
     "granite3.3-2b": _llama_like(
         *(40, 2048, 32, 8, 8192, 4096, 131072), softmax_scale=1 / 64, logits_multiplier=1 / 8, **_GRANITE3
@@ -163,8 +196,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma3-4b": _gemma(34, 2560, 8, 4, 10240, **_STRETCHED),
     "gemma3-12b": _gemma(48, 3840, 16, 8, 15360, **_STRETCHED),
     "gemma3-27b": _gemma(62, 5376, 32, 16, 21504, kv_channels=128, softmax_scale=168**-0.5, **_STRETCHED),
-    # microsoft/Phi-3-mini-4k-instruct
+    # THUDM/GLM-4-9B-0414
+    "glm4-9b": _llama_like(40, 4096, 32, 2, 13696, 8192, 32768, **_GLM4 | _UNTIED),
+    # microsoft/Phi-3-mini-4k-instruct and Phi-4-mini-instruct
     "phi3-mini": _llama_like(32, 3072, 32, 32, 8192, 4096, 4096, window_size="2046,0", **_UNTIED),
+    "phi4-mini": _llama_like(32, 3072, 24, 8, 8192, 4096, 131072, **_PHI4_MINI),
     # bigcode/starcoder2-3b, starcoder2-7b and starcoder2-15b
     "starcoder2-3b": _llama_like(
         *(30, 3072, 24, 2, 12288, 4096, 16384),
@@ -188,13 +224,16 @@ VOCABULARIES = {
     "gemma2": 256000,
     "gemma3-1b": 262144,
     "gemma3": 262208,
+    "glm4": 151552,
     "granite3": 49159,
     "llama2": 32000,
     "llama3": 128256,
     "mistral-small": 131072,
     "mistral": 32768,
     "olmo2": 100352,
+    "olmo3": 100278,
     "phi3": 32064,
+    "phi4": 200064,
     "qwen3": 151936,
     "smollm2": 49152,
     "smollm3": 128256,

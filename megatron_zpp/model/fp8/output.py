@@ -16,8 +16,9 @@ A part has at most 8 · D tokens, so that its codes have at most twice the bytes
 The gradient of the logits has a constant scale, `CODE_UNIT`, and no history. It is softmax less one at the
 target: between -1 and 1 before the factor of the loss, which the products' fp32 scales take. With 2^15 for 1,
 E5M2 keeps its three significant bits down to 2^-29 and rounds numbers below 2^-32 to zero, so that V · 2^-32
-of a token's probabilities are lost at most: 2^-15 of 128 thousand entries. E4M3 has one more bit, but its
-normal numbers end at 2^-14 of 1, and the entries of a new model are all near 1 / V.
+of a token's probabilities are lost at most: 2^-15 of 128 thousand entries. Up to 1.75 has room: a z-loss
+multiplies softmax by a little more than 1. E4M3 has one more bit, but its normal numbers end at 2^-14 of 1,
+and the entries of a new model are all near 1 / V.
 """
 
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ from megatron_zpp.model.loss import (
     chunk_rows,
     default_chunk_bytes,
     number_counted,
+    of_cross_entropy,
     times,
     zero_loss,
 )
@@ -119,7 +121,7 @@ def _loss_alone(x: Tensor, weight: Tensor, layer: _Layer) -> Tensor:
 class _CodedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Layer) -> Tensor:
-        total, counted = zero_loss(x), number_counted(layer.targets)
+        total, counted = zero_loss(x, layer.objective), number_counted(layer.targets)
         table = layer.coded(weight, WEIGHT, columns=True)
         of_x, back = torch.empty_like(x), table.scale.new_full((1,), 1 / CODE_UNIT)
         rows = part_rows(*x.shape)
@@ -139,9 +141,9 @@ class _CodedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_losses: Tensor) -> tuple[Tensor | None, ...]:
         counted, of_x, *kept = ctx.saved_tensors
-        factor, wanted = of_loss / counted, ctx.needs_input_grad
+        factor, wanted = of_cross_entropy(of_losses) / counted, ctx.needs_input_grad
         of_weight = None
         if wanted[1] and ctx.sums:
             of_weight = ctx.scaled(kept[0], factor, ctx.format)
@@ -157,7 +159,7 @@ def _gradient(
     """The codes of the gradient of a part's logits, by columns (V, P).
 
     `of_x` (P, D) becomes the gradient of the part's hidden states before the factor of the loss, and `total`
-    () grows by the cross-entropies.
+    grows by the losses.
     """
     (tokens, _), entries, targets = of_x.shape, len(table.rows), layer.targets[part]
     columns = codes.rows.new_empty((entries, tokens), dtype=FORMATS[GRADIENT])

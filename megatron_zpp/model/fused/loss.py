@@ -8,23 +8,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_zpp.model.fused.math import exp2
-from megatron_zpp.model.loss import IGNORED, LossKernels, unit
+from megatron_zpp.model.fused.math import exp2, squashed
+from megatron_zpp.model.loss import IGNORED, LossKernels, Objective, unit
 
 # The fastest of 2048 to 16384 and 4 to 32 for 50,304 entries on an H200.
 _BLOCK, _WARPS = 8192, 16
 
 
-def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
     """See loss.logits_to_gradient, for GPUs: fp32 inside, of a format of at most 32 bits."""
-    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    losses = empty_losses(objective, logits)
     _row_to_gradient[(len(logits),)](
-        *(logits, targets, losses, logits.stride(0), logits.shape[1], vocab_size, unit(logits.dtype)),
+        *(logits, targets, losses, logits.stride(0), logits.shape[1], unit(logits.dtype)),
+        **arguments(objective),
         IGNORED=IGNORED,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
-    return losses.sum()
+    return losses.sum(-1)
+
+
+def empty_losses(objective: Objective, logits: Tensor) -> Tensor:
+    """Room for the cross-entropies (C) of logits (C, V); with a z-loss for these and z-losses, (2, C)."""
+    shape = (len(logits),) if objective.z_coeff == 0 else (2, len(logits))
+    return torch.empty(shape, dtype=torch.float32, device=logits.device)
+
+
+def arguments(objective: Objective) -> dict[str, int | float | bool]:
+    """The objective as arguments of a kernel."""
+    vocab_size, cap, z_coeff = objective
+    return {
+        "vocab_size": vocab_size,
+        "cap": cap or 0.0,
+        "z_coeff": z_coeff,
+        "CAPPED": cap is not None,
+        "Z_LOSS": z_coeff != 0,
+    }
 
 
 def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,7 +66,7 @@ def _scale(total_ptr, factor_ptr, out_ptr, elements, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(logits_ptr, entries, vocab_size, BLOCK: tl.constexpr):
+def row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
     """The largest of the first `vocab_size` logits of a row, and the sum of exp(logit - largest); fp32."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     columns = tl.arange(0, BLOCK)
@@ -55,6 +74,8 @@ def row_statistics(logits_ptr, entries, vocab_size, BLOCK: tl.constexpr):
     for start in range(0, vocab_size, BLOCK):
         here = start + columns
         x = tl.load(logits_ptr + here, mask=here < entries, other=0.0).to(tl.float32)
+        if CAPPED:
+            x = cap * squashed(x, cap)
         x = tl.where(here < vocab_size, x, -float("inf"))
         now = tl.maximum(largest, tl.max(x, axis=0))
         sums = sums * tl.exp(largest - now) + exp2((x - now) * LOG2_E)
@@ -66,11 +87,15 @@ def row_statistics(logits_ptr, entries, vocab_size, BLOCK: tl.constexpr):
 def _row_to_gradient(
     logits_ptr,  # (C, V)
     targets_ptr,  # (C)
-    losses_ptr,  # (C) fp32
+    losses_ptr,  # (C) fp32; with Z_LOSS (2, C)
     stride,
     entries,
-    vocab_size,
     unit,
+    vocab_size,
+    cap,
+    z_coeff,
+    CAPPED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -83,17 +108,40 @@ def _row_to_gradient(
             here = start + columns
             tl.store(logits_ptr + here, tl.zeros([BLOCK], tl.float32), mask=here < entries)
         tl.store(losses_ptr + row, 0.0)
+        if Z_LOSS:
+            tl.store(losses_ptr + tl.num_programs(0) + row, 0.0)
     else:
         LOG2_E: tl.constexpr = 1.4426950408889634
-        largest, total = row_statistics(logits_ptr, entries, vocab_size, BLOCK)
-        likelihood = tl.load(logits_ptr + target).to(tl.float32) - largest - tl.log(total)
+        largest, total = row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED, BLOCK)
+        wanted = tl.load(logits_ptr + target).to(tl.float32)
+        if CAPPED:
+            share = squashed(wanted, cap)
+            of_wanted = 1 - share * share
+            wanted = cap * share
+        likelihood = wanted - largest - tl.log(total)
+        of_target = tl.exp(likelihood) - 1
         tl.store(losses_ptr + row, -likelihood)
+        if Z_LOSS:
+            log_total = largest + tl.log(total)
+            more = 2 * z_coeff * log_total
+            of_target += more * tl.exp(likelihood)
+            tl.store(losses_ptr + tl.num_programs(0) + row, z_coeff * log_total * log_total)
+        if CAPPED:
+            of_target *= of_wanted
         tl.debug_barrier()  # another thread may be the one that overwrites the target's logit
         shift = tl.log2(total / unit)
         for start in range(0, entries, BLOCK):
             here = start + columns
             x = tl.load(logits_ptr + here, mask=here < entries, other=0.0).to(tl.float32)
+            if CAPPED:
+                share = squashed(x, cap)
+                x = cap * share
             x = tl.where(here < vocab_size, x, -float("inf"))
-            tl.store(logits_ptr + here, exp2((x - largest) * LOG2_E - shift), mask=here < entries)
+            gradient = exp2((x - largest) * LOG2_E - shift)
+            if Z_LOSS:
+                gradient *= 1 + more
+            if CAPPED:
+                gradient *= 1 - share * share
+            tl.store(logits_ptr + here, gradient, mask=here < entries)
         tl.debug_barrier()
-        tl.store(logits_ptr + target, (tl.exp(likelihood) - 1) * unit)
+        tl.store(logits_ptr + target, of_target * unit)

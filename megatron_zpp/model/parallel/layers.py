@@ -29,11 +29,13 @@ from megatron_zpp.model.loss import (
     IGNORED,
     LossKernels,
     Objective,
-    cap_slope,
     linear_cross_entropy,
     logits_to_codes,
+    slope,
     soft_capped,
     unit,
+    wide_logits,
+    z_terms,
 )
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum, Sum
@@ -74,8 +76,8 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
             for name in ("query_norm", "key_norm"):
                 setattr(attention, name, NormAcrossRanks(getattr(attention, name), sharing))
         if attention.sinks is not None:
-            attention.tensor_splits = {"sinks": sharing.split(0, attention.heads)}
             attention.sinks = nn.Parameter(attention.sinks.new_zeros(attention.heads // ranks))
+            _split(attention, sinks=sharing.split(0, attention.heads))
         attention.heads, attention.groups = attention.heads // ranks, attention.groups // ranks
         attention.first_head = sharing.group.rank * attention.heads
     model.tensor_ranks = ranks
@@ -240,7 +242,7 @@ class VocabularyParallelHead(Head):
             logits = logits.movedim(0, 1).flatten(1).unflatten(0, (-1, self._tokens))
             return soft_capped(logits, self.objective.cap)
         loss = linear_cross_entropy if self.product is None else self.product.loss
-        return loss(x, weight, targets.flatten(), self.objective, passes=self.passes)
+        return self.cross_entropy(loss(x, weight, targets.flatten(), self.objective, passes=self.passes))
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
@@ -297,14 +299,20 @@ def _likelihood(statistics: Tensor) -> tuple[Tensor, Tensor]:
 def _to_gradient(
     logits: Tensor, counted: Tensor, place: Tensor, statistics: Tensor, own: Objective
 ) -> Tensor:
-    """The loss; logits (C, V / T) become their gradient times `unit`."""
+    """The losses; logits (C, V / T) become their gradient times `unit`."""
     likelihood, log_total = _likelihood(statistics)
     scale = unit(logits.dtype)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    shifted = soft_capped(logits.to(log_total.dtype), own.cap) - (log_total - math.log(scale))[:, None]
-    is_target = columns == place[:, None]
-    softmax = torch.where(is_target, scale * torch.expm1(likelihood)[:, None], torch.exp(shifted))
+    softmax = (wide_logits(logits, own.cap) - (log_total - math.log(scale))[:, None]).exp_()
+    of_target = scale * torch.expm1(likelihood)
+    loss = -torch.where(counted, likelihood, 0.0).sum()
+    if own.z_coeff != 0:
+        z_loss, more = z_terms(log_total, own.z_coeff)
+        loss = torch.stack((loss, torch.where(counted, z_loss, 0.0).sum()))
+        of_target = of_target + scale * more * torch.exp(likelihood)
+        softmax = softmax * (1 + more)[:, None]
+    gradient = torch.where(columns == place[:, None], of_target[:, None], softmax)
     if own.cap is not None:
-        softmax = softmax * cap_slope(logits, own.cap)
-    logits.copy_(torch.where(counted[:, None] & (columns < own.vocab_size), softmax, 0.0))
-    return -torch.where(counted, likelihood, 0.0).sum()
+        gradient = gradient * slope(logits, own.cap)
+    logits.copy_(torch.where(counted[:, None] & (columns < own.vocab_size), gradient, 0.0))
+    return loss

@@ -65,4 +65,5 @@ class SharedRowBlockHead(RowBlockHead):
             logits = torch.cat([part.movedim(0, 1).flatten(1) for part in parts], -1)
             return soft_capped(logits.unflatten(0, (-1, self._tokens)), self.objective.cap)
         passes = self.block_passes
-        return self.output.loss(x, targets.flatten(), self.objective, passes, self.group.gather)
+        losses = self.output.loss(x, targets.flatten(), self.objective, passes, self.group.gather)
+        return self.cross_entropy(losses)

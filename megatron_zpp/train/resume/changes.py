@@ -40,7 +40,7 @@ _SAME_MODEL = {  # what the weights mean does not depend on these
 }
 _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their fields; none named: all
     "model": ("attention_dropout", "hidden_dropout"),
-    "training": ("train_iters", "train_samples", "train_tokens", "calculate_per_token_loss"),
+    "training": ("train_iters", "train_samples", "train_tokens", "calculate_per_token_loss", "z_loss_coeff"),
     "learning_rate": (),
     "optimizer": (),
     "precision": (),

@@ -50,6 +50,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
             group=group,
             overlapped=overlapped,
         )
+    model.head.objective = model.head.objective._replace(z_coeff=config.training.z_loss_coeff)
     scaling = matmuls.scaling(model)
     codes = matmuls.weight_codes(scaling)
     if device.compiles:

@@ -66,6 +66,7 @@ class StepLog:
         interval = self._interval
         sums = self._engine.mean_over_ranks(interval.sums)  # times the same number, which cancels
         loss = interval.mean_loss(sums).item()
+        z_loss = {"z_loss": interval.mean_loss(sums[[2, 1]]).item()} if len(sums) > 2 else {}
         nans = ~torch.isfinite(sums[0])  # on any rank, in each iteration
         traffic = self._engine.sum_over_ranks(torch.tensor(interval.traffic, device=self._engine.device))
         intra_node, inter_node = (traffic // interval.iterations).tolist()
@@ -76,6 +77,7 @@ class StepLog:
                 "iteration": progress.iteration,
                 "consumed_samples": progress.consumed_samples,
                 "lm_loss": loss,
+                **z_loss,
                 "grad_norm": result.grad_norm.item(),
                 "learning_rate": self._rate,
                 **self._more(),

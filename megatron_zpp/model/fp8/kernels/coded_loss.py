@@ -13,32 +13,35 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_zpp.model.fp8.kernels.cast import grid, packed, rounded, store_apart
-from megatron_zpp.model.fused.loss import row_statistics
-from megatron_zpp.model.fused.math import exp2
-from megatron_zpp.model.loss import CODE_UNIT, IGNORED
+from megatron_zpp.model.fused.loss import arguments, empty_losses, row_statistics
+from megatron_zpp.model.fused.math import exp2, squashed
+from megatron_zpp.model.loss import CODE_UNIT, IGNORED, Objective
 
 _BLOCK, _ROW_WARPS = 8192, 16  # as in model/fused/loss.py
 _GROUPS, _COLUMNS, _WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread
 
 
 def logits_to_codes(
-    logits: Tensor, targets: Tensor, vocab_size: int, rows: Tensor, columns: Tensor
+    logits: Tensor, targets: Tensor, objective: Objective, rows: Tensor, columns: Tensor
 ) -> Tensor:
     """See loss.logits_to_codes, for GPUs; C and V are multiples of 16, and logits stay as they are.
 
     `columns` may be some of the columns of a larger tensor, from a multiple of 16 on.
     """
     tokens, entries = logits.shape
-    losses, largest, log2_totals = torch.empty(3, tokens, dtype=torch.float32, device=logits.device).unbind()
+    losses, given = empty_losses(objective, logits), arguments(objective)
+    largest, log2_totals = torch.empty(2, tokens, dtype=torch.float32, device=logits.device).unbind()
     _statistics_kernel[(tokens,)](
-        *(logits, targets, losses, largest, log2_totals, entries, vocab_size),
+        *(logits, targets, losses, largest, log2_totals, entries),
+        **given,
         IGNORED=IGNORED,
         BLOCK=_BLOCK,
         num_warps=_ROW_WARPS,
     )
     _codes_kernel[grid(tokens, entries, _GROUPS, _COLUMNS)](
         *(logits, targets, largest, log2_totals, rows, columns),
-        *(tokens, entries, vocab_size, columns.stride(0)),
+        *(tokens, entries, columns.stride(0)),
+        **given,
         UNIT=CODE_UNIT,
         LOG2_UNIT=math.log2(CODE_UNIT),
         IGNORED=IGNORED,
@@ -46,18 +49,22 @@ def logits_to_codes(
         COLUMNS=_COLUMNS,
         num_warps=_WARPS,
     )
-    return losses.sum()
+    return losses.sum(-1)
 
 
 @triton.jit
 def _statistics_kernel(
     logits_ptr,  # (C, V)
     targets_ptr,  # (C)
-    losses_ptr,  # (C) fp32, as are the others
+    losses_ptr,  # (C) fp32, as are the others; with Z_LOSS (2, C)
     largest_ptr,
     log2_totals_ptr,
     entries,
     vocab_size,
+    cap,
+    z_coeff,
+    CAPPED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -68,12 +75,19 @@ def _statistics_kernel(
         tl.store(losses_ptr + row, 0.0)
         tl.store(largest_ptr + row, 0.0)
         tl.store(log2_totals_ptr + row, 0.0)
+        if Z_LOSS:
+            tl.store(losses_ptr + tl.num_programs(0) + row, 0.0)
     else:
-        largest, total = row_statistics(logits_ptr, entries, vocab_size, BLOCK)
+        largest, total = row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED, BLOCK)
         wanted = tl.load(logits_ptr + target).to(tl.float32)
+        if CAPPED:
+            wanted = cap * squashed(wanted, cap)
         tl.store(losses_ptr + row, tl.log(total) - (wanted - largest))
         tl.store(largest_ptr + row, largest)
         tl.store(log2_totals_ptr + row, tl.log2(total))
+        if Z_LOSS:
+            log_total = largest + tl.log(total)
+            tl.store(losses_ptr + tl.num_programs(0) + row, z_coeff * log_total * log_total)
 
 
 @triton.jit
@@ -88,6 +102,10 @@ def _row(
     height,
     width,
     vocab_size,
+    cap,
+    z_coeff,
+    CAPPED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     UNIT: tl.constexpr,
     LOG2_UNIT: tl.constexpr,
     IGNORED: tl.constexpr,
@@ -97,14 +115,25 @@ def _row(
     LOG2_E: tl.constexpr = 1.4426950408889634
     target = tl.load(targets_ptr + row, mask=row < height, other=IGNORED).to(tl.int32)
     largest = tl.load(largest_ptr + row, mask=row < height, other=0.0)
-    shift = tl.load(log2_totals_ptr + row, mask=row < height, other=0.0) - LOG2_UNIT
+    log2_total = tl.load(log2_totals_ptr + row, mask=row < height, other=0.0)
+    shift = log2_total - LOG2_UNIT
     inside = (row < height)[:, None] & (column < width)[None, :]
     at = row.to(tl.int64)[:, None] * width + column[None, :]
     counted = inside & (target != IGNORED)[:, None]
     x = tl.load(logits_ptr + at, mask=counted, other=-float("inf")).to(tl.float32)
-    x = tl.where((column < vocab_size)[None, :], x, -float("inf"))
+    used = (column < vocab_size)[None, :]
+    if CAPPED:
+        share = squashed(x, cap)
+        x = cap * share
+        used = used & counted
+    x = tl.where(used, x, -float("inf"))
     gradient = exp2((x - largest[:, None]) * LOG2_E - shift[:, None])
+    if Z_LOSS:
+        LN_2: tl.constexpr = 0.6931471805599453
+        gradient *= 1 + 2 * z_coeff * (largest + LN_2 * log2_total)[:, None]
     gradient = tl.where(column[None, :] == target[:, None], gradient - UNIT, gradient)
+    if CAPPED:
+        gradient *= 1 - share * share
     tl.store(by_rows_ptr + at, rounded(gradient, FORMAT), mask=inside)
     return gradient
 
@@ -119,8 +148,12 @@ def _codes_kernel(
     by_columns_ptr,  # V rows of C codes, `stride` apart
     height,
     width,
-    vocab_size,
     stride,
+    vocab_size,
+    cap,
+    z_coeff,
+    CAPPED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     UNIT: tl.constexpr,
     LOG2_UNIT: tl.constexpr,
     IGNORED: tl.constexpr,
@@ -134,19 +167,19 @@ def _codes_kernel(
     # fmt: off
     a = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row, column, height, width,
-        vocab_size, UNIT, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, UNIT, LOG2_UNIT, IGNORED, FORMAT,
     )
     b = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 1, column, height, width,
-        vocab_size, UNIT, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, UNIT, LOG2_UNIT, IGNORED, FORMAT,
     )
     c = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 2, column, height, width,
-        vocab_size, UNIT, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, UNIT, LOG2_UNIT, IGNORED, FORMAT,
     )
     d = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 3, column, height, width,
-        vocab_size, UNIT, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, UNIT, LOG2_UNIT, IGNORED, FORMAT,
     )
     # fmt: on
     words = packed(a, b, c, d, FORMAT)
