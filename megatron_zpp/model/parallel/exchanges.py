@@ -40,19 +40,6 @@ class ScatterSum(torch.autograd.Function):
         return ctx.group.gather(gradient), None
 
 
-class Sum(torch.autograd.Function):
-    """The sum over ranks of a tensor, which all of them have; so the backward sums what each made of it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.sum(part)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(gradient), None
-
-
 class GatheredLinear(torch.autograd.Function):
     """F.linear of the rows of all ranks; rows (R, D) are kept, and gathered once more by the backward.
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
 from megatron_zpp.model.gpt import GPT, Head, PositionedEmbedding
-from megatron_zpp.model.layer import CENTRED_NORMS, Layer, Norm
+from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import (
     IGNORED,
     LossKernels,
@@ -38,7 +38,7 @@ from megatron_zpp.model.loss import (
     z_terms,
 )
 from megatron_zpp.model.matmuls import Product
-from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum, Sum
+from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
 from megatron_zpp.model.partial_softmax import local_statistics
 from megatron_zpp.placement import Split
 
@@ -73,8 +73,12 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
             setattr(part, into, ColumnParallel(getattr(part, into), part.runs, sharing))
             part.output = RowParallel(part.output, sharing)
         if attention.across_heads:
+            from megatron_zpp.model.parallel.norm import NormAcrossRanks
+
             for name in ("query_norm", "key_norm"):
-                setattr(attention, name, NormAcrossRanks(getattr(attention, name), sharing))
+                norm = getattr(attention, name)
+                split = sharing.split(0, *norm.normalized_shape)
+                setattr(attention, name, NormAcrossRanks(norm, split, sharing.group))
         if attention.sinks is not None:
             attention.sinks = nn.Parameter(attention.sinks.new_zeros(attention.heads // ranks))
             _split(attention, sinks=sharing.split(0, attention.heads))
@@ -170,43 +174,6 @@ class RowParallel(nn.Linear):
         else:
             out = ScatterSum.apply(self.product(rows, self.weight, None), self.group)
         return out if self.bias is None else out + self.bias
-
-
-class NormAcrossRanks(nn.Module):
-    """A norm of the heads of all ranks together, whose own part each rank has: (…, W / T) -> (…, W / T).
-
-    Ranks exchange a sum of squares per token, and for a LayerNorm a sum before it, in fp32.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, whole: Norm, sharing: Sharing) -> None:
-        super().__init__()
-        assert whole.eps is not None, "norm_of gives it"
-        (self.width,), self.eps, self.group = whole.normalized_shape, whole.eps, sharing.group
-        self.centred_gain = type(whole) in CENTRED_NORMS.values()
-        self.tensor_splits = {}
-        for name in ("weight", "bias"):  # an RMSNorm has no bias
-            there = getattr(whole, name, None) is not None
-            self.register_parameter(
-                name, nn.Parameter(torch.empty(self.width // sharing.group.size)) if there else None
-            )
-            if there:
-                self.tensor_splits[name] = sharing.split(0, self.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        if self.bias is not None:
-            wide = wide - self.mean(wide)
-        normed = wide * torch.rsqrt(self.mean(wide.square()) + self.eps)
-        gain = 1 + self.weight.to(wide.dtype) if self.centred_gain else self.weight
-        return (normed * gain if self.bias is None else normed * gain + self.bias).to(x.dtype)
-
-    def mean(self, x: Tensor) -> Tensor:
-        """(…, W / T) -> the mean over all ranks' parts, (…, 1)."""
-        return Sum.apply(x.sum(-1, keepdim=True), self.group) / self.width
 
 
 class VocabularyParallelEmbedding(nn.Embedding):

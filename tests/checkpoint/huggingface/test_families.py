@@ -64,7 +64,7 @@ def test_import_then_export_returns_every_bit(
     assert rows[0] == rows[1] == entries(bpe) + SPARE * ("qwen" in family)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral-small"])
+@pytest.mark.parametrize("family", ["gemma3-full", "mistral-small"])
 def test_of_a_model_of_images_the_text_is_imported(
     tool: Callable[..., str], bpe: Path, tmp_path: Path, family: str
 ) -> None:
