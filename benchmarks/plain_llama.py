@@ -16,18 +16,19 @@ class Gain(nn.RMSNorm):
 
 
 class Block(nn.Module):
-    """A layer without biases; `window`: the tokens that a token attends to, None for all."""
+    """A layer without biases."""
 
-    def __init__(self, config: ModelConfig, window: int | None) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, inner, width = config.hidden_size, config.ffn_hidden_size, config.kv_channels
         self.heads, self.groups = config.num_attention_heads, config.num_query_groups
-        self.window, self.scale, self.geglu = window, config.softmax_scale, config.geglu
+        self.scale, self.geglu = config.softmax_scale, config.geglu
         kind = Gain if config.apply_layernorm_1p else nn.RMSNorm
-        norms = [kind(hidden, eps=config.norm_epsilon) for _ in range(4)]
         before, after = config.norm_placement != "after", config.norm_placement != "before"
-        self.norm1, self.norm2 = norms[:2] if before else (nn.Identity(), nn.Identity())
-        self.norm3, self.norm4 = norms[2:] if after else (nn.Identity(), nn.Identity())
+        self.norm1, self.norm2, self.norm3, self.norm4 = (
+            kind(hidden, eps=config.norm_epsilon) if there else nn.Identity()
+            for there in (before, before, after, after)
+        )
         self.across = config.qk_layernorm_across_heads
         widths = [each * width if self.across else width for each in (self.heads, self.groups)]
         self.q_norm, self.k_norm = (
@@ -79,8 +80,10 @@ class PlainLlama(nn.Module):
         super().__init__()
         hidden, self.length = config.hidden_size, config.seq_length
         self.tokens = nn.Embedding(vocabulary, hidden, _weight=0.02 * torch.randn(vocabulary, hidden))
-        windows = [each if each is not None and each < self.length else None for each in config.layer_windows]
-        self.blocks = nn.ModuleList(Block(config, window) for window in windows)
+        self.windows = [
+            each if (each or self.length) < self.length else None for each in config.layer_windows
+        ]
+        self.blocks = nn.ModuleList(Block(config) for _ in self.windows)
         kind = Gain if config.apply_layernorm_1p else nn.RMSNorm
         self.norm, self.multiplier = kind(hidden, eps=config.norm_epsilon), config.embedding_multiplier
         self.output = nn.Linear(hidden, vocabulary, bias=False)
@@ -97,11 +100,11 @@ class PlainLlama(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens) * self.multiplier
-        for block in self.blocks:
-            if block.window is None:
+        for block, window in zip(self.blocks, self.windows, strict=True):
+            if window is None:
                 x = block(x, self.cos, self.sin, None)
             else:
-                x = block(x, self.cos_local, self.sin_local, self.mask(block.window, x.device))
+                x = block(x, self.cos_local, self.sin_local, self.mask(window, x.device))
         return self.loss(self.output(self.norm(x)), targets)
 
     def mask(self, window: int, device: torch.device) -> BlockMask:
