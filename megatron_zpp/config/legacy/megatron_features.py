@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 EXPERTS = "not supported: mixture of experts"
 CURRICULUM = "not supported: curriculum learning"
 DISTILLATION = "not supported: distillation"
-OPTIMIZERS = "not supported: optimizers other than AdamW"
+OPTIMIZERS = "not supported: optimizers other than AdamW and Muon"
 
 _REASONS = {
     EXPERTS: """--moe-* --use-grouped-gemm-for-shared-expert --overlap-moe-* --overlap-dispatch-*

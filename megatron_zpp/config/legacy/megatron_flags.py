@@ -200,6 +200,7 @@ _IDLE = {
     "parameters are always initialised": "--no-initialization",
     "evaluation begins at iteration 0": "--start-eval-at-iter:int",
     "--zero-offload-optimizer offloads all states": "--optimizer-offload-fraction:float",
+    "another way to the same matmuls": "--muon-use-syrk",
     "gradients are summed in fp32": "--ddp-param-name-patterns-for-fp32-local-accumulation:strs",
     "training generates no text; megatron-zpp sample has flags of its own": """--flash-decode
         --inference-rng-tracker --use-legacy-static-engine --max-tokens-to-oom:int

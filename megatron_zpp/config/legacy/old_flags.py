@@ -272,9 +272,11 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 OTHER_VALUES = {  # by flag: what says here what a value of another program says there
     "--position-embedding-type": {"rotary": "rope", "absolute": "learned_absolute"},
+    "--optimizer": {"dist_muon": "muon"},
     "--tokenizer-type": dict.fromkeys(("PretrainedFromHF", "HFTokenizer"), "HuggingFaceTokenizer"),
 }
 REFUSED_VALUES = {
+    "--optimizer": dict.fromkeys(("sgd", "lion", "soap", "adaptive_muon"), OPTIMIZERS),
     "--position-embedding-type": {
         "mrope": "not supported: multimodal rope",
         "relative": "not supported: relative positions",
