@@ -6,11 +6,15 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from benchmarks.faults.network import Link
+
+if TYPE_CHECKING:
+    from tests.object_server import ObjectServer
 
 # One of these that began last would leave the other workers without work.
 LONGEST = (
@@ -72,3 +76,12 @@ def link() -> Iterator[Link]:
     found = Link(name)
     yield found
     found.remove()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator["ObjectServer"]:
+    """An object store, whose client the environment describes."""
+    from tests.object_server import object_server  # needs packages that other tests do not
+
+    with object_server() as server:
+        yield server

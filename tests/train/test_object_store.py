@@ -3,7 +3,6 @@
 import errno
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,13 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.storage.location import ObjectError
 from megatron_zpp.storage.objects import path as object_path
 from megatron_zpp.train.inputs import check_inputs
-from tests.object_server import BUCKET, ObjectServer, object_server
+from tests.object_server import BUCKET, ObjectServer
 from tests.support import pretrain
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, train_here
 
 RUN = [*BYTES, *TINY, *SMALLEST, "--split", "90,10,0", "--device", "cpu", "--zero-stage", "3"]
 RUN += ["--eval-iters", "1"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
