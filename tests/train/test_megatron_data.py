@@ -1,6 +1,5 @@
 """Runs on Megatron-LM's data and in its order: its counts of samples, its batches, any ranks, any resume."""
 
-import json
 import re
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
-from tests.support import pretrain
+from tests.support import logged, pretrain, trained
 from tests.train.conftest import BYTES, TINY
-from tests.train.in_process import of, train_here
+from tests.train.in_process import train_here
 
 
 def requested(training, evaluation):
@@ -67,7 +66,7 @@ def test_any_ranks_and_any_resume_read_the_same(
     def losses(name: str, *flags: str) -> list[float]:
         file = tmp_path / name
         train_here([*flags, *length, "--metrics-file", str(file)])
-        return of([json.loads(line) for line in file.read_text().splitlines()], "lm_loss")
+        return logged(file)
 
     whole = losses("whole", *megatron)
     out = capsys.readouterr().out
@@ -77,10 +76,8 @@ def test_any_ranks_and_any_resume_read_the_same(
     losses("parts", *on, "--exit-interval", "2")
     assert losses("parts", *on) == whole
     assert "WARNING" not in capsys.readouterr().out
-    done = pretrain(*megatron, *length, "--metrics-file", str(tmp_path / "two"), processes=2)
-    assert done.returncode == 0, done.stderr[-2000:]
-    two = of([json.loads(line) for line in (tmp_path / "two").read_text().splitlines()], "lm_loss")
-    assert two == pytest.approx(whole, rel=1e-5)
+    trained(*megatron, *length, "--metrics-file", str(tmp_path / "two"), processes=2)
+    assert logged(tmp_path / "two") == pytest.approx(whole, rel=1e-5)
     assert losses("windows", *megatron[: megatron.index("--dataset-order")])[0] != whole[0]
 
 

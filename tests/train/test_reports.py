@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.commands.report import ReportConfig, make_report
-from tests.support import pretrain, program
+from tests.support import program, trained
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +20,10 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *BYTES,
         *TINY,
     ]
-    done = pretrain(
+    trained(
         *(*flags, "--save", str(directory / "save"), "--metrics-file", str(directory / "metrics.jsonl")),
         processes=4,
     )
-    assert done.returncode == 0, done.stderr
     return directory
 
 
