@@ -141,7 +141,8 @@ def _checkpoint(directory: Path) -> Execute:
 
     engine = small()
     train(engine, seed=1)
-    path = save(directory, engine, Progress(5, 50), config=parse_args(_OF_SMALL.split()).to_json())
+    saved_config = parse_args(_OF_SMALL.split()).to_json()
+    path = Path(str(save(directory, engine, Progress(5, 50), config=saved_config)))
     saved = states(engine)
     state, shards = path / "state.json", path / "rank_00000.safetensors"
     good = {file: file.read_bytes() for file in path.iterdir()}
