@@ -10,6 +10,7 @@ What follows `--` are flags of pretrain_gpt.py. Settings are those of the search
 the fastest size of micro-batches of each combination of other settings, then more sizes, by planned time.
 Each is a run of its own, on the devices here; several nodes are emulated (launch/emulate_nodes.sh). Time is
 the median of the steps after --warmup; memory is the peak that torch counts, without buffers between GPUs.
+The result is written after every setting, and the same command goes on where it ended.
 """
 
 import argparse
@@ -111,6 +112,9 @@ def main() -> None:
     parser.add_argument("flags", nargs="+")
     options = parser.parse_args()
     given, rows = [*COMMON.split(), *options.flags], list[dict[str, Any]]()
+    path = options.output / f"{options.name}.json"
+    there = json.loads(path.read_text())["figures"]["settings"] if path.exists() else []
+    measured = {row["flags"]: row for row in there}
     config = parse_args([*given, "--train-iters", "1"])
     mesh = Mesh(nodes=options.nodes, local_ranks=options.ranks_per_node)
     device, name, gibibytes, rates = hardware(config, mesh, float(options.link_gbit))
@@ -121,7 +125,8 @@ def main() -> None:
             flags = changes(job, plan.job)
             row = {"flags": flags, "planned_ms": round(1e3 * plan.seconds, 2)}
             row |= {"planned_gib": round(plan.memory.peak / 2**30, 2)}
-            rows.append(row | measure([*given, *flags.split()], options, Path(cache)))
+            row |= measured.get(flags) or measure([*given, *flags.split()], options, Path(cache))
+            rows.append(row)
             print(rows[-1], flush=True)
             times = [each["measured_ms"] for each in rows if "measured_ms" in each]
             best, fastest = rows[0].get("measured_ms"), min(times, default=None)

@@ -99,6 +99,7 @@ class Contest:
         self._options, self._deadline = options, time.perf_counter() + options.limit_seconds
         self._mapped = grid.gpu_map(options.nodes, options.ranks_per_node, grid.visible_gpus())
         self._name = result_name(options)
+        self.path = options.output / f"{self._name}.json"
         self._taken: dict[str, float] = {}  # seconds of the last round
         self.figures = self._begin()
 
@@ -146,13 +147,12 @@ class Contest:
             LINKS: {"rounds": []},
             "contestants": {},
         }
-        path = options.output / f"{self._name}.json"
-        if not path.exists():
+        if not self.path.exists():
             return fresh
-        kept = json.loads(path.read_text())["figures"]
+        kept = json.loads(self.path.read_text())["figures"]
         for key in ("settings", "nodes", "ranks_per_node", "gpu_map", "nccl"):
             if kept[key] != fresh[key]:
-                sys.exit(f"{path}: has {key} {kept[key]}, this run {fresh[key]}; give another --output")
+                sys.exit(f"{self.path}: has {key} {kept[key]}, this run {fresh[key]}; give another --output")
         return {**kept, "deepspeed": fresh["deepspeed"]}
 
     def _fits(self, name: str) -> bool:
@@ -221,8 +221,7 @@ class Contest:
 
     def _save(self) -> None:
         summary.summarise(self.figures)
-        path = save_result(self._name, self.figures, self._options.output)
-        self.path = path
+        save_result(self._name, self.figures, self._options.output)
 
 
 def main() -> None:
@@ -243,7 +242,8 @@ def main() -> None:
     if contest.figures["shared_gpu"]:
         print("warning: ranks share GPUs and take turns on them; these times are no measure of a network")
     finished = contest.run()
-    print(summary.tables([json.loads(contest.path.read_text())]))
+    if contest.path.exists():
+        print(summary.tables([json.loads(contest.path.read_text())]))
     print(f"{'complete' if finished else 'not complete'}: {contest.path}")
     sys.exit(0 if finished else 75)
 

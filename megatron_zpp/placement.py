@@ -53,7 +53,10 @@ class Placement:
     rows: range | None = field(default=None, compare=False)
     decays: bool = True  # whether the optimizer applies weight decay
     decoupled: bool = field(default=False, compare=False)  # whether it has the second learning rate
+    rate_factor: float = field(default=1.0, compare=False)  # of the learning rate and Adam's epsilon
     coded: bool = False  # whether it is gathered as codes, a byte each
+    # Of a parameter that Muon trains: the rows of each matrix in it, of the whole parameter; else none.
+    matrices: tuple[int, ...] = field(default=(), compare=False)
     numel: int = field(init=False)  # the elements of `local_shape`
 
     def __post_init__(self) -> None:
@@ -205,6 +208,16 @@ class Layout:
             if start < stop:
                 yield Piece(placement, range(start - offset, stop - offset), range(start, stop))
 
+    def hull(self, *, of_matrices: bool) -> range:
+        """From the first to the last parameter that Muon trains, or does not; empty if there is none."""
+        numels = [each.numel for each in self.placements]
+        chosen = [
+            range(offset, offset + numel)
+            for each, offset, numel in zip(self.placements, self.offsets, numels, strict=True)
+            if bool(each.matrices) == of_matrices
+        ]
+        return range(chosen[0].start, chosen[-1].stop) if chosen else range(0)
+
     def gaps_in(self, elements: range) -> Iterator[range]:
         """What no parameter has of a range of the buffer."""
         start = elements.start
@@ -231,6 +244,12 @@ def _runs(axes: tuple[Axis, ...], over: tuple[Axis, ...], rank: int) -> list[tup
 def within(part: range, whole: range) -> slice:
     """Where `part` of a buffer is in memory of the elements `whole`."""
     return slice(part.start - whole.start, part.stop - whole.start)
+
+
+def overlap(first: range, second: range) -> range:
+    """The elements of both; empty, at the start of `second`, if there are none."""
+    start, stop = max(first.start, second.start), min(first.stop, second.stop)
+    return range(start, stop) if start < stop else range(second.start, second.start)
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -1,12 +1,13 @@
 """Refuses models that an engine cannot train as they are, and ranks that are not there."""
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.mesh import Mesh
@@ -74,6 +75,21 @@ def check_model(
     parameters = [name for unit, part in first for name, _ in part.named_parameters(unit)]
     _check_known("decoupled", decoupled, parameters, "parameter of the model's units")
     _check_known("inside_nodes", inside_nodes, [unit for unit, _ in first], "unit of the model")
+
+
+def check_matrices(
+    units: NamedUnits, matrices: Mapping[str, tuple[int, ...]], optimizer: OptimizerConfig
+) -> None:
+    """Raise ValueError unless Muon has matrices, which are those of two-dimensional parameters."""
+    parameters = dict(pair for unit, part in distinct(units) for pair in part.named_parameters(unit))
+    _check_known("matrices", matrices, list(parameters), "parameter of the model's units")
+    if (optimizer.optimizer == "muon") != bool(matrices):
+        fix = "name the parameters that --optimizer muon trains, with the rows of each matrix in them"
+        raise option_error("matrices", dict(matrices), fix if not matrices else "needs --optimizer muon")
+    for name, rows in matrices.items():
+        shape = tuple(parameters[name].shape)
+        if len(shape) != 2 or min(rows, default=0) < 1 or sum(rows) != shape[0]:
+            raise option_error("matrices", {name: rows}, f"must be rows that add up to those of {shape}")
 
 
 def _check_unit(zero: ZeroConfig, model: nn.Module) -> None:

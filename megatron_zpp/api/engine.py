@@ -6,13 +6,14 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_zpp.api.checks import check_model, check_ranks, check_values
+from megatron_zpp.api.checks import check_matrices, check_model, check_ranks, check_values
 from megatron_zpp.api.defaults import OwnValues, Units, take_values_of_rank_0
 from megatron_zpp.api.old_call import accepts_old_call
 from megatron_zpp.api.whole import State, load_state, names_of, state_of
@@ -69,6 +70,7 @@ class ZeroEngine(engine.ZeroEngine):
         timeout: timedelta | None = None,
         say: Callable[[str], None] = print,
         decoupled: Collection[str] = (),
+        matrices: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
         inside_nodes: Collection[str] = (),
     ) -> None:
         mesh = mesh or Topology.from_environment(os.environ).mesh()
@@ -81,6 +83,7 @@ class ZeroEngine(engine.ZeroEngine):
         units = Units(model)
         listed = without_inner(units.units())
         check_model(model, config.zero, listed, decoupled=decoupled, inside_nodes=inside_nodes)
+        check_matrices(listed, matrices, config.optimizer)
         names = names_of(model, listed)
         if initialize is None:
             initialize = OwnValues(model, names, take_values_of_rank_0(model, mesh, device))
@@ -103,6 +106,7 @@ class ZeroEngine(engine.ZeroEngine):
             timeout=timeout,
             say=say,
             decoupled=decoupled,
+            matrices=matrices,
             inside_nodes=inside_nodes,
         )
         shapes = {each.name: each.shape for unit in self.units for each in unit.layout.placements}

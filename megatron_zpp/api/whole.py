@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.placement import Placement
+from megatron_zpp.placement import Placement, within
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
+from megatron_zpp.zero.model_states import MOMENTUM, REFERENCE, WEIGHTS
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside
 
 State = dict[str, Any]
@@ -95,8 +95,10 @@ def load_state(
     if not optimizer:
         return
     for kind in engine.states.kinds[1:]:
-        if kind in saved:  # without a reference it begins as the weights
+        if kind in saved:
             _load(engine, kind, state["optimizer"][kind] if first else {})
+        elif kind == MOMENTUM:  # of AdamW's states; and a reference begins as the weights
+            _load(engine, kind, {})
     formats = progress["difference_formats"] if REFERENCE in saved else None
     engine.states.load_difference_formats(formats)
     engine.states.load_optimizer_steps(progress["optimizer_steps"])
@@ -107,10 +109,14 @@ def load_state(
 def _gathered(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
     """One kind of states by the units' names, whole and on the CPU of rank 0; empty on other ranks."""
     mesh, found = engine.mesh, dict[str, Tensor]()
-    for unit, shard in zip(engine.units, engine.states.shards(kind), strict=True):
-        if not len(shard):
+    shards_of, elements_of = engine.states.shards(kind), engine.states.shard_elements(kind)
+    for unit, part, elements, every in zip(
+        engine.units, shards_of, elements_of, engine.states.elements(kind), strict=True
+    ):
+        if not every:
             continue
-        shards = [shard.to(engine.device)]
+        shards = [torch.zeros(unit.layout.shard_numel, device=engine.device)]
+        shards[0][within(elements, unit.plan.shard)] = part.to(engine.device)
         if mesh.world_size > 1:
             own, count = shards[0], mesh.world_size if mesh.rank == 0 else 0
             shards = [torch.empty_like(own) for _ in range(count)]
@@ -163,8 +169,10 @@ def _problem(
     for name, shape in shapes.items():
         if (saved := tuple(state["model"][name].shape)) != shape:
             return f"{name}: has shape {saved} in the state, {shape} in this model"
+    if optimizer and MOMENTUM in state["optimizer"] and MOMENTUM not in engine.states.kinds:
+        return f"{MOMENTUM}: the state is Muon's, and has no moments of matrices; optimizer=False leaves it"
     for kind in engine.states.kinds[1:] if optimizer else ():
-        if kind not in state["optimizer"] and kind != REFERENCE:
+        if kind not in state["optimizer"] and kind not in (REFERENCE, MOMENTUM):
             there = ", ".join(state["optimizer"]) or "nothing"
             return f"{kind}: missing from the state, whose optimizer has {there}"
     return None

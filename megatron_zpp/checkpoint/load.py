@@ -23,7 +23,7 @@ from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
+from megatron_zpp.zero.model_states import MOMENTUM, REFERENCE, WEIGHTS
 
 
 def load_checkpoint(
@@ -52,17 +52,20 @@ def load_checkpoint(
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
                 raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
+            saved = reader.state.get("kinds", ())
+            if MOMENTUM in saved and MOMENTUM not in engine.states.kinds:
+                fix = "add --optimizer muon, or --no-load-optim"
+                raise ValueError(f"{path}: has no moments of the matrices that Muon trained; {fix}")
             for kind in engine.states.kinds[1:]:
                 if kind == REFERENCE:
-                    if kind in reader.state.get("kinds", []):  # otherwise the reference starts as the weights
+                    if kind in saved:  # otherwise the reference starts as the weights
                         _load(kind, reader, engine, padded)
-                elif reader.state["with_optimizer"]:
+                elif reader.state["with_optimizer"] and not (kind == MOMENTUM and kind not in saved):
                     check_states(path, kind, reader.state.get("kinds"))
                     _load(kind, reader, engine, padded)
-                else:  # imported weights: no step has been taken, so the moments are zero
+                else:  # imported weights, of which no step has been taken, or AdamW's when Muon goes on
                     engine.states.load(kind, lambda unit, elements: torch.zeros(len(elements)))
-            has_references = REFERENCE in reader.state.get("kinds", [])
-            formats = reader.state.get("difference_formats") if has_references else None
+            formats = reader.state.get("difference_formats") if REFERENCE in saved else None
             present = describe_units(engine)
             engine.states.load_difference_formats(formats_of_units(formats, reader.units, present))
             if engine.scaling is not None:

@@ -20,7 +20,7 @@ from megatron_zpp.checkpoint.unit_entries import placement_of
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import Layout, Piece, Placement, within
+from megatron_zpp.placement import Layout, Piece, Placement, overlap, within
 from megatron_zpp.storage.checksums import (
     Checksums,
     DamagedFile,
@@ -151,24 +151,35 @@ class CheckpointReader:
         self, kind: str, unit: int, offset: int, tensor_rank: int, first: int, target: Tensor
     ) -> None:
         """Fill `target` with elements of a tensor rank's flat buffer of a unit, from offset + `first` on."""
-        shard, filled = self.units[unit]["shard_numel"], 0
-        if self.units[unit].get("frozen") and kind not in (WEIGHTS, REFERENCE):
-            target.zero_()  # what was not trained had no moments
-            return
-        while filled < len(target):
-            index, start = divmod(offset + first + filled, shard)
-            count = min(shard - start, len(target) - filled)
-            owners = self._owners[tensor_rank]
-            if not 0 <= index < len(owners):
-                raise DamagedFile(f"{self.path / STATE}: unit {unit} has no shard {index}")
-            part = target[filled : filled + count]
-            self._file(owners[index]).read_into(tensor_name(kind, unit), start, part, self._pool.map)
-            filled += count
+        shard, owners = self.units[unit]["shard_numel"], self._owners[tensor_rank]
+        wanted, held = range(offset + first, offset + first + len(target)), self._held(kind, unit)
+        if first < 0 or offset < 0 or wanted.stop > shard * len(owners):
+            raise DamagedFile(f"{self.path / STATE}: unit {unit} has no shard {len(owners)}")
+        there = overlap(wanted, held)
+        if len(there) < len(wanted):
+            target.zero_()
+        while there:
+            index = there.start // shard
+            saved = overlap(range(index * shard, (index + 1) * shard), held)
+            part, there = overlap(saved, there), range(min(saved.stop, there.stop), there.stop)
+            name, start = tensor_name(kind, unit), part.start - saved.start
+            self._file(owners[index]).read_into(name, start, target[within(part, wanted)], self._pool.map)
+
+    def _held(self, kind: str, unit: int) -> range:
+        """The elements of a unit that have a kind of states: untrained ones have none of the optimizer."""
+        entry = self.units[unit]
+        if entry.get("frozen") and kind not in (WEIGHTS, REFERENCE):
+            return range(0)
+        numel = entry["shard_numel"] * len(self._owners[0])
+        return range(*entry.get("states", {}).get(kind, (0, numel)))
 
     def _find_places(self) -> dict[str, list[_Place]]:
         """Where each parameter is."""
         places: dict[str, list[_Place]] = {}
         for index, unit in enumerate(self.units):
+            for first, stop in unit.get("states", {}).values():
+                if not 0 <= first <= stop:
+                    raise ValueError(f"unit {index} has no elements {first!r} to {stop!r}")
             for name, entry in unit["parameters"].items():
                 placement = placement_of(name, entry, self.mesh.tensor_ranks)
                 places.setdefault(name, []).append(_Place(placement, index, entry["offset"]))

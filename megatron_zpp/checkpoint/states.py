@@ -17,7 +17,8 @@ state.json contains the rest:
              parameter, `offset` of a tensor rank's part, and `split` into parts, if it is (`Split`). Where
              units have blocks of rows of a table, each names the table and its whole `shape`, and `rows` has
              the block's first row and how many there are; absent in versions before 7. `frozen` units have
-             no optimizer states
+             no optimizer states. `states`: by kind, the first element of the unit and the one behind the
+             last one that have it, if not all have
     kinds    states in the files for each unit: `engine.states.kinds`, or `weights` only; absent in older
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step

@@ -69,7 +69,12 @@ def describe_buffers(engine: ZeroEngine) -> dict[str, dict[str, Any]]:
 
 def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
     """The offsets, whole shapes and splits of each unit's parameters, and the elements of its shards."""
-    return [describe_unit(unit.layout) for unit in engine.units]
+    described = [describe_unit(unit.layout) for unit in engine.units]
+    for kind in engine.states.kinds:
+        for unit, entry, elements in zip(engine.units, described, engine.states.elements(kind), strict=True):
+            if not unit.frozen and elements != range(unit.layout.numel):
+                entry.setdefault("states", {})[kind] = [elements.start, elements.stop]
+    return described
 
 
 def describe_unit(layout: Layout) -> dict[str, Any]:

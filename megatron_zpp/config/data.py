@@ -40,10 +40,16 @@ class DataConfig(Options):
         "windows: shuffled windows of the data; needs no index. megatron: Megatron-LM's samples, in its "
         "order; builds an index before the first step.",
     )
+    dataset_packing: Literal["concatenation", "best-fit"] = option(
+        "concatenation",
+        "What samples consist of. concatenation: the tokens of all documents, cut every --seq-length. "
+        "best-fit: whole documents, of which only those longer than a sample are cut, packed so that little "
+        "room is left for padding; builds an index. Implies --reset-position-ids and --reset-attention-mask.",
+    )
     data_cache_path: str | None = option(
         None,
-        "Directory of the indices of --dataset-order megatron, default PREFIX.orders beside the first data "
-        "set, and of the tokens of text, default NAME.tokens beside it.",
+        "Directory of the indices of --dataset-order megatron and --dataset-packing best-fit, default "
+        "PREFIX.orders beside the data, and of the tokens of text, default NAME.tokens beside it.",
         metavar="DIR",
     )
     object_storage_cache_path: str | None = option(
@@ -96,6 +102,8 @@ class DataConfig(Options):
             raise self.error("verify_data", "--mock-data reads no files; omit one of them")
         if self.mock_data and self.dataset_order != "windows":
             raise self.error("dataset_order", "--mock-data has no documents to order; omit one of them")
+        if self.packs:
+            self._check_packing()
         if self.data_path and own:
             raise option_error(
                 own[0], "(given)", "--data-path is divided into all three splits; give one or the other"
@@ -112,6 +120,20 @@ class DataConfig(Options):
             _check_mixture("--" + flag.replace("_", "-"), getattr(self, flag))
         self._check_text()
         self._check_objects()
+
+    def _check_packing(self) -> None:
+        """Refuse samples that cannot be packed; separate the documents of those that can."""
+        name = "dataset_packing"
+        if self.mock_data:
+            raise self.error(name, "--mock-data has no documents to pack; omit one of them")
+        if self.dataset_order == "megatron":
+            raise self.error(name, "orders samples itself; omit it or --dataset-order megatron")
+        for _, path in self.sources():
+            if is_text(path):
+                fix = f"{path} is text, whose documents are not counted; run data/preprocess_data.py first"
+                raise self.error(name, fix)
+        for mask in ("reset_position_ids", "reset_attention_mask"):
+            object.__setattr__(self, mask, True)  # __post_init__ is running: nobody has seen the old value
 
     def _check_text(self) -> None:
         """Refuse flags that need text without it, and flags that text cannot have."""
@@ -154,6 +176,16 @@ class DataConfig(Options):
         flags = ("data_path", *(f"{split}_data_path" for split in SPLITS))
         named = [weighted_prefixes("--" + flag.replace("_", "-"), getattr(self, flag)) for flag in flags]
         return tuple(source for sources in named for source in sources)
+
+    @property
+    def packs(self) -> bool:
+        """Whether samples are packed of documents."""
+        return self.dataset_packing == "best-fit"
+
+    @property
+    def masks_loss(self) -> bool:
+        """Whether some targets have no loss: those after documents, or padding."""
+        return self.eod_mask_loss or self.packs
 
     @property
     def masks(self) -> tuple[str, ...]:

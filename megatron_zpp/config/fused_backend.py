@@ -12,15 +12,20 @@ _APEX_MODULES = ("apex", "amp_C", "fused_layer_norm_cuda")
 
 
 def resolve_fused_backend(
-    optimizer: OptimizerConfig, zero: ZeroConfig, device: str, *, compiles: bool, decoupled: bool
+    optimizer: OptimizerConfig, zero: ZeroConfig, device: str, *, compiles: bool, several_rates: bool
 ) -> Literal["apex", "torch"]:
     """Return what --fused-backend means on `device` ("cpu" or "cuda").
 
-    `compiles`: layers are compiled, so norms are torch's. `decoupled`: --decoupled-lr is given, which apex's
-    AdamW does not have. Raises ValueError if apex is requested and
-    cannot be used, and for --zero-offload-optimizer without a GPU.
+    `compiles`: layers are compiled, so norms are torch's. `several_rates`: parameters have several learning
+    rates, which apex's AdamW has not. Raises ValueError if apex is requested and cannot be used, and for
+    --zero-offload-optimizer without a GPU or with Muon.
     """
     requested, offload = optimizer.fused_backend, zero.zero_offload_optimizer
+    muon = optimizer.optimizer == "muon"
+    if muon and offload:
+        raise option_error("--optimizer", "muon", "steps on the GPU; omit --zero-offload-optimizer")
+    if muon and requested == "apex":
+        raise option_error("--fused-backend", "apex", "has no Muon; with --optimizer muon use torch")
     if offload and device != "cuda":
         raise option_error(
             "--zero-offload-optimizer", "(given)", "the states are in CPU memory already; omit it"
@@ -31,7 +36,7 @@ def resolve_fused_backend(
         )
     missing = [name for name in _APEX_MODULES if importlib.util.find_spec(name) is None]
     if requested == "auto":
-        serves = device == "cuda" and not (missing or offload or compiles or decoupled)
+        serves = device == "cuda" and not (missing or offload or compiles or several_rates or muon)
         return "apex" if serves else "torch"
     if requested == "apex" and device != "cuda":
         raise option_error("--fused-backend", "apex", "its kernels need a GPU; on CPUs use torch")

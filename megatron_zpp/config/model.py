@@ -1,5 +1,6 @@
 """The transformer: shape, regularisation, attention kernel, and activation recomputation."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ _DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
 }
-_FULL = "--recompute-granularity full"
+_FULL, _MUP = "--recompute-granularity full", "--use-mup"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,30 @@ class ModelConfig(PositionConfig):
         "to the residual stream.",
         above=0,
     )
+    use_mup: bool = option(
+        False,
+        "Maximal update parametrisation (muP): a learning rate found at one width holds at others. With m = "
+        "--hidden-size / --mup-base-hidden-size, initial weights of layers are divided by √m, learning rate "
+        "and --adam-eps of their matrices by m, and logits by m. Sets --softmax-scale and "
+        "--logits-multiplier, unless they are given.",
+    )
+    mup_base_hidden_size: int | None = option(
+        None,
+        "Width at which the learning rate was found; default --hidden-size.",
+        needs=_MUP,
+        at_least=1,
+        at_most=WIDEST,
+    )
+    mup_base_head_dim: float | None = option(
+        None, "Head width at which --softmax-scale is 1 / √(--kv-channels); default 1.", needs=_MUP, above=0
+    )
+    mup_attn_scale_power: float | None = option(
+        None,
+        "--softmax-scale is √(--mup-base-head-dim) / --kv-channels to this power; default 1.",
+        needs=_MUP,
+        at_least=0,
+        at_most=2,
+    )
     attention_dropout: float = option(
         None, "Dropout probability of attention weights; default 0.1.", at_least=0, below=1
     )
@@ -170,6 +195,8 @@ class ModelConfig(PositionConfig):
         self.check_groups()
         self._check_window()
         self.check_positions()
+        if self.use_mup:
+            self._check_mup()
 
     @property
     def activation(self) -> str:
@@ -180,6 +207,11 @@ class ModelConfig(PositionConfig):
     def gated(self) -> bool:
         """Whether the MLP's first linear map makes a gate and a value, each of --ffn-hidden-size."""
         return self.swiglu or self.geglu
+
+    @property
+    def width_ratio(self) -> float:
+        """muP's ratio of the width to the base width; 1 without --use-mup."""
+        return self.hidden_size / self.mup_base_hidden_size if self.mup_base_hidden_size else 1.0
 
     @property
     def changed_scores(self) -> str:
@@ -246,6 +278,17 @@ class ModelConfig(PositionConfig):
         size = f"{window - 1},0" if window is not None and any(windowed) else None
         object.__setattr__(self, "window_size", size)
         object.__setattr__(self, "window_attn_skip_freq", describe_pattern(windowed) if size else None)
+
+    def _check_mup(self) -> None:
+        """Fill multipliers that muP implies, by Megatron-LM's rules, so that each model states its own."""
+        self._fill("mup_base_hidden_size", self.hidden_size)
+        power = 1.0 if self.mup_attn_scale_power is None else self.mup_attn_scale_power
+        self._fill("softmax_scale", math.sqrt(self.mup_base_head_dim or 1.0) / self.kv_channels**power)
+        if self.logits_multiplier == 1:
+            object.__setattr__(self, "logits_multiplier", 1 / self.width_ratio)
+        if self.embedding_multiplier != 1 and self.position_embedding_type == "learned_absolute":
+            fix = "scales tokens alone, and muP scales learned positions too; omit it or use rope"
+            raise self.error("embedding_multiplier", fix)
 
 
 def preset_fields(preset: str) -> Mapping[str, Any]:

@@ -7,14 +7,39 @@ from megatron_zpp.config.options import Options, option, option_error
 
 # The smallest hidden size of a measured step with --fp8, and how many times as fast as bf16's that step was:
 # tensorwise in benchmarks/results/throughput_fp8.json, with 8-bit weights in throughput_fp8_1.3b.json.
-_WSD = "--lr-decay-style WSD"
+_WSD, _MUON = "--lr-decay-style WSD", "--optimizer muon"
 _FP8_PAYS, _FP8_SPEEDS = 2048, "1.09 to 1.34"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Options):
-    """optimizer: AdamW and clipping"""
+    """optimizer: AdamW or Muon, and clipping"""
 
+    optimizer: Literal["adam", "muon"] = option(
+        "adam",
+        "adam: AdamW. muon: Muon for the matrices of layers, AdamW for embeddings, output layer, norms and "
+        "biases, whose learning rate is --decoupled-lr if that is given.",
+    )
+    muon_momentum: float = option(0.9, "Decay of the average of gradients.", needs=_MUON, at_least=0, below=1)
+    muon_nesterov: bool = option(
+        False, "Average the newest gradient once more, as Nesterov's momentum does.", needs=_MUON
+    )
+    muon_no_split_qkv: bool = option(
+        False, "Take the weights of queries, keys and values as one matrix, not three.", needs=_MUON
+    )
+    muon_num_ns_steps: int = option(5, "Steps of Newton-Schulz.", needs=_MUON, at_least=1, at_most=100)
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express", "aol"] = option(
+        "quintic", "Coefficients of these steps, as NVIDIA's Emerging-Optimizers name them.", needs=_MUON
+    )
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = option(
+        "spectral",
+        "Factor of an update of R × C: spectral: √max(R, C); unit_rms_norm: √(R / C); shape_scaling: "
+        "√max(1, R / C).",
+        needs=_MUON,
+    )
+    muon_extra_scale_factor: float = option(
+        1.0, "Another factor; 0.2 with spectral makes updates as large as AdamW's.", needs=_MUON, above=0
+    )
     weight_decay: float = option(
         0.01, "Decoupled weight decay of matrices; biases and norms are not decayed.", at_least=0
     )
@@ -26,8 +51,8 @@ class OptimizerConfig(Options):
         "auto",
         "Source of norms and AdamW. apex: NVIDIA apex; torch: torch's norms with this program's "
         "AdamW kernel (torch's AdamW on CPUs and without a compiler); auto: apex on a GPU if it is "
-        "installed and layers are not compiled, without --zero-offload-optimizer and --decoupled-lr; else "
-        "torch.",
+        "installed and layers are not compiled, without --zero-offload-optimizer, --decoupled-lr and "
+        "--use-mup; else torch.",
     )
 
 

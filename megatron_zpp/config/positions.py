@@ -143,10 +143,7 @@ class PositionConfig(SizeConfig):
     def scaled_rotary_base(self) -> float:
         """--rotary-base with --rotary-ntk-factor."""
         assert self.rotary_base is not None, "`check_positions` fills it"
-        if self.rotary_ntk_factor is None:
-            return self.rotary_base
-        rotated = self.rotated_channels
-        return self.rotary_base * self.rotary_ntk_factor ** (rotated / (rotated - 2))
+        return ntk_base(self.rotary_base, self.rotary_ntk_factor, self.rotated_channels)
 
     @property
     def rotary_attention_factor(self) -> float:
@@ -231,6 +228,11 @@ class PositionConfig(SizeConfig):
             raise self.error("yarn_beta_fast", f"must be at least --yarn-beta-slow {self.yarn_beta_slow}")
         if self.rotary_attention_factor <= 0:
             raise self.error("mscale", "gives rotated channels a factor that is not above 0")
+
+
+def ntk_base(base: float, factor: float | None, rotated: int) -> float:
+    """Return the base that multiplies the longest wavelength of `rotated` channels by `factor`."""
+    return base if factor is None else base * factor ** (rotated / (rotated - 2))
 
 
 def _layers_with_rope(pattern: str, layers: int) -> tuple[bool, ...]:

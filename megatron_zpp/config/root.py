@@ -90,6 +90,8 @@ class Config:
             raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
         if self.learning_rate.decoupled_lr is not None and self.optimizer.fused_backend == "apex":
             raise self.learning_rate.error("decoupled_lr", "needs --fused-backend torch")
+        if model.width_ratio != 1 and self.optimizer.fused_backend == "apex":
+            raise model.error("use_mup", "needs --fused-backend torch")
         if model.apply_layernorm_1p and self.optimizer.fused_backend == "apex":
             raise model.error("apply_layernorm_1p", "needs --fused-backend torch")
         self._check_auto()
@@ -111,6 +113,11 @@ class Config:
             raise self.plan.error("dry_run", "plans for GPUs; omit --device cpu")
 
     @property
+    def several_rates(self) -> bool:
+        """Whether parameters have several learning rates in a step."""
+        return self.learning_rate.decoupled_lr is not None or self.model.width_ratio != 1
+
+    @property
     def automatic(self) -> tuple[str, ...]:
         """The flags whose value is auto."""
         values = {"--zero-stage": self.zero.zero_stage, "--micro-batch-size": self.training.micro_batch_size}
@@ -119,7 +126,7 @@ class Config:
     @property
     def may_resize(self) -> bool:
         """Whether micro-batches of another size leave the numerics alone: the loss, and 8-bit scales."""
-        weighted = self.data.eod_mask_loss and not self.training.calculate_per_token_loss
+        weighted = self.data.masks_loss and not self.training.calculate_per_token_loss
         return not (weighted or self.precision.fp8)
 
     def _check_auto(self) -> None:
@@ -127,7 +134,8 @@ class Config:
         if self.training.micro_batch_size == AUTO and not self.may_resize:
             fix = "would change the scales of --fp8, which are of a micro-batch; give a number"
             if not self.precision.fp8:
-                fix = "would change the loss with --eod-mask-loss; add --calculate-per-token-loss"
+                what = "--dataset-packing best-fit" if self.data.packs else "--eod-mask-loss"
+                fix = f"would change the loss with {what}; add --calculate-per-token-loss"
             raise self.training.error("micro_batch_size", fix)
         if self.plan.plan_link_gbit is not None and not (self.plan.dry_run or self.automatic):
             raise self.plan.error(

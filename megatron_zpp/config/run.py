@@ -57,7 +57,7 @@ class TrainingConfig(Options):
     calculate_per_token_loss: bool = option(
         False,
         "Loss and gradient are means over all tokens of a global batch that count, not means over "
-        "micro-batches of means over tokens. Differs with --eod-mask-loss.",
+        "micro-batches of means over tokens. Differs with --eod-mask-loss and best-fit packing.",
     )
     z_loss_coeff: float = option(
         0.0,

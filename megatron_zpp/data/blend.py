@@ -155,7 +155,7 @@ class BlendedDataset:
         return [each for source, count in parts for each in source.epochs(count)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
-        """Samples by number: (len,) integers of 0 or more, at least one, to (len, S + 1) int64.
+        """Samples by number, as the sources return them: (len,) integers of 0 or more, at least one.
 
         Raises ValueError for a token outside the vocabulary.
         """

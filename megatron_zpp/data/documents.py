@@ -1,8 +1,9 @@
 """Document masks: positions, attention and loss that keep the documents of a sample apart, as in Megatron-LM.
 
 An end-of-document token belongs to the document that it ends. A window that begins inside a document is
-treated as if it began one. B samples of S + 1 tokens give B rows of S inputs and targets. Everything is
-computed by the process that reads the samples, ahead of the step.
+treated as if it began one. Packed documents are told apart without such tokens, and the padding behind them
+is a document without loss. B samples give B rows of S inputs and targets. Everything is computed by the
+process that reads the samples, ahead of the step.
 """
 
 from collections.abc import Sequence
@@ -42,10 +43,11 @@ class ModelInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskedSamples:
-    """Samples with masks that separate documents after each token `eod`."""
+    """Samples with masks that separate documents: after each token `eod`, or as they are packed."""
 
-    samples: Samples
+    samples: Samples  # if they are packed, of packing.PackedDataset
     eod: int
+    packed: bool
     reset_position_ids: bool
     reset_attention_mask: bool
     eod_mask_loss: bool
@@ -67,17 +69,20 @@ class MaskedSamples:
             "no loss of the next token": self.eod_mask_loss,
         }
         masks = ", ".join(name for name, given in effects.items() if given)
-        return f"{self.samples.describe()}; after token {self.eod}: {masks}"
+        where = "in each document" if self.packed else f"after token {self.eod}"
+        return f"{self.samples.describe()}; {where}: {masks}"
 
     def batch(self, indices: np.ndarray) -> ModelInputs:
         """Samples by number: (len,) integers of 0 or more."""
-        batch = self.samples.batch(indices)  # (B, S + 1)
-        tokens, targets = batch[:, :-1].copy(), batch[:, 1:].copy()  # views otherwise, if there is one row
-        ends = tokens == self.eod
+        batch = self.samples.batch(indices)
+        if self.packed:
+            tokens, targets, begins = batch[:, 0].copy(), batch[:, 1].copy(), batch[:, 2] > 0  # of (B, 3, S)
+        else:  # (B, S + 1); copies, because slices would be views if there is one row
+            tokens, targets = batch[:, :-1].copy(), batch[:, 1:].copy()
+            begins = np.ones(tokens.shape, bool)
+            begins[:, 1:] = tokens[:, :-1] == self.eod
         if self.eod_mask_loss:
-            targets[ends] = NOT_COUNTED
-        begins = np.ones_like(ends)
-        begins[:, 1:] = ends[:, :-1]
+            targets[tokens == self.eod] = NOT_COUNTED
         return ModelInputs(
             tokens,
             targets,
@@ -90,7 +95,8 @@ def masked_samples(samples: Samples, config: DataConfig, eod: int) -> Samples:
     """Add the masks of --reset-position-ids, --reset-attention-mask and --eod-mask-loss to `samples`."""
     if not config.masks:
         return samples
-    return MaskedSamples(samples, eod, **{name: name in config.masks for name in MASKS})
+    masks = {name: name in config.masks for name in MASKS}
+    return MaskedSamples(samples, eod, packed=config.packs, **masks)
 
 
 def check_ends(data: IndexedDataset, masks: tuple[str, ...], eod: int) -> None:

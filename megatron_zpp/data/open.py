@@ -148,7 +148,8 @@ class _Opening:
             if is_text(path):
                 sources.append(self._text_samples(split, flag, path, seed, weights[number], weights))
             else:
-                sources.append(self._windows(split, self._part(split, flag, None, path), seed))
+                read = self._packed if self.config.packs else self._windows
+                sources.append(read(split, self._part(split, flag, None, path), seed))
         if len(sources) == 1:
             return sources[0]
         order = _concatenation(sources) if whole else Blend(tuple(weights))
@@ -164,6 +165,22 @@ class _Opening:
     def _windows(self, split: str, part: DatasetSlice, seed: int) -> WindowDataset:
         part.check_tokens(split, self.seq_length, self.seq_length + 1, self.config)
         samples = WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed)
+        samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
+        return samples
+
+    def _packed(self, split: str, part: DatasetSlice, seed: int) -> KnownSamples:
+        from megatron_zpp.data.packing import pack
+
+        samples = pack(
+            part,
+            self.config,
+            self.say,
+            split=split,
+            seq_length=self.seq_length,
+            vocab_size=self.vocab_size,
+            seed=seed,
+            filler=self.eod,
+        )
         samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
         return samples
 
@@ -218,7 +235,8 @@ class _Opening:
     def _data(self, flag: str, prefix: str) -> IndexedDataset:
         if prefix not in self.data:
             self.data[prefix] = _open(flag, prefix, self.config, self.tokenizer_description)
-            check_ends(self.data[prefix], self.config.masks, self.eod)
+            if not self.config.packs:
+                check_ends(self.data[prefix], self.config.masks, self.eod)
             if self.config.verify_data and self.data[prefix].checksums is None:
                 missing = checksums_path(self.data[prefix].prefix)
                 fix = f"{missing} is missing; preprocess the data again, or omit the flag"

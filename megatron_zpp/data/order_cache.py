@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.data.npy_files import NpyWriter, open_array, verify_arrays
@@ -60,6 +61,12 @@ class OrderCache:
     def __init__(self, flag: str, directory: str, say: Callable[[str], None]) -> None:
         """`flag` names the directory in errors; `say` gets a line whenever an entry is built."""
         self._flag, self._directory, self._say = flag, Path(directory), say
+
+    @classmethod
+    def of(cls, config: DataConfig, prefix: str, say: Callable[[str], None]) -> "OrderCache":
+        """The cache in --data-cache-path, or beside the data set `prefix`."""
+        flag = "--data-cache-path" if config.data_cache_path else "--data-cache-path (not given)"
+        return cls(flag, config.data_cache_path or f"{prefix}.orders", say)
 
     def get(
         self,

@@ -31,7 +31,10 @@ class BatchSource(Protocol):
     """Anything that returns numbered samples; picklable, for worker processes."""
 
     def batch(self, indices: np.ndarray) -> Any:
-        """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64, or documents.ModelInputs."""
+        """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64, or documents.ModelInputs.
+
+        Packed documents are (len, 3, S) int64 before they become ModelInputs (packing.py).
+        """
 
 
 class Samples(BatchSource, Protocol):

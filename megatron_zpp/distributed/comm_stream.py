@@ -162,6 +162,14 @@ class CommStream:
         all_gather_single(received, parts[1 - self.group_rank], group=self._group, async_op=True).wait()
         received.chunk(2)[self.group_rank].copy_(parts[self.group_rank])
 
+    def exchange(self, received: Tensor, sent: Tensor, counts: tuple[Sequence[int], Sequence[int]]) -> None:
+        """An all-to-all of bytes (n,), so many from each rank and to each rank: `counts`."""
+        if self._group is None:
+            return
+        self._ledger.to_peers(self.ranks, counts[1])
+        taken, given = (list(each) for each in counts)
+        dist.all_to_all_single(received, sent, taken, given, group=self._group, async_op=True).wait()
+
     def barrier(self) -> None:
         """Block the stream until all ranks have finished their earlier work on it. Needs `peer_buffers`."""
         assert self._barrier_buffers is not None, "peer_buffers makes them"

@@ -23,6 +23,12 @@ class TrafficLedger:
             if peer != self._rank:
                 self._count(peer, nbytes)
 
+    def to_peers(self, ranks: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Count so many bytes to each of the `ranks`; what this rank keeps is not sent."""
+        for peer, count in zip(ranks, nbytes, strict=True):
+            if peer != self._rank:
+                self._count(peer, count)
+
     def inside_node(self, nbytes: int) -> None:
         """Count `nbytes` to ranks of this node."""
         self.intra_node += nbytes

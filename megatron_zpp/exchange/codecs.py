@@ -79,6 +79,17 @@ class RotatedCodec:
         self._operations.sum_rotated(messages, target, self.format, signs, add=add)
 
 
+def decode_each(
+    codec: "Codec", messages: Tensor, target: Tensor, rotation: Rotation | None, first: int
+) -> None:
+    """Write what each of `messages` (P, bytes) stands for to its part of `target` (P · n,) fp32."""
+    for row, part in zip(messages, target.view(len(messages), -1), strict=True):
+        codec.sum_into(row[None], part, rotation, first, add=False)
+        first += len(part)
+    if rotation is not None:
+        rotation.clear_gaps(target)
+
+
 Codec: TypeAlias = BlockCodec | RotatedCodec
 
 

@@ -85,6 +85,11 @@ class Leg:
             part, filled, read_before = gathered, done, relay
         return filled
 
+    @property
+    def first_stream(self) -> CommStream:
+        """The stream of the next run's first stage."""
+        return self._relays[0][0].stream
+
     def own(self, target: Tensor) -> Tensor:
         """What this rank brings, as a part of what the leg fills."""
         return self._part(target, 0)

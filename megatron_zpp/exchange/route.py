@@ -146,8 +146,7 @@ def gradient_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, *, in_bf16:
     between: Format = torch.bfloat16 if in_bf16 else torch.float32
     inside: Format = between if whole else torch.bfloat16 if in_bf16 else dtype
     if zero.zero_quantized_gradients:
-        name = zero.zero_quantized_gradients_format
-        inside = between = code_format(name, ROTATED_BLOCK if zero.rotates_gradients else GRADIENT_BLOCK)
+        inside = between = gradient_format(zero)
         if zero.rotates_gradients:
             inside = QuantFormat("int8", GRADIENT_BLOCK)
     places: Axis = mesh.local
@@ -165,10 +164,22 @@ def gradient_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, *, in_bf16:
     return _live(stages)
 
 
-def sum_route(mesh: Mesh, axes: Sequence[Axis]) -> Route:
-    """How the sums of gradients reach ranks that hold the same states, which are cut over `axes` alone."""
+def sum_route(zero: ZeroConfig, mesh: Mesh, axes: Sequence[Axis]) -> Route:
+    """How the sums of gradients reach ranks that hold the same states, which are cut over `axes` alone.
+
+    Between nodes that hold a unit by themselves they travel in the format of quantised gradients.
+    """
     others = [axis for axis in (mesh.node, mesh.local) if axis not in axes]
-    return _live([Stage("gather", (axis,), torch.float32, When.STEP) for axis in others])
+    format: Format = torch.float32
+    if axes and zero.zero_quantized_gradients:
+        format = gradient_format(zero)
+    return _live([Stage("gather", (axis,), format, When.STEP) for axis in others])
+
+
+def gradient_format(zero: ZeroConfig) -> CodeFormat:
+    """The format of quantised gradients between nodes."""
+    block = ROTATED_BLOCK if zero.rotates_gradients else GRADIENT_BLOCK
+    return code_format(zero.zero_quantized_gradients_format, block)
 
 
 def as_made(route: Route, dtype: torch.dtype, micro_batches: int) -> Route:

@@ -247,6 +247,17 @@ class GPT(nn.Module):
         of_a_layer, first = units_of_a_layer(self.cut_layers), len(self.ends("embedding", self.embedding))
         return recomputed_units(self.config.num_layers, self.recompute, of_a_layer, first)
 
+    def rate_factors(self) -> dict[str, float]:
+        """Factors of the learning rate and Adam's epsilon by parameter, where they are not 1: muP's."""
+        if self.config.width_ratio == 1:
+            return {}
+        return {
+            f"{unit}.{path}": 1 / self.config.width_ratio
+            for unit, module in self.units()
+            for path, parameter in module.named_parameters()
+            if unit.startswith("layers.") and parameter.dim() > 1
+        }
+
     @torch.no_grad()
     def initialize(self, seed: int) -> "GPT":
         """Fills every parameter with its initial value."""
@@ -263,6 +274,7 @@ class GPT(nn.Module):
     def initialize_parameter(self, name: str, tensor: Tensor, seed: int) -> None:
         """GPT-2's initial weights: N(0, std), residual outputs N(0, std / √(2 × layers)), zero biases.
 
+        muP divides those of layers by the root of its width ratio.
         Every tensor draws from a generator of its own, keyed by seed and name, so that a part of the model
         gets the same values whether or not the rest is there.
         """
@@ -272,8 +284,10 @@ class GPT(nn.Module):
             tensor.fill_(0.0 if self.config.apply_layernorm_1p else 1.0)
         else:
             std = self.config.init_method_std
-            if name.startswith("layers.") and name.endswith("output.weight"):
-                std /= math.sqrt(2 * self.config.num_layers)
+            if name.startswith("layers."):
+                std /= math.sqrt(self.config.width_ratio)
+                if name.endswith("output.weight"):
+                    std /= math.sqrt(2 * self.config.num_layers)
             generator = torch.Generator(tensor.device).manual_seed(_tensor_seed(seed, name))
             tensor.normal_(0.0, std, generator=generator)
         if name in ("embedding.tokens.weight", "head.output.weight"):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,18 @@ def layer_shape(config: ModelConfig) -> LayerShape:
         head_norms=head_norms,
         sinks=heads if config.softmax_type == "learnable" else 0,
     )
+
+
+def trained_matrices(config: ModelConfig, optimizer: OptimizerConfig) -> dict[str, tuple[int, ...]]:
+    """What Muon trains: the weights of layers' linear maps by name, and the rows of each matrix in them."""
+    if optimizer.optimizer != "muon":
+        return {}
+    shape, split_qkv = layer_shape(config), not optimizer.muon_no_split_qkv
+    rows = {
+        "attention.qkv": shape.qkv.runs if split_qkv else (shape.qkv.outputs,),
+        "attention.output": (shape.output.outputs,),
+        "mlp.input": (shape.mlp_input.outputs,),
+        "mlp.output": (shape.mlp_output.outputs,),
+    }
+    layers = range(config.num_layers)
+    return {f"layers.{layer}.{name}.weight": runs for layer in layers for name, runs in rows.items()}

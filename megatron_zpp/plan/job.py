@@ -1,7 +1,7 @@
 """What is planned: a model, its settings and the ranks that it would run on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Mesh
@@ -17,12 +17,14 @@ from megatron_zpp.model.build import build_model
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.parallel.layers import splits_of
 from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
+from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.reads import Reads, distinct, reads_of
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 from megatron_zpp.zero.weight_plan import WeightPlan
+from megatron_zpp.zero.whole_matrices import Held, MuonShare, muon_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ class Job:
     batch_given: bool = True
     batch_multiple: int | None = None
     may_resize: bool = True
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -124,7 +127,18 @@ class Job:
     @cached_property
     def layouts(self) -> list[Layout]:
         """The layouts of the units, in forward order."""
-        return layouts_of(distinct(self.units), self.mesh, self.block, splits_of(self.units), self.coded)
+        splits, matrices = splits_of(self.units), trained_matrices(self.model, self.optimizer)
+        return layouts_of(distinct(self.units), self.mesh, self.block, splits, self.coded, matrices=matrices)
+
+    @cached_property
+    def muon(self) -> MuonShare:
+        """What Muon has and does on rank 0."""
+        held = {
+            index: Held(weights.layout, weights.axes)
+            for index, weights in enumerate(self.communication.weights)
+            if weights.layout.hull(of_matrices=True)
+        }
+        return muon_share(held, self.mesh, self.optimizer.muon_num_ns_steps)
 
     @property
     def block(self) -> int:

@@ -54,7 +54,8 @@ def memory_of(job: Job) -> Memory:
     differences = communication.differences is not None  # on the GPU, from fp32 weights
     coded = differences or communication.weight_codes is not None
     master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or coded else 0
-    optimizer = (8 + master_bytes) * owned
+    muon, matmul_bytes = job.muon, min(job.dtype.itemsize, 4)
+    optimizer = (8 + master_bytes) * owned - 4 * muon.elements + matmul_bytes * muon.room
     staged = 0
     if offloaded and differences:
         staged = 4 * owned

@@ -224,7 +224,17 @@ def _optimizer_seconds(job: Job, machine: Machine) -> float:
     elif job.precision.fp8_param_gather:
         written = 5  # master weights are read again, and codes written; the rest is small
     adamw = (24 + gradient + written) * owned
-    return norm + adamw / (CPU_BYTES_PER_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
+    rate = CPU_BYTES_PER_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate
+    return norm + adamw / rate + _muon_seconds(job, machine)
+
+
+def _muon_seconds(job: Job, machine: Machine) -> float:
+    """Seconds that Muon takes more than AdamW: Newton-Schulz, its exchanges, and passes over matrices."""
+    share = job.muon
+    if not share.elements:
+        return 0.0
+    passes = 16 * share.elements / machine.memory_rate  # gradients, updates and changes as tensors
+    return share.flops / machine.flops + job.dtype.itemsize * share.sent / machine.inside + passes
 
 
 def _link_seconds(job: Job, machine: Machine, sent: SentBytes) -> float:

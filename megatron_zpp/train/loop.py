@@ -66,7 +66,7 @@ class Trainer:
         self._skip_flag = SkipFlag(engine.device)
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
         self._samples = 0  # of the newest step
-        self._per_token = config.training.calculate_per_token_loss and config.data.eod_mask_loss
+        self._per_token = config.training.calculate_per_token_loss and config.data.masks_loss
         self._warm = False  # whether a step is done
 
     def run(self) -> Stop | None:

@@ -35,12 +35,13 @@ def job_of(config: Config, vocab_size: int, mesh: Mesh, device: str = "cuda") ->
         async_save=config.checkpoint.async_save,
         save_optim=config.checkpoint.save_optim,
         overlapped=not config.precision.fp8,
-        may_offload=config.optimizer.fused_backend != "apex",
+        may_offload=config.optimizer.fused_backend != "apex" and config.optimizer.optimizer == "adam",
         copy_engines=device == "cuda",
         device=device,
         batch_given=training.global_batch_size is not None,
         batch_multiple=math.gcd(batch, *(training.rampup_batch_size or ())[:2]),
         may_resize=config.may_resize,
+        optimizer=config.optimizer,
     )
 
 

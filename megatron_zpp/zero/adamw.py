@@ -1,5 +1,6 @@
 """AdamW (1711.05101, algorithm 2): by the project's kernel, by torch's fused one, and by NVIDIA apex."""
 
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error
+from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
@@ -18,6 +20,7 @@ from megatron_zpp.zero.optimizer import (
     Rates,
     ShardSegment,
     UpdateRule,
+    whole_unit,
     zero_states,
 )
 from megatron_zpp.zero.sharded_unit import Unit
@@ -34,20 +37,37 @@ def build_optimizer(
     operations: Operations | None,
     sources: GatherSources,
     rule: UpdateRule | None = None,
+    inside_node: CommStream | None = None,
 ) -> Optimizer:
     """The optimizer of `rule`; without one, AdamW of the fused backend, or of torch without `operations`.
 
-    Raises ValueError for decoupled parameters where the optimizer has one learning rate.
+    Muon exchanges matrices among the ranks of `inside_node`.
+
+    Raises ValueError for several learning rates where the optimizer has one.
     """
     if backend == "apex":
-        if any(placement.decoupled for unit in units for placement in unit.layout.placements):
-            raise option_error("--decoupled-lr", "(given)", "needs --fused-backend torch")
+        for placement in (each for unit in units for each in unit.layout.placements):
+            if placement.decoupled or placement.rate_factor != 1:
+                flag = "--decoupled-lr" if placement.decoupled else "--use-mup"
+                raise option_error(flag, "(given)", "needs --fused-backend torch")
         return ApexAdamW(config, units, sources)
-    if rule is None:
-        format = plan.weight_codes
-        rule = TorchAdamW(config) if operations is None else KernelAdamW(config, operations, format)
+
+    def rule_of(factor: float) -> UpdateRule:
+        if rule is not None:
+            return rule
+        scaled = replace(config, adam_eps=config.adam_eps * factor)
+        if operations is None:
+            return TorchAdamW(scaled)
+        return KernelAdamW(scaled, operations, plan.weight_codes)
+
+    if config.optimizer == "muon":
+        from megatron_zpp.zero.muon import MuonOptimizer
+
+        assert inside_node is not None
+        dtype = torch.float32 if plan.made == torch.float32 else torch.bfloat16
+        return MuonOptimizer(config, rule_of, units, sources, plan.mesh, inside_node, dtype)
     offloaded = units[0].master.device != units[0].gather_source.device
-    return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule, units, sources)
+    return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule_of, units, sources)
 
 
 class KernelAdamW:
@@ -173,6 +193,10 @@ class ApexAdamW:
             [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=config.adam_eps
         )
         self._adam.state.update(adam_states)
+
+    def elements(self, unit: Unit, name: str) -> range:
+        """See Optimizer.elements."""
+        return whole_unit(unit, name)
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """See Optimizer.begin_step. All units change here."""

@@ -191,7 +191,7 @@ class UnitBuilder:
 
     def _initialize_master(self, unit: Unit, drawn: "_InitialValues") -> None:
         """Fill this rank's part of each parameter that it owns a part of."""
-        unit.fill(unit.master, drawn.values)
+        unit.fill(unit.master, unit.owned, drawn.values)
 
     def _encoded(
         self, weights: WeightPlan, shard: Encoded, reference: Tensor | None, full: Tensor
@@ -268,6 +268,8 @@ def build_communication(
     share: TensorShare,
     coded: Collection[str],
     decoupled: Collection[str],
+    rate_factors: Mapping[str, float],
+    matrices: Mapping[str, tuple[int, ...]],
     inside_nodes: Collection[str],
     operations: Operations | None,
     timeout: timedelta | None,
@@ -275,14 +277,15 @@ def build_communication(
 ) -> Communication:
     """What the weights and gradients of modules in forward order travel through; every rank must call it.
 
-    `share`: how tensor ranks share the model; `coded` and `decoupled` as in `layouts_of`.
+    `share`: how tensor ranks share the model; `coded` to `matrices` as in `layouts_of`.
     """
     units = distinct(modules)
     block = max(config.zero.largest_block, share.block)
+    layouts = layouts_of(units, mesh, block, share.splits, coded, decoupled, rate_factors, matrices)
     plan = plan_communication(
         config.zero,
         mesh,
-        layouts_of(units, mesh, block, share.splits, coded, decoupled),
+        layouts,
         compute_dtype=getattr(torch, config.precision.compute_dtype(device.type)),
         reduce_in_bf16=config.precision.grad_reduce_in_bf16,
         copy_engines=_copy_engines(mesh, device, timeout, say),
@@ -314,13 +317,17 @@ def layouts_of(
     splits: Mapping[str, Split] = MappingProxyType({}),
     coded: Collection[str] = (),
     decoupled: Collection[str] = (),
+    rate_factors: Mapping[str, float] = MappingProxyType({}),
+    matrices: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[Layout]:
     """The layout of each module's parameters in its unit's flat buffer.
 
     `block`: elements of the largest quantisation block of the run; no two parameters share a block.
     `splits`: how tensor ranks share parameters; modules have one rank's parts. `coded`: the parameters that
-    are held as codes, first in their units. `decoupled`: those with the second learning rate. A module with
-    some rows of a table says which, as `block_rows`, and how many rows the table has, as `table_entries`.
+    are held as codes, first in their units. `decoupled`: those with the second learning rate.
+    `rate_factors`: of learning rate and epsilon, where they are not 1. `matrices`: those that Muon trains,
+    and the rows of each matrix in them. A module with some rows of a table says which, as `block_rows`, and
+    how many rows the table has, as `table_entries`.
     """
     layouts = []
     for unit, module in modules:
@@ -341,7 +348,9 @@ def layouts_of(
                     rows=rows,
                     decays=_decays(parameter),
                     decoupled=name in decoupled,
+                    rate_factor=rate_factors.get(name, 1.0),
                     coded=name in coded,
+                    matrices=matrices.get(name, ()),
                 )
             )
         held = [placement.coded for placement in placements]

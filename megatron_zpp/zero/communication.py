@@ -1,6 +1,7 @@
 """Makes what a communication plan names: streams, the gathers of weights, the reduction of gradients."""
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,6 +14,8 @@ from megatron_zpp.exchange.route import Route
 from megatron_zpp.mesh import Axis
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.communication_plan import CommunicationPlan
+
+_WEIGHTS, _GRADIENTS, _SUMS = "weights", "gradients", "sums"
 
 
 class Legs(NamedTuple):
@@ -37,40 +40,56 @@ class Communication:
     ) -> None:
         """Every rank makes the same streams in the same order. Codes need `operations`."""
         self.plan, self._make_comm_stream = plan, make_comm_stream
-        self._streams: dict[tuple[bool, tuple[Axis, ...]], list[CommStream]] = {}
-        made: dict[Route, Leg] = {}
+        self._streams: dict[tuple[str, tuple[Axis, ...]], list[CommStream]] = {}
+        self._others: list[CommStream] = []
+        made: dict[tuple[str, Route], Leg] = {}
         for each in plan.weights:
-            for stages in filter(None, (each.bring, each.fill, each.sums)):
-                if stages not in made:
-                    made[stages] = self._leg(stages)
-        self.legs = [Legs(*map(made.get, (each.sums, each.bring, each.fill))) for each in plan.weights]
+            for leg in filter(
+                itemgetter(1), ((_SUMS, each.sums), (_WEIGHTS, each.bring), (_WEIGHTS, each.fill))
+            ):
+                if leg not in made:
+                    made[leg] = self._leg(*leg)
+        self.legs = [
+            Legs(
+                made.get((_SUMS, each.sums)),
+                made.get((_WEIGHTS, each.bring)),
+                made.get((_WEIGHTS, each.fill)),
+            )
+            for each in plan.weights
+        ]
         route = plan.gradients
-        streams = [self._streams_of(route, at) for at in range(len(route))]
+        streams = [self._streams_of(_GRADIENTS, route, at) for at in range(len(route))]
         if not route:
-            streams = [self._streams.setdefault((True, ()), [make_comm_stream([plan.mesh.rank])])]
+            streams = [self._streams.setdefault((_GRADIENTS, ()), [make_comm_stream([plan.mesh.rank])])]
         self.reduction = Reduction(route, plan.trained, plan.mesh, streams, operations, plan.made)
+
+    def inside_node(self) -> CommStream:
+        """A stream of its own among the ranks of a node. Every rank must make it."""
+        stream = self._make_comm_stream(self.plan.mesh.ranks(*self.plan.mesh.inside_node))
+        self._others.append(stream)
+        return stream
 
     @property
     def comm_streams(self) -> list[CommStream]:
         """All streams."""
-        return [stream for streams in self._streams.values() for stream in streams]
+        return [*(stream for streams in self._streams.values() for stream in streams), *self._others]
 
     def sent_memory(self, stages: Route, buffer: Buffer) -> Tensor:
         """Memory for what the first of `stages` sends. Every rank must make the same."""
-        return self._streams_of(stages, 0)[0].zeros(*buffer)
+        return self._streams_of(_WEIGHTS, stages, 0)[0].zeros(*buffer)
 
     def filled_memory(self, stages: Route, buffer: Buffer) -> Tensor:
         """Memory for what the last of `stages` fills. Every rank must make the same."""
-        return self._streams_of(stages, len(stages) - 1)[0].zeros(*buffer)
+        return self._streams_of(_WEIGHTS, stages, len(stages) - 1)[0].zeros(*buffer)
 
-    def _leg(self, stages: Route) -> Leg:
-        streams = [self._streams_of(stages, at) for at in range(len(stages))]
+    def _leg(self, what: str, stages: Route) -> Leg:
+        streams = [self._streams_of(what, stages, at) for at in range(len(stages))]
         return Leg(stages, self.plan.mesh, streams, self.plan.message_room(stages))
 
-    def _streams_of(self, route: Route, at: int) -> list[CommStream]:
-        """The streams of a stage. Weights and gradients do not share any, so that they overlap."""
+    def _streams_of(self, what: str, route: Route, at: int) -> list[CommStream]:
+        """The streams of a stage. Weights, gradients and sums do not share any, so that they overlap."""
         stage = route[at]
-        key = stage.verb == "reduce", stage.axes
+        key = what, stage.axes
         if key not in self._streams:
             ranks = self.plan.mesh.ranks(*stage.axes)
             self._streams[key] = [

@@ -200,14 +200,16 @@ class CommunicationPlan:
         return 4 * sum(map(self.accumulator_numel, self.trained))
 
     def message_room(self, stages: Route) -> int:
-        """Bytes of the largest message that this rank brings to these stages of the weights' routes."""
-        return message_room(stages, [len(each.owned) for each in self.weights if stages == each.first])
+        """Bytes of the largest message that this rank brings to these stages of weights or sums."""
+        numels = [len(each.owned) for each in self.weights if stages == each.first]
+        numels += [each.layout.shard_numel for each in self.weights if stages == each.sums]
+        return message_room(stages, numels)
 
     @cached_property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of gathers and reductions."""
         relayed = 0
-        for stages in {each.first for each in self.weights if each.first}:
+        for stages in {leg for each in self.weights for leg in (each.first, each.sums) if leg}:
             room, shards = self.message_room(stages), 1
             for at, stage in enumerate(stages):
                 shards *= stage.ranks
@@ -231,7 +233,8 @@ def plan_communication(
 
     Weights travel in `compute_dtype` or quantised, gradients quantised, in bf16 (`reduce_in_bf16`), or as
     `gradient_route` says. `reads`: how the passes read the units; by default each once in the forward and in
-    the backward. `inside_nodes`: the units that each node holds by itself.
+    the backward. `inside_nodes`: the units that each node holds by itself, beside those with matrices
+    that Muon trains.
     """
     zero = zero.among(layouts[0].shards)
     reads = reads or Reads(tuple((unit,) for unit in range(len(layouts))))
@@ -241,11 +244,10 @@ def plan_communication(
     if gradients:
         sums = torch.float32 if gradients[0].when is When.STEP else compute_dtype  # over micro-batches
         gradient_dtype = torch.bfloat16 if reduce_in_bf16 else sums
-    inside = tuple(axis for axis in mesh.shards if axis != mesh.node)
     kinds = [
         (
             layout,
-            () if zero.zero_stage == 0 else inside if unit in inside_nodes else mesh.shards,
+            _cut(zero, mesh, inside=unit in inside_nodes or bool(layout.hull(of_matrices=True))),
             unit if unit in reads.around else None,
         )
         for unit, layout in enumerate(layouts)
@@ -271,6 +273,15 @@ def plan_communication(
         reduction_slots=tuple(_slots(numbers, (forward,), 1)),  # for two units in a row
         reads=reads,
     )
+
+
+def _cut(zero: ZeroConfig, mesh: Mesh, *, inside: bool) -> tuple[Axis, ...]:
+    """The axes over which the states of a unit are cut; `inside`: each node holds it by itself."""
+    if zero.zero_stage == 0:
+        return ()
+    if not inside or mesh.nodes == 1:  # axes of one rank are equal
+        return mesh.shards
+    return tuple(axis for axis in mesh.shards if axis != mesh.node)
 
 
 def _slots(

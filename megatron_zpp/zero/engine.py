@@ -1,9 +1,10 @@
 """The engine: holds the model states of a run, sharded as the ZeRO stage says, and takes optimizer steps."""
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -69,8 +70,10 @@ class ZeroEngine:
     parameters then. `rule` is the arithmetic of another optimizer than AdamW. `operations` has the kernels
     for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say` gets a line if
     copy engines were tried and cannot be used, and on rank 0 one that names the buffers which `initialize`
-    filled. Parameters whose names are `decoupled` have a learning rate of their own. The units `inside_nodes`
-    are sharded among the ranks of a node alone: each node holds them by itself, so their weights do not cross
+    filled. Parameters whose names are `decoupled` have a learning rate of their own; `rate_factors`, by name,
+    multiply learning rate and epsilon of AdamW. With Muon, `matrices` are the parameters that it trains, by
+    name, and the rows of each matrix in them; their units are held inside nodes. The units `inside_nodes` are
+    sharded among the ranks of a node alone: each node holds them by itself, so their weights do not cross
     nodes. `scaling` has the scales of 8-bit products if they follow from earlier steps. `codes` encodes the
     weights that are held as codes, by these scales.
 
@@ -96,6 +99,8 @@ class ZeroEngine:
         sections: Sections = UNTIMED,
         say: Callable[[str], None] = print,
         decoupled: Collection[str] = (),
+        rate_factors: Mapping[str, float] = MappingProxyType({}),
+        matrices: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
         inside_nodes: Collection[str] = (),
         scaling: ProductScaling | None = None,
         codes: WeightEncoder | None = None,
@@ -117,6 +122,8 @@ class ZeroEngine:
             share=share,
             coded=() if codes is None else codes.names,
             decoupled=decoupled,
+            rate_factors=rate_factors,
+            matrices=matrices,
             inside_nodes=inside_nodes,
             operations=operations,
             timeout=timeout,
@@ -128,6 +135,7 @@ class ZeroEngine:
         builder = UnitBuilder(communication, device, offload_optimizer=offloads, sources=sources, codes=codes)
         self.units = builder.build(modules, initialize)
         self.buffers = Buffers(model, initialize, device, mesh, say)
+        node = communication.inside_node() if config.optimizer.optimizer == "muon" else None
         self._trained = [index for index, unit in enumerate(self.units) if not unit.frozen]
         trained = [self.units[index] for index in self._trained]
         for comm_stream in communication.comm_streams:
@@ -136,7 +144,7 @@ class ZeroEngine:
             self.units, communication, sections, sources, operations=operations, codes=codes
         )
         self._optimizer = build_optimizer(
-            config.optimizer, trained, self.plan, fused_backend, operations, sources, rule
+            config.optimizer, trained, self.plan, fused_backend, operations, sources, rule, node
         )
         self.states = ModelStates(self.units, self.weights, self._optimizer, mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
-from megatron_zpp.exchange.codecs import Rotation
+from megatron_zpp.exchange.codecs import Rotation, build_codec, decode_each
 from megatron_zpp.exchange.reductions import Target
+from megatron_zpp.exchange.route import nbytes
 from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
 from megatron_zpp.exchange.sums import sum_squares
-from megatron_zpp.ops.formats import SQUARES_BLOCK
+from megatron_zpp.ops.formats import SQUARES_BLOCK, LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.placement import Layout, within
@@ -21,6 +22,7 @@ _STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and Ad
 _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and summing take more calls
 # Of random signs, equal on all ranks and after a resume with another --seed; they may repeat between runs.
 SIGNS_SEED = 0
+_SUM_SIGNS_SEED = 1  # of sums, which are of numbers that were rotated by the signs of the first
 
 
 class Gradients:
@@ -53,6 +55,11 @@ class Gradients:
         self._first = self._last = True
         self._iteration = 0
         shards = {layout: layout.shard(plan.mesh) for layout in set(plan.layouts)}
+        self._owned_gaps = {
+            unit: tuple(within(gap, unit.owned) for gap in unit.layout.gaps_in(unit.owned))
+            for unit, leg in self._gather_sums.items()
+            if leg is not None
+        }
         self._gaps = {
             layout: tuple(within(gap, shard) for gap in layout.gaps_in(shard))
             for layout, shard in shards.items()
@@ -199,8 +206,8 @@ class Gradients:
             total = torch.empty_like(unit.master, device=accumulated.device)
             squares = self._new_squares(unit, last=True)
             target = Target(total[unit.shard], squares=squares, rotation=self._rotation_of(unit))
-            reduced = self._to_all(unit, total, reduction.reduce_accumulated(accumulated, target))
-            unit.grad.reduce(all_of([pending, reduced]), sent, total, squares, accumulated)
+            reduced, message = self._to_all(unit, total, reduction.reduce_accumulated(accumulated, target))
+            unit.grad.reduce(all_of([pending, reduced]), sent + message, total, squares, accumulated)
         else:
             unit.grad.reduce_in_group(pending, sent, accumulated)
         self._reducing[self._slots[unit]] = unit
@@ -226,9 +233,10 @@ class Gradients:
         squares = self._new_squares(unit, last=last)
         target = Target(total[unit.shard], add, squares, self._rotation_of(unit))
         pending = self._reduction.reduce(sent, target)
+        message: tuple[GradSegment, ...] = ()
         if last:
-            pending = self._to_all(unit, total, pending)
-        unit.grad.reduce(pending, sent, total, squares)
+            pending, message = self._to_all(unit, total, pending)
+        unit.grad.reduce(pending, sent + message, total, squares)
         self._reducing[self._slots[unit]] = unit
 
     def _rotation_of(self, unit: Unit) -> Rotation | None:
@@ -238,10 +246,34 @@ class Gradients:
         signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
         return Rotation(signs, self._gaps[unit.layout])
 
-    def _to_all(self, unit: Unit, total: Tensor, reduced: Pending) -> Pending:
-        """Gather the sums that this rank's optimizer takes, if they are more than its shard."""
+    def _to_all(self, unit: Unit, total: Tensor, reduced: Pending) -> tuple[Pending, tuple[GradSegment, ...]]:
+        """Gather the sums that this rank's optimizer takes, if they are more than its shard.
+
+        Also returns what that sends, if it is not a part of `total`. Codes are decoded on all ranks alike, on
+        the one that has made them too.
+        """
         leg = self._gather_sums[unit]
-        return reduced if leg is None else leg.run(total[unit.shard], total, after=reduced)
+        if leg is None:
+            return reduced, ()
+        format, shard = leg.stages[0].format, total[unit.shard]
+        if isinstance(format, torch.dtype):
+            return leg.run(shard, total, after=reduced), ()
+        assert self._operations is not None
+        codec, rotation = build_codec(format, self._operations), None
+        if isinstance(format, LloydMaxFormat):
+            signs = Signs(_SUM_SIGNS_SEED, self._numbers[unit], self._iteration)
+            rotation = Rotation(signs, self._owned_gaps[unit])
+        message = torch.empty(nbytes(format, len(shard)), dtype=torch.uint8, device=total.device)
+
+        def encode() -> None:
+            reduced.wait()
+            codec.encode(shard[None], message[None], rotation, unit.plan.shard.start)
+
+        def decode(messages: Tensor) -> None:
+            decode_each(codec, messages.view(-1, len(message)), total, rotation, unit.owned.start)
+
+        encoded = leg.first_stream.submit(encode)
+        return leg.run(message, total, decode, encoded), (GradSegment(0, message),)
 
     def _new_squares(self, unit: Unit, *, last: bool) -> Tensor | None:
         """Memory for the sums of squares of a unit's last reduction of a step, if that finds them."""

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import Placement
+from megatron_zpp.placement import Placement, overlap, within
 from megatron_zpp.zero.optimizer import Optimizer
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weights import Weights
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
+MOMENTUM = "momentum_buffer"  # of the matrices that Muon trains, as torch calls it
 
 
 def _named(values: dict[str, Tensor], placement: Placement) -> Tensor:
@@ -33,13 +34,31 @@ class ModelStates:
         kinds = (WEIGHTS, *self._optimizer.state_names)
         return (*kinds, REFERENCE) if self._weights.have_references else kinds
 
-    def shards(self, kind: str) -> list[Tensor]:
-        """This rank's shard (shard_numel,) fp32 of one of `kinds` for each unit: not a copy.
+    def elements(self, kind: str) -> list[range]:
+        """The elements of each unit that have one of `kinds`, on any rank.
 
-        At stage 0, where every rank has the whole, the shard that it would have at other stages. Frozen units
-        have no optimizer states: (0,).
+        Frozen units have no optimizer states, and Muon has others for matrices than for the rest.
         """
-        return [flat[unit.shard] for unit, flat in zip(self._units, self._flats(kind), strict=True)]
+        if kind in (WEIGHTS, REFERENCE):
+            return [range(unit.layout.numel) for unit in self._units]
+        return [range(0) if unit.frozen else self._optimizer.elements(unit, kind) for unit in self._units]
+
+    def shards(self, kind: str) -> list[Tensor]:
+        """This rank's part fp32 of one of `kinds` for each unit: of `shard_elements`, not a copy."""
+        return [
+            flat[within(elements, overlap(unit.owned, whole))]
+            for unit, flat, elements, whole in zip(
+                self._units, self._flats(kind), self.shard_elements(kind), self.elements(kind), strict=True
+            )
+        ]
+
+    def shard_elements(self, kind: str) -> list[range]:
+        """Those of `elements` that are in this rank's shard of each unit.
+
+        At stage 0, where every rank has the whole, that is the shard that it would have at other stages.
+        """
+        wholes = self.elements(kind)
+        return [overlap(unit.plan.shard, whole) for unit, whole in zip(self._units, wholes, strict=True)]
 
     def load(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
         """Load one of `kinds`; `read(unit, elements)` returns a part of a unit's flat buffer.
@@ -70,24 +89,28 @@ class ModelStates:
 
         `whole` is asked for all parameters with such states, in the same order on all ranks.
         """
-        for unit, flat in self._replaced(kind):
-            if len(flat):
+        for unit, elements, flat in self._replaced(kind):
+            if elements is not None:
                 values = {placement.name: whole(placement) for placement in unit.layout.placements}
-                unit.fill(flat, partial(_named, values))
+                unit.fill(flat, elements, partial(_named, values))
 
     def _loaded(self, kind: str) -> Iterator[tuple[int, range, Tensor]]:
         """(unit, elements, their part of its buffer), each to be written before the next one is asked for."""
-        for index, (unit, flat) in enumerate(self._replaced(kind)):
-            pieces = list(unit.layout.pieces_in(unit.owned))
-            if pieces and len(flat):
-                elements = range(unit.owned.start, pieces[-1].at.stop)
+        for index, (unit, held, flat) in enumerate(self._replaced(kind)):
+            pieces = list(unit.layout.pieces_in(held)) if held else []
+            if held and pieces:
+                elements = range(held.start, pieces[-1].at.stop)
                 yield index, elements, flat[: len(elements)]
 
-    def _replaced(self, kind: str) -> Iterator[tuple[Unit, Tensor]]:
-        """Each unit and its buffer, to be written before the next one is asked for."""
-        for index, (unit, flat) in enumerate(zip(self._units, self._flats(kind), strict=True)):
+    def _replaced(self, kind: str) -> Iterator[tuple[Unit, range | None, Tensor]]:
+        """Each unit, the elements that this rank has and their buffer, to be written before the next one.
+
+        None: no rank has some of the unit.
+        """
+        wholes = self.elements(kind)
+        for index, (unit, whole, flat) in enumerate(zip(self._units, wholes, self._flats(kind), strict=True)):
             self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
-            yield unit, flat
+            yield unit, overlap(unit.owned, whole) if whole else None, flat
             if kind == WEIGHTS:
                 self._weights.replaced(index)
             elif kind == REFERENCE:

@@ -4,13 +4,14 @@ An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer
 `UpdateRule`; an optimizer that looks at more than one element, as Muon does at matrices, is an Optimizer.
 """
 
-from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.exchange.segments import GradSegment, segments_inside
+from megatron_zpp.placement import Placement, overlap
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
 
@@ -25,14 +26,18 @@ class Optimizer(Protocol):
     """
 
     state_names: tuple[str, ...]
-    states: list[dict[str, Tensor]]  # by unit and name; each fp32 and as large as the unit's `master`
+    states: list[dict[str, Tensor]]  # by unit and name; each fp32, of this rank's part of `elements`
     steps: Tensor  # (); steps taken so far, skipped ones not included
     accepts_16bit_gradients: bool
+
+    def elements(self, unit: Unit, name: str) -> range:
+        """The elements of a unit's buffer that have the state `name` on some rank."""
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """Begin a step on gradients / `divisor` (), in which nothing changes if `found_inf` () is 1.
 
-        `rates` are the learning rates of all parameters but the decoupled ones, and of these.
+        `rates` are the learning rates of all parameters but the decoupled ones, and of these, before
+        factors.
         """
 
     def update(self, index: int) -> None:
@@ -72,21 +77,55 @@ class UpdateRule(Protocol[Scalars]):
         """
 
 
+RuleOf: TypeAlias = Callable[[float], UpdateRule[Scalars]]
+
+
 class _Steps(Generic[Scalars]):
     """A step of each unit by an elementwise rule: a loop over the runs of one learning rate in its shard."""
 
-    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit], sources: GatherSources) -> None:
-        self._rule, self._units, self._sources = rule, units, sources
-        self._runs = [_runs_of(unit) for unit in units]
-        self._rates = 2 if any(run.decoupled for runs in self._runs for run in runs) else 1
+    def __init__(self, rule_of: RuleOf[Scalars], units: list[Unit], sources: GatherSources) -> None:
+        """`rule_of` makes the rule of parameters with a factor of learning rate and epsilon."""
+        self._units, self._sources = units, sources
+        self._rule = rule = rule_of(1.0)
         self.state_names = rule.state_names
-        self.states = [zero_states(unit, rule.state_names) for unit in units]
+        self._changed = [overlap(unit.owned, self.elements(unit, rule.state_names[0])) for unit in units]
+        self._runs = [self._runs_of(*each) for each in zip(units, self._changed, strict=True)]
+        groups = {run.group for runs in self._runs for run in runs}
+        self._rules = {group: rule_of(group.factor) for group in groups}
+        self.states = [
+            zero_states(unit, rule.state_names, changed)
+            for unit, changed in zip(units, self._changed, strict=True)
+        ]
         self.steps = torch.zeros((), device=units[0].master.device)
-        self._scalars: list[Scalars] = []  # of the present step, by learning rate; none if it is skipped
+        self._scalars: dict[_Group, Scalars] = {}  # of the present step; none if it is skipped
+
+    def elements(self, unit: Unit, name: str) -> range:
+        """See Optimizer.elements."""
+        return whole_unit(unit, name)
+
+    def _changes(self, placement: Placement) -> bool:
+        """Whether the rule changes a parameter."""
+        return True
+
+    def _runs_of(self, unit: Unit, changed: range) -> list["_Run"]:
+        """The runs of a part of this rank's shard; a gap belongs to the run before it."""
+        first = changed.start - unit.owned.start
+        starts: list[tuple[int, _Group | None]] = []
+        for piece in unit.layout.pieces_in(changed):
+            group = _Group(piece.placement.decoupled, piece.placement.rate_factor)
+            changes = group if self._changes(piece.placement) else None
+            if not starts or starts[-1][1] != changes:
+                starts.append((piece.at.start - unit.owned.start if starts else first, changes))
+        starts = starts or [(first, _Group(decoupled=False, factor=1.0))]  # padding alone
+        stops = [start for start, _ in starts[1:]] + [first + len(changed)]
+        runs = zip(starts, stops, strict=True)
+        return [_Run(range(start, stop), group) for (start, group), stop in runs if group is not None]
 
     def _compute_scalars(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
-        used = rates[: self._rates]
-        self._scalars = [self._rule.scalars(self.steps, rate, divisor, found_inf) for rate in used]
+        self._scalars = {
+            group: rule.scalars(self.steps, rates[group.decoupled] * group.factor, divisor, found_inf)
+            for group, rule in self._rules.items()
+        }
 
     def _change(self, index: int, gradients: Sequence[GradSegment], source: Tensor | None) -> None:
         """Change the master weights and states of unit `index`; write what is gathered to `source`, if given.
@@ -97,16 +136,18 @@ class _Steps(Generic[Scalars]):
         is_message = source is not None and unit.plan.codes is not None
         by_rule = self._rule.writes_gather_source and not (is_message and len(runs) > 1)
         whole = source if by_rule else None
+        before = self._changed[index].start - unit.owned.start  # elements of the shard without states
         for run in runs:
             for start, flat in segments_inside(gradients, run.elements):
                 part = GradSegment(run.elements.start + start, flat)
+                of_states = GradSegment(part.start - before, flat)
                 shard = ShardSegment(
                     part.of(unit.master),
-                    tuple(part.of(state) for state in self.states[index].values()),
+                    tuple(of_states.of(self.states[index][name]) for name in self._rule.state_names),
                     whole if whole is None or is_message else part.of(whole),
                     min(max(unit.decayed - part.start, 0), len(flat)),
                 )
-                self._rule.step(shard, flat, self._scalars[run.decoupled])
+                self._rules[run.group].step(shard, flat, self._scalars[run.group])
         if source is not None and whole is None:
             self._sources.write(unit, source)
 
@@ -114,9 +155,9 @@ class _Steps(Generic[Scalars]):
 class DeviceOptimizer(_Steps[Scalars]):
     """Steps on the device of the gradients, and never waits for it."""
 
-    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit], sources: GatherSources) -> None:
-        super().__init__(rule, units, sources)
-        self.accepts_16bit_gradients = rule.accepts_16bit_gradients
+    def __init__(self, rule_of: RuleOf[Scalars], units: list[Unit], sources: GatherSources) -> None:
+        super().__init__(rule_of, units, sources)
+        self.accepts_16bit_gradients = self._rule.accepts_16bit_gradients
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """See Optimizer.begin_step."""
@@ -141,8 +182,8 @@ class OffloadedOptimizer(_Steps[Scalars]):
 
     accepts_16bit_gradients = False
 
-    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit], sources: GatherSources) -> None:
-        super().__init__(rule, units, sources)
+    def __init__(self, rule_of: RuleOf[Scalars], units: list[Unit], sources: GatherSources) -> None:
+        super().__init__(rule_of, units, sources)
         self._stream = torch.cuda.Stream(units[0].gather_source.device)
         self._gradients = [_pinned_like(unit.master) for unit in units]
         self._gather_sources = [
@@ -158,7 +199,7 @@ class OffloadedOptimizer(_Steps[Scalars]):
             for unit, gradient in zip(self._units, self._gradients, strict=True)
         ]
         divisor, found_inf = divisor.cpu(), found_inf.cpu()
-        self._scalars = []
+        self._scalars = {}
         if not found_inf.item():
             self.steps += 1
             self._compute_scalars(rates, divisor, found_inf)
@@ -183,28 +224,29 @@ class OffloadedOptimizer(_Steps[Scalars]):
             return self._stream.record_event()
 
 
+class _Group(NamedTuple):
+    """Parameters of one learning rate: the second if `decoupled`, times a factor, which epsilon has too."""
+
+    decoupled: bool
+    factor: float
+
+
 class _Run(NamedTuple):
-    """Elements of this rank's shard of a unit that have the same learning rate, the second if `decoupled`."""
+    """Elements of this rank's shard of a unit that are of one group."""
 
     elements: range
-    decoupled: bool
+    group: _Group
 
 
-def _runs_of(unit: Unit) -> list[_Run]:
-    """The runs of this rank's shard, which they cover: a gap belongs to the run before it."""
-    starts: list[tuple[int, bool]] = []
-    for piece in unit.layout.pieces_in(unit.owned):
-        second = piece.placement.decoupled
-        if not starts or starts[-1][1] != second:
-            starts.append((piece.at.start - unit.owned.start if starts else 0, second))
-    starts = starts or [(0, False)]
-    stops = [start for start, _ in starts[1:]] + [len(unit.owned)]
-    return [_Run(range(start, stop), second) for (start, second), stop in zip(starts, stops, strict=True)]
+def whole_unit(unit: Unit, name: str) -> range:
+    """The elements that have a state `name` where all have it."""
+    return range(unit.layout.numel)
 
 
-def zero_states(unit: Unit, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """States of a unit before the first step, by name: each fp32 and as large as its master weights."""
-    return {name: torch.zeros_like(unit.master) for name in names}
+def zero_states(unit: Unit, names: tuple[str, ...], elements: range | None = None) -> dict[str, Tensor]:
+    """States of a unit before the first step, by name: each fp32, of the shard or some `elements`."""
+    numel = len(unit.master) if elements is None else len(elements)
+    return {name: torch.zeros(numel, device=unit.master.device) for name in names}
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

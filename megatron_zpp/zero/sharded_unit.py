@@ -205,10 +205,10 @@ class Unit:
             for offset, parameter in zip(self.layout.offsets, self.parameters, strict=True)
         ]
 
-    def fill(self, flat: Tensor, whole: Callable[[Placement], Tensor]) -> None:
-        """Fill a buffer like `master` with this rank's parts of whole parameters, of any device."""
-        for piece in self.layout.pieces_in(self.owned):
-            values, owned = whole(piece.placement), flat[within(piece.at, self.owned)]
+    def fill(self, flat: Tensor, elements: range, whole: Callable[[Placement], Tensor]) -> None:
+        """Fill some `elements`, a buffer (n,), with this rank's parts of whole parameters, of any device."""
+        for piece in self.layout.pieces_in(elements):
+            values, owned = whole(piece.placement), flat[within(piece.at, elements)]
             for block in piece.blocks(self.plan.mesh.rank):
                 part = owned[within(block.elements, piece.elements)].view(block.shape)
                 for here, there in block.parts:

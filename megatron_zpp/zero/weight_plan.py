@@ -174,4 +174,6 @@ def weight_plan(
     route = weight_route(zero, mesh, dtype, axes)
     kept = kept_after(route)
     assert len(legs_of(route[:kept])) <= 1 >= len(legs_of(route[kept:])), route
-    return WeightPlan(layout, mesh, axes, sum_route(mesh, axes), route[:kept], route[kept:], dtype, in_turn)
+    return WeightPlan(
+        layout, mesh, axes, sum_route(zero, mesh, axes), route[:kept], route[kept:], dtype, in_turn
+    )

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_zpp.config.data import DataConfig, split_shares, weighted_prefixes
+from megatron_zpp.config.data import MASKS, DataConfig, split_shares, weighted_prefixes
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,18 @@ from megatron_zpp.config.data import DataConfig, split_shares, weighted_prefixes
         (
             {"valid_data_path": ("hf:x",), "train_data_path": ("y",), "dataset_order": "megatron"},
             "--dataset-order megatron: hf:x is text",
+        ),
+        (
+            {"mock_data": True, "dataset_packing": "best-fit"},
+            "--dataset-packing best-fit: --mock-data has no",
+        ),
+        (
+            {"data_path": ("x", "y.jsonl"), "dataset_packing": "best-fit"},
+            "--dataset-packing best-fit: y.jsonl is text",
+        ),
+        (
+            {"data_path": ("x",), "dataset_packing": "best-fit", "dataset_order": "megatron"},
+            "--dataset-packing best-fit: orders samples itself; omit it or --dataset-order megatron",
         ),
         ({"data_path": ("x.jsonl", "hf:y")}, "--data-path x.jsonl hf:y: put a weight before each"),
         ({"data_path": ("x",), "json_key": "body"}, "--json-key body: applies to text, .*omit it"),
@@ -46,6 +58,10 @@ def test_exactly_one_source_of_data_is_accepted(settings):
     config = DataConfig(**settings)
     for name, value in settings.items():
         assert getattr(config, name) == value
+
+
+def test_packed_documents_are_separated():
+    assert DataConfig(data_path=("x",), dataset_packing="best-fit", verify_data=True).masks == MASKS[:2]
 
 
 def test_default_split_is_megatrons():

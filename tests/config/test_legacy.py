@@ -148,7 +148,7 @@ def test_all_that_is_refused_is_said_at_once() -> None:
         "--moe-router-topk 2, --moe-grouped-gemm, --num-experts 8: not supported: mixture of experts",
         "--mtp-num-layers 1: not supported: prediction of several tokens",
         "--position-embedding-type relative: not supported: relative positions",
-        "--optimizer sgd: not supported: optimizers other than AdamW",
+        "--optimizer sgd: not supported: optimizers other than AdamW and Muon",
         "unrecognized argument --of-no-program 3 (--help all lists every flag)",
         "translated: --batch-size is --micro-batch-size",
         f"no effect here: --fsdp-double-buffer: {BY_NAME['--fsdp-double-buffer'].why}",

@@ -119,7 +119,7 @@ def test_layers_that_are_smaller_than_those_measured_with_fp8_get_a_note() -> No
         ({}, "apex"),
         ({"device": "cpu"}, "torch"),
         ({"compiles": True}, "torch"),
-        ({"decoupled": True}, "torch"),
+        ({"several_rates": True}, "torch"),
         ({"zero": ZeroConfig(zero_offload_optimizer=True)}, "torch"),
     ],
 )
@@ -127,5 +127,5 @@ def test_auto_takes_apex_only_where_it_can_do_what_is_asked(
     monkeypatch: pytest.MonkeyPatch, hindrance: dict[str, object], chosen: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    settings = {"zero": ZeroConfig(), "device": "cuda", "compiles": False, "decoupled": False} | hindrance
+    settings = {"zero": ZeroConfig(), "device": "cuda", "compiles": False, "several_rates": False} | hindrance
     assert resolve_fused_backend(OptimizerConfig(), **settings) == chosen

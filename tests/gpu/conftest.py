@@ -1,5 +1,6 @@
 """Everything below needs a GPU: launch/test_gpu.sh runs it, elsewhere it is skipped."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,3 +16,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("gpu_core")
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU; launch/test_gpu.sh runs these on one"))
+
+
+@pytest.fixture(autouse=True)
+def gives_memory_back() -> Iterator[None]:
+    """Several workers and the processes of their tests share a GPU: none keeps what it does not use."""
+    yield
+    torch.cuda.empty_cache()

@@ -55,7 +55,8 @@ def test_an_offloaded_optimizer_takes_the_same_steps(
     stage: int, table_rate: float | None, model: str
 ) -> None:
     """AdamW's states leave the GPU; the weights differ by the CPU's rounding of a step alone."""
-    curves, allocated, config = [], [], dataclasses.replace(MODEL, **MODELS[model])
+    mup = {} if table_rate is None else {"use_mup": True, "mup_base_hidden_size": MODEL.hidden_size // 4}
+    curves, allocated, config = [], [], dataclasses.replace(MODEL, **MODELS[model], **mup)
     for offload in (False, True):
         gc.collect()  # what an earlier test left in a cycle must not be freed in between
         torch.cuda.empty_cache()

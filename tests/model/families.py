@@ -185,6 +185,7 @@ FAMILIES = {
             "sliding_window": 9,
             "layer_types": ["sliding_attention", "full_attention"],
             "query_pre_attn_scalar": 50,
+            "final_logit_softcapping": 2.0,
             "pad_token_id": None,  # whose row would be zeros
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -192,10 +193,7 @@ FAMILIES = {
             },
         },
     ),
-    "gemma3-full": Family(
-        transformers.Gemma3TextConfig,
-        {"layer_types": ["full_attention"] * 2, "final_logit_softcapping": 2.0},
-    ),
+    "gemma3-full": Family(transformers.Gemma3TextConfig, {"layer_types": ["full_attention"] * 2}),
     "qwen3-window": Family(
         transformers.Qwen3Config,
         {

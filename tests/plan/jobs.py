@@ -5,7 +5,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
@@ -44,6 +44,7 @@ def job_of(
     micro_batches: int = 1,
     tensor: int = 1,
     copy_engines: bool = True,
+    optimizer: OptimizerConfig | None = None,
 ) -> Job:
     """A job of bf16 and one rank by default; `tensor` ranks of `local` share each layer."""
     settings = ZeroConfig(**(zero or {}))
@@ -57,6 +58,7 @@ def job_of(
         local=local,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
+        optimizer=optimizer or OptimizerConfig(),
         units=units_of(
             model,
             vocab_size,

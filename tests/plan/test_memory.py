@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.build import build_model
@@ -24,6 +24,7 @@ from megatron_zpp.model.loss import Objective, keeps_gradient, linear_cross_entr
 from megatron_zpp.model.masks import CAUSAL
 from megatron_zpp.model.matmuls import PLAIN_MATMULS
 from megatron_zpp.model.rotary import Rotation
+from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.plan.activations import layer_bytes, loss_bytes
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.memory import memory_of
@@ -45,6 +46,7 @@ LONG = {"micro_batch_size": 4, "vocab": 100}  # and here the layers do
 BLOCKS = {"zero_table_rows": 128}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 ALL = {"zero_stage": 3} | QWZ | HPZ | QGZ
+ADAMW, MUON = (OptimizerConfig(optimizer=name, weight_decay=0.1) for name in ("adam", "muon"))
 MACHINE = Machine(flops=1e15, memory_rate=1e12, inside=1e11, link=1e10)
 
 
@@ -121,6 +123,7 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
         ({"zero_stage": 1, "zero_unit": "sublayer"}, {}, {"fp32": True}, WIDE | {"micro_batches": 2}),
         ({"zero_stage": 3} | BLOCKS, {}, {"fp32": True}, WIDE | {"vocab": 8000} | UNTIED),
         ({"zero_stage": 3} | BLOCKS, FULL, BF16, LONG | {"vocab": 200}),
+        ({"zero_stage": 3}, {}, BF16, {"optimizer": MUON}),
     ],
 )
 def test_a_step_allocates_what_the_plan_says(
@@ -132,9 +135,9 @@ def test_a_step_allocates_what_the_plan_says(
     norm, and for their sum with fp32 ones a parameter at a time.
     """
     torch.set_num_threads(1)
-    settings = SHAPE | {"vocab": 500, "micro_batch_size": 2, "micro_batches": 2} | changes
-    vocab, size, micro_batches = (
-        settings.pop(name) for name in ("vocab", "micro_batch_size", "micro_batches")
+    settings = SHAPE | {"vocab": 500, "micro_batch_size": 2, "micro_batches": 2, "optimizer": ADAMW} | changes
+    vocab, size, micro_batches, optimizer = (
+        settings.pop(name) for name in ("vocab", "micro_batch_size", "micro_batches", "optimizer")
     )
     model = ModelConfig(**settings)
     engine = engine_of(
@@ -144,6 +147,8 @@ def test_a_step_allocates_what_the_plan_says(
         recompute=RecomputeConfig(**recompute),
         precision=PrecisionConfig(**precision),
         operations=operations(),  # as a GPU has
+        optimizer=optimizer,
+        matrices=trained_matrices(model, optimizer),
     )
     tokens = torch.randint(vocab, (size, model.seq_length + 1))
     peak = allocated_at_most(engine, tokens, micro_batches)
@@ -157,6 +162,7 @@ def test_a_step_allocates_what_the_plan_says(
             precision=PrecisionConfig(**precision),
             micro_batch_size=size,
             micro_batches=micro_batches,
+            optimizer=optimizer,
         )
     )
     assert planned.resident == pytest.approx(states, rel=1e-3)
@@ -269,9 +275,10 @@ MODEL = ModelConfig(**SHAPE | {"seq_length": 16})
 
 FP32 = {"fp32": True}
 HELD = [
-    *((zero, BF16) for zero in STATES),
-    *((zero, FP32) for zero in ({"zero_stage": 2}, {"zero_stage": 3}, ALL)),
-    *(({"zero_stage": stage}, BF16 | {"grad_reduce_in_bf16": True}) for stage in (0, 1, 2)),
+    *((zero, BF16, ADAMW) for zero in STATES),
+    *((zero, FP32, ADAMW) for zero in ({"zero_stage": 2}, {"zero_stage": 3}, ALL)),
+    *(({"zero_stage": stage}, BF16 | {"grad_reduce_in_bf16": True}, ADAMW) for stage in (0, 1, 2)),
+    *((zero, BF16, MUON) for zero in ({"zero_stage": 0}, {"zero_stage": 3}, FOUR_BITS)),
 ]
 
 
@@ -279,7 +286,7 @@ def states_between_steps(topology: Topology) -> list[int]:
     """Live bytes of an engine of each of HELD."""
     torch.set_num_threads(1)
     measured = []
-    for zero, precision in HELD:
+    for zero, precision, optimizer in HELD:
         engine = engine_of(
             MODEL,
             300,
@@ -287,6 +294,8 @@ def states_between_steps(topology: Topology) -> list[int]:
             precision=PrecisionConfig(**precision),
             topology=topology,
             operations=operations(),
+            optimizer=optimizer,
+            matrices=trained_matrices(MODEL, optimizer),
         )
         engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
         engine.step(1e-3)
@@ -297,9 +306,10 @@ def states_between_steps(topology: Topology) -> list[int]:
 @pytest.mark.nightly
 def test_every_rank_holds_the_states_of_the_plan() -> None:
     for measured in on_ranks(4, states_between_steps, ranks_per_node=2):
-        for (zero, precision), states in zip(HELD, measured, strict=True):
-            job = job_of(MODEL, 300, zero=zero, precision=PrecisionConfig(**precision), nodes=2, local=2)
-            assert memory_of(job).resident == pytest.approx(states, rel=1e-3), (zero, precision)
+        for (zero, precision, optimizer), states in zip(HELD, measured, strict=True):
+            settings = {"zero": zero, "precision": PrecisionConfig(**precision), "optimizer": optimizer}
+            job = job_of(MODEL, 300, nodes=2, local=2, **settings)
+            assert memory_of(job).resident == pytest.approx(states, rel=1e-3), settings
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

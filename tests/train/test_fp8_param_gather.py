@@ -24,6 +24,7 @@ from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, state
 from tests.zero.offloading import offloaded
 from tests.zero.ranks import on_ranks
 
+MUP = "--use-mup --mup-base-hidden-size 16".split()
 E4M3 = torch.float8_e4m3fn
 
 
@@ -55,7 +56,7 @@ def test_codes_of_master_weights_are_multiplied(model: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("more", [["--decoupled-lr", "1e-3"], ["--zero-stage", "3"]], ids=" ".join)
+@pytest.mark.parametrize("more", [["--decoupled-lr", "1e-3", *MUP], ["--zero-stage", "3"]], ids=" ".join)
 def test_an_offloaded_optimizer_has_the_same_bits(more: list[str]) -> None:
     torch.set_num_threads(1)
     found = []

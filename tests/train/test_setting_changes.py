@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.train.resume.changes import matmul_changes, setting_changes
+from megatron_zpp.train.resume.changes import matmul_changes, numbering_changes, setting_changes
 from tests.config.command_line import MINIMAL
 from tests.train.in_process import Resumed, of
 
@@ -51,6 +51,16 @@ def test_other_formats_and_algorithms_of_matmuls_are_said(before: bool, now: boo
     saved = {"compilation": {"gemm_algorithms": "measured"}}
     algorithms = " WARNING: --gemm-algorithms was measured and is retired: bits may differ"
     assert matmul_changes(saved, present[False]) == [algorithms]
+
+
+def test_samples_that_are_packed_now_are_numbered_otherwise() -> None:
+    """By a run that resumes from a checkpoint which is older than packing."""
+    present = parse_args(MINIMAL).to_json()
+    saved = present | {"data": {k: v for k, v in present["data"].items() if k != "dataset_packing"}}
+    assert numbering_changes(saved, present) == []
+    now = present | {"data": present["data"] | {"dataset_packing": "best-fit"}}
+    (line,) = numbering_changes(saved, now)
+    assert line.startswith(" WARNING: --dataset-packing was concatenation and is best-fit: from here on the")
 
 
 def test_retired_settings_are_said_where_something_else_happens_now() -> None:

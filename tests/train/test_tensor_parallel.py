@@ -88,10 +88,10 @@ def trained(ranks: int, file: Path, *flags: str) -> tuple[list[dict[str, Any]], 
 def test_a_run_learns_what_one_rank_does(stage: str, tmp_path: Path) -> None:
     """Same samples in the same order, with data ranks beside tensor ranks.
 
-    Norms of weights and weighted losses count replicated parameters once; so does a second learning rate.
+    Norms of weights and weighted losses count replicated parameters once; so do further learning rates.
     """
     flags = "--position-embedding-type rope --swiglu --log-params-norm --decoupled-lr 2e-3".split()
-    flags += ["--calculate-per-token-loss", "--eod-mask-loss"]  # losses have weights with both
+    flags += "--use-mup --mup-base-hidden-size 16 --calculate-per-token-loss --eod-mask-loss".split()
     shared = ["--tensor-model-parallel-size", "2", "--zero-stage", stage]
     flags += ["--final-logit-softcapping", "2", "--z-loss-coeff", "0.01"]
     alone, _ = trained(1, tmp_path / "1", *flags)
@@ -119,8 +119,9 @@ def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) 
 
 
 def test_a_run_of_tensor_ranks_is_resumed_by_one_rank(tmp_path: Path) -> None:
-    """Two tensor ranks, with a text and an evaluation; one rank resumes the run."""
+    """Two tensor ranks, with a text, an evaluation, and shared gains of heads; one rank resumes the run."""
     run, text = str(tmp_path / "run"), "--sample-prompt 7 --save-interval 3".split()
+    text += ["--qk-layernorm", "--qk-layernorm-across-heads", "--embed-layernorm"]
     shared = ["--tensor-model-parallel-size", "2", "--zero-stage", "2"]
     first, _ = trained(2, tmp_path / "2", *text, "--save", run, *shared)
     load = ["--load", run, "--ckpt-step", "3", "--save", str(tmp_path / "other")]

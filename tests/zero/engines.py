@@ -1,6 +1,7 @@
 """Engines around a small GPT, the same one in every test of the engine."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from megatron_zpp.model.attention import AttentionKernel
 from megatron_zpp.model.build import build_model, norm_classes
 from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.placement import within
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.optimizer import UpdateRule
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
@@ -40,6 +42,7 @@ def engine_of(
     decoupled: Collection[str] = (),
     inside_nodes: Collection[str] = (),
     rule: UpdateRule | None = None,
+    matrices: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device.
 
@@ -83,15 +86,20 @@ def engine_of(
         fused_backend=fused_backend,
         share=share,
         decoupled=decoupled,
+        rate_factors=model.rate_factors(),
         inside_nodes=inside_nodes,
         rule=rule,
+        matrices=matrices,
     )
 
 
 def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
     """A copy of the whole weights, or of a moment, by name. Every rank must call it."""
     mesh, states = engine.mesh, {}
-    for unit, shard in zip(engine.units, engine.states.shards(kind), strict=True):
+    parts, elements = engine.states.shards(kind), engine.states.shard_elements(kind)
+    for unit, part, there in zip(engine.units, parts, elements, strict=True):
+        shard = torch.zeros(unit.layout.shard_numel, device=part.device)
+        shard[within(there, unit.plan.shard)] = part
         shards = [torch.empty_like(shard, device=engine.device) for _ in range(mesh.world_size)]
         if mesh.world_size > 1:
             dist.all_gather(shards, shard.to(engine.device))

@@ -73,7 +73,7 @@ OFFLOADED = {
 }
 
 
-def two_rates(topology: Topology, name: str) -> list[bool]:
+def several_rates(topology: Topology, name: str) -> list[bool]:
     """Whether what units hold and send is equal bit for bit on the device and offloaded, without a GPU."""
     torch.set_num_threads(1)
     zero, precision = OFFLOADED[name]
@@ -81,7 +81,7 @@ def two_rates(topology: Topology, name: str) -> list[bool]:
     for kind, where in ((DeviceOptimizer, nullcontext), (OffloadedOptimizer, offloaded)):
         with where():
             engine = engine_of(
-                MODEL,
+                replace(MODEL, use_mup=True, mup_base_hidden_size=9),
                 VOCAB,
                 zero=zero,
                 precision=precision,
@@ -103,6 +103,6 @@ def two_rates(topology: Topology, name: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_an_offloaded_optimizer_has_two_rates_too(name: str) -> None:
-    for equal in on_ranks(2, two_rates, name):
+def test_an_offloaded_optimizer_has_several_rates_too(name: str) -> None:
+    for equal in on_ranks(2, several_rates, name):
         assert all(equal)

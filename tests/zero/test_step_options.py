@@ -1,4 +1,4 @@
-"""Two learning rates, weighted losses and norms of a step, against plain torch at any stage."""
+"""Several learning rates, weighted losses and norms of a step, against plain torch at any stage."""
 
 import dataclasses
 from functools import cache
@@ -35,8 +35,9 @@ OPTIMIZER = OptimizerConfig(
 Numbers = list[tuple[float, float, float]]  # of each step: loss, norm, norm of the weights
 
 
-def model_of(untied: bool) -> ModelConfig:
-    return dataclasses.replace(MODEL, untie_embeddings_and_output_weights=untied)
+def model_of(untied: bool, mup: bool = False) -> ModelConfig:
+    ratio = {"use_mup": True, "mup_base_hidden_size": 12} if mup else {}  # of 3
+    return dataclasses.replace(MODEL, untie_embeddings_and_output_weights=untied, **ratio)
 
 
 def batch_of(step: int, index: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,19 +50,16 @@ def batch_of(step: int, index: int, rank: int) -> tuple[torch.Tensor, torch.Tens
 
 
 @cache
-def plain(ranks: int, untied: bool, decoupled: bool) -> tuple[Numbers, dict[str, list[float]]]:
-    """torch's AdamW in float64 with a group of parameters per rate and decay."""
-    model = GPT(model_of(untied), VOCAB).initialize(3).double()
-    groups: dict[tuple[float, float], list] = {}
+def plain(ranks: int, untied: bool, decoupled: bool, mup: bool) -> tuple[Numbers, dict[str, list[float]]]:
+    """torch's AdamW in float64 with a group for each parameter."""
+    model, groups = GPT(model_of(untied, mup), VOCAB).initialize(3).double(), []
     for name, parameter in model.named_parameters():
         rate = DECOUPLED_RATE if decoupled and name in DECOUPLED else RATE
         decay = OPTIMIZER.weight_decay if parameter.dim() >= 2 else 0.0
-        groups.setdefault((rate, decay), []).append(parameter)
-    adam = torch.optim.AdamW(
-        [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()],
-        betas=(OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2),
-        eps=OPTIMIZER.adam_eps,
-    )
+        factor = 1 / 3 if mup and name.startswith("layers.") and parameter.dim() >= 2 else 1.0
+        group = {"lr": rate * factor, "eps": OPTIMIZER.adam_eps * factor, "weight_decay": decay}
+        groups.append({"params": [parameter], **group})
+    adam = torch.optim.AdamW(groups, betas=(OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2))
     numbers: Numbers = []
     for step in range(STEPS):
         adam.zero_grad()
@@ -80,13 +78,13 @@ def plain(ranks: int, untied: bool, decoupled: bool) -> tuple[Numbers, dict[str,
 
 
 def train(
-    topology: Topology, stages: list[tuple[int, int | None]], untied: bool, decoupled: bool
+    topology: Topology, stages: list[tuple[int, int | None]], untied: bool, decoupled: bool, mup: bool
 ) -> list[tuple[Numbers, dict[str, list[float]]]]:
     torch.set_num_threads(1)
     found = []
     for stage, rows in stages:
         engine = engine_of(
-            model_of(untied),
+            model_of(untied, mup),
             VOCAB,
             zero=ZeroConfig(zero_stage=stage, zero_table_rows=rows),
             optimizer=OPTIMIZER,
@@ -111,19 +109,19 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "untied", "decoupled"),
+    ("ranks", "untied", "decoupled", "mup"),
     [
-        (1, False, False),
-        (RANKS, True, True),
-        nightly(1, True, True),
-        *(nightly(RANKS, *kind) for kind in ((False, False), (False, True), (True, False))),
+        (1, False, False, True),
+        (RANKS, True, True, True),
+        nightly(1, True, True, False),
+        *(nightly(RANKS, *kind, False) for kind in ((False, False), (False, True), (True, False))),
     ],
 )
-def test_a_step_is_that_of_plain_torch(ranks: int, untied: bool, decoupled: bool) -> None:
+def test_a_step_is_that_of_plain_torch(ranks: int, untied: bool, decoupled: bool, mup: bool) -> None:
     """At every stage; with tables that are whole, and in blocks of 37 rows."""
     stages = [(0, None), (1, 37), (2, None), (3, 37)] if ranks > 1 else [(0, None), (3, 37)]
-    expected, weights = plain(ranks, untied, decoupled)
-    for by_stage in on_ranks(ranks, train, stages, untied, decoupled):
+    expected, weights = plain(ranks, untied, decoupled, mup)
+    for by_stage in on_ranks(ranks, train, stages, untied, decoupled, mup):
         for numbers, found in by_stage:
             for ours, theirs in zip(numbers, expected, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5)

@@ -26,7 +26,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "qk_l2_norm": (None, False),
     "glu_linear_offset": (None, 0),
     "activation_func_clamp_value": (None,),
-    "use_mup": (None, False),
     "rope_type": (None, "rope"),
     "enable_mhc_connections": (None, False),
     "hybrid_layer_pattern": (None,),
@@ -70,7 +69,7 @@ def read_settings(path: Path, args: Mapping[str, Any], divisible_by: int) -> For
     longest = args.get("max_position_embeddings") or args.get("seq_length")
     fields |= {"max_position_embeddings": longest, "seq_length": longest}
     fields["make_vocab_size_divisible_by"] = divisible_by
-    fields |= _norm(path, args) | _positions(path, args) | _groups(args) | _window(args)
+    fields |= _norm(path, args) | _positions(path, args) | _groups(args) | _window(args) | _mup(args)
     fields["disable_bias_linear"] = not args.get("add_bias_linear", True)
     try:
         model = ModelConfig(**fields)
@@ -151,6 +150,19 @@ def _window(args: Mapping[str, Any]) -> dict[str, Any]:
     if (pattern := args.get("window_attn_skip_freq")) is not None:
         found["window_attn_skip_freq"] = str(pattern)
     return found
+
+
+def _mup(args: Mapping[str, Any]) -> dict[str, Any]:
+    if not args.get("use_mup"):
+        return {}
+    names = {
+        **{name: name for name in ("mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power")},
+        "mup_embedding_mult": "embedding_multiplier",
+        "mup_output_mult": "logits_multiplier",
+        "softmax_scale": "softmax_scale",
+    }
+    found = {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
+    return {"use_mup": True, **found}
 
 
 def _notes(args: Mapping[str, Any], model: ModelConfig) -> list[str]:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 EXPERTS = "not supported: mixture of experts"
 CURRICULUM = "not supported: curriculum learning"
 DISTILLATION = "not supported: distillation"
-OPTIMIZERS = "not supported: optimizers other than AdamW"
+OPTIMIZERS = "not supported: optimizers other than AdamW and Muon"
 
 _REASONS = {
     EXPERTS: """--moe-* --use-grouped-gemm-for-shared-expert --overlap-moe-* --overlap-dispatch-*
@@ -33,9 +33,9 @@ _REASONS = {
     "not supported: prediction of several tokens": "--mtp-*",
     "not supported: gated activations other than --swiglu": """--quick-geglu --glu-activation
         --activation-func-clamp-value""",
-    "not supported: muP": "--use-mup --mup --mup-*",
+    "use --use-mup": "--mup",
     "not supported: products below 8 bits": "--fp4-* --kitchen-*",
-    OPTIMIZERS: "--sgd-* --muon-* --lion-*",
+    OPTIMIZERS: "--sgd-* --lion-* --soap-* --adaptive-muon-*",
     "not supported: reinforcement learning and instruction tuning": """--perform-rl-* --rl-* --grpo-*
         --langrl-* --refit-method --sft*""",
     DISTILLATION: "--logits-save-* --logits-load-*",

@@ -43,6 +43,8 @@ RENAMED_TODAY = (
         for name in ("--no-pad-vocab-size", "--disable-pad-vocab-size")
     ),
     renamed("--encoder-num-layers", "model.num_layers", int),
+    renamed("--mup-embedding-mult", "model.embedding_multiplier", float),
+    renamed("--mup-output-mult", "model.logits_multiplier", float),
 )
 
 ONLY_TODAY = (
@@ -98,6 +100,7 @@ _IDLE = {
         --cross-entropy-fusion-impl:str""",
     "the same seed and number of ranks give the same bits": "--deterministic-mode",
     "the layer's own gradients are kept or sent as they are made": "--delay-wgrad-compute",
+    "--hidden-size / --mup-base-hidden-size says it": "--mup-width-mult:float",
     "parameters are made on the meta device, then sharded": "--init-model-with-meta-device",
     "no part is experimental": "--enable-experimental",
     "the results are the same": "--use-grouped-gemm-for-dense-mlp",
@@ -197,6 +200,7 @@ _IDLE = {
     "parameters are always initialised": "--no-initialization",
     "evaluation begins at iteration 0": "--start-eval-at-iter:int",
     "--zero-offload-optimizer offloads all states": "--optimizer-offload-fraction:float",
+    "another way to the same matmuls": "--muon-use-syrk",
     "gradients are summed in fp32": "--ddp-param-name-patterns-for-fp32-local-accumulation:strs",
     "training generates no text; megatron-zpp sample has flags of its own": """--flash-decode
         --inference-rng-tracker --use-legacy-static-engine --max-tokens-to-oom:int

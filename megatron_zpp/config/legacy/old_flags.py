@@ -90,7 +90,9 @@ ONLY = (
     only("--expert-model-parallel-size", 1, EXPERTS),
     only("--moe-expert-parallel-size", 1, EXPERTS),
     only("--num-experts", 1, EXPERTS, many=True),
-    only("--optimizer", "adam", OPTIMIZERS),
+    only("--muon-scalar-optimizer", "adam", OPTIMIZERS),
+    only("--muon-tp-mode", ("duplicated", "distributed"), "whole matrices are made orthogonal"),
+    only("--muon-fp32-matmul-prec", "medium", "Newton-Schulz runs in bf16, or in fp32 with --fp32"),
     only("--dataloader-type", "single", "not supported: cyclic and external data loaders"),
     only("--data-impl", ("mmap", "infer"), "only .bin with .idx can be read; preprocess the data again"),
     only("--remote-device", "none", "not supported: parameters in CPU memory or on disks"),
@@ -270,9 +272,11 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 OTHER_VALUES = {  # by flag: what says here what a value of another program says there
     "--position-embedding-type": {"rotary": "rope", "absolute": "learned_absolute"},
+    "--optimizer": {"dist_muon": "muon"},
     "--tokenizer-type": dict.fromkeys(("PretrainedFromHF", "HFTokenizer"), "HuggingFaceTokenizer"),
 }
 REFUSED_VALUES = {
+    "--optimizer": dict.fromkeys(("sgd", "lion", "soap", "adaptive_muon"), OPTIMIZERS),
     "--position-embedding-type": {
         "mrope": "not supported: multimodal rope",
         "relative": "not supported: relative positions",

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_zpp.config.positions import ntk_base
 from megatron_zpp.config.values.json_file import shown
 
 _Values = Mapping[str, Any]
@@ -62,7 +63,8 @@ def rope_fields(values: _Values, positions: int) -> tuple[dict[str, Any], tuple[
 
 def rope_keys(model: _Values, model_type: str) -> dict[str, Any]:
     """Return the keys of config.json."""
-    base, scaling = _scaled_base(model), _scaling(model)
+    rotated = int(model["kv_channels"] * model["rotary_percent"])
+    base, scaling = ntk_base(model["rotary_base"], model["rotary_ntk_factor"], rotated), _scaling(model)
     if model_type in _BY_LAYER:
         full = {"rope_type": "default", "rope_theta": base, **scaling}
         local = {"rope_type": "default", "rope_theta": model["rotary_base_local"]}
@@ -163,11 +165,6 @@ def _local_fields(whole: _Values, rope: _Values, values: _Values, base: float) -
         )
     usual = _number(values, "rope_local_base_freq", _LOCAL_BASES.get(values["model_type"], base))
     return {"rotary_base_local": _base(local, usual)}
-
-
-def _scaled_base(model: _Values) -> float:
-    rotated, factor = int(model["kv_channels"] * model["rotary_percent"]), model["rotary_ntk_factor"]
-    return model["rotary_base"] * (1.0 if factor is None else factor ** (rotated / (rotated - 2)))
 
 
 def _scaling(model: _Values) -> dict[str, Any]:

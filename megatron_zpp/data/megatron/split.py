@@ -35,8 +35,7 @@ def megatron_samples(
     and for weights without a number of samples.
     """
 
-    cache_flag = "--data-cache-path" if config.data_cache_path else "--data-cache-path (not given)"
-    cache = OrderCache(cache_flag, config.data_cache_path or f"{parts[0].source.local}.orders", say)
+    cache = OrderCache.of(config, parts[0].source.local, say)
     orders = MegatronOrders(cache, seq_length, vocab_size, seed)
 
     def dataset(part: DatasetSlice, samples: int | None) -> MegatronDataset:

@@ -23,12 +23,13 @@ from megatron_zpp.train.schedule.run_schedule import RunSchedule
 Settings: TypeAlias = Mapping[str, Any]  # of a run, by part and name, as Config.to_json returns them
 
 _NUMBERING = {  # settings that determine how samples are numbered, by part
-    "data": ("split", "dataset_order", "json_key", "append_eod", "mock_data"),
+    "data": ("split", "dataset_order", "dataset_packing", "json_key", "append_eod", "mock_data"),
     "training": ("seed",),
     "model": ("seq_length",),
 }
 _YOUNGER = {  # settings absent from older checkpoints, and the values their runs used
     "dataset_order": "windows",
+    "dataset_packing": "concatenation",
     "json_key": "text",
     "append_eod": False,
 }
@@ -36,10 +37,11 @@ _FROM_NOW = "from here on the present flags number the samples, so some may be r
 _SAME_MODEL = {  # what the weights mean does not depend on these
     *("model_preset", "seq_length", "max_position_embeddings", "make_vocab_size_divisible_by"),
     *("init_method_std", "attention_dropout", "hidden_dropout"),
+    *("use_mup", "mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power"),
     *("group_query_attention", "add_qkv_bias"),  # num_query_groups says it; all biases include these
 }
 _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their fields; none named: all
-    "model": ("attention_dropout", "hidden_dropout"),
+    "model": ("attention_dropout", "hidden_dropout", "use_mup", "mup_base_hidden_size"),
     "training": ("train_iters", "train_samples", "train_tokens", "calculate_per_token_loss", "z_loss_coeff"),
     "learning_rate": (),
     "optimizer": (),

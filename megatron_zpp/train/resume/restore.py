@@ -105,6 +105,8 @@ def _load(
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0", *changes])
     if progress.iteration:  # otherwise the weights are imported, and no products were computed
         changes += matmul_changes(saved, present)
+        if with_optimizer and config.optimizer.optimizer != saved["optimizer"].get("optimizer", "adam"):
+            changes += [" WARNING: the checkpoint is AdamW's: the momentum of Muon's matrices begins at zero"]
         if not with_optimizer:
             changes += [_SCHEDULE_GOES_ON]
     without = "" if with_optimizer else " without the optimizer's state"

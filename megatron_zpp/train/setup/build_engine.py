@@ -16,6 +16,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.build import build_model, norm_classes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
+from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.train.setup.device import Device, check_attention
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
@@ -65,6 +66,10 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
 
         splits = splits_of(model.units())
         share = TensorShare(group, splits, exchanges_of(model), config.model.hidden_size)
+    matrices, decoupled = trained_matrices(config.model, config.optimizer), tuple[str, ...]()
+    if config.learning_rate.decoupled_lr is not None:
+        others = [name for name, _ in model.named_parameters() if name not in matrices]
+        decoupled = tuple(others) if matrices else decoupled_of(config.model)
     return ZeroEngine(
         model,
         mesh,
@@ -77,7 +82,9 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         timeout=config.distributed.timeout,
         sections=TimedSections(device.device) if config.timing.level else UNTIMED,
         say=device.say,
-        decoupled=() if config.learning_rate.decoupled_lr is None else decoupled_of(config.model),
+        decoupled=decoupled,
+        rate_factors=model.rate_factors(),
+        matrices=matrices,
         scaling=scaling,
         codes=codes,
     )

@@ -66,10 +66,9 @@ def prepare_device(config: Config, topology: Topology) -> Device:
     if compilation.missing:
         say(f"warning: layers are not compiled and run more slowly: compiling needs {compilation.missing}")
     compiles = compilation.wanted
-    decoupled = config.learning_rate.decoupled_lr is not None
     with usage_errors():
         backend = resolve_fused_backend(
-            config.optimizer, config.zero, device.type, compiles=compiles, decoupled=decoupled
+            config.optimizer, config.zero, device.type, compiles=compiles, several_rates=config.several_rates
         )
     attention = choose_attention(config.attention.attention_backend, **_attention(config, device))
     operations = _operations(

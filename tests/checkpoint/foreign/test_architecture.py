@@ -15,7 +15,6 @@ OTHERS = {
     "qk_l2_norm": True,
     "glu_linear_offset": 1.0,
     "activation_func_clamp_value": 0.5,
-    "use_mup": True,
     "rope_type": "yarn",
     "enable_mhc_connections": True,
     "hybrid_layer_pattern": "M*M*",

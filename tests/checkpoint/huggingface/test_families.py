@@ -64,7 +64,7 @@ def test_import_then_export_returns_every_bit(
     assert rows[0] == rows[1] == entries(bpe) + SPARE * ("qwen" in family)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral-small"])
+@pytest.mark.parametrize("family", ["gemma3-full", "mistral-small"])
 def test_of_a_model_of_images_the_text_is_imported(
     tool: Callable[..., str], bpe: Path, tmp_path: Path, family: str
 ) -> None:
@@ -379,3 +379,36 @@ def test_presets_survive_config_json(preset: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(huggingface_values(vars(config), 100, 0)))
     again = ModelConfig(model_preset=str(tmp_path), seq_length=64)
     assert vars(again) == vars(config) | {"model_preset": None}
+
+
+YARN_FLAGS = {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 32}
+LONGROPE_FLAGS = {
+    **{"position_embedding_type": "longrope", "yarn_original_max_position_embeddings": 32},
+    **{"longrope_short_factor": (1.0,) * 6, "longrope_long_factor": (2.0,) * 6, "rotary_percent": 0.75},
+}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        YARN_FLAGS | {"yarn_beta_fast": 20.0, "yarn_correction_range_round_to_int": False},
+        YARN_FLAGS | {"mscale": 0.7, "mscale_all_dim": 0.5},
+        YARN_FLAGS | {"mscale": 0.0},
+        YARN_FLAGS
+        | {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True}
+        | {"window_size": "7,0", "window_attn_skip_freq": "2"},
+        LONGROPE_FLAGS,
+        LONGROPE_FLAGS | {"rotary_scaling_factor": 3.0, "window_size": "7,0"},
+        {"rotary_interleaved": True, "rotary_percent": 0.5, "add_qkv_bias": True},
+        {"rotary_ntk_factor": 4.0},
+    ],
+    ids=str,
+)
+def test_positions_survive_config_json(flags: dict[str, Any]) -> None:
+    """But for NTK scaling, which becomes a larger base."""
+    config = ModelConfig(**describe_model(LLAMA).fields | flags, seq_length=64)
+    again = ModelConfig(**describe_model(huggingface_values(vars(config), 100, 0)).fields, seq_length=64)
+    expected = replace(config, rotary_base=config.scaled_rotary_base, rotary_ntk_factor=None)
+    for name, value in vars(expected).items():
+        close = pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+        assert getattr(again, name) == close, name

@@ -1,0 +1,72 @@
+"""Newton-Schulz iteration: a matrix with the singular vectors of another, and singular values of about 1.
+
+The odd polynomials a·x + b·x³ + c·x⁵ push all singular values towards 1. Coefficients by the names of
+NVIDIA's Emerging-Optimizers, which Megatron-LM's --muon-coefficient-type has:
+
+    simple          Keller Jordan's, https://kellerjordan.github.io/posts/muon/
+    quintic         of modded-nanogpt, for five steps
+    polar_express   2505.16932, for eight steps or more
+    aol             of flash-newton-schulz (Turbo-Muon), for four steps
+"""
+
+import torch
+from torch import Tensor
+
+Coefficients = tuple[tuple[float, float, float], ...]
+_EPSILON = 1e-7  # of the norm of a matrix of zeros
+
+COEFFICIENTS: dict[str, Coefficients] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ),
+    "aol": (
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ),
+}
+
+
+def coefficients(name: str, steps: int) -> Coefficients:
+    """Those of so many steps. Raises ValueError, which says what would be right, if the set does not fit."""
+    given = COEFFICIENTS[name]
+    if name == "polar_express":
+        if steps < len(given):
+            raise ValueError(f"must be at least {len(given)} with polar_express")
+        return (*given, *[given[-1]] * (steps - len(given)))
+    if steps % len(given):
+        raise ValueError(f"must be a multiple of {len(given)} with {name}")
+    return given * (steps // len(given))
+
+
+def flops(rows: int, columns: int, steps: int) -> int:
+    """Floating-point operations of so many steps on a matrix."""
+    small, large = sorted((rows, columns))
+    return steps * (4 * small * small * large + 2 * small**3)
+
+
+def orthogonalize(matrices: Tensor, given: Coefficients) -> Tensor:
+    """Matrices (n, small, large) in any float format, none taller than wide; products are in that format."""
+    norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = matrices * norms.clamp_min(_EPSILON).reciprocal().to(matrices.dtype)
+    for a, b, c in given:
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x

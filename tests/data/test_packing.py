@@ -1,0 +1,189 @@
+"""Best-fit packing against a search by hand, its samples against the documents, and what resumes."""
+
+from collections import Counter
+from dataclasses import asdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.data.open import seed_of
+from megatron_zpp.data.packing import best_fit, cut_documents
+from megatron_zpp.data.resume import resume_data
+from tests.data.conftest import open_data
+from tests.data.format_by_hand import write_by_hand
+
+OURS = {"tokenizer_type": "NullTokenizer", "vocab_size": 1000, "eod": 999, "fingerprint": "a"}
+
+
+def opened(config, **more):
+    return open_data(config, **{"tokenizer_description": OURS} | more)
+
+
+def packed(path, **more):
+    return DataConfig(train_data_path=path, dataset_packing="best-fit", **more)
+
+
+def fullest_first(lengths, size):
+    """Return the rooms of best-fit decreasing, one item after another, and the lengths in each bin."""
+    rooms, contents = [], []
+    for length in sorted(lengths, reverse=True):
+        fitting = [number for number, room in enumerate(rooms) if room >= length]
+        if not fitting:
+            fitting = [len(rooms)]
+            rooms.append(size)
+            contents.append([])
+        number = min(fitting, key=lambda number: (rooms[number], number))
+        rooms[number] -= length
+        contents[number].append(length)
+    return rooms, contents
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 40).flatmap(lambda size: st.tuples(st.just(size), st.lists(st.integers(1, size)))))
+def test_bins_are_those_of_a_search_item_by_item(case):
+    size, lengths = case
+    bins = best_fit(np.array(lengths, np.int64), size)
+    rooms, _ = fullest_first(lengths, size)
+    filled = np.bincount(bins, weights=lengths, minlength=len(rooms))
+    assert sorted(size - filled) == sorted(rooms)  # which of equally full bins is taken changes no room
+
+
+def test_packing_is_fast_and_leaves_little_room():
+    lengths = np.random.default_rng(0).lognormal(6, 1.3, 300_000).astype(np.int64).clip(1, 70_000)
+    bins = best_fit(lengths, 70_000)
+    filled = np.bincount(bins, weights=lengths)
+    assert filled.min() > 0
+    assert filled.max() <= 70_000
+    assert len(filled) == -(-lengths.sum() // 70_000)
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(0, 30), min_size=1), st.integers(1, 9))
+def test_pieces_make_each_prediction_of_a_document_once(documents, seq_length):
+    bounds = np.concatenate([[7], 7 + np.cumsum(documents)])
+    starts, lengths = cut_documents(bounds, seq_length)
+    inputs = [start + step for start, length in zip(starts, lengths, strict=True) for step in range(length)]
+    assert inputs == [at for a, b in pairwise(bounds) for at in range(a, b - 1)]
+    assert all(0 < length <= seq_length for length in lengths)
+    shorter = sum(0 < length < seq_length for length in lengths)
+    assert shorter <= sum(size > 1 for size in documents)
+
+
+def rows_of(inputs):
+    """Return the documents of each row as [(inputs, targets)], the padding as None."""
+    tokens, targets, positions, ends = inputs
+    width = tokens.shape[1]
+    begins = ends[ends < tokens.size].tolist()
+    rows = [[] for _ in tokens]
+    for first, last in zip(begins, [*begins[1:], tokens.size], strict=True):
+        row, at = divmod(first, width)
+        inside = slice(at, at + last - first)
+        assert positions[row, inside].tolist() == list(range(last - first))
+        kept = (tokens[row, inside].tolist(), targets[row, inside].tolist())
+        assert set(kept[1]) == {-100} or -100 not in kept[1]
+        rows[row].append(None if -100 in kept[1] else kept)
+    return rows
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_epoch_reads_each_document_once_and_the_next_in_another_order(tmp_path, grouped):
+    sizes = np.random.default_rng(1).integers(1, 25, 60).tolist()
+    texts = [[100 + number] * (size - 1) + [999] for number, size in enumerate(sizes)]
+    whole = texts
+    if grouped:  # a document is several sequences, as Megatron-LM's sentences
+        whole = [texts[n] + texts[n + 1] for n in range(0, 60, 2)]
+        write_by_hand(tmp_path / "x", texts, documents=[*range(0, 60, 2), 60])
+    else:
+        write_by_hand(tmp_path / "x", texts)
+    samples = opened(packed((str(tmp_path / "x"),))).train
+    count = samples.windows_per_epoch
+    found = [rows_of(samples.batch(np.arange(e * count, (e + 1) * count))) for e in range(2)]
+    pieces = Counter(
+        (tuple(doc[at : at + 8]), tuple(doc[at + 1 : at + 9][: len(doc) - 1 - at]))
+        for doc in whole
+        for at in range(0, len(doc) - 1, 8)
+    )
+    pieces = Counter({(i[: len(t)], t): n for (i, t), n in pieces.items()})
+    for rows in found:
+        assert Counter((tuple(a), tuple(b)) for row in rows for a, b in filter(None, row)) == pieces
+        assert all(None not in row[:-1] for row in rows)  # padding is at the end
+    assert found[0] != found[1]
+    assert sorted(map(str, found[0])) == sorted(map(str, found[1]))
+    predictions = sum(len(doc) - 1 for doc in whole)
+    cut = sum(len(doc) > 9 for doc in whole)
+    share = 1 - predictions / (8 * count)
+    assert samples.describe() == (
+        f"{tmp_path}/x: {predictions:,} predictions of {len(whole)} documents, {cut} of them cut, packed "
+        f"into {count} samples of 8 with {share:.2%} padding; in each document: positions restart, "
+        "attention restarts"
+    )
+    (epochs,) = samples.epochs(count * 2)
+    assert epochs.times == 2
+
+
+def test_any_ranks_and_starts_read_the_same_samples_of_a_blend(tmp_path):
+    for name, low in (("a", 1), ("b", 500)):
+        write_by_hand(tmp_path / name, [[low + number % 400] * (number % 13 + 2) for number in range(80)])
+    config = packed(("0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")), eod_mask_loss=True)
+    samples = opened(config, vocab_size=2000).train
+    expected = samples.batch(np.arange(96))
+    assert 0.2 < np.mean([(row < 500).all() for row in expected.tokens]) < 0.4
+    for ranks, consumed in ((1, 0), (2, 32), (4, 64)):
+        for rank in range(ranks):
+            schedule = BatchSchedule(4, 16, ranks)
+            with MicroBatches(samples, schedule, rank=rank, consumed=consumed, end=96) as batches:
+                read = [tokens for tokens, *_ in batches]
+            firsts = [
+                schedule.micro_batch(step, index, rank)[0]
+                for step in range(consumed, 96, 16)
+                for index in range(schedule.micro_batches_at(step))
+            ]
+            assert [batch.tolist() for batch in read] == [
+                expected.tokens[first : first + 4].tolist() for first in firsts
+            ]
+    # A changed blend reads on in each data set.
+    saved = resume_data(
+        samples, None, consumed=0, data=config, train_seed=seed_of("train", 1)
+    ).dataset_progress
+    assert saved is not None
+    alone = packed((str(tmp_path / "b"),))
+    on = resume_data(
+        opened(alone, vocab_size=2000).train, saved, consumed=96, data=alone, train_seed=seed_of("train", 1)
+    )
+    read_before = saved.consumed_by(96)[1]
+    assert asdict(on.dataset_progress)["sets"][0]["consumed_before"] == read_before
+    source = samples.samples.sources[1]
+    assert (
+        on.samples.batch(np.arange(96, 99)).tokens == source.batch(read_before + np.arange(3))[:, 0]
+    ).all()
+
+
+def test_the_index_is_cached_once_for_all_seeds(tmp_path, by_hand):
+    prefix, lines = by_hand("x", [[1, 2, 3]] * 20), []
+    first = opened(packed((prefix,)), say=lines.append).train
+    other = opened(packed((prefix,)), seed=2, say=lines.append).train
+    assert len(lines) == 1
+    assert lines[0].startswith(f"building the train packing of {prefix}, once; {prefix}.orders/")
+    assert first.windows_per_epoch == other.windows_per_epoch == 5
+    elsewhere = packed((prefix,), data_cache_path=str(tmp_path / "cache"))
+    opened(elsewhere, seq_length=4, say=lines.append)
+    assert str(tmp_path / "cache") in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([[1]] * 9, "--dataset-packing best-fit: the train split of .*x has no document of two tokens"),
+        ([[1]], "--seq-length 8: one sample needs 2 tokens, but the train split of .*x has 1 "),
+        ([[1, 2], [3, 4, 1000, 5]], r"x.bin: byte 8: token 4 is 1000, outside the vocabulary of 1000"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(by_hand, texts, message):
+    with pytest.raises(ValueError, match=message):
+        opened(packed((by_hand("x", texts),)))

@@ -1,0 +1,269 @@
+"""Muon beside one in float64, written here, on matrices whose gradients are known exactly."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.config.engine import EngineConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Axis
+from megatron_zpp.placement import Layout, Placement
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.whole_matrices import balanced, imbalance, matrices_of, rounds
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.zero.engines import states_of, weights_of
+from tests.zero.ranks import on_ranks
+
+MATRICES = {
+    "first.square": (32, 32),
+    "first.twin": (32, 32),
+    "first.tall": (40, 24),
+    "first.three": (24, 8, 8),  # rows of three matrices
+    "second.wide": (17, 65),
+    "second.row": (1, 40),
+}
+SHAPES = MATRICES | {
+    "first.three": (40, 20),
+    "first.gains": (33,),
+    "second.table": (50, 8),
+    "second.bias": (7,),
+}
+ROWS = {name: shape if name == "first.three" else shape[:1] for name, shape in MATRICES.items()}
+RATE, DECAY, SCALED = 0.02, 0.1, 65536.0
+SIMPLE = (3.4445, -4.7750, 2.0315)
+
+
+def drawn(name: str, seed: int) -> Tensor:
+    """Numbers of 10 bits, so that sums over a few micro-batches are exact in fp32, and halves of them too."""
+    generator = torch.Generator().manual_seed(hash((list(SHAPES).index(name), seed)) % 2**31)
+    return torch.randint(-512, 512, SHAPES[name], generator=generator).float() / 1024
+
+
+class Part(nn.Module):
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            if name.startswith(part):
+                self.register_parameter(
+                    name.partition(".")[2], nn.Parameter(torch.empty(shape, device="meta"))
+                )
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        pairs = zip(self.parameters(), gradients, strict=True)
+        return torch.stack([(p * g.to(p)).sum() for p, g in pairs]).sum()
+
+
+class Model(nn.Module):
+    """Its gradients are numbers that the batch draws, whatever the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Part("first"), Part("second")
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [("first", self.first), ("second", self.second)]
+
+    def recomputed_units(self) -> list[range]:
+        return []
+
+    def forward(self, seed: Tensor, _: Tensor) -> Tensor:
+        parts = [
+            part([drawn(f"{unit}.{name}", int(seed)) for name, _ in part.named_parameters()])
+            for unit, part in self.units()
+        ]
+        return torch.stack(parts).sum()
+
+
+def initialize(name: str, tensor: Tensor) -> None:
+    tensor.copy_(drawn(name, 1_000_000))
+
+
+def engine_of(
+    topology: Topology,
+    zero: Mapping[str, Any],
+    precision: PrecisionConfig | None = None,
+    matrices: Mapping[str, tuple[int, ...]] = ROWS,
+    device: str = "cpu",
+    **settings: Any,
+) -> ZeroEngine:
+    """With steps of Newton-Schulz that shrink no singular value, so that an error stays as it is."""
+    return ZeroEngine(
+        Model(),
+        topology.mesh(),
+        EngineConfig(
+            zero=ZeroConfig(**zero),
+            optimizer=OptimizerConfig(
+                optimizer="muon" if matrices else "adam", weight_decay=DECAY, clip_grad=0.0, **settings
+            ),
+            precision=precision or PrecisionConfig(),
+        ),
+        initialize=initialize,
+        device=torch.device(device),
+        matrices=matrices,
+    )
+
+
+def train(engine: ZeroEngine, steps: range) -> list[float]:
+    """Steps of the same 8 micro-batches on any number of ranks; which steps were skipped."""
+    mesh, each, skipped = engine.mesh, 8 // engine.mesh.data_ranks, []
+    for step in steps:
+        for index in range(each):
+            seed = 8 * step + mesh.data_rank * each + index
+            engine.accumulate((torch.tensor(seed), torch.zeros(1)), index=index, micro_batches=each)
+        skipped.append(engine.step(RATE).skipped.item())
+    return skipped
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    x = matrix / matrix.norm()
+    for _ in range(5):
+        u, s, v = torch.linalg.svd(x, full_matrices=False)
+        a, b, c = SIMPLE
+        x = u @ torch.diag(a * s + b * s**3 + c * s**5) @ v
+    return x
+
+
+def expected(steps: int, nesterov: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of matrices after so many steps, in float64, and the last change of each."""
+    weights, changes = {}, {}
+    for name, rows in ROWS.items():
+        weight, average = drawn(name, 1_000_000).double(), torch.zeros(SHAPES[name], dtype=torch.float64)
+        for step in range(steps):
+            gradient = sum(drawn(name, 8 * step + index).double() for index in range(8)) / 8
+            average = 0.9 * average + 0.1 * gradient
+            used = 0.9 * average + 0.1 * gradient if nesterov else average
+            parts = [newton_schulz(part) * math.sqrt(max(part.shape)) for part in used.split(list(rows))]
+            changes[name] = RATE * torch.cat(parts)
+            weight = (1 - RATE * DECAY) * weight - changes[name]
+        weights[name] = weight
+    return weights, changes
+
+
+def found(topology: Topology, zero: dict[str, Any], nesterov: bool, device: str = "cpu") -> dict[str, list]:
+    engine = engine_of(topology, zero, device=device, muon_coefficient_type="simple", muon_nesterov=nesterov)
+    train(engine, range(3))
+    weights = weights_of(engine)
+    engine.close()
+    return {name: weight.tolist() for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (4, 2)])
+def test_updates_are_those_of_float64(stage: int, ranks: int, per_node: int) -> None:
+    nesterov = stage == 2
+    weights, changes = expected(3, nesterov)
+    for rank in on_ranks(ranks, found, {"zero_stage": stage}, nesterov, ranks_per_node=per_node):
+        check(rank, weights, changes)
+
+
+def check(rank: dict[str, list], weights: dict[str, Tensor], changes: dict[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        assert (torch.tensor(rank[name]) - weight).norm() < 1e-5 * changes[name].norm(), name
+
+
+def test_in_bf16_singular_values_of_an_update_are_near_one() -> None:
+    """All but those that are tiny in the gradient, which five steps do not bring so far."""
+    engine = engine_of(Topology(), {}, PrecisionConfig(bf16=True))
+    before = weights_of(engine)
+    train(engine, range(1))
+    after = weights_of(engine)
+    for name, rows in ROWS.items():
+        change = (1 - RATE * DECAY) * before[name] - after[name]
+        gradient = torch.stack([drawn(name, seed) for seed in range(8)]).mean(0)
+        for part, made_of in zip(change.split(list(rows)), gradient.split(list(rows)), strict=True):
+            values = torch.linalg.svdvals(part.double()) / (RATE * math.sqrt(max(part.shape)))
+            counted = values[torch.linalg.svdvals(made_of) > 0.01 * made_of.norm()]
+            assert counted.min() > 0.65, name
+            assert counted.max() < 1.25, name
+
+
+def other_optimizer(topology: Topology) -> dict[str, list]:
+    """Weights that Muon's AdamW trains, and AdamW alone."""
+    both = []
+    for matrices in (ROWS, {}):
+        engine = engine_of(topology, {}, matrices=matrices)
+        train(engine, range(3))
+        both.append({name: w.tolist() for name, w in weights_of(engine).items() if name not in ROWS})
+        engine.close()
+    return both
+
+
+def test_what_is_no_matrix_is_trained_by_adamw() -> None:
+    for with_muon, alone in on_ranks(2, other_optimizer):
+        assert with_muon == alone
+
+
+def lists(engine: ZeroEngine) -> dict[str, dict[str, list]]:
+    return {
+        kind: {name: state.tolist() for name, state in states_of(engine, kind).items()}
+        for kind in engine.states.kinds
+    }
+
+
+def resumed(topology: Topology, directory: str) -> list[dict[str, dict[str, list]]]:
+    """States after two steps; after four; and after four of which two follow a checkpoint."""
+    engine, other = (engine_of(topology, {}, PrecisionConfig(fp16=True, loss_scale=1024.0)) for _ in range(2))
+    train(engine, range(2))
+    found = [lists(engine)]
+    path = save(Path(directory), engine, Progress(iteration=2))
+    load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+    for each in (engine, other):
+        assert train(each, range(2, 4)) == [0.0, 0.0]
+        found.append(lists(each))
+        each.close()
+    return found
+
+
+def test_a_run_resumes_bit_for_bit_and_its_states_load_on_any_mesh(tmp_path: Path) -> None:
+    saved, straight, again = on_ranks(4, resumed, str(tmp_path), ranks_per_node=2)[0]
+    assert again == straight
+    assert saved["momentum_buffer"] != straight["momentum_buffer"]
+    (path,) = tmp_path.glob("iter_*")
+    engine = engine_of(Topology(), {"zero_stage": 0}, PrecisionConfig(fp16=True, loss_scale=1024.0))
+    load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+    assert lists(engine) == saved
+    with pytest.raises(ValueError, match="add --optimizer muon, or --no-load-optim"):
+        load_checkpoint(path, engine_of(Topology(), {}, matrices={}), TOKENIZER, with_optimizer=True)
+
+
+def test_a_nan_changes_nothing_and_adamws_checkpoint_begins_without_momentum(tmp_path: Path) -> None:
+    adamw = engine_of(Topology(), {}, matrices={})
+    train(adamw, range(2))
+    muon = engine_of(Topology(), {})
+    load_checkpoint(save(tmp_path, adamw, Progress(2)), muon, TOKENIZER, with_optimizer=True)
+    before = lists(muon)
+    assert not any(state.any() for state in states_of(muon, "momentum_buffer").values())
+    hook = muon.units[0].parameters[0].register_hook(lambda gradient: gradient * torch.nan)
+    assert train(muon, range(1)) == [1.0]
+    assert lists(muon) == before
+    hook.remove()
+    assert train(muon, range(1)) == [0.0]
+
+
+@pytest.mark.parametrize(("layers", "hidden"), [(24, 2048), (40, 5120)], ids=["1.3B", "13B"])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_ranks_of_a_node_have_equal_work(layers: int, hidden: int, ranks: int) -> None:
+    """Of the slowest rank of each round beside the mean; a node has as much as any other."""
+    shapes = {"qkv": (hidden,) * 3, "output": (hidden,), "input": (4 * hidden,), "back": (hidden,)}
+    layout = Layout(
+        placements=tuple(
+            Placement(name=name, shape=(sum(rows), 4 * hidden if name == "back" else hidden), matrices=rows)
+            for name, rows in shapes.items()
+        ),
+        axes=(Axis(1, ranks),),
+    )
+    slowest = total = 0.0
+    for work in rounds([matrices_of(layer, layout) for layer in range(layers)], ranks):
+        costs = [matrix.cost for matrix in work]
+        slowest += imbalance(costs, balanced(costs, ranks), ranks) * sum(costs)
+        total += sum(costs)
+    assert slowest <= 1.1 * total
