@@ -27,6 +27,10 @@ from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.zero.engine import ZeroEngine
 
 TOKENIZER = describe(NullTokenizer(49))
+FLAGS = (  # of a run that has a `small` engine
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --train-iters 9 --lr 1 --eval-iters 0"
+).split()
 
 
 def small(seed: int = 1, precision: PrecisionConfig | None = None, **zero: Any) -> ZeroEngine:

@@ -3,14 +3,20 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.faults import engines
+from benchmarks.faults.engines import FLAGS
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.location import Location
+from megatron_zpp.train.resume import restore
+from megatron_zpp.train.resume.start import Start
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
@@ -49,6 +55,14 @@ def train(engine: ZeroEngine, steps: int, seed: int) -> list[float]:
         engine.accumulate(torch.randint(50, (2, 9), generator=generator), index=0, micro_batches=1)
         norms.append(engine.step(1e-2).grad_norm.item())
     return norms
+
+
+def restored(engine: ZeroEngine, *flags: str) -> Start:
+    """Where a run with these flags starts, whose engine is a `small` one; on each of its ranks."""
+    config, store = parse_args([*FLAGS, *flags]), dist.distributed_c10d._get_default_store()
+    ranks, length = engine.topology.world_size, config.model.seq_length
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, ranks, seq_length=length)
+    return restore.restore(config, engine, TOKENIZER, store, schedule)
 
 
 def save(directory: Location, engine: ZeroEngine, progress: Progress = FIRST, **options: Any) -> Any:
