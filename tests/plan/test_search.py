@@ -124,6 +124,7 @@ def test_larger_micro_batches_are_proposed() -> None:
     assert result.rounded.seconds < result.best.seconds
 
 
+@pytest.mark.nightly
 def test_175b_on_16_nodes_takes_minutes_and_not_years() -> None:
     result = found(preset("175b", 16, 8, 1024))
     assert not result.run.fits(H100)
@@ -133,6 +134,7 @@ def test_175b_on_16_nodes_takes_minutes_and_not_years() -> None:
     assert result.rounded.seconds < 116  # what was found by hand
 
 
+@pytest.mark.nightly
 def test_175b_on_1024_gpus_takes_seconds_to_plan() -> None:
     start = time.process_time()
     best = found(preset("175b", 128, 8, 2048), 400).best
