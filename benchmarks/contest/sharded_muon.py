@@ -34,7 +34,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self._momenta = [[torch.zeros_like(each.to_local()) for each in batch] for batch in self._batches]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step; all exchanges there start at once, and each back as soon as its matrices are done."""
         config, rate = self._config, self.param_groups[0]["lr"]
         arriving = [self._send(*each) for each in zip(self._batches, self._momenta, strict=True)]
