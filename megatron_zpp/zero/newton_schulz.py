@@ -63,6 +63,11 @@ def flops(rows: int, columns: int, steps: int) -> int:
     return steps * (4 * small * small * large + 2 * small**3)
 
 
+def working_numel(matrices: Tensor) -> int:
+    """Elements that `orthogonalize_` allocates: matrices before and after a step, and two symmetric ones."""
+    return 2 * matrices.numel() + 2 * len(matrices) * min(matrices.shape[1:]) ** 2
+
+
 def orthogonalize_(matrices: Tensor, given: Coefficients) -> None:
     """Change matrices (n, rows, columns) in any float format, in which the products are too."""
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float32)

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.placement import ALIGNMENT, Box, Layout, Placement, overlap
-from megatron_zpp.zero.newton_schulz import flops
+from megatron_zpp.zero.newton_schulz import flops, working_numel
 
 _IMBALANCE = 1.05  # of the work of a round, at most, while there are more units to add
 _LEAST = 2**26  # elements of a round for each rank, while there are more
@@ -133,6 +133,7 @@ class MuonShare(NamedTuple):
     elements: int
     flops: int
     room: int
+    working: int  # elements of what Newton-Schulz makes beside them
     sent: int  # elements that it sends to other ranks of its node
 
 
@@ -149,6 +150,7 @@ def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
             len(batch) * flops(batch.shape[1], batch.shape[2], steps) for one in made for batch in one.batches
         ),
         max((one.room.used for one in made), default=0),
+        max((working_numel(batch) for one in made for batch in one.batches), default=0),
         sum(one.sent for one in made),
     )
 
