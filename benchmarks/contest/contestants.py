@@ -68,8 +68,11 @@ def contestants(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str
     }
     if nodes * ranks_per_node > 1:
         found |= {name: _ours(name, f"ours, {name.replace('_', ' ')}") for name in OURS}
-        found["muon"] = _ours("stage_3", "ours, stage 3, Muon", *_WITH_MUON)
-        found["muon_4_bits"] = _ours("zeropp_4_bits", "ours, 4 bits, Muon", *_WITH_MUON)
+        with_muon = {"muon": "stage_3", "muon_stage_1": "stage_1", "muon_4_bits": "zeropp_4_bits"}
+        if micro_batches > 1:
+            with_muon["muon_4_bits_once"] = "zeropp_4_bits_once"
+        for name, settings in with_muon.items():
+            found[name] = _ours(settings, f"ours, {settings.replace('_', ' ')}, Muon", *_WITH_MUON)
     return found | _fsdp2(nodes, ranks_per_node, micro_batches) | _deepspeed(nodes, ranks_per_node)
 
 
