@@ -12,10 +12,12 @@ from megatron_zpp.config.compilation import resolve_compilation
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.shapes.tensor_parallel import check_tensor_ranks
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
+from megatron_zpp.model.scores import Scores
 from megatron_zpp.ops.operations import Operations
 
 
@@ -48,10 +50,13 @@ def prepare_device(config: Config, topology: Topology) -> Device:
     Raises ValueError for settings that need another device or other ranks, BuildError if --require-kernels
     is given and there is no compiler.
     """
-    with usage_errors():
-        check_routes(config.zero, topology.mesh(config.distributed.tensor_model_parallel_size))
-        config.timing.check_ranks(topology.world_size)
     device = select_device(config.distributed.device, topology)
+    tensor_ranks = config.distributed.tensor_model_parallel_size
+    with usage_errors():
+        check_routes(config.zero, topology.mesh(tensor_ranks))
+        config.timing.check_ranks(topology.world_size)
+        on_gpus = device.type == "cuda"
+        check_tensor_ranks(config.model, tensor_ranks, fp8=config.precision.fp8, on_gpus=on_gpus)
     config.recompute.check_device(device.type)
     on_gpu = config.precision.fp8 and device.type == "cuda"
     config.precision.check_device(device.type, torch.cuda.get_device_capability(device) if on_gpu else None)
@@ -78,14 +83,26 @@ def prepare_device(config: Config, topology: Topology) -> Device:
 
 def check_attention(config: Config, device: Device) -> None:
     """Try the chosen attention kernel on the device. Raises ValueError if it does not run."""
-    lengths: Sequence[int] = (config.model.seq_length,)
-    if config.evaluation.sample_prompt is not None:
-        lengths = (1, 2, *lengths)  # a text grows token by token
-    backend = config.attention.attention_backend
-    queries = config.model.num_attention_heads // config.model.num_query_groups
+    model, kernel = config.model, device.attention
     settings = _attention(config, device.device)
-    settings["windows"] = set(config.model.layer_windows) if settings.pop("windowed") else (None,)
-    check_runs(device.attention, backend, lengths, queries_per_group=queries, **settings)
+    del settings["scored"]
+    lengths: Sequence[int] = (model.seq_length,)
+    windows: set[int | None] = {None}
+    if settings.pop("windowed") and not kernel.compiled:
+        windows = set(model.layer_windows)
+    if config.evaluation.sample_prompt is not None and not kernel.compiled:
+        lengths = (1, 2, *lengths)  # a text grows token by token
+    heads = torch.zeros(model.num_attention_heads // model.num_query_groups, device=device.device)
+    scores = Scores(
+        model.softmax_scale,
+        model.attn_logit_softcapping,
+        heads if model.position_embedding_type == "alibi" else None,
+        heads if model.softmax_type != "vanilla" else None,
+    )
+    backend = config.attention.attention_backend
+    check_runs(
+        kernel, backend, lengths, windows=windows, queries_per_group=len(heads), scores=scores, **settings
+    )
 
 
 def _attention(config: Config, device: torch.device) -> dict[str, Any]:
@@ -93,6 +110,7 @@ def _attention(config: Config, device: torch.device) -> dict[str, Any]:
     return {
         "masked": config.data.reset_attention_mask,
         "windowed": any(config.model.layer_windows),
+        "scored": config.model.changed_scores,
         "head_width": config.model.kv_channels,
         "dropout": config.model.attention_dropout,
         "dtype": getattr(torch, config.precision.compute_dtype(device.type)),
