@@ -14,6 +14,9 @@ from megatron_zpp.zero.whole_matrices import Matrix, Place
 from tests.gpu.ranks import on_gpus
 from tests.zero import test_muon as cases
 
+# Where there is no GPU, tests/zero/test_muon.py runs kernels in Triton's interpreter, which has no bf16.
+DEVICE, HALF = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)
+
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_updates_are_those_of_float64(stage: int) -> None:
@@ -22,7 +25,7 @@ def test_updates_are_those_of_float64(stage: int) -> None:
 
 
 @pytest.mark.parametrize("unit", [16, 4, 1], ids=lambda unit: f"multiples of {unit}")
-@pytest.mark.parametrize("made", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("made", [torch.float32, HALF], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 def test_passes_are_those_of_plain_torch(unit: int, made: torch.dtype, found_inf: float) -> None:
     """Three parts, of which the second is not sent, in two segments of a gradient."""
@@ -37,15 +40,15 @@ def test_passes_are_those_of_plain_torch(unit: int, made: torch.dtype, found_inf
         Place(matrix, range(start, start + size), *both)
         for start, size, both in zip(starts, sizes, zip(there, back, strict=True), strict=True)
     ]
-    numbers = StepNumbers(torch.tensor(3.0).cuda(), torch.tensor(found_inf).cuda(), 0.99, -0.02)
+    numbers = StepNumbers(*torch.tensor([3.0, found_inf], device=DEVICE), 0.99, -0.02)
 
     def results(kind: Callable[[MuonElements], MuonPasses]) -> list[Tensor]:
-        draw = torch.Generator("cuda").manual_seed(1)
+        draw = torch.Generator(DEVICE).manual_seed(1)
         gradient, room, momentum, master, source = (
-            torch.randn(numel, generator=draw, device="cuda")
+            torch.randn(numel, generator=draw, device=DEVICE)
             for numel in (len(owned), 2**16, len(states), len(owned), len(owned))
         )
-        gradient, room, source = gradient.to(made), room.to(made), source.bfloat16()
+        gradient, room, source = gradient.to(made), room.to(made), source.to(HALF)
         given = MuonElements(places, [0.5, 1.5, 2.0], room, owned, states, 0.9, nesterov=unit > 1)
         passes = kind(given)
         passes.average(
@@ -59,7 +62,7 @@ def test_passes_are_those_of_plain_torch(unit: int, made: torch.dtype, found_inf
 
 
 def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
+    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE).to(HALF)
 
 
 @pytest.mark.parametrize("shape", [(3, 1024, 1024), (2, 1088, 2112), (1, 2112, 1088)])

@@ -1,5 +1,6 @@
 """Muon beside one in float64, written here, on matrices whose gradients are known exactly."""
 
+import importlib.util
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from megatron_zpp.zero.whole_matrices import (
     rounds,
 )
 from tests.checkpoint.saving import TOKENIZER, save
+from tests.support import run
 from tests.zero.engines import states_of, weights_of
 from tests.zero.ranks import on_ranks
 
@@ -280,6 +282,17 @@ def test_ranks_of_a_node_have_equal_work(layers: int, hidden: int, ranks: int) -
         slowest += imbalance(costs, balanced(costs, ranks), ranks) * sum(costs)
         total += sum(costs)
     assert slowest <= 1.1 * total
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_kernels_in_tritons_interpreter() -> None:
+    calls = [
+        *(f"passes_are_those_of_plain_torch({unit}, tests.HALF, {unit // 4})" for unit in (1, 4)),
+        *(f"half_of_a_symmetric_product_is_the_whole((2, 192, 128), {turned})" for turned in (False, True)),
+    ]
+    lines = ["from tests.gpu import test_muon as tests", *(f"tests.test_{call}" for call in calls)]
+    done = run("-c", "\n".join(lines), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
 
 
 class Wire:
