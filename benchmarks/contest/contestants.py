@@ -36,6 +36,7 @@ OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     **{f"stage_{stage}_row_blocks": {"zero_stage": stage, **_ROWS} for stage in (0, 1, 3)},
     "zeropp_row_blocks": {**_ZEROPP, **_ROWS},
 }
+_WITH_MUON = ("--optimizer", "muon")
 DEEPSPEED_ABSENT = (
     "deepspeed cannot be imported: DS_BUILD_OPS=0 pip wheel --no-deps deepspeed==0.19.8, then pip install "
     "--no-deps that wheel, hjson, pydantic and py-cpuinfo (it compiles its kernels at first use)"
@@ -63,14 +64,20 @@ def contestants(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str
     found = {
         "one_gpu": _ours("stage_0", "ours, each GPU alone", "--alone"),
         "one_gpu_row_blocks": _ours("stage_0_row_blocks", "ours, each GPU alone, row blocks", "--alone"),
+        "one_gpu_muon": _ours("stage_0", "ours, each GPU alone, Muon", "--alone", *_WITH_MUON),
     }
     if nodes * ranks_per_node > 1:
         found |= {name: _ours(name, f"ours, {name.replace('_', ' ')}") for name in OURS}
+        with_muon = {"muon": "stage_3", "muon_stage_1": "stage_1", "muon_4_bits": "zeropp_4_bits"}
+        if micro_batches > 1:
+            with_muon["muon_4_bits_once"] = "zeropp_4_bits_once"
+        for name, settings in with_muon.items():
+            found[name] = _ours(settings, f"ours, {settings.replace('_', ' ')}, Muon", *_WITH_MUON)
     return found | _fsdp2(nodes, ranks_per_node, micro_batches) | _deepspeed(nodes, ranks_per_node)
 
 
 def default_names(nodes: int, ranks_per_node: int, micro_batches: int) -> list[str]:
-    """The contestants of this grid's default table."""
+    """The contestants of this grid's default table, which has no Muon."""
     every = contestants(nodes, ranks_per_node, micro_batches)
     if nodes == 1:
         ours = ["one_gpu", "stage_0", "stage_1", "stage_2", "stage_3", "stage_3_prefetch_2", "zeropp"]
@@ -87,7 +94,7 @@ def default_names(nodes: int, ranks_per_node: int, micro_batches: int) -> list[s
             *(["zeropp_4_bits_once"] if micro_batches > 1 else []),
             "stage_1_qwz_qgz",
         ]
-    peers = [name for name, contestant in every.items() if contestant.family != "ours"]
+    peers = [name for name, contestant in every.items() if contestant.family != "ours" and "muon" not in name]
     return [name for name in ours if name in every] + peers
 
 
@@ -111,12 +118,15 @@ def _fsdp2(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str, Con
             "": (words, ("--reshard", best)),
             "_reshard": (f"{words}, resharded to all ranks", ("--reshard", "true")),
         }
+        once = ("--layout", "once", "--reshard", "false")
         if micro_batches > 1:
-            once = ("--layout", "once", "--reshard", "false")
             layouts["_once"] = (f"{words}, gradients sent once per step", once)
         if nodes > 1:
             inside = "true" if ranks_per_node > 1 else "false"
             layouts["_hsdp"] = (f"{words}, HSDP", ("--layout", "hsdp", "--reshard", inside))
+        layouts["_muon"] = (f"{words}, Muon", ("--reshard", best, *_WITH_MUON))
+        if micro_batches > 1:
+            layouts["_once_muon"] = (f"{words}, Muon, gradients sent once per step", (*once, *_WITH_MUON))
         for suffix, (title, arguments) in layouts.items():
             contestant = Contestant("fsdp2", title, "benchmarks.contest.train_fsdp2", (*common, *arguments))
             found[f"fsdp2_{reduce}{suffix}"] = contestant
@@ -135,6 +145,8 @@ def _deepspeed(nodes: int, ranks_per_node: int) -> dict[str, Contestant]:
             (*quantized, "--keep"),
         ),
     }
+    rows["muon"] = ("DeepSpeed ZeRO-3, Muon", _WITH_MUON)
+    rows["muon_keep"] = ("DeepSpeed ZeRO-3, Muon, weights kept for the backward", ("--keep", *_WITH_MUON))
     if nodes > 1 and ranks_per_node > 1:
         hpz = ("--hpz", str(ranks_per_node))
         rows["zeropp"] = ("DeepSpeed ZeRO++ (qwZ, hpZ, qgZ)", (*quantized, *hpz))

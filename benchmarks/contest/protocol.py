@@ -2,9 +2,9 @@
 
 A contestant is a program of its own that says how it takes one optimizer step. All of them start from the
 same weights (drawn by name, as megatron_zpp draws them), train on the same tokens, which do not change from
-step to step, and use the same AdamW with the same clipping and the same warm-up. Without a warm-up the first
-steps overshoot, and amplify every rounding: losses then say nothing. With it they agree but for the formats,
-and the report has them.
+step to step, and use the same optimizer with the same clipping and the same warm-up. Without a warm-up the
+first steps overshoot, and amplify every rounding: losses then say nothing. With it they agree but for the
+formats, and the report has them.
 """
 
 import argparse
@@ -27,6 +27,13 @@ from megatron_zpp.model.gpt import GPT
 
 SEED = 1
 ADAMW = OptimizerConfig()
+MUON = OptimizerConfig(  # QKV as one matrix, which peers cannot split
+    optimizer="muon",
+    muon_momentum=0.95,
+    muon_nesterov=True,
+    muon_no_split_qkv=True,
+    muon_extra_scale_factor=0.2,
+)
 _LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 _NAMES = {  # PlainGPT's modules, and ours that hold the same parameters
     "norm1": "attention_norm",
@@ -94,6 +101,7 @@ def contestant_parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     shape_arguments(parser)
+    parser.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--trace", type=Path, help="a directory for a trace of three steps of each rank")
     return parser
@@ -148,9 +156,15 @@ def compile_plain(model: PlainGPT) -> None:
     model.loss = torch.compile(model.loss, dynamic=False)
 
 
-def plain_adamw(model: nn.Module, on_gpu: bool) -> torch.optim.AdamW:
+def muon_matrices(model: PlainGPT) -> list[nn.Parameter]:
+    """What Muon trains."""
+    return [each for each in model.blocks.parameters() if each.ndim == 2]
+
+
+def plain_adamw(model: PlainGPT, on_gpu: bool, *, beside_muon: bool = False) -> torch.optim.AdamW:
     """Torch's AdamW with our settings, but the learning rate: matrices decay, biases and norms do not."""
-    parameters = list(model.parameters())
+    others = {id(each) for each in muon_matrices(model)} if beside_muon else set()
+    parameters = [each for each in model.parameters() if id(each) not in others]
     groups = [
         {"params": [each for each in parameters if each.ndim > 1], "weight_decay": ADAMW.weight_decay},
         {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},

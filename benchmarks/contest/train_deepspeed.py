@@ -22,15 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 
 from benchmarks.contest.protocol import (
     ADAMW,
+    MUON,
     Rank,
     contestant_parser,
     join,
+    muon_matrices,
     plain_adamw,
     plain_model,
     report,
     set_learning_rate,
 )
-from benchmarks.plain_training import Block, cross_entropy
+from benchmarks.plain_training import Block, PlainGPT, cross_entropy
 
 _EVERYTHING = 10**13  # parameters
 
@@ -42,21 +44,55 @@ def settings(rank: Rank) -> dict[str, Any]:
         "stage": 3,
         "overlap_comm": True,
         "contiguous_gradients": True,
-        "reduce_scatter": True,
+        "reduce_scatter": options.optimizer != "muon",  # which DeepSpeed refuses together
         "zero_quantized_weights": options.quantized_weights,
         "zero_quantized_gradients": options.quantized_gradients,
         "zero_hpz_partition_size": options.hpz,
     }
     if options.keep:
         zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = _EVERYTHING
+    if options.optimizer == "muon":
+        zero["save_muon_momentum_buffer_in_memory"] = True
     return {
         "train_micro_batch_size_per_gpu": options.micro_batch_size,
         "gradient_accumulation_steps": options.micro_batches,
         "gradient_clipping": ADAMW.clip_grad,
         "bf16": {"enabled": options.dtype == "bf16"},
         "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # it makes its Muon itself only with every table under Muon
         "steps_per_print": _EVERYTHING,
     }
+
+
+def muon(model: PlainGPT) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon for the layers' matrices, and its fused AdamW for the rest."""
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    matrices = muon_matrices(model)
+    chosen = {id(each) for each in matrices}
+    for parameter in model.parameters():
+        parameter.use_muon = id(parameter) in chosen  # type: ignore[attr-defined]
+    groups: list[dict[str, Any]] = [
+        {
+            "params": matrices,
+            "use_muon": True,
+            "lr": 0.0,
+            "momentum": MUON.muon_momentum,
+            "weight_decay": MUON.weight_decay,
+        }
+    ]
+    groups += [
+        {
+            "use_muon": False,
+            "lr": 0.0,
+            "betas": (ADAMW.adam_beta1, ADAMW.adam_beta2),
+            "eps": ADAMW.adam_eps,
+            **{key: group[key] for key in ("params", "weight_decay")},
+        }
+        for group in plain_adamw(model, on_gpu=True, beside_muon=True).param_groups
+    ]
+    return MuonWithAuxAdam(groups, adam_optimizer=FusedAdam, adam_optimizer_kwargs={"adam_w_mode": True})
 
 
 def main() -> None:
@@ -81,9 +117,8 @@ def main() -> None:
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
     for table in (model.tokens, model.positions):  # the root's forward reads their weights directly
         deepspeed.zero.register_external_parameter(model, table.weight)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=plain_adamw(model, rank.on_gpu), config=settings(rank)
-    )
+    optimizer = muon(model) if options.optimizer == "muon" else plain_adamw(model, rank.on_gpu)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(rank))
 
     def step(batches: Sequence[Tensor], learning_rate: float) -> Tensor:
         set_learning_rate(engine.optimizer, learning_rate)

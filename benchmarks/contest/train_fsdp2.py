@@ -1,4 +1,4 @@
-"""Contestant: FSDP2 on a plain GPT, a graph per layer, fused AdamW.
+"""Contestant: FSDP2 on a plain GPT, a graph per layer, fused AdamW, Muon as in sharded_muon.py.
 
 --layout shard   every micro-batch's gradients are reduce-scattered over all ranks
 --layout once    only the last micro-batch's are; until then whole gradients and weights stay on every rank
@@ -19,15 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 
 from benchmarks.contest.protocol import (
     ADAMW,
+    MUON,
     Rank,
     compile_plain,
     contestant_parser,
     join,
+    muon_matrices,
     plain_adamw,
     plain_model,
     report,
     set_learning_rate,
 )
+from benchmarks.contest.sharded_muon import ShardedMuon
 from benchmarks.plain_training import PlainGPT
 
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -68,10 +71,12 @@ def main() -> None:
     rank = join(options)
     model = sharded_model(rank)
     assert isinstance(model, FSDPModule)
-    adamw = plain_adamw(model, rank.on_gpu)
+    with_muon = options.optimizer == "muon"
+    optimizers: list[torch.optim.Optimizer] = [plain_adamw(model, rank.on_gpu, beside_muon=with_muon)]
+    if with_muon:
+        optimizers.append(ShardedMuon(muon_matrices(model), MUON, FORMATS[options.dtype]))
 
     def step(batches: Sequence[Tensor], learning_rate: float) -> Tensor:
-        set_learning_rate(adamw, learning_rate)
         losses = []
         for index, tokens in enumerate(batches):
             last = index + 1 == len(batches)
@@ -85,8 +90,10 @@ def main() -> None:
             (loss / len(batches)).backward()
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), ADAMW.clip_grad)
-        adamw.step()
-        adamw.zero_grad()
+        for optimizer in optimizers:
+            set_learning_rate(optimizer, learning_rate)
+            optimizer.step()
+            optimizer.zero_grad()
         return torch.stack(losses).mean()
 
     report(rank, step)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 from benchmarks.contest.contestants import OURS
 from benchmarks.contest.protocol import (
     ADAMW,
+    MUON,
     SEED,
     Rank,
     contestant_parser,
@@ -26,6 +27,7 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.build import build_model
+from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
@@ -34,6 +36,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
     """The engine as pretrain_gpt.py builds it: compiled layers, kernels of csrc/."""
     options, config = rank.options, rank.config
+    optimizer = MUON if options.optimizer == "muon" else ADAMW
     zero = ZeroConfig(**OURS[options.settings])
     with torch.device("meta"):
         model = build_model(config, options.vocab_size, table_rows=zero.zero_table_rows)
@@ -45,11 +48,12 @@ def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
         topology.mesh(),
         EngineConfig(
             zero=zero,
-            optimizer=ADAMW,
+            optimizer=optimizer,
             precision=PrecisionConfig(bf16=options.dtype == "bf16", fp32=options.dtype == "fp32"),
         ),
         initialize=partial(model.initialize_parameter, seed=SEED),
         device=rank.device,
+        matrices=trained_matrices(config, optimizer),
         operations=load_operations(rank.device.type, require_kernels=rank.on_gpu, say=print),
     )
 

@@ -59,6 +59,19 @@ def _default_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from alone
 
 
+def layer_matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The weights of nn.Linear in the layers, the modules of the longest ModuleLists; each is one matrix.
+
+    By name, with its rows: what Muon trains by default.
+    """
+    layers = {id(part) for modules in _longest(model) for part in modules.modules()}
+    return {
+        f"{name}.weight": (part.weight.shape[0],)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and id(part) in layers and part.weight.requires_grad
+    }
+
+
 def _longest(model: nn.Module) -> list[nn.Module]:
     """The ModuleLists, of those outside of any other, that are as long as the longest."""
     found: list[nn.ModuleList] = []

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.api.checks import check_matrices, check_model, check_ranks, check_values
-from megatron_zpp.api.defaults import OwnValues, Units, take_values_of_rank_0
+from megatron_zpp.api.defaults import OwnValues, Units, layer_matrices, take_values_of_rank_0
 from megatron_zpp.api.old_call import accepts_old_call
 from megatron_zpp.api.whole import State, load_state, names_of, state_of
 from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
@@ -51,7 +50,8 @@ class ZeroEngine(engine.ZeroEngine):
     `reset_parameters` of their modules draws with rank 0's `torch.initial_seed()`. `device`: by default this
     rank's GPU, or the CPU if there is none or the process group is gloo's; a GPU becomes the current device.
     `optimizer` is the arithmetic of another optimizer than AdamW. `operations`: by default the kernels, on a
-    GPU and where the config quantises.
+    GPU and where the config quantises. `matrices`: by default, with Muon, the weights of linear maps in the
+    modules of the longest ModuleList, each whole.
 
     Raises ValueError, in one line, for a model or settings that the ranks cannot train.
     """
@@ -70,7 +70,7 @@ class ZeroEngine(engine.ZeroEngine):
         timeout: timedelta | None = None,
         say: Callable[[str], None] = print,
         decoupled: Collection[str] = (),
-        matrices: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+        matrices: Mapping[str, tuple[int, ...]] | None = None,
         inside_nodes: Collection[str] = (),
     ) -> None:
         mesh = mesh or Topology.from_environment(os.environ).mesh()
@@ -83,6 +83,8 @@ class ZeroEngine(engine.ZeroEngine):
         units = Units(model)
         listed = without_inner(units.units())
         check_model(model, config.zero, listed, decoupled=decoupled, inside_nodes=inside_nodes)
+        if matrices is None:
+            matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else {}
         check_matrices(listed, matrices, config.optimizer)
         names = names_of(model, listed)
         if initialize is None:

@@ -137,7 +137,7 @@ def _peak_candidates(job: Job) -> dict[str, int]:
         end = accumulated + produced + max(tied, 0 if job.reduces_as_made else embedding)
     summing = _SUMMING * job.replicated[0]  # the embedding's gradients that tensor ranks have whole
     candidates["the end of the backward"] = end + on_their_way + summing
-    candidates["the optimizer's step"] = final
+    candidates["the optimizer's step"] = final + min(job.dtype.itemsize, 4) * job.muon.working
     return candidates
 
 

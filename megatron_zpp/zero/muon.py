@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.distributed.comm_stream import CommStream
-from megatron_zpp.exchange.segments import GradSegment, segments_inside
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import Placement, within
+from megatron_zpp.placement import Placement
 from megatron_zpp.zero.model_states import MOMENTUM
-from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize
+from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers, muon_passes
+from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
 from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, RuleOf, Scalars, whole_unit, zero_states
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
@@ -47,21 +47,24 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         share = muon_share(held, mesh, config.muon_num_ns_steps)
         room = torch.empty(share.room, dtype=dtype, device=units[0].full.device)
         self._rounds = {work[0].unit: Round(work, held, mesh, Room(room)) for work in works}
-        self._updates: dict[int, tuple[range, Tensor]] = {
-            index: (work.elements[index], update)
+        states = {index: each.elements(mesh) for index, each in held.items()}
+        self._passes = {
+            index: muon_passes(
+                MuonElements(
+                    places=places,
+                    scales=[self._scale(place.matrix) for place in places],
+                    room=room,
+                    owned=units[index].owned,
+                    states=states[index],
+                    momentum=config.muon_momentum,
+                    nesterov=config.muon_nesterov,
+                )
+            )
             for work in self._rounds.values()
-            for index, update in work.updates.items()
+            for index, places in work.places.items()
         }
-        for index, (unit, states) in enumerate(zip(units, self.states, strict=True)):
-            states |= zero_states(unit, (MOMENTUM,), self._updates[index][0] if every[index] else range(0))
-        self._scaled = [
-            [
-                (part.elements, self._scale(each))
-                for each in matrices
-                for part in held[index].parts(each, mesh)
-            ]
-            for index, matrices in enumerate(every)
-        ]
+        for index, (unit, of_unit) in enumerate(zip(units, self.states, strict=True)):
+            of_unit |= zero_states(unit, (MOMENTUM,), states.get(index, range(0)))
 
     def elements(self, unit: Unit, name: str) -> range:
         """See Optimizer.elements."""
@@ -76,45 +79,31 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """See Optimizer.begin_step."""
         super().begin_step(rates, divisor, found_inf)
-        kept, rate = 1 - found_inf.float(), rates[0]
-        self._divisor, self._skipped = divisor, found_inf.bool()
-        self._newest = kept * (1 - self._config.muon_momentum)  # of a gradient in the average
-        self._shrink = 1 - kept * rate * self._config.weight_decay
-        self._step = -kept * rate
+        shrink = 1 - rates[0] * self._config.weight_decay
+        self._numbers = StepNumbers(divisor, found_inf, shrink, -rates[0])
 
     def update(self, index: int) -> None:
         """See Optimizer.update."""
         if index in self._rounds:
             work = self._rounds[index]
-            for each in work.updates:
-                self._write_update(each)
+            for each in work.places:
+                gradients, momentum = self._units[each].gradients, self.states[each][MOMENTUM]
+                self._passes[each].average(gradients, momentum, self._numbers)
             work.gather(self._stream)
             for batch in work.batches:
-                batch.copy_(orthogonalize(batch, self._coefficients))
+                orthogonalize_(batch, self._coefficients)
             work.scatter(self._stream)
-        if index not in self._updates:
+        if index not in self._passes:
             super().update(index)
             return
-        unit, (elements, update) = self._units[index], self._updates[index]
-        for part, scale in self._scaled[index]:
-            change = update[within(part, elements)].float() * (self._step * scale)
-            unit.master[within(part, unit.owned)].mul_(self._shrink).add_(change)
-        self._change(index, unit.gradients, None)
-        if not unit.gathers_from_master or unit.layout.coded:
+        unit = self._units[index]
+        # Codes are written when all weights have changed.
+        later = unit.plan.codes is not None or unit.layout.coded
+        source = None if later or unit.gathers_from_master else unit.gather_source
+        self._passes[index].apply(unit.master, source, self._numbers)
+        self._change(index, unit.gradients, source)
+        if later:
             self._sources.write(unit)
-
-    def _write_update(self, index: int) -> None:
-        """Let the momentum of a unit take in the gradient, and write what is made orthogonal."""
-        unit, (elements, update), config = self._units[index], self._updates[index], self._config
-        momentum = self.states[index][MOMENTUM]
-        first = elements.start - unit.owned.start
-        for start, flat in segments_inside(unit.gradients, range(first, first + len(elements))):
-            part = GradSegment(start, flat)
-            gradient = torch.where(self._skipped, 0.0, flat.float() / self._divisor)
-            average = part.of(momentum).lerp_(gradient, self._newest)
-            if config.muon_nesterov:
-                average = gradient.lerp(average, config.muon_momentum)
-            part.of(update).copy_(average)
 
     def _scale(self, matrix: Matrix) -> float:
         """The factor of an update by the shape of its matrix, as --muon-scale-mode says."""

@@ -9,6 +9,8 @@ NVIDIA's Emerging-Optimizers, which Megatron-LM's --muon-coefficient-type has:
     aol             of flash-newton-schulz (Turbo-Muon), for four steps
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -61,12 +63,34 @@ def flops(rows: int, columns: int, steps: int) -> int:
     return steps * (4 * small * small * large + 2 * small**3)
 
 
-def orthogonalize(matrices: Tensor, given: Coefficients) -> Tensor:
-    """Matrices (n, small, large) in any float format, none taller than wide; products are in that format."""
+def working_numel(matrices: Tensor) -> int:
+    """Elements that `orthogonalize_` allocates: matrices before and after a step, and two symmetric ones."""
+    return 2 * matrices.numel() + 2 * len(matrices) * min(matrices.shape[1:]) ** 2
+
+
+def orthogonalize_(matrices: Tensor, given: Coefficients) -> None:
+    """Change matrices (n, rows, columns) in any float format, in which the products are too."""
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x = matrices * norms.clamp_min(_EPSILON).reciprocal().to(matrices.dtype)
-    for a, b, c in given:
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x
+    tall = x.shape[1] > x.shape[2]
+    product = _squared_of(x)
+    for step, (a, b, c) in enumerate(given, 1):
+        gram = product(x.mT if tall else x)
+        polynomial = product(gram, c, b)
+        pair = (x, polynomial) if tall else (polynomial, x)
+        x = torch.baddbmm(x, *pair, beta=a, out=matrices if step == len(given) else None)
+
+
+def squared(x: Tensor, of_product: float = 1.0, of_x: float = 0.0) -> Tensor:
+    """of_product · x · xᵀ + of_x · x: (n, s, k) -> (n, s, s); x is symmetric unless `of_x` is 0."""
+    return torch.baddbmm(x, x, x.mT, beta=of_x, alpha=of_product) if of_x else x @ x.mT * of_product
+
+
+def _squared_of(x: Tensor) -> Callable[..., Tensor]:
+    """The kernel that computes half of a symmetric product where it is faster, else `squared`."""
+    if x.is_cuda:
+        from megatron_zpp.zero.fused import symmetric
+
+        if symmetric.serves(x):
+            return symmetric.squared
+    return squared

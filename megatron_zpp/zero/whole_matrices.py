@@ -3,7 +3,8 @@
 Muon looks at whole matrices. Each is the work of one rank of the node, by `balanced`, in rounds of units that
 follow each other: an exchange brings the parts of a round's matrices to these ranks, and another brings back
 what has become of them. Ranks that have the same states (stage 0, and what tensor ranks have whole) send
-nothing on the way there: the rank that works has them too.
+nothing on the way there: the rank that works has them too. Parts are written where they are sent from, or
+in their matrix if this rank works on it, and used where they arrive.
 """
 
 import math
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.mesh import Axis, Mesh
-from megatron_zpp.placement import ALIGNMENT, Box, Layout, Placement, overlap, within
-from megatron_zpp.zero.newton_schulz import flops
+from megatron_zpp.placement import ALIGNMENT, Box, Layout, Placement, overlap
+from megatron_zpp.zero.newton_schulz import flops, working_numel
 
 _IMBALANCE = 1.05  # of the work of a round, at most, while there are more units to add
 _LEAST = 2**26  # elements of a round for each rank, while there are more
@@ -132,6 +133,7 @@ class MuonShare(NamedTuple):
     elements: int
     flops: int
     room: int
+    working: int  # elements of what Newton-Schulz makes beside them
     sent: int  # elements that it sends to other ranks of its node
 
 
@@ -143,11 +145,12 @@ def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
         for work in rounds([matrices_of(unit, each.layout) for unit, each in held.items()], ranks)
     ]
     return MuonShare(
-        sum(len(elements) for one in made for elements in one.elements.values()),
+        sum(len(each.elements(mesh)) for each in held.values()),
         sum(
             len(batch) * flops(batch.shape[1], batch.shape[2], steps) for one in made for batch in one.batches
         ),
         max((one.room.used for one in made), default=0),
+        max((working_numel(batch) for one in made for batch in one.batches), default=0),
         sum(one.sent for one in made),
     )
 
@@ -165,25 +168,33 @@ class Room:
         return self._flat[start : start + numel]
 
 
+class Place(NamedTuple):
+    """A part of a matrix that this rank has, and from which element on a round's room has it."""
+
+    matrix: Matrix
+    elements: range  # of the unit's buffer
+    there: int | None  # what is made orthogonal; None: another rank brings it
+    back: int  # what has become of it
+
+
 class Round:
     """The work of a round on one rank: the buffers, and which views are copied where.
 
-    `updates`: what this rank has of the matrices of each unit, (n,); `batches`: the matrices of its work by
-    shape, each (n, small, large).
+    `places`: the parts of the matrices of each unit that this rank has, in the order of its shard.
+    `batches`: the matrices of its work by shape, each (n, rows, columns).
     """
 
     def __init__(self, matrices: Sequence[Matrix], held: Mapping[int, Held], mesh: Mesh, room: Room) -> None:
         """`held`: how the states of each unit are cut."""
         ranks, self.room = mesh.ranks(*mesh.inside_node), room
-        places = balanced([matrix.cost for matrix in matrices], len(ranks))
-        owners = [ranks[place] for place in places]
-        self.elements = {unit: held[unit].elements(mesh) for unit in sorted({each.unit for each in matrices})}
-        self.updates = {unit: room.take(len(elements)) for unit, elements in self.elements.items()}
+        costs = [matrix.cost for matrix in matrices]
+        owners = [ranks[place] for place in balanced(costs, len(ranks))]
         work = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == mesh.rank]
-        self.batches, views = _batches(work, room)
-        own = iter(views)
-        # By other rank: views of `updates` and of `batches`. Those that are sent both ways, and only back.
-        mine, kept = ({rank: list[Tensor]() for rank in ranks} for _ in range(2))
+        self.batches, wholes = _batches(work, room)
+        own, places = iter(wholes), list[Place]()
+        # By other rank: parts of this rank, and views of `batches`; first those that are sent both ways.
+        # Of this rank itself: parts that are no run of elements of their matrix.
+        mine, kept = ({rank: list[tuple[Matrix, range]]() for rank in ranks} for _ in range(2))
         theirs, copies = ({rank: list[Tensor]() for rank in ranks} for _ in range(2))
         for matrix, owner in zip(matrices, owners, strict=True):
             unit = held[matrix.unit]
@@ -191,15 +202,36 @@ class Round:
             whole = next(own) if owner == mesh.rank else None
             for rank in ranks if owner == mesh.rank else (mesh.rank,):
                 for part in unit.parts(matrix, mesh.at(rank)):
-                    if whole is not None:
-                        (theirs if rank in senders else copies)[rank].append(whole[part.box])
+                    view = None if whole is None else whole[part.box]
+                    if rank == mesh.rank and view is not None and view.is_contiguous():
+                        places.append(Place(matrix, part.elements, _start(view), _start(view)))
+                        continue
+                    if view is not None:
+                        (theirs if rank in senders else copies)[rank].append(view)
                     if rank == mesh.rank:
-                        flat = self.updates[matrix.unit][within(part.elements, self.elements[matrix.unit])]
-                        shape = [side.stop - side.start for side in part.box]
-                        (mine if rank in senders else kept)[owner].append(flat.view(shape))
-        self._there = _Exchange(mesh.rank, mine, theirs, room)
-        back = {rank: theirs[rank] + copies[rank] for rank in ranks}
-        self._back = _Exchange(mesh.rank, back, {rank: mine[rank] + kept[rank] for rank in ranks}, room)
+                        (mine if rank in senders else kept)[owner].append((matrix, part.elements))
+        order = [mesh.rank, *(rank for rank in ranks if rank != mesh.rank)]
+        parts = {rank: mine[rank] + kept[rank] for rank in order}
+        views = {rank: theirs[rank] + copies[rank] for rank in order}
+        # The memory of what is sent there has what comes back, and the other way around.
+        ours = room.take(sum(len(elements) for rank in order for _, elements in parts[rank]))
+        others = room.take(sum(view.numel() for rank in order[1:] for view in views[rank]))
+        leaving = _cut(ours, {rank: [len(elements) for _, elements in mine[rank]] for rank in order})
+        returned = _cut(ours, {rank: [len(elements) for _, elements in parts[rank]] for rank in order})
+        arrived = _cut(others, {rank: [view.numel() for view in theirs[rank]] for rank in order[1:]})
+        replies = _cut(others, {rank: [view.numel() for view in views[rank]] for rank in order[1:]})
+        self._there = _Exchange(mesh.rank, ours, leaving, others, arrived)
+        self._back = _Exchange(mesh.rank, others, replies, ours, returned)
+        arrived[mesh.rank] = replies[mesh.rank] = leaving[mesh.rank]
+        self._unpacked = _pairs(order, theirs, arrived)
+        self._packed = _pairs(order, views, replies)
+        for rank in order:
+            starts = [_start(part) for part in leaving[rank]] + [None] * len(kept[rank])
+            for (matrix, elements), there, back in zip(parts[rank], starts, returned[rank], strict=True):
+                places.append(Place(matrix, elements, there, _start(back)))
+        places.sort(key=lambda place: place.elements.start)
+        units = sorted({matrix.unit for matrix in matrices})
+        self.places = {unit: [place for place in places if place.matrix.unit == unit] for unit in units}
 
     @property
     def sent(self) -> int:
@@ -207,60 +239,67 @@ class Round:
         return self._there.sent.numel() + self._back.sent.numel()
 
     def gather(self, stream: CommStream) -> None:
-        """Fill `batches` from the updates of all ranks of the node."""
+        """Fill `batches` from what all ranks of the node have written to the `there` of their places."""
         self._there.run(stream)
+        if self._unpacked[0]:
+            views, flats = self._unpacked
+            torch._foreach_copy_(views, flats)
 
     def scatter(self, stream: CommStream) -> None:
-        """Fill the updates of all ranks of the node from `batches`."""
+        """Fill the `back` of the places of all ranks of the node from `batches`."""
+        if self._packed[0]:
+            views, flats = self._packed
+            torch._foreach_copy_(flats, views)
         self._back.run(stream)
 
 
-class _Exchange:
-    """Copies views of memory to views of other ranks' memory, which take them in the same order."""
+_Cut = dict[int, list[Tensor]]  # memory in consecutive parts, by the rank that they come from or go to
 
-    def __init__(
-        self, rank: int, sources: dict[int, list[Tensor]], targets: dict[int, list[Tensor]], room: Room
-    ) -> None:
-        self._own = targets[rank], sources[rank]
-        others = [other for other in sources if other != rank]
-        self._sources = [view for other in others for view in sources[other]]
-        self._targets = [view for other in others for view in targets[other]]
-        self.sent, self._packed = _packed(self._sources, room)
-        self._received, self._unpacked = _packed(self._targets, room)
-        self._counts = _bytes_by_rank(targets, rank), _bytes_by_rank(sources, rank)
+
+class _Exchange:
+    """Sends memory to other ranks, and receives theirs; what is of this rank itself comes first and stays."""
+
+    def __init__(self, rank: int, sent: Tensor, sent_parts: _Cut, received: Tensor, parts: _Cut) -> None:
+        self._counts = _bytes_by_rank(parts, rank), _bytes_by_rank(sent_parts, rank)
+        self.sent, self._received = _of_others(sent, sent_parts, rank), _of_others(received, parts, rank)
 
     def run(self, stream: CommStream) -> None:
-        if self._own[0]:
-            torch._foreach_copy_(*self._own)
-        if self._packed:
-            torch._foreach_copy_(self._packed, self._sources)
         received, sent = self._received.view(torch.uint8), self.sent.view(torch.uint8)
         stream.submit(lambda: stream.exchange(received, sent, self._counts)).wait()
-        if self._unpacked:
-            torch._foreach_copy_(self._targets, self._unpacked)
 
 
-def _bytes_by_rank(views: dict[int, list[Tensor]], own: int) -> list[int]:
-    """What is sent to, or received from each rank, of which one is this rank."""
-    return [sum(view.nbytes for view in of) if rank != own else 0 for rank, of in views.items()]
+def _start(part: Tensor) -> int:
+    """Its first element in the room."""
+    return int(part.storage_offset())
 
 
-def _packed(views: Sequence[Tensor], room: Room) -> tuple[Tensor, list[Tensor]]:
-    """Memory for copies of all views one after the other, and the copies."""
-    sizes = [view.numel() for view in views]
-    flat = room.take(sum(sizes))
-    return flat, [
-        part.view(view.shape) for part, view in zip(flat.split(sizes), views, strict=True)
-    ] if views else []
+def _cut(flat: Tensor, sizes: Mapping[int, Sequence[int]]) -> _Cut:
+    parts = iter(flat[: sum(map(sum, sizes.values()))].split([size for of in sizes.values() for size in of]))
+    return {rank: [next(parts) for _ in of] for rank, of in sizes.items()}
+
+
+def _of_others(flat: Tensor, parts: _Cut, rank: int) -> Tensor:
+    sizes = {other: sum(part.numel() for part in of) for other, of in parts.items()}
+    return flat[sizes.get(rank, 0) : sum(sizes.values())]
+
+
+def _bytes_by_rank(parts: _Cut, own: int) -> list[int]:
+    """What is sent to, or received from each rank in turn, of which one is this rank."""
+    ranks = sorted({*parts, own})
+    return [0 if rank == own else sum(part.nbytes for part in parts[rank]) for rank in ranks]
+
+
+def _pairs(order: Sequence[int], views: _Cut, flats: _Cut) -> tuple[list[Tensor], list[Tensor]]:
+    """Views of matrices, and consecutive memory in their shapes."""
+    pairs = [pair for rank in order for pair in zip(views[rank], flats[rank], strict=True)]
+    return [view for view, _ in pairs], [flat.view(view.shape) for view, flat in pairs]
 
 
 def _batches(matrices: Sequence[Matrix], room: Room) -> tuple[list[Tensor], list[Tensor]]:
-    """Memory for matrices of each shape, (n, small, large), and a view of each in its own shape."""
-    shapes = [(min(matrix.shape), max(matrix.shape)) for matrix in matrices]
-    batches = {}
-    for shape, count in Counter(shapes).items():
-        batches[shape] = room.take(count * math.prod(shape)).view(count, *shape)
+    """Memory for matrices of each shape, (n, rows, columns), and a view of each."""
+    batches = {
+        shape: room.take(count * math.prod(shape)).view(count, *shape)
+        for shape, count in Counter(matrix.shape for matrix in matrices).items()
+    }
     each = {shape: iter(batch) for shape, batch in batches.items()}
-    wide = [next(each[shape]) for shape in shapes]
-    views = [one if tuple(one.shape) == m.shape else one.mT for one, m in zip(wide, matrices, strict=True)]
-    return list(batches.values()), views
+    return list(batches.values()), [next(each[matrix.shape]) for matrix in matrices]

@@ -11,12 +11,13 @@ from megatron_zpp import (
     EngineConfig,
     Mesh,
     ModelConfig,
+    OptimizerConfig,
     PrecisionConfig,
     Topology,
     ZeroConfig,
     ZeroEngine,
 )
-from megatron_zpp.api.defaults import Units
+from megatron_zpp.api.defaults import Units, layer_matrices
 from megatron_zpp.model.build import build_model
 from tests.api.models import Vision, engine_of, steps_of, steps_of_torch
 from tests.zero.own_modules import Stack, initialize, stack_of
@@ -318,3 +319,14 @@ def test_an_engine_refuses_a_model_of_other_units(
             initialize=lambda name, tensor: None,
             device=torch.device("cpu"),
         )
+
+
+def test_muon_trains_the_linear_maps_of_layers() -> None:
+    model = Holder(embedding=linear(), layers=listed(2), more=listed(1), head=linear())
+    model.layers[1].weight.requires_grad = False
+    assert layer_matrices(model) == {"layers.0.weight": (4,)}
+    config = EngineConfig(optimizer=OptimizerConfig(optimizer="muon"))
+    engine = ZeroEngine(Stack(), Mesh(), config, device=torch.device("cpu"))
+    matrices = [each.name for unit in engine.units for each in unit.layout.placements if each.matrices]
+    assert matrices == list(layer_matrices(engine.model))
+    assert matrices

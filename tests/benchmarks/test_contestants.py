@@ -79,7 +79,7 @@ def plain_losses() -> list[float]:
     return losses
 
 
-FSDP2 = [name for name in contestants(2, 1, 2) if name.startswith("fsdp2_fp32")]
+FSDP2 = [name for name in contestants(2, 1, 2) if name.startswith("fsdp2_fp32") and "muon" not in name]
 
 
 @pytest.mark.nightly
@@ -91,6 +91,13 @@ def test_losses_are_those_of_plain_pytorch(name: str, plain_losses: list[float],
     assert report["losses"] == sorted(report["losses"], reverse=True)
     assert len(report["step_ms"]) == SHAPE["steps"]
     assert report["loopback_bytes_per_step"] > 0
+
+
+@pytest.mark.nightly
+def test_muon_does_what_that_of_fsdp2_does(tmp_path: Path) -> None:
+    ours, theirs = (reported(name, tmp_path)["losses"] for name in ("muon", "fsdp2_fp32_muon"))
+    assert ours == pytest.approx(theirs, abs=2e-5)
+    assert ours == sorted(ours, reverse=True)
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero3", "deepspeed_zero3_keep"])

@@ -1,12 +1,94 @@
-"""Muon on GPUs, over NCCL: the CPU's cases."""
+"""Muon on GPUs, over NCCL: the CPU's cases, and its kernels against plain torch."""
+
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor
 
+from megatron_zpp.exchange.segments import GradSegment
+from megatron_zpp.placement import Placement
+from megatron_zpp.zero import newton_schulz
+from megatron_zpp.zero.muon_passes import MuonElements, MuonPasses, PlainPasses, StepNumbers
+from megatron_zpp.zero.whole_matrices import Matrix, Place
 from tests.gpu.ranks import on_gpus
 from tests.zero import test_muon as cases
+
+# Where there is no GPU, tests/zero/test_muon.py runs kernels in Triton's interpreter, which has no bf16.
+DEVICE, HALF = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_updates_are_those_of_float64(stage: int) -> None:
     for rank in on_gpus(1, 2, cases.found, {"zero_stage": stage}, True, "cuda", share_one_gpu=True):
         cases.check(rank, *cases.expected(3, nesterov=True))
+
+
+@pytest.mark.parametrize("unit", [16, 4, 1], ids=lambda unit: f"multiples of {unit}")
+@pytest.mark.parametrize("made", [torch.float32, HALF], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_passes_are_those_of_plain_torch(unit: int, made: torch.dtype, found_inf: float) -> None:
+    """Three parts, of which the second is not sent, in two segments of a gradient."""
+    from megatron_zpp.zero.fused.muon import FusedPasses
+
+    owned, states = range(512, 40960), range(512, 30720)
+    sizes = [9008 // unit * unit, 5008 // unit * unit, unit]
+    starts = [512 + 64, 512 + 10080, 512 + 16032]
+    there, back = [16, None, 16384], [20000, 10016, 36000]
+    matrix = Matrix(0, Placement(name="any", shape=(1, 1)), range(1))
+    places = [
+        Place(matrix, range(start, start + size), *both)
+        for start, size, both in zip(starts, sizes, zip(there, back, strict=True), strict=True)
+    ]
+    numbers = StepNumbers(*torch.tensor([3.0, found_inf], device=DEVICE), 0.99, -0.02)
+
+    def results(kind: Callable[[MuonElements], MuonPasses]) -> list[Tensor]:
+        draw = torch.Generator(DEVICE).manual_seed(1)
+        gradient, room, momentum, master, source = (
+            torch.randn(numel, generator=draw, device=DEVICE)
+            for numel in (len(owned), 2**16, len(states), len(owned), len(owned))
+        )
+        gradient, room, source = gradient.to(made), room.to(made), source.to(HALF)
+        given = MuonElements(places, [0.5, 1.5, 2.0], room, owned, states, 0.9, nesterov=unit > 1)
+        passes = kind(given)
+        passes.average(
+            [GradSegment(0, gradient[:10048]), GradSegment(10048, gradient[10048:])], momentum, numbers
+        )
+        passes.apply(master, source if unit > 1 else None, numbers)
+        return [room, momentum, master, source]
+
+    for mine, plain in zip(results(FusedPasses), results(PlainPasses), strict=True):
+        assert torch.allclose(mine.float(), plain.float(), atol=2e-6, rtol=2 * torch.finfo(mine.dtype).eps)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE).to(HALF)
+
+
+@pytest.mark.parametrize("shape", [(3, 1024, 1024), (2, 1088, 2112), (1, 2112, 1088)])
+@pytest.mark.parametrize("turned", [False, True], ids=["by rows", "by columns"])
+def test_half_of_a_symmetric_product_is_the_whole(shape: tuple[int, ...], turned: bool) -> None:
+    from megatron_zpp.zero.fused import symmetric
+
+    x = drawn(*shape).mT.contiguous().mT if turned else drawn(*shape)
+    gram = symmetric.squared(x)
+    added = symmetric.squared(gram, 0.01, -3.0)
+    for found, of, numbers in ((gram, x, (1.0, 0.0)), (added, gram, (0.01, -3.0))):
+        exact = newton_schulz.squared(of.double(), *numbers)
+        error, allowed = (
+            (each.double() - exact).norm() for each in (found, newton_schulz.squared(of, *numbers))
+        )
+        assert error <= 1.5 * allowed
+        assert torch.equal(found.tril(-1), found.mT.tril(-1))
+
+
+@pytest.mark.parametrize("shape", [(2, 1024, 4096), (2, 4096, 1024)])
+def test_singular_values_are_near_one(shape: tuple[int, ...]) -> None:
+    from megatron_zpp.zero.fused import symmetric
+
+    x = drawn(*shape)
+    assert symmetric.serves(x)
+    newton_schulz.orthogonalize_(x, newton_schulz.coefficients("quintic", 5))
+    values = torch.linalg.svdvals(x.float())
+    assert values.min() > 0.65
+    assert values.max() < 1.25

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 FP32 = "factors maxima mean rstd sums cos sin largest log2_totals numbers".split()
-FLOATS = "eps cap z_coeff".split()
+FP32 += "momentum master scales divisor found_inf".split()
+FLOATS = "eps cap z_coeff momentum shrink step".split()
 CODES = "by_rows by_columns codes".split()
 E4M3, E5M2 = "*fp8e4nv", "*fp8e5"
 
@@ -32,7 +33,8 @@ def assembly(kernel: Any, codes: str = E4M3, *, odd: str = "", num_warps: int, *
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kinds = dict.fromkeys(settings, "constexpr") | dict.fromkeys(FLOATS, "fp32") | {"targets_ptr": "*i64"}
+    kinds = dict.fromkeys(settings, "constexpr") | dict.fromkeys(FLOATS, "fp32")
+    kinds |= dict.fromkeys(["targets_ptr", "table_ptr"], "*i64")
     kinds |= dict.fromkeys([f"{name}_ptr" for name in FP32], "*fp32")
     kinds |= dict.fromkeys([f"{name}_ptr" for name in CODES], codes)
     names = kernel.arg_names
@@ -86,12 +88,20 @@ def tiles(file: str, kernel: str, codes: str = E4M3, **settings: Any) -> str:
     return assembly(getattr(module, kernel), codes, **shape, **settings)
 
 
+def muon(name: str, **settings: bool) -> str:
+    from megatron_zpp.zero.fused import muon
+
+    shape = {"ALIGNED": muon._ALIGNED, "BLOCK": muon._BLOCK, "num_warps": muon._WARPS}
+    return assembly(getattr(muon, name), **settings, **shape)
+
+
 ONE, TWO = "global.b32", "global.v2.b32"
 SCALED = [f"ld.{ONE}"] * 2  # the factor and the maximum
 BY_ROWS = [f"st.{TWO}"] * 4  # 8 codes
 ACTIVATION: dict[str, Any] = {"GATED": True, "BIASED": False, "SLOPE": 1.5, "CUBIC": 0.07}
 LOSS: dict[str, Any] = {"odd": "vocab_size", "UNIT": 2**15, "LOG2_UNIT": 15, "IGNORED": -100}
 USUAL, ALL = ({"CAPPED": each, "Z_LOSS": each} for each in (False, True))
+OF_A_PART = [f"ld.{ONE}"] * 2 + ["ld.global.b64"] * 3  # of its numbers, and where it is
 STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
 
 
@@ -119,10 +129,12 @@ STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
             lambda: tiles("coded_activation", "_backward_kernel", E5M2, KIND=2, **ACTIVATION),
             [*SCALED, *BY_ROWS * 2],
         ),
+        (lambda: muon("_average_kernel", NESTEROV=True), OF_A_PART),
+        (lambda: muon("_apply_kernel", WRITES=True), OF_A_PART),
         (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **USUAL, **LOSS), [*STATISTICS, *BY_ROWS]),
         (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **ALL, **LOSS), [*STATISTICS, *BY_ROWS]),
     ],
-    ids="rotate rotate-back swiglu swiglu-back norm weights turn cast parts act act-back loss capped".split(),
+    ids="rotate back gate gate-back norm weights turn cast parts act act-back mean add loss capped".split(),
 )
 def test_kernels_move_16_bytes_at_a_time(compiled: Callable[[], str], less: list[str]) -> None:
     """All but codes by rows, and what a row or a tensor has one of."""

@@ -1,7 +1,10 @@
 """Muon beside one in float64, written here, on matrices whose gradients are known exactly."""
 
+import importlib.util
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,23 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.mesh import Axis
-from megatron_zpp.placement import Layout, Placement
+from megatron_zpp.mesh import Axis, Mesh
+from megatron_zpp.placement import Layout, Placement, Split
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.whole_matrices import balanced, imbalance, matrices_of, rounds
+from megatron_zpp.zero.whole_matrices import (
+    Held,
+    Place,
+    Room,
+    Round,
+    balanced,
+    imbalance,
+    matrices_of,
+    rounds,
+)
 from tests.checkpoint.saving import TOKENIZER, save
+from tests.support import run
 from tests.zero.engines import states_of, weights_of
 from tests.zero.ranks import on_ranks
 
@@ -268,3 +282,96 @@ def test_ranks_of_a_node_have_equal_work(layers: int, hidden: int, ranks: int) -
         slowest += imbalance(costs, balanced(costs, ranks), ranks) * sum(costs)
         total += sum(costs)
     assert slowest <= 1.1 * total
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_kernels_in_tritons_interpreter() -> None:
+    calls = [
+        *(f"passes_are_those_of_plain_torch({unit}, tests.HALF, {unit // 4})" for unit in (1, 4)),
+        *(f"half_of_a_symmetric_product_is_the_whole((2, 192, 128), {turned})" for turned in (False, True)),
+    ]
+    lines = ["from tests.gpu import test_muon as tests", *(f"tests.test_{call}" for call in calls)]
+    done = run("-c", "\n".join(lines), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+
+
+class Wire:
+    """What Round needs of a CommStream, between threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier, self._sent = threading.Barrier(ranks), dict[int, tuple[Tensor, Sequence[int]]]()
+
+    def of(self, rank: int) -> "WireEnd":
+        return WireEnd(self, rank)
+
+    def exchange(self, rank: int, received: Tensor, sent: Tensor, counts: Any) -> None:
+        self._sent[rank] = sent, counts[1]
+        self._barrier.wait()
+        parts = [sent.split(list(given))[rank] for _, (sent, given) in sorted(self._sent.items())]
+        assert [len(part) for part in parts] == list(counts[0])
+        received.copy_(torch.cat(parts))
+        self._barrier.wait()
+
+
+class WireEnd:
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self._wire, self._rank = wire, rank
+
+    def submit(self, work: Callable[[], None]) -> Pending:
+        work()
+        return Pending()
+
+    def exchange(self, *given: Any) -> None:
+        self._wire.exchange(self._rank, *given)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(local_ranks=3), Mesh(local_ranks=2, tensor_ranks=2)])
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
+def test_all_parts_of_matrices_come_together_and_return(mesh: Mesh, whole: bool) -> None:
+    """Every element is its own number; ranks that work on a matrix turn the signs."""
+
+    def split(dim: int, *runs: int) -> Split:
+        return Split(dim=dim, runs=runs, axis=mesh.tensor)
+
+    layout = Layout(
+        placements=(
+            Placement(name="rows", shape=(36, 20), split=split(0, 12, 24), matrices=(12, 24)),
+            Placement(name="columns", shape=(20, 36), split=split(1, 36), matrices=(20,)),
+            Placement(name="all", shape=(30, 50), matrices=(30,)),
+        ),
+        axes=mesh.shards,
+    )
+    held = {0: Held(layout, () if whole else mesh.shards)}
+    wire, numbers = Wire(mesh.world_size), {}
+    for number, placement in enumerate(layout.placements):
+        ids = torch.arange(math.prod(placement.shape), dtype=torch.float64).view(placement.shape)
+        numbers[placement.name] = ids + 1 + 10000 * number
+
+    def part(place: Place, mine: Mesh) -> Tensor:
+        rows = [
+            numbers[piece.placement.name][there].flatten()
+            for piece in layout.pieces_in(place.elements)
+            for block in piece.blocks(mine.rank)
+            for _, there in block.parts
+        ]
+        return torch.cat(rows)
+
+    def run(rank: int) -> None:
+        mine = mesh.at(rank)
+        room = torch.full((2**14,), torch.nan, dtype=torch.float64)
+        work = Round(matrices_of(0, layout), held, mine, Room(room))
+        for place in work.places[0]:
+            if place.there is not None:
+                room[place.there :][: len(place.elements)] = part(place, mine)
+        work.gather(wire.of(rank))
+        for batch in work.batches:
+            assert not batch.isnan().any()
+            batch.neg_()
+        work.scatter(wire.of(rank))
+        for place in work.places[0]:
+            assert torch.equal(room[place.back :][: len(place.elements)], -part(place, mine))
+        elements = sum(len(place.elements) for place in work.places[0])
+        assert elements == sum(len(piece.elements) for piece in layout.pieces(mine, held[0].axes))
+
+    with ThreadPoolExecutor(mesh.world_size) as pool:
+        list(pool.map(run, range(mesh.world_size)))

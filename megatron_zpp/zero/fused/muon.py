@@ -1,0 +1,133 @@
+"""Muon's passes over the elements of a unit, each one kernel launch: all parts of its matrices at once.
+
+A table says where parts are: a program takes at most BLOCK elements of one part.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_zpp.exchange.segments import GradSegment
+from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers
+
+_BLOCK, _WARPS = 4096, 8
+_ALIGNED = 16  # elements, at most: what the compiler gains by more is nothing
+
+
+class FusedPasses:
+    """See MuonPasses. A part is in one segment of the gradient."""
+
+    def __init__(self, given: MuonElements) -> None:
+        self._given = given
+        rows, scales = [], []
+        for place, scale in zip(given.places, given.scales, strict=True):
+            there = -1 if place.there is None else place.there
+            for done in range(0, len(place.elements), _BLOCK):
+                count = min(_BLOCK, len(place.elements) - done)
+                target = there if there < 0 else there + done
+                rows.append((place.elements.start + done, target, place.back + done, count))
+                scales.append(scale)
+        device = given.room.device
+        self._starts = [start for start, *_ in rows]
+        self._table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
+        self._scales = torch.tensor(scales, dtype=torch.float32, device=device)
+        numbers = (max(number, 0) for row in rows for number in row)
+        self._aligned = math.gcd(_ALIGNED, given.owned.start, given.states.start, *numbers)
+
+    def average(self, gradients: Sequence[GradSegment], momentum: Tensor, numbers: StepNumbers) -> None:
+        """See MuonPasses."""
+        given = self._given
+        for start, flat in gradients:
+            first = given.owned.start + start
+            rows = slice(*(bisect_left(self._starts, at) for at in (first, first + len(flat))))
+            if programs := rows.stop - rows.start:
+                _average_kernel[(programs,)](
+                    *(flat, momentum, given.room, self._table[rows], numbers.divisor, numbers.found_inf),
+                    *(first, given.states.start, given.momentum),
+                    NESTEROV=given.nesterov,
+                    ALIGNED=math.gcd(self._aligned, start),
+                    BLOCK=_BLOCK,
+                    num_warps=_WARPS,
+                )
+
+    def apply(self, master: Tensor, source: Tensor | None, numbers: StepNumbers) -> None:
+        """See MuonPasses."""
+        given = self._given
+        if self._starts:
+            # Without a source another tensor is passed, and not touched.
+            _apply_kernel[(len(self._starts),)](
+                *(master, master if source is None else source, given.room, self._table, self._scales),
+                *(numbers.found_inf, given.owned.start, numbers.shrink, numbers.step),
+                WRITES=source is not None,
+                ALIGNED=self._aligned,
+                BLOCK=_BLOCK,
+                num_warps=_WARPS,
+            )
+
+
+@triton.jit(do_not_specialize=["gradient_first", "momentum_first"])
+def _average_kernel(
+    gradient_ptr,
+    momentum_ptr,  # fp32
+    room_ptr,
+    table_ptr,  # (P, 4): first element in the unit, in the room before and after Newton-Schulz; elements
+    divisor_ptr,  # () fp32, as is found_inf
+    found_inf_ptr,
+    gradient_first,  # element of the unit
+    momentum_first,
+    momentum,
+    NESTEROV: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if tl.load(found_inf_ptr) != 0:
+        return
+    row = table_ptr + 4 * tl.program_id(0)
+    start, there, count = tl.load(row), tl.load(row + 1), tl.load(row + 3)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < tl.multiple_of(count, ALIGNED)
+    of_gradient = gradient_ptr + tl.multiple_of(start - gradient_first, ALIGNED) + columns
+    of_momentum = momentum_ptr + tl.multiple_of(start - momentum_first, ALIGNED) + columns
+    gradient = tl.load(of_gradient, mask=inside).to(tl.float32) / tl.load(divisor_ptr)
+    average = tl.load(of_momentum, mask=inside)
+    average += (1 - momentum) * (gradient - average)
+    tl.store(of_momentum, average, mask=inside)
+    if NESTEROV:
+        average = gradient + momentum * (average - gradient)
+    if there >= 0:
+        tl.store(room_ptr + tl.multiple_of(there, ALIGNED) + columns, average, mask=inside)
+
+
+@triton.jit(do_not_specialize=["master_first"])
+def _apply_kernel(
+    master_ptr,  # fp32
+    source_ptr,  # what is gathered
+    room_ptr,
+    table_ptr,  # (P, 4)
+    scales_ptr,  # (P) fp32
+    found_inf_ptr,
+    master_first,  # element of the unit
+    shrink,
+    step,
+    WRITES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if tl.load(found_inf_ptr) != 0:
+        return
+    row = table_ptr + 4 * tl.program_id(0)
+    start, back, count = tl.load(row), tl.load(row + 2), tl.load(row + 3)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < tl.multiple_of(count, ALIGNED)
+    at = tl.multiple_of(start - master_first, ALIGNED) + columns
+    update = tl.load(room_ptr + tl.multiple_of(back, ALIGNED) + columns, mask=inside).to(tl.float32)
+    weight = tl.load(master_ptr + at, mask=inside) * shrink
+    weight += update * (step * tl.load(scales_ptr + tl.program_id(0)))
+    tl.store(master_ptr + at, weight, mask=inside)
+    if WRITES:
+        tl.store(source_ptr + at, weight, mask=inside)
