@@ -212,29 +212,21 @@ def measure(
     path = options.directory / f"raw_{topology.rank}"
     options.directory.mkdir(parents=True, exist_ok=True)
 
-    waiting = Saver(
-        engine,
-        config,
-        tokenizer=TOKENIZER,
-        tokenizer_files={},
-        reporter=Listener(),
-        store=dist.PrefixStore("waiting", store),
-        start=Progress(),
-    )
-    syncs, rates = time_saves(training, waiting, path, shard_bytes, options.saves)
+    def saver(name: str, *flags: str) -> Saver:
+        return Saver(
+            engine,
+            config_of(options, *flags),
+            tokenizer=TOKENIZER,
+            tokenizer_files={},
+            reporter=Listener(),
+            store=dist.PrefixStore(name, store),
+            start=Progress(),
+        )
+
+    syncs, rates = time_saves(training, saver("waiting"), path, shard_bytes, options.saves)
     sync, step = engine.mean_over_ranks(torch.tensor([median(syncs), plain], device=device)).tolist()
     steps = 2 + math.ceil(2 * sync / step)  # until an asynchronous save is done; equal on all ranks
-    settings = config_of(options, "--async-save")
-    behind = Saver(
-        engine,
-        settings,
-        tokenizer=TOKENIZER,
-        tokenizer_files={},
-        reporter=Listener(),
-        store=dist.PrefixStore("behind", store),
-        start=Progress(),
-    )
-    stalls, beside = time_stalls(training, behind, steps, options.saves)
+    stalls, beside = time_stalls(training, saver("behind", "--async-save"), steps, options.saves)
     load = median(time_loads(engine, _newest(options.directory), options.saves))
     written, read = (median(rate[side] for rate in rates) for side in (0, 1))
     return {

@@ -7,7 +7,7 @@ planned from the rates that NCCL's collectives reached in the same result.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import mean
@@ -78,45 +78,23 @@ def fitted(job: Job, measured: float, at: Callable[[float], Machine], low: float
 
 def shape_rows() -> list[Row]:
     """Rows of other models on one H200, measured by throughput.py."""
-    rows, gpu = [], h200()
+    rows = []
     for (preset, size), result in SHAPES.items():
         figures = json.loads((RESULTS / f"throughput_{result}.json").read_text())["figures"]
-        figure = figures[f"{preset}:{size}"]["stage 0"]
-        model = ModelConfig(model_preset=preset, seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
-        job = job_of(model, GPU_VOCAB, {}, 1, 1, size)
-        rows.append(
-            {
-                "shape": f"{preset}:{size}",
-                "gib": round(memory_of(job).peak / 2**30, 2),
-                "measured_gib": round(figure["peak_gib"], 2),
-                "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
-                "measured_ms": round(figure["milliseconds"], 1),
-                "fitted": False,
-            }
-        )
+        shape = f"{preset}:{size}"
+        job = job_of(_measured_model(preset), GPU_VOCAB, {}, 1, 1, size)
+        rows.append(_row(job, h200(), figures[shape]["stage 0"], shape=shape))
     return rows
 
 
 def h200_rows() -> list[Row]:
     """Rows of two H200s on NVLink at each stage."""
-    figures, gpu, rows = json.loads((RESULTS / f"{TWO_H200}.json").read_text())["figures"], h200(), []
-    for contestant, figure in figures.items():
-        if contestant not in CONTESTANTS and contestant != "one_gpu":
-            continue
-        alone = contestant == "one_gpu"
-        job = job_of(_measured_model(), GPU_VOCAB, CONTESTANTS.get(contestant, {}), 1, 1 if alone else 2, 8)
-        planned = memory_of(job).peak + (0 if alone else counted_otherwise(job))
-        rows.append(
-            {
-                "result": TWO_H200,
-                "run": contestant,
-                "gib": round(planned / 2**30, 2),
-                "measured_gib": round(figure["peak_gib"], 2),
-                "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
-                "measured_ms": figure["milliseconds"],
-                "fitted": alone,
-            }
-        )
+    figures, rows = json.loads((RESULTS / f"{TWO_H200}.json").read_text())["figures"], []
+    for run, figure in figures.items():
+        if run in CONTESTANTS or run == "one_gpu":
+            local = 1 if run == "one_gpu" else 2
+            job = job_of(_measured_model(), GPU_VOCAB, CONTESTANTS.get(run, {}), 1, local, 8)
+            rows.append(_row(job, h200(), figure, fitted=local == 1, run=run))
     return rows
 
 
@@ -128,65 +106,51 @@ def socket_rows() -> list[Row]:
     rows = []
     for name in SOCKETS:
         figures = _zero_speed(f"1.3b_{name}")
-        settings, alone = figures["settings"], figures["contestants"]["one_gpu"]["milliseconds"] / 1e3
-        size, count = settings["micro_batch_size"], settings["micro_batches"]
-        one = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, size, micro_batches=count)
-        at = partial(_sockets, figures["links"]["rounds"])
-        rates = fitted(one, alone, at, 0.2, 1.0)
-        grid = (figures["nodes"], figures["ranks_per_node"], settings["micro_batch_size"])
-        for contestant, figure in figures["contestants"].items():
-            if contestant not in CONTESTANTS:
-                continue
-            zero, batches = CONTESTANTS[contestant], settings["micro_batches"]
-            job = job_of(_measured_model(), GPU_VOCAB, zero, *grid, micro_batches=batches)
+        rates = _fitted_to_one(figures, partial(_sockets, figures["links"]["rounds"]))
+        for run, figure, job in _contested(figures):
             gather = rates.link if job.zero.sends_differences else rates.gather
-            seconds = step_time(job, replace(rates, gather=gather), traffic_of(job)).seconds
-            rows.append(
-                {
-                    "nccl": figures["nccl"]["name"],
-                    "micro_batches": batches,
-                    "run": contestant,
-                    "gib": round(memory_of(job).peak / 2**30, 2),
-                    "measured_gib": round(figure["peak_gib"], 2),
-                    "milliseconds": round(1000 * seconds, 1),
-                    "measured_ms": round(figure["milliseconds"], 1),
-                    "fitted": False,
-                }
-            )
+            names = {"nccl": figures["nccl"]["name"], "micro_batches": job.micro_batches, "run": run}
+            rows.append(_row(job, replace(rates, gather=gather), figure, **names))
     return rows
 
 
 def nvlink_rows() -> list[Row]:
     """Rows of two models on two H100s. The share of the peak is that of another H100 alone, at 1.3B."""
-    alone = _zero_speed(ONE_H100)
-    size, count = alone["settings"]["micro_batch_size"], alone["settings"]["micro_batches"]
-    one = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, size, micro_batches=count)
-    gpu = fitted(one, alone["contestants"]["one_gpu"]["milliseconds"] / 1e3, h100, 0.2, 1.0)
-    return [row for name in NVLINK for row in _nvlink_rows_of(_zero_speed(name), gpu)]
+    gpu = _fitted_to_one(_zero_speed(ONE_H100), h100)
+    return [
+        _row(job, gpu, figure, model=figures["settings"]["preset"], run=run)
+        for figures in map(_zero_speed, NVLINK)
+        for run, figure, job in _contested(figures)
+    ]
 
 
-def _nvlink_rows_of(figures: Row, gpu: Machine) -> list[Row]:
-    settings, rows = figures["settings"], []
-    model = _measured_model(settings["preset"])
+def _row(job: Job, gpu: Machine, measured: Row, *, fitted: bool = False, **names: Any) -> Row:
+    return {
+        **names,
+        "gib": round((memory_of(job).peak + counted_otherwise(job)) / 2**30, 2),
+        "measured_gib": round(measured["peak_gib"], 2),
+        "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
+        "measured_ms": round(measured["milliseconds"], 1),
+        "fitted": fitted,
+    }
+
+
+def _contested(figures: Row) -> Iterator[tuple[str, Row, Job]]:
+    """The contestants of a result of zero_speed.py that are of this package: name, figures, and job."""
+    settings = figures["settings"]
     grid = (figures["nodes"], figures["ranks_per_node"], settings["micro_batch_size"])
-    for contestant, figure in figures["contestants"].items():
-        if contestant not in CONTESTANTS or contestant == "one_gpu":
-            continue
-        zero, count = CONTESTANTS[contestant], settings["micro_batches"]
-        job = job_of(model, GPU_VOCAB, zero, *grid, micro_batches=count)
-        planned = memory_of(job).peak + counted_otherwise(job)
-        rows.append(
-            {
-                "model": settings["preset"],
-                "run": contestant,
-                "gib": round(planned / 2**30, 2),
-                "measured_gib": round(figure["peak_gib"], 2),
-                "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
-                "measured_ms": round(figure["milliseconds"], 1),
-                "fitted": False,
-            }
-        )
-    return rows
+    for run, figure in figures["contestants"].items():
+        if run in CONTESTANTS:
+            model = _measured_model(settings["preset"])
+            yield run, figure, job_of(model, GPU_VOCAB, CONTESTANTS[run], *grid, settings["micro_batches"])
+
+
+def _fitted_to_one(figures: Row, at: Callable[[float], Machine]) -> Machine:
+    """The machine whose GPU alone takes as long as in this result."""
+    settings = figures["settings"]
+    grid = (1, 1, settings["micro_batch_size"])
+    one = job_of(_measured_model(), GPU_VOCAB, {}, *grid, settings["micro_batches"])
+    return fitted(one, figures["contestants"]["one_gpu"]["milliseconds"] / 1e3, at, 0.2, 1.0)
 
 
 def _zero_speed(name: str) -> Row:

@@ -6,36 +6,42 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from benchmarks.faults.network import Link
 
+if TYPE_CHECKING:
+    from tests.object_server import ObjectServer
+
 # One of these that began last would leave the other workers without work.
 LONGEST = (
     "slurm/test_jobs.py",
-    "checkpoint/foreign/test_hostile.py",
+    "plan/test_search.py",
     "plan/test_memory.py",
-    "exchange/test_reductions.py",
-    "exchange/test_gathers.py",
-    "zero/test_quantized.py",
-    "zero/test_differences.py",
     "zero/test_stages.py",
-    "zero/test_tensor_parallel.py",
-    "zero/test_accumulation.py",
     "faults/test_bad_inputs.py",
-    "benchmarks/test_emulation.py",
-    "supervision/test_heartbeat.py",
+    "checkpoint/foreign/test_hostile.py",
+    "commands/test_scripts.py",
+    "zero/test_tensor_parallel.py",
     "plan/test_tensor_parallel.py",
+    "zero/test_differences.py",
+    "train/test_compiling.py",
+    "zero/test_own_modules.py",
+    "zero/test_inside_nodes.py",
+    "benchmarks/test_emulation.py",
+    "checkpoint/test_tensor_parallel.py",
+    "zero/test_quantized.py",
+    "checkpoint/huggingface/test_hub.py",
+    "plan/test_dry_run.py",
     "train/test_faults.py",
-    "supervision/test_preflight.py",
-    "checkpoint/foreign/test_megatron.py",
+    "supervision/test_heartbeat.py",
+    "zero/test_row_blocks.py",
     "train/test_tensor_parallel.py",
-    "checkpoint/test_object_saves.py",
-    "distributed/test_rendezvous.py",
-    "train/test_fp8_differences.py",
-    "zero/test_sublayers.py",
+    "exchange/test_gathers.py",
+    "supervision/test_preflight.py",
 )
 
 
@@ -72,3 +78,12 @@ def link() -> Iterator[Link]:
     found = Link(name)
     yield found
     found.remove()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator["ObjectServer"]:
+    """An object store, whose client the environment describes."""
+    from tests.object_server import object_server  # needs packages that other tests do not
+
+    with object_server() as server:
+        yield server

@@ -4,6 +4,7 @@ import faulthandler
 import importlib
 import importlib.metadata
 import itertools
+import json
 import multiprocessing
 import multiprocessing.process
 import os
@@ -54,6 +55,19 @@ def pretrain(
 ) -> subprocess.CompletedProcess[str]:
     """Runs ranks of pretrain_gpt.py to their end; what they print, joined."""
     return program("pretrain_gpt", *argv, processes=processes, timeout=timeout, **extra)
+
+
+def trained(*argv: str, **options: Any) -> str:
+    """Runs `pretrain`, which must succeed; what its ranks print on stdout."""
+    done = pretrain(*argv, **options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def logged(metrics: str | Path, name: str = "lm_loss") -> list[Any]:
+    """One number of each record of a run's metrics file that has it."""
+    records = map(json.loads, Path(metrics).read_text().splitlines())
+    return [record[name] for record in records if name in record]
 
 
 def program(

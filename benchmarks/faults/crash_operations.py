@@ -32,7 +32,6 @@ from megatron_zpp.data.text.sources import JsonLinesText
 from megatron_zpp.native.cache import build_once
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
-from megatron_zpp.zero.engine import ZeroEngine
 
 AFTER = 2  # of an errno: every later call fails as well, in calls.c
 FAULTS = (
@@ -118,53 +117,40 @@ def _case(
     return ("equal" if error is None else "one line, then equal"), ""
 
 
+BF16: dict[str, Any] = {"precision": PrecisionConfig(bf16=True)}
+ENGINES: dict[str, dict[str, Any]] = {  # of each stage: its settings, by what it is
+    "stage 0, fp32": {},
+    "stage 1, bf16": BF16 | {"zero_stage": 1},
+    "stage 2, fp16": {"precision": PrecisionConfig(fp16=True), "zero_stage": 2},
+    "stage 3, bf16": BF16 | {"zero_stage": 3},
+    "stage 3, ZeRO++": BF16
+    | {"zero_stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+}
+
+
 def operations(directory: Path) -> Iterator[Operation]:
     """All of them, with the files that they begin with."""
-    for number, (name, engine) in enumerate(engines().items()):
+    for number, (name, settings) in enumerate(ENGINES.items()):
         one, two = directory / str(number) / "one", directory / str(number) / "two"
         one.mkdir(parents=True)
-        yield from checkpoints(one, two, name, engine, _others)
+        yield from checkpoints(one, two, name, settings)
         if number == 1:
             for make in (_order, _tokens, _token_files, _library):
                 yield make(directory / make.__name__)
 
 
-def engines() -> dict[str, ZeroEngine]:
-    """An engine of each stage, by what it is."""
-    return {
-        "stage 0, fp32": small(),
-        "stage 1, bf16": small(precision=PrecisionConfig(bf16=True), zero_stage=1),
-        "stage 2, fp16": small(precision=PrecisionConfig(fp16=True), zero_stage=2),
-        "stage 3, bf16": small(precision=PrecisionConfig(bf16=True), zero_stage=3),
-        "stage 3, ZeRO++": small(
-            precision=PrecisionConfig(bf16=True),
-            zero_stage=3,
-            zero_quantized_weights=True,
-            zero_quantized_gradients=True,
-        ),
-    }
-
-
-def checkpoints(
-    one: Path,
-    two: Path,
-    name: str,
-    engine: ZeroEngine,
-    rest: Callable[[Path], object] = lambda here: None,
-) -> Iterator[Operation]:
+def checkpoints(one: Path, two: Path, name: str, settings: dict[str, Any]) -> Iterator[Operation]:
     """Save beside others, over one of the same iteration, remove old ones, load.
 
-    `one` is an empty directory, and `two` becomes one with two checkpoints. `rest` is a part of results: what
-    is there besides checkpoints.
+    `one` is an empty directory, and `two` becomes one with two checkpoints.
     """
-    known = {}
+    known, engine, other = {}, small(**settings), small(seed=9, **settings)
     for iteration in (1, 2):
         train(engine, seed=iteration)
         save(two, engine, Progress(iteration, iteration))
         known[iteration] = states(engine)
     train(engine, seed=3)
     third = states(engine)
-    other = small(seed=9, precision=engine_precision(name), **engine_zero(name))
 
     def read(path: Location) -> list[bytes]:
         load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
@@ -181,7 +167,7 @@ def checkpoints(
         return "" if len(there) >= at_least else f"only {list(there)}"
 
     def result(here: Path) -> Any:
-        return rest(here), {iteration: read(path) for iteration, path in committed(here).items()}
+        return _others(here), {iteration: read(path) for iteration, path in committed(here).items()}
 
     def tracked(here: Path) -> bytes:
         return read_limited(here / TRACKER, 99)
@@ -215,21 +201,6 @@ def _others(here: Path) -> set[str]:
     """What is in a directory of checkpoints besides them, and what the next save does not remove."""
     names = {path.name for path in here.iterdir() if not path.name.endswith((".partial", ".retired"))}
     return names - {path.name for path in committed(here).values()} - {TRACKER}
-
-
-def engine_precision(name: str) -> PrecisionConfig | None:
-    """The precision that a name of `operations` says."""
-    kind = name.partition(", ")[2]
-    return {"bf16": PrecisionConfig(bf16=True), "fp16": PrecisionConfig(fp16=True)}.get(
-        kind, PrecisionConfig(bf16=True) if kind == "ZeRO++" else None
-    )
-
-
-def engine_zero(name: str) -> dict[str, Any]:
-    """The rest of it."""
-    stage = int(name[6])
-    more = {"zero_quantized_weights": True, "zero_quantized_gradients": True} if "ZeRO++" in name else {}
-    return {"zero_stage": stage, **more} if stage else {}
 
 
 def _order(directory: Path) -> Operation:

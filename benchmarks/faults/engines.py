@@ -1,7 +1,7 @@
 """Engines around a small GPT on one rank, and their checkpoints: what campaigns save and load."""
 
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +21,16 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
+from megatron_zpp.storage.location import AnyLocation, Location
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.zero.engine import ZeroEngine
 
 TOKENIZER = describe(NullTokenizer(49))
-TIMEOUT = timedelta(seconds=60)
+FLAGS = (  # of a run that has a `small` engine
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --train-iters 9 --lr 1 --eval-iters 0"
+).split()
 
 
 def small(seed: int = 1, precision: PrecisionConfig | None = None, **zero: Any) -> ZeroEngine:
@@ -63,23 +67,31 @@ def train(engine: ZeroEngine, seed: int) -> None:
 
 
 def save(
-    directory: Path,
+    directory: AnyLocation,
     engine: ZeroEngine,
     progress: Progress,
     *,
+    with_optimizer: bool = True,
     reads_back: bool = False,
     config: dict[str, Any] | None = None,
-) -> Path:
-    """A checkpoint of `progress`."""
+    timeout: timedelta = timedelta(seconds=60),
+    files: FileWorker | None = None,
+    may_write: Callable[[], None] = lambda: None,
+) -> Location:
+    """A checkpoint of `progress`, of all ranks."""
     path = checkpoint_path(directory, progress.iteration)
-    store, options = dist.HashStore(), SaveOptions(files=FileWorker())
-    state = describe_state(engine, progress, with_optimizer=True, config=config or {}, tokenizer=TOKENIZER)
-    exchange = Exchange(store, engine.topology, TIMEOUT, "save")
-    shards = shards_of(engine, with_optimizer=True)
+    ranks = engine.topology.world_size
+    store = dist.HashStore() if ranks == 1 else dist.distributed_c10d._get_default_store()
+    options = SaveOptions(may_write=may_write, files=files or FileWorker())
+    state = describe_state(
+        engine, progress, with_optimizer=with_optimizer, config=config or {}, tokenizer=TOKENIZER
+    )
+    shards = shards_of(engine, with_optimizer=with_optimizer)
+    exchange = Exchange(store, engine.topology, timeout, f"save/{path}")
     written, checksums = write_checkpoint(path, shards, state, exchange, options)
     if reads_back:
-        read_back(written, checksums, Exchange(store, engine.topology, TIMEOUT, "read back"), options)
-    return Path(str(written))
+        read_back(written, checksums, Exchange(store, engine.topology, timeout, f"read back/{path}"), options)
+    return written
 
 
 def states(engine: ZeroEngine) -> list[bytes]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from hypothesis import strategies as st
 
-from benchmarks.faults.engines import TOKENIZER, save, small, states, train
+from benchmarks.faults.engines import FLAGS, TOKENIZER, save, small, states, train
 from benchmarks.faults.foreign_files import train_bpe, write_gpt2
 from benchmarks.faults.mutations import NUMBERS, change_bytes, change_json, changes_of_bytes, changes_of_json
 from megatron_zpp.checkpoint.progress import Progress
@@ -141,7 +141,7 @@ def _checkpoint(directory: Path) -> Execute:
 
     engine = small()
     train(engine, seed=1)
-    path = save(directory, engine, Progress(5, 50), config=parse_args(_OF_SMALL.split()).to_json())
+    path = Path(str(save(directory, engine, Progress(5, 50), config=parse_args(FLAGS).to_json())))
     saved = states(engine)
     state, shards = path / "state.json", path / "rank_00000.safetensors"
     good = {file: file.read_bytes() for file in path.iterdir()}
@@ -175,10 +175,6 @@ def _checkpoint(directory: Path) -> Execute:
     return execute
 
 
-_OF_SMALL = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --num-layers 2 --hidden-size 32 "
-    "--num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --train-iters 1 --lr 1 --eval-iters 0"
-)
 _TARGETS = (
     *(f"{name} bytes" for name in ("COMMITTED", "manifest.json", "state.json", "rank_00000.safetensors")),
     *("manifest.json right values", "manifest.json right bytes"),
@@ -264,7 +260,7 @@ def _hugging_face_model(directory: Path) -> Execute:
     header, tensors = json.loads(good[weights][8 : 8 + length]), good[weights][8 + length :]
     names = [name for name in header if name != "__metadata__"]
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "a.safetensors")}
-    model = parse_args(_OF_SMALL.split()).model
+    model = parse_args(FLAGS).model
 
     def execute(change: tuple[Any, ...]) -> None:
         target, raw, inside = change
@@ -330,7 +326,7 @@ def _deepspeed(directory: Path) -> Execute:
             path.write_bytes(change_bytes(good, raw))
         else:
             path.write_text(change_json(_DEEPSPEED, inside))
-        argv = [*_OF_SMALL.split(), "--deepspeed_config", str(path)]
+        argv = [*FLAGS, "--deepspeed_config", str(path)]
         parsed = parse_command_line(argv, ranks=lambda plan: 2)
         assert parsed == parse_command_line(argv, ranks=lambda plan: 2)
         assert Config.from_json(parsed.config.to_json()) == parsed.config

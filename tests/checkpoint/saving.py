@@ -1,32 +1,27 @@
 """Saves and loads engines around a small GPT as a run does, on one rank or inside of `on_ranks`."""
 
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.directory import checkpoint_path
-from megatron_zpp.checkpoint.file_worker import FileWorker
+from benchmarks.faults import engines
+from benchmarks.faults.engines import FLAGS
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read_back import read_back
-from megatron_zpp.checkpoint.states import describe_state, shards_of
-from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.tokenizer.base import describe
-from megatron_zpp.tokenizer.null import NullTokenizer
+from megatron_zpp.storage.location import Location
+from megatron_zpp.train.resume import restore
+from megatron_zpp.train.resume.start import Start
+from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 
-TOKENIZER = describe(NullTokenizer(49))
-FIRST, SECOND = Progress(5, 50), Progress(10, 100)
+FIRST, SECOND, TOKENIZER = Progress(5, 50), Progress(10, 100), engines.TOKENIZER
 
 
 def small(
@@ -62,36 +57,14 @@ def train(engine: ZeroEngine, steps: int, seed: int) -> list[float]:
     return norms
 
 
-def save(
-    directory: Path,
-    engine: ZeroEngine,
-    progress: Progress = FIRST,
-    *,
-    with_optimizer: bool = True,
-    reads_back: bool = False,
-    config: dict[str, Any] | None = None,
-    timeout: timedelta = timedelta(seconds=60),
-    files: FileWorker | None = None,
-    may_write: Callable[[], None] = lambda: None,
-) -> Path:
-    """A checkpoint of `progress`."""
-    path = checkpoint_path(directory, progress.iteration)
-    ranks = engine.topology.world_size
-    store = dist.HashStore() if ranks == 1 else dist.distributed_c10d._get_default_store()
-    options = SaveOptions(may_write=may_write, files=files or FileWorker())
-    path, checksums = write_checkpoint(
-        path,
-        shards_of(engine, with_optimizer=with_optimizer),
-        describe_state(
-            engine,
-            progress,
-            with_optimizer=with_optimizer,
-            config=config or {"note": "π"},
-            tokenizer=TOKENIZER,
-        ),
-        Exchange(store, engine.topology, timeout, f"test/{path}"),
-        options,
-    )
-    if reads_back:
-        read_back(path, checksums, Exchange(store, engine.topology, timeout, f"read back/{path}"), options)
-    return path
+def restored(engine: ZeroEngine, *flags: str) -> Start:
+    """Where a run with these flags starts, whose engine is a `small` one; on each of its ranks."""
+    config, store = parse_args([*FLAGS, *flags]), dist.distributed_c10d._get_default_store()
+    ranks, length = engine.topology.world_size, config.model.seq_length
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, ranks, seq_length=length)
+    return restore.restore(config, engine, TOKENIZER, store, schedule)
+
+
+def save(directory: Location, engine: ZeroEngine, progress: Progress = FIRST, **options: Any) -> Any:
+    """A checkpoint of `progress`, with a configuration that is not ASCII."""
+    return engines.save(directory, engine, progress, **{"config": {"note": "π"}} | options)

@@ -1,7 +1,6 @@
 """Saves to an object store: whole or not there, at any moment of a kill, and exact when loaded."""
 
 import shutil
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from megatron_zpp.tokenizer import build_tokenizer, describe
 from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
 from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
 from tests.checkpoint.test_tokenizer import SHAPE, STEPS, flags_of
-from tests.object_server import BUCKET, ObjectServer, object_server
+from tests.object_server import BUCKET, ObjectServer
 from tests.support import nightly
 from tests.train.in_process import train_here
 from tests.zero.engines import weights_of
@@ -33,12 +32,6 @@ from tests.zero.ranks import on_ranks
 
 SHARDS = ["rank_00000.safetensors", "rank_00000.safetensors.sha256"]
 FILES = ["COMMITTED", "manifest.json", *SHARDS, "state.json"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -187,19 +187,6 @@ def test_invalid_settings_are_refused(
         prepare()
 
 
-def test_an_error_is_one_line_and_its_status(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    argv = ["--load", checkpoint, "--valid-data", tmp_path / "a.txt"]
-    status, out, err = evaluate(*argv, "--output", tmp_path / "a.txt" / "x")
-    assert (status, out) == (1, "")
-    assert err.startswith(f"evaluate.py: error: --output {tmp_path}/a.txt: Not a directory; name a")
-    assert len(err.splitlines()) == 1
-    status, out, err = evaluate(*argv, "--strides", 5)
-    assert (status, out) == (2, "")
-    assert err.startswith("evaluate.py: error: unrecognized argument --strides")
-    assert len(err.splitlines()) == 1
-
-
 @pytest.mark.parametrize(("nats", "loss", "printed"), [(math.nan, None, "nan"), (2000.0, 1000.0, "inf")])
 def test_figures_that_are_not_finite_are_null_in_the_file(
     tmp_path: Path,

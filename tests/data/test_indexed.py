@@ -67,16 +67,6 @@ def test_either_file_names_the_data_set(by_hand, suffix):
     assert IndexedDataset(prefix + suffix).prefix == prefix
 
 
-@pytest.mark.parametrize("suffix", ["idx", "bin"])
-def test_missing_and_empty_files_are_named(by_hand, suffix):
-    prefix = by_hand("x", SEQUENCES)
-    path = Path(f"{prefix}.{suffix}")
-    path.write_bytes(b"")
-    assert f"{path}: the file is empty" in refused(prefix)
-    path.unlink()
-    assert f"{path}: no such file" in refused(prefix)
-
-
 @pytest.mark.parametrize(
     ("offset", "content", "expected"),
     [

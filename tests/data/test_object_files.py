@@ -1,6 +1,5 @@
 """Data sets in an object store: the same samples as from files, and copies that are never stale."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,7 @@ from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.storage.checksums import DamagedFile
 from tests.data.conftest import open_data
-from tests.object_server import BUCKET, ObjectServer, object_server
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
+from tests.object_server import BUCKET, ObjectServer
 
 
 def write(prefix: Path, seed: int) -> str:

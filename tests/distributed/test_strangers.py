@@ -24,7 +24,6 @@ from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage
 from megatron_zpp.supervision.process import connect_ranks
 from tests.support import free_port
 
@@ -234,11 +233,6 @@ def test_checkpoints_that_rank_0_names_are_below_load(met: Met, tmp_path: Path, 
     met.ranks[0].store.set("load/candidates", json.dumps(["iter_0000001", name]))
     with pytest.raises(ValueError, match="a rank sent what is no name of a checkpoint"):
         _agreed_candidates(load, None, exchange, FileWorker())
-
-
-@pytest.mark.parametrize("text", [b"null", b""])
-def test_heartbeats_of_nobody_are_no_messages(text: bytes) -> None:
-    assert HeartbeatMessage.decode(text) is None
 
 
 def test_nodes_with_different_secrets_say_so_on_both(tmp_path: Path) -> None:

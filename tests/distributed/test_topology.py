@@ -23,13 +23,6 @@ def test_torchruns_variables_are_read() -> None:
     assert Topology.from_environment(TORCHRUN) == Topology(5, 8, 1, 4)
 
 
-@pytest.mark.parametrize("name", TORCHRUN)
-def test_a_missing_variable_is_named(name: str) -> None:
-    rest = {key: value for key, value in TORCHRUN.items() if key != name}
-    with pytest.raises(ValueError, match=rf"^{name} \(not set\)"):
-        Topology.from_environment(rest)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -126,6 +126,12 @@ OPTIMIZER = [
         "--zero-quantized-weights in int8 would gather other codes; use --zero-quantized-weights-format "
         "delta4, or omit",
     ),
+    bad("--bf16 --fp8-output-layer", "--fp8-output-layer (given): needs --fp8"),
+    bad(
+        "--fp8 --bf16 --kv-channels 16 --fp8-recipe delayed --fp8-output-layer --zero-stage 3 "
+        "--zero-table-rows 64",
+        "--fp8-output-layer (given): multiplies all entries at once; omit it or --zero-table-rows 64",
+    ),
     bad(
         "--fp8 --bf16 --fp8-recipe tensorwise --fp8-output-layer",
         "--fp8-output-layer (given): needs --fp8-recipe delayed",

@@ -1,7 +1,6 @@
 """Training on a GPU: the CPU's numbers, each number format, and a resume that loses nothing."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.train.steps.skips import SkipFlag
 from tests.gpu.steady import assert_steady
-from tests.support import pretrain
+from tests.support import logged, pretrain, trained
 from tests.zero.engines import engine_of
 
 VOCAB = 1000
@@ -95,16 +94,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, flags: str) -
     assert pretrain(*command, "--metrics-file", str(whole)).returncode == 0
     parted = [*command, "--metrics-file", str(parts), "--save", save, "--load", save]
     for extra in (["--exit-interval", "4"], []):
-        done = pretrain(*parted, *extra)
-        assert done.returncode == 0, done.stderr
-    curves = [
-        [
-            record["lm_loss"]
-            for record in map(json.loads, path.read_text().splitlines())
-            if "lm_loss" in record
-        ]
-        for path in (whole, parts)
-    ]
+        trained(*parted, *extra)
+    curves = [logged(path) for path in (whole, parts)]
     assert curves[0] == curves[1]
 
 

@@ -14,7 +14,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.traffic import total, traffic_of
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of, printed
-from tests.support import pretrain
+from tests.support import trained
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -164,13 +164,12 @@ def run_and_planned(
         "--num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 3 --lr 1e-3 "
         f"--log-interval 1 --eval-iters 0 --num-workers 0 --zero-stage 3 --zero-quantized-weights {flags}"
     ).split()
-    done = pretrain(*argv, "--metrics-file", directory / "metrics.jsonl", processes=2, **variables)
-    assert done.returncode == 0, done.stderr
+    out = trained(*argv, "--metrics-file", directory / "metrics.jsonl", processes=2, **variables)
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     grid = f"--plan-nodes {nodes} --plan-gpus-per-node {2 // nodes} --plan-link-gbit 100".split()
     lines = map(str.split, printed(*argv, "--dry-run", *grid).splitlines())
     found = {line[0]: int(line[1].replace(",", "")) for line in lines if line and "_node_bytes" in line[0]}
-    return records, found, done.stdout
+    return records, found, out
 
 
 def test_the_plan_is_what_a_run_writes_to_its_metrics(tmp_path: Path) -> None:

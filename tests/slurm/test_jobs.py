@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, Job, why_not
-from tests.support import holding, nightly, pretrain
+from tests.support import holding, nightly, trained
 
 MODEL = (
     "--device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2 --hidden-size 64"
@@ -86,8 +86,7 @@ def weights(directory: Path) -> dict[str, bytes]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The final weights of an undisturbed run of two ranks."""
     save = tmp_path_factory.mktemp("whole")
-    done = pretrain(*MODEL, *LENGTH, "--save", str(save), processes=2)
-    assert done.returncode == 0, done.stderr
+    trained(*MODEL, *LENGTH, "--save", str(save), processes=2)
     return weights(save)
 
 

@@ -21,7 +21,7 @@ from megatron_zpp.storage import lease as module
 from megatron_zpp.storage.lease import LEASE, Held, Holder, Lease, LeaseLost
 from megatron_zpp.storage.location import Location, ObjectError, location
 from megatron_zpp.storage.objects import path as object_path
-from tests.object_server import BUCKET, ObjectServer, object_server
+from tests.object_server import BUCKET, ObjectServer
 from tests.support import ROOT, ended, environment, nightly, wait_until
 
 SECONDS = 0.6
@@ -33,12 +33,6 @@ with Lease(Path(sys.argv[1]), print, 30.0):
     print("held", flush=True)
     time.sleep(60)
 """
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
 
 
 @pytest.fixture(params=["file", "object"])

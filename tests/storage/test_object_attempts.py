@@ -1,6 +1,5 @@
 """Requests whose answers do not come, or say to try again: what is repeated, how long, and what it leaves."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,18 +12,12 @@ from megatron_zpp.storage.objects import requests as object_store
 from megatron_zpp.storage.objects.path import ObjectPath
 from megatron_zpp.storage.objects.requests import NoUpload
 from megatron_zpp.storage.objects.upload import ChecksummedUpload
-from tests.object_server import BUCKET, ObjectServer, object_server
+from tests.object_server import BUCKET, ObjectServer
 from tests.support import nightly
 
 CONTENT = bytes(range(256)) * 64
 GONE = 'Could not connect to the endpoint URL: "http://here"'
 REFUSED = {"SlowDown": 503, "InternalError": 500, "AccessDenied": 403}  # codes of answers, and their status
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
 
 
 class Faults:

@@ -18,15 +18,9 @@ from megatron_zpp.storage.objects.path import ObjectPath
 from megatron_zpp.storage.objects.ranges import ObjectRanges
 from megatron_zpp.storage.objects.upload import ChecksummedUpload, part_bytes
 from megatron_zpp.storage.regular import UnfitFile, read_limited
-from tests.object_server import BUCKET, ObjectServer, object_server
+from tests.object_server import BUCKET, ObjectServer
 
 CHUNK = 4 << 20
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -87,4 +87,4 @@ def test_waiting_ranks_are_told_for_which_rank_they_wait() -> None:
 def test_a_heartbeat_message_survives_the_store() -> None:
     there = beat(3, failed='quoted "text"', asks=True)
     assert HeartbeatMessage.decode(there.encode().encode()) == there
-    assert HeartbeatMessage.decode(b"null") is None
+    assert HeartbeatMessage.decode(b"null") is HeartbeatMessage.decode(b"") is None

@@ -116,13 +116,6 @@ def test_keys_stay_aligned(tmp_path: Path) -> None:
     assert documents(tmp_path / "out", "title") == [[11], [44, 44]]
 
 
-def test_no_documents_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_bytes(b"\n\n \nbroken\n")
-    error = fail(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL)
-    assert f"--input {tmp_path}/in.jsonl: has no documents" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
 def children(pid: int) -> list[int]:
     """The worker processes of a tool."""
     found = []

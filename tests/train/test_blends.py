@@ -3,23 +3,12 @@
 import json
 import shutil
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
 
-from tests.support import pretrain
+from tests.support import logged, trained
 from tests.train.conftest import BYTES, TINY
-
-
-def losses(path: Path) -> list[float]:
-    records = map(json.loads, path.read_text().splitlines())
-    return [record["lm_loss"] for record in records if "lm_loss" in record]
-
-
-def out_of(done: CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 def state(checkpoint: Path) -> dict:
@@ -41,7 +30,7 @@ def test_other_weights_after_a_resume(corpus: str, tmp_path: Path) -> None:
         save, metrics = str(tmp_path / name), str(tmp_path / f"{name}.jsonl")
         blend = ["--data-path", weights[0], one, weights[1], other]
         on = ["--save", save, "--load", save, "--metrics-file", metrics, "--exit-interval", str(stop)]
-        return out_of(pretrain(*blend, *flags, *on, processes=ranks))
+        return trained(*blend, *flags, *on, processes=ranks)
 
     out = go_on(("1", "3"), "a", 2, 1)
     assert " train: the run's 48 samples read" in out
@@ -59,7 +48,7 @@ def test_other_weights_after_a_resume(corpus: str, tmp_path: Path) -> None:
     shutil.copy(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
     assert "the blend changes" not in go_on(("3", "1"), "a", 6, 1)
     go_on(("3", "1"), "b", 6, 2)
-    assert losses(tmp_path / "a.jsonl") == pytest.approx(losses(tmp_path / "b.jsonl"), rel=1e-5)
+    assert logged(tmp_path / "a.jsonl") == pytest.approx(logged(tmp_path / "b.jsonl"), rel=1e-5)
     dataset_progress = state(tmp_path / "a" / "iter_0000006")["progress"]["dataset_progress"]
     assert [(part["consumed_before"], part["weight"]) for part in dataset_progress["sets"]] == [
         (4, 3.0),

@@ -1,6 +1,5 @@
 """Compiled layers: the numbers of plain ones, one graph for all, at every stage and in whole runs."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
 from megatron_zpp.train.setup.compiling import compile_parts, prepare_compiler
 from tests.model.variants import LLAMA, MODELS
-from tests.support import GROUPED_FLASH, pretrain
+from tests.support import GROUPED_FLASH, logged, pretrain
 from tests.zero.engines import engine_of
 from tests.zero.ranks import on_ranks
 
@@ -162,9 +161,7 @@ def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path, recomputes
         assert done.returncode == 0, done.stderr[-2000:]
         assert ("compiled layers" in done.stdout) == ("--compile" in extra)
         assert "warning: torch.compile" not in done.stderr
-        records = [json.loads(line) for line in out.read_text().splitlines()]
-        steps, evaluations = ([r[key] for r in records if key in r] for key in ("lm_loss", "valid_loss"))
-        return steps, evaluations
+        return logged(out), logged(out, "valid_loss")
 
     steps, evaluations = run("whole", "--compile", "--save", str(tmp_path / "run"), "--save-interval", "2")
     assert any(Path(tmp_path / "kernels").rglob("*.so"))

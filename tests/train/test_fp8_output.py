@@ -1,13 +1,11 @@
 """Runs with --fp8-output-layer: exact resumes, equal stages, other flags, and what it does not go with."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8.output import OutputProduct
 from megatron_zpp.model.gpt import GPT
@@ -124,19 +122,3 @@ def test_tensor_ranks_multiply_their_entries(more: tuple[str, ...]) -> None:
     assert here == other
     assert here[:2] == pytest.approx(alone[:2], rel=2.0**-10)
     assert here == pytest.approx(alone, rel=2.0**-6)
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        ("--bf16 --fp8 --fp8-recipe tensorwise", "needs --fp8-recipe delayed"),
-        ("--bf16", "needs --fp8"),
-        (
-            f"{' '.join(DELAYED)} --zero-table-rows 64",
-            "multiplies all entries at once; omit it or --zero-table-rows 64",
-        ),
-    ],
-)
-def test_what_does_not_work_is_refused(flags: str, error: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{OUTPUT} (given): {error}')}$"):
-        parse_args([*FLAGS, OUTPUT, *flags.split()])

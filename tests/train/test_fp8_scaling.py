@@ -19,7 +19,7 @@ from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.variants import MODELS, flags_of
-from tests.support import nightly
+from tests.support import logged, nightly
 from tests.train.in_process import train_here
 from tests.zero.ranks import on_ranks
 
@@ -140,8 +140,7 @@ def losses_of_rounded(seed: int, *more: str) -> list[float]:
 
 
 def losses_of(path: Path) -> list[tuple[float, float]]:
-    records = map(json.loads, path.read_text().splitlines())
-    return [(record["lm_loss"], record["grad_norm"]) for record in records if "lm_loss" in record]
+    return list(zip(logged(path), logged(path, "grad_norm"), strict=True))
 
 
 Run = Callable[..., list[tuple[float, float]]]

@@ -13,7 +13,7 @@ from megatron_zpp.data.open import open_splits
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS, flags_of
-from tests.support import nightly, pretrain
+from tests.support import nightly, trained
 from tests.train.in_process import train_here
 
 EOD = 256
@@ -25,9 +25,8 @@ NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0".split()
 def record_of(path: Path, flags: list[str], *more: str, processes: int = 1) -> list[dict]:
     """The metrics of three steps and the evaluations around them."""
     command = [*flags, *NO_DROPOUT, "--global-batch-size", "8", "--train-iters", "3", *more]
-    done = pretrain(*command, "--metrics-file", str(path), processes=processes)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert ": positions restart, attention restarts" in done.stdout
+    out = trained(*command, "--metrics-file", str(path), processes=processes)
+    assert ": positions restart, attention restarts" in out
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

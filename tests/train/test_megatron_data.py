@@ -1,6 +1,5 @@
 """Runs on Megatron-LM's data and in its order: its counts of samples, its batches, any ranks, any resume."""
 
-import json
 import re
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
-from tests.support import pretrain
+from tests.support import logged, pretrain, trained
 from tests.train.conftest import BYTES, TINY
-from tests.train.in_process import of, train_here
+from tests.train.in_process import train_here
 
 
 def requested(training, evaluation):
@@ -51,29 +50,6 @@ def test_as_many_samples_as_megatron_lm_asks_for(length, evaluation, expected):
     assert tuple(counts.values()) == expected
 
 
-@pytest.mark.parametrize(("ranks", "consumed"), [(1, 0), (2, 0), (2, 48), (4, 16)])
-def test_ranks_read_what_its_sampler_gives_them(ranks, consumed):
-    """Its sampler collects micro_batch_size × ranks samples and gives each rank a contiguous part."""
-    micro_batch, batch, steps = 2, 16, 3
-    given = {rank: [] for rank in range(ranks)}
-    collected = []
-    for sample in range(consumed, consumed + steps * batch):
-        collected.append(sample)
-        if len(collected) == micro_batch * ranks:
-            for rank in range(ranks):
-                given[rank].append(collected[rank * micro_batch : (rank + 1) * micro_batch])
-            collected = []
-    schedule = BatchSchedule(micro_batch, batch, ranks)
-    for rank in range(ranks):
-        read = []
-        for step in range(steps):
-            begin = consumed + step * batch
-            for index in range(schedule.micro_batches_at(begin)):
-                first, count = schedule.micro_batch(begin, index, rank)
-                read.append(list(range(first, first + count)))
-        assert read == given[rank]
-
-
 @pytest.fixture
 def megatron(corpus: str, tmp_path: Path) -> list[str]:
     """A run in Megatron-LM's order on a blend, several epochs of it."""
@@ -90,7 +66,7 @@ def test_any_ranks_and_any_resume_read_the_same(
     def losses(name: str, *flags: str) -> list[float]:
         file = tmp_path / name
         train_here([*flags, *length, "--metrics-file", str(file)])
-        return of([json.loads(line) for line in file.read_text().splitlines()], "lm_loss")
+        return logged(file)
 
     whole = losses("whole", *megatron)
     out = capsys.readouterr().out
@@ -100,10 +76,8 @@ def test_any_ranks_and_any_resume_read_the_same(
     losses("parts", *on, "--exit-interval", "2")
     assert losses("parts", *on) == whole
     assert "WARNING" not in capsys.readouterr().out
-    done = pretrain(*megatron, *length, "--metrics-file", str(tmp_path / "two"), processes=2)
-    assert done.returncode == 0, done.stderr[-2000:]
-    two = of([json.loads(line) for line in (tmp_path / "two").read_text().splitlines()], "lm_loss")
-    assert two == pytest.approx(whole, rel=1e-5)
+    trained(*megatron, *length, "--metrics-file", str(tmp_path / "two"), processes=2)
+    assert logged(tmp_path / "two") == pytest.approx(whole, rel=1e-5)
     assert losses("windows", *megatron[: megatron.index("--dataset-order")])[0] != whole[0]
 
 

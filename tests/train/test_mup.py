@@ -19,9 +19,8 @@ from megatron_zpp.config.root import parse_args, parse_command_line
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.model.gpt import GPT
 from tests.config.command_line import MINIMAL
-from tests.support import pretrain
+from tests.support import logged, trained
 from tests.train.conftest import BYTES
-from tests.train.in_process import of
 
 SHAPE = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 16}
 BASE = {"use_mup": True, "mup_base_hidden_size": 32}
@@ -118,10 +117,9 @@ def test_a_run_resumes_at_another_stage_and_is_exported_with_its_multipliers(
         for stage, steps, ranks in stages:
             more = ["--zero-stage", f"{stage}", "--train-iters", f"{steps}"]
             metrics = tmp_path / f"{name}.jsonl"
-            done = pretrain(*flags, *saves, *more, "--metrics-file", str(metrics), processes=ranks)
-            assert done.returncode == 0, done.stderr
-            assert "WARNING: --" not in done.stdout
-        losses.append(of([json.loads(line) for line in metrics.read_text().splitlines()], "lm_loss"))
+            out = trained(*flags, *saves, *more, "--metrics-file", str(metrics), processes=ranks)
+            assert "WARNING: --" not in out
+        losses.append(logged(metrics))
     assert losses[0][-1] < losses[0][0]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     monkeypatch.setattr(sys, "argv", ["export", f"{tmp_path}/resumed", f"{tmp_path}/out"])

@@ -1,9 +1,7 @@
 """Runs that save to, load from and read data of an object store: the bits of runs on a disk, or one line."""
 
 import errno
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.storage.location import ObjectError
 from megatron_zpp.storage.objects import path as object_path
 from megatron_zpp.train.inputs import check_inputs
-from tests.object_server import BUCKET, ObjectServer, object_server
-from tests.support import pretrain
+from tests.object_server import BUCKET, ObjectServer
+from tests.support import logged, trained
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, train_here
 
@@ -26,22 +24,11 @@ RUN += ["--eval-iters", "1"]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def stored(server: ObjectServer, corpus: str) -> str:
     """The corpus in the object store."""
     for path in Path(corpus).parent.glob("bytes.*"):
         server.put(f"corpus/{path.name}", path.read_bytes())
     return f"s3://{BUCKET}/corpus/bytes"
-
-
-def losses(metrics: Path) -> list[float]:
-    records = map(json.loads, metrics.read_text().splitlines())
-    return [record["lm_loss"] for record in records if "lm_loss" in record]
 
 
 def shards(content: bytes, tmp_path: Path) -> dict[str, np.ndarray]:
@@ -55,18 +42,15 @@ def test_a_run_on_objects_has_the_bits_of_a_run_on_files(
 ) -> None:
     on_files = ["--data-path", corpus, "--save", str(tmp_path / "saved"), "--save-interval", "1"]
     on_files += ["--metrics-file", str(tmp_path / "files.jsonl")]
-    ended = pretrain(*RUN, *on_files, "--train-iters", "2", processes=2)
-    assert ended.returncode == 0, ended.stderr
+    trained(*RUN, *on_files, "--train-iters", "2", processes=2)
     url, cache = f"s3://{BUCKET}/equal", str(tmp_path / "cache")
     on_objects = ["--data-path", stored, "--object-storage-cache-path", cache, "--train-iters", "2"]
     on_objects += ["--save", url, "--load", url, "--save-interval", "1", "--keep-last", "1"]
     on_objects += ["--metrics-file", str(tmp_path / "objects.jsonl")]
-    first = pretrain(*RUN, *on_objects, "--exit-interval", "1", "--async-save", processes=2)
-    assert first.returncode == 0, first.stderr
-    second = pretrain(*RUN, *on_objects, processes=2)
-    assert second.returncode == 0, second.stderr
-    assert f" loaded {url}/iter_0000001; resuming at iteration 1" in second.stdout
-    assert losses(tmp_path / "objects.jsonl") == losses(tmp_path / "files.jsonl")
+    trained(*RUN, *on_objects, "--exit-interval", "1", "--async-save", processes=2)
+    second = trained(*RUN, *on_objects, processes=2)
+    assert f" loaded {url}/iter_0000001; resuming at iteration 1" in second
+    assert logged(tmp_path / "objects.jsonl") == logged(tmp_path / "files.jsonl")
     names = {key.partition("/")[0] for key in server.keys("equal/")}
     assert names == {"iter_0000002", "latest_checkpointed_iteration.txt", "config.yaml"}
     for rank in (0, 1):

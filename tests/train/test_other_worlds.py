@@ -1,6 +1,5 @@
 """A run that resumes with other ranks and at another stage sees every sample once, and learns the same."""
 
-import json
 import os
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from megatron_zpp.data import loader
 from tests.model.variants import MODELS, flags_of
-from tests.support import Run, nightly
+from tests.support import Run, logged, nightly
 from tests.train.conftest import BYTES, TINY
 
 LENGTH = "--micro-batch-size 1 --global-batch-size 12 --eval-iters 0 --num-workers 0 --fp32".split()
@@ -26,11 +25,6 @@ def write_down_samples() -> None:
         return read(ranges, place)
 
     loader._Ranges.__getitem__ = read_range
-
-
-def losses(path: Path) -> list[float]:
-    records = map(json.loads, path.read_text().splitlines())
-    return [record["lm_loss"] for record in records if "lm_loss" in record]
 
 
 @pytest.mark.parametrize("model", [nightly("gpt2"), "llama"])
@@ -53,5 +47,5 @@ def test_no_sample_is_lost_or_repeated(corpus: str, tmp_path: Path, model: str) 
     with Run(tmp_path / "1", 1) as run:
         run.start(0, *flags, "--metrics-file", str(tmp_path / "whole.jsonl"))
         assert run.statuses() == {0: 0}
-    whole = losses(tmp_path / "whole.jsonl")
-    assert losses(tmp_path / "metrics.jsonl") == pytest.approx(whole, rel=2**-20)  # fp32, five steps
+    whole = logged(tmp_path / "whole.jsonl")
+    assert logged(tmp_path / "metrics.jsonl") == pytest.approx(whole, rel=2**-20)  # fp32, five steps

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
-from tests.support import nightly, pretrain, run
+from tests.support import logged, nightly, run, trained
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, Resumed, train_here
 
@@ -32,11 +32,6 @@ def succeeded(done: CompletedProcess[str]) -> str:
     return done.stdout
 
 
-def metrics(path: Path, name: str = "lm_loss") -> list[float]:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [record[name] for record in records if name in record]
-
-
 def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_path: Path) -> None:
     """One run with every sink: it predicts better than byte frequencies, and each sink has the curve."""
     flags += ["--train-iters", "60", "--lr-decay-style", "cosine", "--eval-interval", "30", "--lr", "2e-2"]
@@ -52,7 +47,7 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     ]
     flags += ["--metrics-file", str(tmp_path / "metrics.jsonl"), "--tensorboard-dir", str(tmp_path / "tb")]
     flags += ["--wandb-project", "megatron_zpp", "--wandb-exp-name", "tiny"]
-    out = succeeded(pretrain(*flags, "--wandb-save-dir", str(tmp_path / "wandb"), WANDB_MODE="offline"))
+    out = trained(*flags, "--wandb-save-dir", str(tmp_path / "wandb"), WANDB_MODE="offline")
     lines = [match for line in out.splitlines() if (match := MEGATRON_LINE.match(line))]
     assert [int(line[1]) for line in lines] == list(range(1, 61))
     assert {line[2] for line in lines} == {"60"}
@@ -60,15 +55,15 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     assert "MFU: " in out
     assert " 1 layer × 64, 4 heads, sequence 32, vocabulary 257 padded to " in out
 
-    losses = metrics(tmp_path / "metrics.jsonl")
+    losses = logged(tmp_path / "metrics.jsonl")
     assert losses[0] == pytest.approx(math.log(257), rel=0.05)
     assert losses == pytest.approx([float(line[8]) for line in lines], rel=1e-5)
-    valid = metrics(tmp_path / "metrics.jsonl", "valid_loss")
+    valid = logged(tmp_path / "metrics.jsonl", "valid_loss")
     assert len(valid) == 3  # at the start, in the middle, at the end
     shares = np.bincount(IndexedDataset(corpus).tokens) / IndexedDataset(corpus).num_tokens
     assert valid[-1] < -sum(share * math.log(share) for share in shares if share)
-    assert metrics(tmp_path / "metrics.jsonl", "valid_perplexity")[-1] == pytest.approx(math.exp(valid[-1]))
-    assert len(metrics(tmp_path / "metrics.jsonl", "test_loss")) == 1
+    assert logged(tmp_path / "metrics.jsonl", "valid_perplexity")[-1] == pytest.approx(math.exp(valid[-1]))
+    assert len(logged(tmp_path / "metrics.jsonl", "test_loss")) == 1
     line = r"^ validation loss at (.*?) \| lm loss value: ([\d.E+-]+) \| lm loss PPL: [\d.E+-]+ \|$"
     evaluated = re.findall(line, out, re.MULTILINE)
     places = ["iteration 0", "iteration 30", "iteration 60", "iteration 60 on test set"]
@@ -87,7 +82,7 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     events.Reload()
     assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(losses, rel=1e-6)
     assert len(events.Scalars("lm loss validation")) == 3
-    texts = metrics(tmp_path / "metrics.jsonl", "sample")
+    texts = logged(tmp_path / "metrics.jsonl", "sample")
     assert all(re.fullmatch(r"32 100( \d+){0,64}", text) for text in texts)
     assert len(texts) == 3
     assert all(f"| {text!r} |" in out for text in texts)
@@ -100,9 +95,9 @@ def test_the_first_step_is_reported_long_before_the_first_log_line(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_here([*flags, "--train-iters", "2", "--log-interval", "2", "--eval-iters", "0"])
-    first, logged = (line for line in capsys.readouterr().out.splitlines() if "iteration " in line)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "iteration " in line)
     assert re.fullmatch(r" first step, iteration 1: loss \d+\.\d{4}, \d+\.\d s", first)
-    assert MEGATRON_LINE.match(logged)
+    assert MEGATRON_LINE.match(second)
 
 
 def test_a_run_keeps_its_name_where_it_saves(corpus: str, tmp_path: Path) -> None:
@@ -135,7 +130,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert "resuming at iteration 3, 24 samples" in said[1]
     assert "the run is complete: iteration 6 of 6" in said[2]
     for name in ("lm_loss", "loss_scale"):
-        assert metrics(tmp_path / "whole.jsonl", name) == metrics(tmp_path / "parts.jsonl", name)
+        assert logged(tmp_path / "whole.jsonl", name) == logged(tmp_path / "parts.jsonl", name)
     newest = "iter_0000006/rank_00000.safetensors"
     assert (whole / newest).read_bytes() == (parts / newest).read_bytes()
 
@@ -148,8 +143,8 @@ def test_every_step_drops_out_something_else(tmp_path: Path) -> None:
     argv += ["--train-iters", "4", "--lr", "1e-30"]
     train_here([*argv, "--metrics-file", str(tmp_path / "dropout")])
     train_here([*argv, *NO_DROPOUT, "--metrics-file", str(tmp_path / "none")])
-    assert len(set(metrics(tmp_path / "dropout"))) == 4
-    assert len(set(metrics(tmp_path / "none"))) == 1
+    assert len(set(logged(tmp_path / "dropout"))) == 4
+    assert len(set(logged(tmp_path / "none"))) == 1
 
 
 def test_full_validation_reads_each_window_once(flags: list[str], tmp_path: Path) -> None:
@@ -159,7 +154,7 @@ def test_full_validation_reads_each_window_once(flags: list[str], tmp_path: Path
     for size in ("1", "5"):
         path = tmp_path / f"{size}.jsonl"
         train_here([*flags, "--micro-batch-size", size, "--metrics-file", str(path)])
-        losses.append(metrics(path, "valid_loss")[0])
+        losses.append(logged(path, "valid_loss")[0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -187,9 +182,9 @@ def test_finetuning_takes_weights_and_starts_over(
     save, file = str(tmp_path / "checkpoints"), tmp_path / "m.jsonl"
     flags = [*flags, "--metrics-file", str(file)]
     train_here([*flags, "--train-iters", "4", "--save", save, "--save-interval", "2"])
-    before = metrics(file, "valid_loss")
+    before = logged(file, "valid_loss")
     train_here([*flags, "--train-iters", "1", "--load", save, "--finetune"])
     assert "starting at iteration 0" in capsys.readouterr().out
-    assert metrics(file, "valid_loss")[len(before)] == pytest.approx(before[-1], rel=1e-6)
+    assert logged(file, "valid_loss")[len(before)] == pytest.approx(before[-1], rel=1e-6)
     train_here([*flags, "--train-iters", "3", "--load", save, "--ckpt-step", "2"])
     assert "resuming at iteration 2" in capsys.readouterr().out

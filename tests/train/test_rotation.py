@@ -7,30 +7,21 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.faults.engines import FLAGS
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.config.root import Config, parse_args
+from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.resume import checkpoint_arguments, restore
-from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.checkpoint.saving import TOKENIZER, save, small
+from tests.checkpoint.saving import restored, save, small
 from tests.zero.ranks import on_ranks
-
-FLAGS = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --num-layers 2 --hidden-size 32 "
-    "--num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --train-iters 9 --lr 1 --eval-iters 0"
-)
-
-
-def config_of(*flags: str) -> Config:
-    return parse_args([*FLAGS.split(), *flags])
 
 
 def saved_by_another_run(directory: Path, engine: ZeroEngine) -> None:
     """Iterations 3 and 5; 6, which is saved later, is out of sight. Every rank must call it."""
     for iteration in (3, 5, 6):
-        save(directory, engine, Progress(iteration, iteration), config=config_of().to_json())
+        save(directory, engine, Progress(iteration, iteration), config=parse_args(FLAGS).to_json())
     if engine.topology.rank == 0:
         (directory / "iter_0000006").rename(directory / "later")
     if engine.topology.world_size > 1:
@@ -58,16 +49,11 @@ def resume(topology: Topology, directory: str) -> tuple[int, list[str]]:
     """The iteration that a rank resumes from, and the warnings; the last rank's first load comes too late."""
     engine = small(topology=topology, zero_stage=3)
     saved_by_another_run(Path(directory), engine)
-    store = dist.distributed_c10d._get_default_store()
-    config = config_of("--load", directory)
-    schedule = RunSchedule.from_config(
-        config.training, config.learning_rate, topology.world_size, seq_length=config.model.seq_length
-    )
     load = restore.load_checkpoint
     if topology.rank == topology.world_size - 1:
         restore.load_checkpoint = before(Path(directory), load)
     try:
-        start = restore.restore(config, engine, TOKENIZER, store, schedule)
+        start = restored(engine, "--load", directory)
     finally:
         restore.load_checkpoint = load
     return start.progress.iteration, [line for line in start.lines if "WARNING" in line]
@@ -75,25 +61,6 @@ def resume(topology: Topology, directory: str) -> tuple[int, list[str]]:
 
 def test_ranks_resume_from_the_same_checkpoint_of_a_directory_that_rotates(tmp_path: Path) -> None:
     assert on_ranks(2, resume, str(tmp_path)) == [(6, []), (6, [])]
-
-
-def test_checkpoints_that_are_always_removed_end_the_start_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = small()
-    save(tmp_path, engine, Progress(1, 1), config=config_of().to_json())
-
-    def load(path: Path, *arguments: Any, **named: Any) -> None:
-        path.rename(tmp_path / f"iter_{int(path.name[5:]) + 1:07d}")
-        raise FileNotFoundError(2, "No such file or directory", str(path / "state.json"))
-
-    monkeypatch.setattr(restore, "load_checkpoint", load)
-    config = config_of("--load", str(tmp_path))
-    schedule = RunSchedule.from_config(
-        config.training, config.learning_rate, 1, seq_length=config.model.seq_length
-    )
-    with pytest.raises(ValueError, match="iter_0000020: was removed while it was read, as were 19 before it"):
-        restore.restore(config, engine, TOKENIZER, dist.HashStore(), schedule)
 
 
 def test_arguments_are_those_of_the_newest_of_a_directory_that_rotates(

@@ -1,18 +1,14 @@
 """config.yaml in --save: a run that it repeats has the same losses."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.train.saving.run_file import RUN_FILE
+from tests.support import logged
 from tests.train.conftest import BYTES, TINY
-from tests.train.in_process import SMALLEST, of, train_here
-
-
-def losses(file: str) -> list[float]:
-    return of([json.loads(line) for line in Path(file).read_text().splitlines()], "lm_loss")
+from tests.train.in_process import SMALLEST, train_here
 
 
 def test_every_run_with_save_writes_the_file_that_repeats_it(
@@ -23,8 +19,8 @@ def test_every_run_with_save_writes_the_file_that_repeats_it(
     train_here([*flags, "--save", "run", "--metrics-file", "first.jsonl"])
     file = f"run/{RUN_FILE}"
     train_here(["--config", file, "--save", "again", "--metrics-file", "second.jsonl"])
-    assert losses("first.jsonl") == losses("second.jsonl")
-    assert len(losses("first.jsonl")) == 3
+    assert logged("first.jsonl") == logged("second.jsonl")
+    assert len(logged("first.jsonl")) == 3
     saved, again = parse_args(["--config", file]), parse_args(["--config", f"again/{RUN_FILE}"])
     assert saved.model == again.model
     assert (saved.checkpoint.save, again.checkpoint.save) == ("run", "again")

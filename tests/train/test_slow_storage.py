@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.faults.engines import FLAGS
 from megatron_zpp.checkpoint import together, write
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.progress import Progress
@@ -16,25 +17,19 @@ from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.checksums import VerifiedFile
-from megatron_zpp.train.resume import restore
 from megatron_zpp.train.saving import saver as saver_module
 from megatron_zpp.train.saving.saver import Saver
-from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.checkpoint.saving import TOKENIZER, save, small, train
+from tests.checkpoint.saving import TOKENIZER, restored, save, small, train
 from tests.zero.ranks import on_ranks
 
 LIMIT = 60  # seconds that a test waits for what must come soon
-FLAGS = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --num-layers 2 --hidden-size 32 "
-    "--num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --train-iters 9 --lr 1 --eval-iters 0 "
-    "--heartbeat-timeout 1 --distributed-timeout-minutes 0.05"
-)
+IMPATIENT = ["--heartbeat-timeout", "1", "--distributed-timeout-minutes", "0.05"]
 PATIENT = ("--distributed-timeout-minutes", "0.1")  # more than a busy machine takes between two chunks
 
 
 def config_of(*flags: str) -> Config:
-    return parse_args([*FLAGS.split(), *flags])
+    return parse_args([*FLAGS, *IMPATIENT, *flags])
 
 
 def outcome_of(topology: Topology, directory: str, stuck: int, where: str) -> str:
@@ -55,12 +50,8 @@ def outcome_of(topology: Topology, directory: str, stuck: int, where: str) -> st
         together.candidates = wait_and_list
     elif topology.rank == stuck:
         VerifiedFile._load = wait_and_load
-    config, store = config_of("--load", directory), dist.distributed_c10d._get_default_store()
-    schedule = RunSchedule.from_config(
-        config.training, config.learning_rate, topology.world_size, seq_length=config.model.seq_length
-    )
     try:
-        return str(restore.restore(config, engine, TOKENIZER, store, schedule).progress.iteration)
+        return str(restored(engine, *IMPATIENT, "--load", directory).progress.iteration)
     except ValueError as error:
         return str(error)
     finally:

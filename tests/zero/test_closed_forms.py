@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from benchmarks.memory_table import model_state_bytes
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -40,6 +39,16 @@ def build(topology: Topology, stage: int, prefetch: int = 1, precision: Precisio
 
 def accumulate(engine: ZeroEngine, index: int, micro_batches: int) -> None:
     engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=index, micro_batches=micro_batches)
+
+
+def model_state_bytes(parameters: int, ranks: int, stage: int, *, gradient_bytes: int = 4) -> float:
+    """Bytes of model states on each rank, without padding and buffers (ZeRO paper, section 5 and figure 1).
+
+    Parameters as they compute take 2 bytes, accumulated gradients 4 here and 2 in the paper, and fp32
+    weights and two moments 12.
+    """
+    shares = [ranks if stage >= first else 1 for first in (3, 2, 1)]  # parameters, gradients, optimizer
+    return parameters * sum(cost / share for cost, share in zip((2, gradient_bytes, 12), shares, strict=True))
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])

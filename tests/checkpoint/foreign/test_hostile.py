@@ -253,6 +253,7 @@ def test_sizes_of_metadata_are_bounded(value: Any) -> None:
         _size(value)
 
 
+@pytest.mark.nightly
 def test_the_metadata_of_a_large_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40,000 blocks: 50 tensors, most of them of an optimizer, of 100 layers on 8 ranks."""
     places = [torch.Size([layer, 16 * rank, 0]) for layer in range(100) for rank in range(8)]

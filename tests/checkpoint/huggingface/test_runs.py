@@ -13,7 +13,7 @@ from megatron_zpp.generate.loading import load_model
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.checkpoint.huggingface.gpt2 import SHAPE_FLAGS, SOURCE, check_equal, logits, save, tensors, theirs
 from tests.model.test_gpt import names_in_transformers
-from tests.support import nightly, pretrain
+from tests.support import nightly, trained
 from tests.tokenizer.test_tokenizers import ORDINARY
 
 
@@ -44,8 +44,7 @@ def test_a_run_is_exported(
 ) -> None:
     """The files contain the weights of a run on two ranks, and AutoTokenizer returns its ids."""
     flags = [*SHAPE_FLAGS, *tokenizer_flags(bpe, kind, tmp_path), "--zero-stage", str(stage)]
-    ran = pretrain(*flags, "--train-iters", "2", "--lr", "1e-2", "--save", str(tmp_path / "run"), processes=2)
-    assert ran.returncode == 0, ran.stderr
+    trained(*flags, "--train-iters", "2", "--lr", "1e-2", "--save", str(tmp_path / "run"), processes=2)
     said = tool("export", tmp_path / "run", tmp_path / "out")
     model, tokenizer = load_model(str(tmp_path / "run"), None)
     exported = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").state_dict()
@@ -82,9 +81,8 @@ def test_a_run_starts_from_hugging_face_weights(tool: Callable[..., str], bpe: P
     out = []
     for load in (f"hf:{source}", str(tmp_path / "ours")):
         saved = tmp_path / f"run{len(out)}"
-        ran = pretrain(*flags, "--load", load, "--save", str(saved), processes=2)
-        assert ran.returncode == 0, ran.stderr
-        out.append(ran.stdout)
+        ran = trained(*flags, "--load", load, "--save", str(saved), processes=2)
+        out.append(ran)
         tool("export", saved, tmp_path / f"back{len(out)}")
         check_equal(tensors(tmp_path / f"back{len(out)}"), tensors(source))
     assert f" loaded the weights of hf:{source}; starting at iteration 0" in out[0]
@@ -107,8 +105,7 @@ def test_a_run_with_equal_save_and_load_starts_from_the_import_and_resumes(
         tool("import", source, tmp_path / name)
         for length in lengths:
             named = ["--save", str(tmp_path / name), "--load", str(tmp_path / name)]
-            ran = pretrain(*flags, *named, "--train-iters", str(length))
-            assert ran.returncode == 0, ran.stderr
+            trained(*flags, *named, "--train-iters", str(length))
         with CheckpointReader(candidates(str(tmp_path / name))[0]) as reader:
             assert reader.state["with_optimizer"]
             weights.append(reader.parameters())

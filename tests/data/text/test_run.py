@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import Run, pretrain, wait_until
+from tests.support import Run, pretrain, trained, wait_until
 from tests.train.conftest import BYTES, TINY
 
 
@@ -38,9 +38,8 @@ def test_a_bad_line_ends_a_run_and_changed_text_is_reported(flags: list[str], tm
     assert error.startswith("pretrain_gpt.py: error: ")
     number = path.read_text().count("\n")
     assert f"x.jsonl line {number}: malformed line: a JSON array, not an object; " in error
-    done = pretrain(*flags, "--skip-bad-lines", "--exit-interval", "2")
-    assert done.returncode == 0, done.stderr
-    assert "x.jsonl, from its beginning, because its contents have changed" in done.stdout
+    out = trained(*flags, "--skip-bad-lines", "--exit-interval", "2")
+    assert "x.jsonl, from its beginning, because its contents have changed" in out
 
 
 def training_losses(path: Path) -> dict[int, float]:
@@ -77,13 +76,11 @@ def test_a_run_on_shards_that_is_killed_resumes_with_the_same_losses(
     assert first <= 30
     shutil.copytree(tmp_path / "saved", tmp_path / "copy")
     shutil.rmtree(tmp_path / "cache")
-    done = pretrain(*flags, *saved, "--num-workers", "0", "--metrics-file", str(tmp_path / "resumed"))
-    assert done.returncode == 0, done.stderr
+    trained(*flags, *saved, "--num-workers", "0", "--metrics-file", str(tmp_path / "resumed"))
     expected = {step: loss for step, loss in training_losses(tmp_path / "whole").items() if step >= first}
     assert training_losses(tmp_path / "resumed") == expected
     moved = ["--load", str(tmp_path / "copy"), "--metrics-file", str(tmp_path / "wider")]
-    done = pretrain(*flags, *moved, processes=2)
-    assert done.returncode == 0, done.stderr
+    trained(*flags, *moved, processes=2)
     wider = training_losses(tmp_path / "wider")
     assert wider.keys() == expected.keys()
     for step in range(first, min(first + 5, 31)):  # later steps amplify the rounding
