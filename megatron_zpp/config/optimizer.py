@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 # tensorwise in benchmarks/results/throughput_fp8.json, with 8-bit weights in throughput_fp8_1.3b.json.
 _WSD, _MUON = "--lr-decay-style WSD", "--optimizer muon"
 _FP8_PAYS, _FP8_SPEEDS = 2048, "1.09 to 1.34"
+# Bytes per element of the tensors that hold a moment: its numbers, and the scales of blocks.
+_FORM_BYTES = {"fp32": (4,), "bf16": (2,), "fp16": (2, 1 / 128), "fp8": (1, 1 / 128)}
 _PRECISION_AWARE = "--use-precision-aware-optimizer"
 
 
@@ -96,6 +98,17 @@ class OptimizerConfig(Options):
         """The formats of AdamW's moments that are not fp32, by the moments' names in checkpoints."""
         forms = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
         return {name: form for name, form in forms.items() if form != "fp32"}
+
+    @property
+    def saved_bytes(self) -> list[tuple[float, ...]]:
+        """Bytes per element of the tensors of a checkpoint: of weights, first and second moments."""
+        moments = self.exp_avg_dtype, self.exp_avg_sq_dtype
+        return [(2, 1) if self.splits_weights else (4,), *(_FORM_BYTES[form] for form in moments)]
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of both moments of an element, the scales of their blocks included."""
+        return sum(map(sum, self.saved_bytes[1:]))
 
     @property
     def splits_weights(self) -> bool:
