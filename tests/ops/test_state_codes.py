@@ -149,7 +149,6 @@ def test_split_weights_are_the_upper_24_bits() -> None:
     assert (drawn != joined).float().mean().item() == pytest.approx(
     different = (drawn != joined).float().mean().item()
     assert different == pytest.approx(0.25, abs=0.05)  # of 4 draws 3 give the nearest
-    )  # of 4 draws the nearest is 3
 
 
 def test_bytes_with_all_scales() -> None:
