@@ -233,7 +233,7 @@ def test_what_cannot_be_right_is_refused() -> None:
         ({"precision": PrecisionConfig(fp16=True)}, "needs --bf16; this run computes in float16"),
         ({"precision": PrecisionConfig()}, "needs --bf16; this run computes in float32"),
         ({"zero": ZeroConfig(zero_offload_optimizer=True)}, "omit --zero-offload-optimizer"),
-        ({"zero": ZeroConfig(zero_quantized_weights=True)}, "omit --zero-quantized-weights"),
+        ({"zero": ZeroConfig(zero_stage=3, zero_quantized_weights=True)}, "omit --zero-quantized-weights"),
         ({"operations": None}, "needs the project's AdamW"),
         ({"rule": TorchAdamW(split)}, "needs the project's AdamW"),
     ):
