@@ -77,6 +77,7 @@ SETTINGS: dict[str, dict[str, str]] = {  # by kind, of which a pair has one each
         "attention flash": "--attention-backend flash --attention-dropout 0",
     },
     "window": {"window": "--window-size 4,0"},
+    "scores": {"soft cap and sinks": "--attn-logit-softcapping 5 --softmax-type learnable"},
     "documents": {"masked documents": "--reset-attention-mask --eod-mask-loss"},
     "model": {
         "Llama": "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "

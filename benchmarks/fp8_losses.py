@@ -229,14 +229,14 @@ def main(argv: Sequence[str]) -> int:
         limit_seconds=options.limit_seconds,
         started=started,
     )
-    done = campaign.finished(RUNS)
+    done = campaign.finished(lambda name: name in RUNS)
     if lost := loses_pairs(options.output / f"{options.name}.json", "runs", settings, done):
         print(f"fp8_losses.py: error: {lost}", file=sys.stderr)
         return 2
     jobs = [(name, seed) for seed in range(options.pairs) for name in options.runs]
     missing = [job for job in jobs if job not in done]
     print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)
-    finished = not missing or campaign.run_missing(missing, done)
+    finished = not missing or campaign.run_missing(lambda: missing, done)
     figures = summary(done, settings)
     written = save_result(options.name, figures, options.output)
     print(table(figures))

@@ -36,8 +36,8 @@ class PairedRuns:
     limit_seconds: float
     started: float  # of time.monotonic(): when the limit began to run
 
-    def finished(self, names: Collection[str]) -> dict[Job, dict[str, Any]]:
-        """The finished runs with these names and today's keys. A line that was cut off is removed."""
+    def finished(self, named: Callable[[str], bool]) -> dict[Job, dict[str, Any]]:
+        """The finished runs with such names and today's keys. A line that was cut off is removed."""
         if not self.path.exists():
             return {}
         raw = self.path.read_bytes()
@@ -48,17 +48,17 @@ class PairedRuns:
         for line in whole.splitlines():
             run = json.loads(line)
             job = run["name"], run["seed"]
-            if run["name"] in names and run["key"] == self.key(*job):
+            if named(run["name"]) and run["key"] == self.key(*job):
                 runs[job] = run
         return runs
 
-    def run_missing(self, jobs: Sequence[Job], done: dict[Job, dict[str, Any]]) -> bool:
-        """Run those of `jobs` that are not `done`, seed by seed, and add them; False if the limit ended it.
+    def run_missing(self, wanted: Callable[[], Sequence[Job]], done: dict[Job, dict[str, Any]]) -> bool:
+        """Run what is `wanted` and not `done`, seed by seed, and add it; False if the limit ended it.
 
-        A seed is begun only if all of its runs can end in time, so calls end with whole pairs.
+        `wanted` is asked again when runs have ended. A seed is begun only if all of its runs can end in time,
+        so calls end with whole pairs.
         """
-        waiting = _begun_first([job for job in jobs if job not in done], done)
-        names = {name for name, _ in jobs}
+        names = {name for name, _ in wanted()}
         longest = max((run["seconds"] for (name, _), run in done.items() if name in names), default=0.0)
         under_way: dict[Future[dict[str, Any]], Job] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,12 @@ class PairedRuns:
             numbers.put(number)
         begin = self.prepare, self.gpus, numbers
         with ProcessPoolExecutor(self.processes, context, begin_process, begin) as pool:
-            while waiting or under_way:
+            while True:
+                running = set(under_way.values())
+                missing = [job for job in wanted() if job not in done and job not in running]
+                if not missing and not under_way:
+                    return True
+                waiting = _begun_first(missing, (*done, *running))
                 left = self.limit_seconds - (time.monotonic() - self.started)
                 begun = {seed for _, seed in (*done, *under_way.values())}
                 while (
@@ -92,7 +97,6 @@ class PairedRuns:
                         f"{name}, seed {seed}: {done[job]['loss']:.5f} after {done[job]['seconds']} s",
                         flush=True,
                     )
-        return True
 
     def _append(self, run: dict[str, Any]) -> None:
         with self.path.open("a") as file:

@@ -1,20 +1,39 @@
-"""A Llama in plain PyTorch, beside plain_training.py's GPT: RoPE, RMSNorm, SwiGLU, grouped queries."""
+"""A Llama in plain PyTorch, beside plain_training.py's GPT; with what Gemma 3 and OLMo 2 have beside it."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from megatron_zpp.config.model import ModelConfig
 
 
+class Gain(nn.RMSNorm):
+    """A norm that multiplies by 1 + its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
 class Block(nn.Module):
-    """A pre-norm layer without biases."""
+    """A layer without biases."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, inner, width = config.hidden_size, config.ffn_hidden_size, config.kv_channels
         self.heads, self.groups = config.num_attention_heads, config.num_query_groups
-        self.norm1, self.norm2 = (nn.RMSNorm(hidden, eps=config.norm_epsilon) for _ in range(2))
+        self.scale, self.geglu = config.softmax_scale, config.geglu
+        kind = Gain if config.apply_layernorm_1p else nn.RMSNorm
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        self.norm1, self.norm2, self.norm3, self.norm4 = (
+            kind(hidden, eps=config.norm_epsilon) if there else nn.Identity()
+            for there in (before, before, after, after)
+        )
+        self.across = config.qk_layernorm_across_heads
+        widths = [each * width if self.across else width for each in (self.heads, self.groups)]
+        self.q_norm, self.k_norm = (
+            kind(each, eps=config.norm_epsilon) if config.qk_layernorm else nn.Identity() for each in widths
+        )
         self.qkv = nn.Linear(hidden, (self.heads + 2 * self.groups) * width, bias=False)
         self.out = nn.Linear(self.heads * width, hidden, bias=False)
         self.gate_up, self.down = (
@@ -22,16 +41,30 @@ class Block(nn.Module):
             nn.Linear(inner, hidden, bias=False),
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, self.heads + 2 * self.groups, -1).transpose(1, 2)
-        q, k, v = qkv.split([self.heads, self.groups, self.groups], 1)
-        mixed = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.heads != self.groups
-        )
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | None) -> Tensor:
+        x = x + self.norm3(self.attend(self.norm1(x), cos, sin, mask))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        gate = F.gelu(gate, approximate="tanh") if self.geglu else F.silu(gate)
+        return x + self.norm4(self.down(gate * up))
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | None) -> Tensor:
+        batch, length, _ = x.shape
+        heads, grouped = (self.heads, self.groups, self.groups), self.heads != self.groups
+        width = self.out.in_features // self.heads
+        q, k, v = self.qkv(x).split([each * width for each in heads], -1)
+        if self.across:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.view(batch, length, -1, width).transpose(1, 2) for part in (q, k, v))
+        if not self.across:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if mask is None:
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped
+            )
+        else:
+            mixed = flex_attention(q, k, v, block_mask=mask, scale=self.scale, enable_gqa=grouped)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -41,29 +74,48 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class PlainLlama(nn.Module):
-    """A Llama; rope without scaling, which changes no operation of a step."""
+    """A Llama, Gemma 3 or OLMo 2; rope without scaling, which changes no operation of a step."""
 
     def __init__(self, config: ModelConfig, vocabulary: int) -> None:
         super().__init__()
-        width, hidden = config.kv_channels, config.hidden_size
+        hidden, self.length = config.hidden_size, config.seq_length
         self.tokens = nn.Embedding(vocabulary, hidden, _weight=0.02 * torch.randn(vocabulary, hidden))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(hidden, eps=config.norm_epsilon)
+        self.windows = [
+            each if (each or self.length) < self.length else None for each in config.layer_windows
+        ]
+        self.blocks = nn.ModuleList(Block(config) for _ in self.windows)
+        kind = Gain if config.apply_layernorm_1p else nn.RMSNorm
+        self.norm, self.multiplier = kind(hidden, eps=config.norm_epsilon), config.embedding_multiplier
         self.output = nn.Linear(hidden, vocabulary, bias=False)
         if not config.untie_embeddings_and_output_weights:
             self.output.weight = self.tokens.weight
-        base = config.rotary_base or 1e4
-        angles = torch.outer(torch.arange(config.seq_length), base ** -(torch.arange(0, width, 2) / width))
-        angles = torch.cat((angles, angles), -1)
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
+        for name, base in (("", config.rotary_base or 1e4), ("_local", config.rotary_base_local or 0)):
+            base = base or config.rotary_base or 1e4
+            inverse = base ** -(torch.arange(0, config.kv_channels, 2) / config.kv_channels)
+            angles = torch.outer(torch.arange(self.length), inverse).repeat(1, 2)
+            self.register_buffer(f"cos{name}", angles.cos())
+            self.register_buffer(f"sin{name}", angles.sin())
+        self.masks: dict[int, BlockMask] = {}
         self.loss = cross_entropy  # or a compiled one
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
+        x = self.tokens(tokens) * self.multiplier
+        for block, window in zip(self.blocks, self.windows, strict=True):
+            if window is None:
+                x = block(x, self.cos, self.sin, None)
+            else:
+                x = block(x, self.cos_local, self.sin_local, self.mask(window, x.device))
         return self.loss(self.output(self.norm(x)), targets)
+
+    def mask(self, window: int, device: torch.device) -> BlockMask:
+        """That of a window, made once."""
+        if window not in self.masks:
+
+            def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                return (query >= key) & (query - key < window)
+
+            self.masks[window] = create_block_mask(seen, None, None, self.length, self.length, device)
+        return self.masks[window]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -17,6 +17,13 @@ all of its runs can end in time, so calls end with whole pairs. A result is only
 --runs-file lacks some of its pairs is refused, and needs another --name.
 
 python benchmarks/convergence.py --emulate --plot RESULT.json   draws the gap of the training loss over a run
+
+--descend tunes optimizers by coordinate descent (emulation/descent.py), without codes, and finds with what
+share of AdamW's tokens Muon has its loss. --tuned takes the best settings that it has found, for pairs or as
+the start of the searches of another size:
+
+python benchmarks/convergence.py --emulate --descend adamw muon --text TOKENS --entries 4096 --name tuned_10m
+python benchmarks/convergence.py --emulate --tuned RESULT.json --ladder muon --text TOKENS --entries 4096
 """
 
 import argparse
@@ -33,8 +40,9 @@ from typing import Any
 
 from benchmarks.common import RESULTS, save_result
 from benchmarks.contest.grid import visible_gpus
+from benchmarks.emulation.descent import SEARCHES, Comparison
 from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
-from benchmarks.emulation.text import Text
+from benchmarks.emulation.text import Text, coarser
 from benchmarks.intervals import mean_and_interval
 from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
@@ -43,6 +51,7 @@ from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of,
 DEFAULTS = {
     "tiny": (40, 2, 64, 2, 0.2),
     "1m": (500, 2, 512, 2, 0.2),
+    "4m": (1300, 32, 512, 4, 0.1),
     "10m": (600, 4, 512, 4, 0.15),
     "30m": (1000, 4, 512, 4, 0.1),
     "60m": (1200, 4, 512, 4, 0.1),
@@ -63,6 +72,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--text", type=Path, help="a folder of corpus/make_tokens.py, whose vocabulary the model then has"
     )
+    parser.add_argument(
+        "--entries", type=int, help="tokens of --text are split into so many of its vocabulary"
+    )
+    parser.add_argument("--descend", nargs="+", default=[], choices=list(SEARCHES), metavar="OPTIMIZER")
+    parser.add_argument("--tolerance", type=float, default=0.1, help="percent by which a step must help")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=[0.5, 0.6, 0.75], help="of the steps, tried with Muon"
+    )
+    parser.add_argument("--tuned", type=Path, metavar="RESULT", help="of --descend")
+    parser.add_argument("--optimizer", choices=list(SEARCHES), default="muon", help="of pairs with --tuned")
     parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
     parser.add_argument("--nodes", type=int, default=2)
@@ -106,6 +125,8 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         print_rungs()
         return 0
+    if options.text and options.entries:
+        options.text = coarser(options.text, options.entries)
     if options.plot:
         from benchmarks.emulation.picture import draw
 
@@ -114,12 +135,13 @@ def main(argv: Sequence[str]) -> int:
     started = time.monotonic()
     options.device = options.device or default_device()
     on_text = "_text" if options.text else ""
-    options.name = options.name or f"emulation_{options.size}{on_text}_{options.device}"
+    kind = "descent" if options.descend else "emulation"
+    options.name = options.name or f"{kind}_{options.size}{on_text}_{options.device}"
     path = options.runs_file or Path("build") / "emulation" / f"{options.name}.jsonl"
     settings = run_settings(options)
     campaign = PairedRuns(
         path=path,
-        key=lambda name, seed: key_of(settings, RUNGS[name], seed),
+        key=lambda name, seed: key_of(*named(settings, name), seed),
         run=partial(_run, settings, options.device, options.text),
         prepare=partial(_prepare, options.device, options.threads),
         processes=options.processes,
@@ -127,19 +149,52 @@ def main(argv: Sequence[str]) -> int:
         limit_seconds=options.limit_seconds,
         started=started,
     )
-    done = campaign.finished(RUNGS)
+    if options.descend:
+        return tune(campaign, settings, options)
+    done = campaign.finished(lambda name: name in RUNGS)
     if lost := loses_pairs(options.output / f"{options.name}.json", "rungs", settings, done):
         print(f"convergence.py --emulate: error: {lost}", file=sys.stderr)
         return 2
     jobs = [(name, seed) for seed in range(options.pairs) for name in options.rungs]
     missing = [job for job in jobs if job not in done]
     print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)
-    finished = not missing or campaign.run_missing(missing, done)
+    finished = not missing or campaign.run_missing(lambda: jobs, done)
     figures = summary(RUNGS, done, settings)  # also those of earlier calls
     written = save_result(options.name, figures, options.output)
     print(table(figures))
     print(f"written to {written}")
     return 0 if finished else STOPPED
+
+
+def tune(campaign: PairedRuns, settings: dict[str, Any], options: argparse.Namespace) -> int:
+    """Runs the searches of --descend, and writes where they are; returns the exit status."""
+    comparison = Comparison(
+        options.descend,
+        steps=settings["steps"],
+        tolerance=options.tolerance / 100,
+        seeds=options.pairs,
+        shares=options.shares,
+        starts={} if options.tuned is None else tuned_settings(options.tuned),
+    )
+    done = campaign.finished(lambda name: name.startswith("{"))
+    finished = campaign.run_missing(lambda: comparison.wanted(done), done)
+    figures = {"settings": settings, **comparison.figures(done)}
+    print(json.dumps(figures, indent=1))
+    print(f"written to {save_result(options.name, figures, options.output)}")
+    return 0 if finished else STOPPED
+
+
+def tuned_settings(result: Path) -> dict[str, dict[str, Any]]:
+    """By optimizer: the best settings of a result of --descend."""
+    figures = json.loads(result.read_text())["figures"]
+    return {optimizer: figures[optimizer]["settings"] for optimizer in SEARCHES if optimizer in figures}
+
+
+def named(settings: dict[str, Any], name: str) -> tuple[dict[str, Any], Rung]:
+    """The settings and the rung of a run: the name of a rung, or settings as JSON."""
+    if name in RUNGS:
+        return settings, RUNGS[name]
+    return {**settings, **json.loads(name)}, RUNGS[BASELINE]
 
 
 def default_device() -> str:
@@ -155,6 +210,9 @@ def run_settings(options: argparse.Namespace) -> dict[str, Any]:
     precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
     attention = "auto" if options.device == "cpu" else "flash" if precision == "bf16" else "math"
     text = {"text": Text.described(options.text)} if options.text else {}
+    tuned = {}
+    if options.tuned and not options.descend:
+        tuned = tuned_settings(options.tuned)[options.optimizer]
     return {
         **text,
         "size": options.size,
@@ -171,6 +229,7 @@ def run_settings(options: argparse.Namespace) -> dict[str, Any]:
         "eval_samples": options.eval_samples or samples,
         "evaluations": options.evaluations or evaluations,
         "compile": options.compile,
+        **tuned,
     }
 
 
@@ -278,10 +337,11 @@ def _run(settings: dict[str, Any], device: str, text: Path | None, job: Job) -> 
     from megatron_zpp.ops.library import load_operations
 
     name, seed = job
+    settings, rung = named(settings, name)
     operations = load_operations(device, require_kernels=False, say=lambda line: print(line, file=sys.stderr))
     return train(
         RunSettings(**settings),
-        RUNGS[name],
+        rung,
         seed,
         device=torch.device(device),
         operations=operations,

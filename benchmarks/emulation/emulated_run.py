@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
-from benchmarks.emulation.rungs import MLP, Gradients, Rung, Weights
+from benchmarks.emulation.muon import Muon, MuonSettings
+from benchmarks.emulation.rungs import MLP, TABLES, Rung, Travel
 from benchmarks.emulation.source import Source
 from benchmarks.emulation.text import Text
 from benchmarks.emulation.weights import Difference, WeightExchanges
@@ -27,12 +28,13 @@ from megatron_zpp.train.schedule.learning_rate import LearningRate
 SHAPES = {  # layers, hidden size, heads, tokens of a sample, vocabulary; parameters by name
     "tiny": (2, 64, 2, 32, 256),
     "1m": (4, 128, 4, 64, 1024),
+    "4m": (4, 256, 4, 256, 4096),
     "10m": (5, 384, 6, 256, 4096),
     "30m": (8, 512, 8, 256, 8192),
     "60m": (8, 768, 12, 256, 8192),
     "125m": (12, 768, 12, 512, 32768),
 }
-Format = TypeVar("Format", Weights, Gradients)
+Format = TypeVar("Format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class RunSettings:
     evaluations: int = 4  # in the last tenth of the steps: their mean is the final loss
     compile: bool = False
     text: Mapping[str, Any] | None = None  # Text.described, or the synthetic language
+    adamw: Mapping[str, float] = field(default_factory=dict)  # AdamWSettings that are not the defaults
+    muon: Mapping[str, Any] | None = None  # MuonSettings that are not the defaults; without it AdamW alone
 
     @property
     def samples_per_step(self) -> int:
@@ -100,34 +104,43 @@ class EmulatedRanks:
         operations: Operations,
         adamw: AdamWSettings,
         seed: int,
+        muon: MuonSettings | None = None,
     ) -> None:
+        """With `muon` AdamW has everything but the matrices inside layers."""
         self.flat, self._operations, self._adamw = flat, operations, adamw
         self._nodes, self._local = nodes, ranks_per_node
         self._weights = WeightExchanges(rung, operations, flat)
         self._exchanges = [
             (here, self._weights.of(format, here)) for format, here in _joined(flat.kinds, rung.weights_of)
         ]
-        sums = _joined(flat.kinds, rung.gradients_of)
+        sums = _joined(flat.kinds, rung.travel_of)
+        plain = Travel("plain", "plain", 0.0)  # of one node, which has no hop 2
         self._sums = [
             (
                 here,
                 cross_node_sum(
-                    format if nodes > 1 else "plain",  # one node has no hop 2
+                    travel if nodes > 1 else plain,
                     rung,
                     operations,
                     flat,
                     here,
                     seed,
+                    muon.momentum if muon else adamw.beta1,
                 ),
             )
-            for format, here in sums
+            for travel, here in sums
         ]
-        coded = [here for format, here in sums if format not in ("plain", "bf16")]
+        coded = [here for travel, here in sums if travel.gradients not in ("plain", "bf16")]
         hop1 = None if rung.hop1 == "plain" else QuantFormat(rung.hop1, rung.hop1_block)
         if ranks_per_node == 1:
             hop1 = None  # nothing to send inside a node
         self._node_sums = [NodeSum(operations, coded, hop1) for _ in range(nodes)]
         self._moments = torch.zeros_like(flat.master), torch.zeros_like(flat.master)
+        self._matrices = slice(0, flat.kinds[TABLES].start if muon else 0)
+        self._muon = None
+        if muon is not None:
+            momentum, matrices = self._moments[0][self._matrices], flat.matrices(split_qkv=muon.split_qkv)
+            self._muon = Muon(momentum, matrices, muon, flat.compute.dtype)
         self._steps = torch.zeros((), device=flat.master.device)
         self._squares = torch.empty(flat.numel // SQUARES_BLOCK, device=flat.master.device)
         self.skipped = torch.zeros((), device=flat.master.device)  # steps whose gradient was not finite
@@ -150,7 +163,7 @@ class EmulatedRanks:
         return total / len(micro_batches)
 
     def step(self, learning_rate: float, *, iteration: int, micro_batches: int = 1) -> None:
-        """Hop 2, AdamW on the mean gradient, and the exchange of the weights."""
+        """Hop 2, the optimizer on the mean gradient, and the exchange of the weights."""
         flat, settings = self.flat, self._adamw
         nodes = [node_sum.take() for node_sum in self._node_sums]
         gradient = torch.empty_like(flat.master)
@@ -176,10 +189,22 @@ class EmulatedRanks:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        moments = self._moments
-        self._operations.adamw(flat.master, gradient, *moments, None, scalars, decayed=flat.decayed)
+        self._update(gradient, scalars)
         self.raised += self._weights.begin_step()
         self._send(skip)
+
+    @torch.no_grad()
+    def _update(self, gradient: Tensor, scalars: AdamWScalars) -> None:
+        """Changes the master weights; the gradient is the sum that `scalars` divides."""
+        flat, matrices = self.flat, self._matrices
+        if self._muon is not None:
+            mean, rate = gradient[matrices] / scalars.divisor, scalars.learning_rate
+            self._muon.step(flat.master[matrices], mean, rate, scalars.found_inf)
+            scalars = replace(scalars, learning_rate=rate * self._muon.settings.scalar_lr)
+        rest = slice(matrices.stop, flat.numel)
+        master, first, second = (states[rest] for states in (flat.master, *self._moments))
+        decayed = flat.decayed - rest.start
+        self._operations.adamw(master, gradient[rest], first, second, None, scalars, decayed=decayed)
 
     @torch.no_grad()
     def evaluate(self, held_out: Tensor, size: int) -> float:
@@ -300,7 +325,8 @@ def _ranks(
         nodes=settings.nodes,
         ranks_per_node=settings.ranks_per_node,
         operations=operations,
-        adamw=AdamWSettings(),
+        adamw=AdamWSettings(**settings.adamw),
+        muon=None if settings.muon is None else MuonSettings(**settings.muon),
         seed=seed,
     )
 

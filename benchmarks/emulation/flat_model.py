@@ -10,6 +10,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.shape import layer_shape
 from megatron_zpp.ops.reference_rotation import SIGNS_PER_COUNTER
 from megatron_zpp.zero.build import in_order, layouts_of
 
@@ -70,7 +71,7 @@ class FlatModel:
         self.master = torch.zeros(self.numel, device=device)
         self.gaps = torch.ones(self.numel, dtype=torch.bool, device=device)
         self.counters = _counters(places, self.numel, device)
-        self._places, self.units = places, len(self.model.units())
+        self._places, self.units, self._qkv = places, len(self.model.units()), layer_shape(config).qkv.runs
         for place in places:
             here = slice(place.start, place.start + place.numel)
             parameter = nn.Parameter(self.compute[here].view(place.shape))
@@ -107,6 +108,18 @@ class FlatModel:
                     continue
             runs.append(UnitRun(slice(start, stop), place.unit, place.in_unit))
         return runs
+
+    def matrices(self, *, split_qkv: bool) -> dict[tuple[int, int], list[slice]]:
+        """Where the matrices of layers lie, by shape; with `split_qkv` queries, keys and values apart."""
+        found: dict[tuple[int, int], list[slice]] = {}
+        for place in self._places:
+            if place.start < self.kinds[TABLES].start:
+                rows, columns = place.shape
+                start = place.start
+                for run in self._qkv if split_qkv and place.name.endswith(".qkv.weight") else (rows,):
+                    found.setdefault((run, columns), []).append(slice(start, start + run * columns))
+                    start += run * columns
+        return found
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat buffer by parameter."""

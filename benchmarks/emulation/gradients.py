@@ -5,13 +5,14 @@ sends each node's sum once per step, and the owners sum what the nodes sent in t
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel, UnitRun
-from benchmarks.emulation.rungs import Gradients, Rung
+from benchmarks.emulation.rungs import Rung, Travel
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.lloyd_max import decoded
 from megatron_zpp.ops.operations import Operations
@@ -80,13 +81,14 @@ class PlainSum:
 class Codes:
     """The engine's block codes (qgZ), with error feedback or without."""
 
-    def __init__(self, operations: Operations, format: QuantFormat, *, feedback: bool) -> None:
-        self._operations, self._format = operations, format
+    def __init__(self, operations: Operations, format: QuantFormat, *, feedback: float) -> None:
+        """`feedback`: the share of what codes lost that the next step sends."""
+        self._operations, self._format, self._feedback = operations, format, feedback
         self._errors: list[Tensor] | None = [] if feedback else None
 
     def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
         """See CrossNodeSum."""
-        values = nodes if self._errors is None else _with_errors(nodes, self._errors)
+        values = nodes if self._errors is None else _with_errors(nodes, self._errors, self._feedback)
         messages = torch.cat([_message(self._operations, self._format, value) for value in values])
         if self._errors is not None:
             for value, message, error in zip(values, messages, self._errors, strict=True):
@@ -128,25 +130,25 @@ class Rotated:
 
 
 class VariedRotated:
-    """The same in plain torch, with what the engine lacks: error feedback, and the scale of least error."""
+    """The same in plain torch, with what the engine lacks: error feedback."""
 
-    def __init__(self, bits: int, rung: Rung, counters: Counters, gaps: Tensor, seed: int) -> None:
-        """`counters` and `gaps` are those of the range."""
-        self._bits, self._rung, self._counters, self._seed = bits, rung, counters, seed
+    def __init__(
+        self, format: LloydMaxFormat, counters: Counters, gaps: Tensor, seed: int, feedback: float
+    ) -> None:
+        """`counters` and `gaps` are those of the range; `feedback` as in Codes."""
+        self._format, self._counters, self._seed, self._feedback = format, counters, seed, feedback
         self._gaps = gaps if gaps.any() else None
-        self._errors: list[Tensor] | None = [] if rung.gradient_feedback else None
+        self._errors: list[Tensor] | None = [] if feedback else None
 
     def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
         """See CrossNodeSum."""
-        values = nodes if self._errors is None else _with_errors(nodes, self._errors)
-        signs = random_signs(self._counters, self._seed, iteration).view(-1, self._rung.gradient_block)
+        values = nodes if self._errors is None else _with_errors(nodes, self._errors, self._feedback)
+        signs = random_signs(self._counters, self._seed, iteration).view(-1, self._format.block)
         arrived = []
         for node, value in enumerate(values):
-            x = value.view(-1, self._rung.gradient_block)
-            unbiased = not self._rung.least_squares
-            arrived.append(
-                decoded(*encode_rotated(rotate(x, signs), self._bits, unbiased=unbiased), self._bits)
-            )
+            x = value.view(-1, self._format.block)
+            bits = self._format.bits
+            arrived.append(decoded(*encode_rotated(rotate(x, signs), bits), bits))
             if self._errors is not None:
                 lost = (x - rotate_back(arrived[node], signs)).view(-1)
                 self._errors[node].copy_(lost if self._gaps is None else lost.masked_fill(self._gaps, 0.0))
@@ -154,27 +156,51 @@ class VariedRotated:
         return total if self._gaps is None else total.masked_fill(self._gaps, 0.0)
 
 
+class Regathered:
+    """Sums whose owners send them on in codes: every node gets what the codes say, owners too."""
+
+    def __init__(self, sums: CrossNodeSum, again: VariedRotated) -> None:
+        self._sums, self._again = sums, again
+
+    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
+        """See CrossNodeSum."""
+        return self._again.sum([self._sums.sum(nodes, iteration)], iteration)
+
+
 def cross_node_sum(
-    format: Gradients, rung: Rung, operations: Operations, flat: FlatModel, here: slice, seed: int
+    travel: Travel,
+    rung: Rung,
+    operations: Operations,
+    flat: FlatModel,
+    here: slice,
+    seed: int,
+    momentum: float,
 ) -> CrossNodeSum:
     """Hop 2 of the range `here`."""
+    format, sums, feedback = travel
+    share = momentum if feedback == "momentum" else feedback
     if format in ("plain", "bf16"):
         return PlainSum(rounded=format == "bf16")
+    varied = partial(
+        VariedRotated, counters=flat.counters_of(here), gaps=flat.gaps[here], seed=seed, feedback=share
+    )
+    reduced: CrossNodeSum
     if format == "int8" or format == "int4":
-        quant_format = QuantFormat(format, rung.gradient_block)
-        return Codes(operations, quant_format, feedback=rung.gradient_feedback)
-    bits, gaps = int(format[-1]), flat.gaps[here]
-    if rung.varies_rotation:
-        return VariedRotated(bits, rung, flat.counters_of(here), gaps, seed)
-    codes = LloydMaxFormat(bits, rung.gradient_block)
-    return Rotated(operations, codes, flat.runs_of(here), gaps, seed)
+        reduced = Codes(operations, QuantFormat(format, rung.gradient_block), feedback=share)
+    else:
+        codes = LloydMaxFormat(int(format[-1]), rung.gradient_block)
+        if travel.varies:
+            reduced = varied(codes)
+        else:
+            reduced = Rotated(operations, codes, flat.runs_of(here), flat.gaps[here], seed)
+    return reduced if sums == "plain" else Regathered(reduced, varied(LloydMaxFormat(4, rung.gradient_block)))
 
 
-def _with_errors(nodes: Sequence[Tensor], errors: list[Tensor]) -> list[Tensor]:
-    """Each node's sum and what it owes; the first time it owes nothing."""
+def _with_errors(nodes: Sequence[Tensor], errors: list[Tensor], share: float) -> list[Tensor]:
+    """Each node's sum and the share of what it owes; the first time it owes nothing."""
     if not errors:
         errors += [torch.zeros_like(node, dtype=torch.bfloat16) for node in nodes]
-    return [node + error for node, error in zip(nodes, errors, strict=True)]
+    return [node + share * error for node, error in zip(nodes, errors, strict=True)]
 
 
 def _message(operations: Operations, format: QuantFormat, values: Tensor) -> Tensor:

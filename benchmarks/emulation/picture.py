@@ -9,6 +9,18 @@ PANELS: dict[str, tuple[str, ...]] = {
     "all of ZeRO++": ("today", "four bits everywhere behind int8"),
     "weights alone": ("int8 weights", "delta4", "delta2"),
     "gradients alone": ("int4 gradients", "rotated4", "rotated2"),
+    "matrices under Muon, states in each node": (
+        "baseline, nudged",
+        "sums4",
+        "sums4 feedback",
+        "sums4 feedback of the momentum",
+    ),
+    "matrices under Muon, states over all nodes": (
+        "baseline, nudged",
+        "four bits",
+        "four bits feedback",
+        "four bits feedback of the momentum",
+    ),
     "not taken": ("four bits everywhere behind int4", "rotated2 feedback least squares"),
 }
 _SKIPPED = 0.2  # of the iterations: losses fall so fast there that their ratio says little

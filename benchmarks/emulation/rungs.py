@@ -2,15 +2,30 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-Weights = Literal["plain", "bf16", "int8", "delta2", "delta4"]
+Weights = Literal["plain", "bf16", "int8", "delta2", "delta4", "none"]
 Gradients = Literal["plain", "bf16", "int4", "int8", "rotated2", "rotated4"]
-Small = Literal["plain", "bf16", "coded"]
+Small = Literal["plain", "bf16", "coded", "tables"]
+Sums = Literal["plain", "rotated4"]
+Feedback = float | Literal["momentum"]
 
 # Kinds of parameters, in the order in which they lie in memory; all but the last have weight decay.
 ATTENTION, MLP, TABLES, SMALL = "attention", "mlp", "tables", "small"
 KINDS = (ATTENTION, MLP, TABLES, SMALL)
+
+
+class Travel(NamedTuple):
+    """The format of gradients, that of their sums, and the feedback of both."""
+
+    gradients: Gradients
+    sums: Sums
+    feedback: Feedback
+
+    @property
+    def varies(self) -> bool:
+        """Whether rotated gradients have something that the engine does not have."""
+        return self.feedback != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +34,17 @@ class Rung:
 
     `weights` and `gradients` are those of matrices inside layers: `plain` is the format of the compute and an
     fp32 sum. `table_weights` and `table_gradients` are those of tables. `small`: norms and biases, whose
-    gradients travel likewise; `coded` is as matrices, in the same message. `hop1`: gradients inside a node.
-    `least_squares`: the scale of rotated codes with the least error in place of the nearly unbiased one.
+    gradients travel likewise; `coded` is as matrices, in the same message, and `tables` is as tables. `hop1`:
+    gradients inside a node.
+
+    With weights `none` the states of matrices are sharded inside nodes and replicated between them: every
+    node changes all matrices alike. Owners of summed gradients send the sums on in the format `sums`, and no
+    weights cross.
+
+    `gradient_feedback`: the share of what codes lost of a matrix's gradients, and of sums, that is added to
+    what the next step sends; 1 is error feedback. "momentum" is the share that the optimizer's momentum
+    keeps: then it lacks exactly what the last codes lost, times the share that it takes of a gradient.
+
     `nudged`: nothing differs but the first weight, which begins a unit in the last place of bf16 larger.
     """
 
@@ -29,12 +53,12 @@ class Rung:
     table_weights: Weights = "plain"
     table_gradients: Gradients = "plain"
     small: Small = "bf16"
+    sums: Sums = "plain"
     hop1: Literal["plain", "int4", "int8"] = "plain"
     hop1_block: int = 128
     weight_block: int = 256
     gradient_block: int = 256
-    gradient_feedback: bool = False
-    least_squares: bool = False
+    gradient_feedback: Feedback = 0.0
     nudged: bool = False
 
     def __post_init__(self) -> None:
@@ -44,28 +68,36 @@ class Rung:
         for gradients in (self.gradients, self.table_gradients):
             if gradients not in get_args(Gradients):
                 raise ValueError(f"gradients must be one of {get_args(Gradients)}, got {gradients}")
+        if "none" in (self.weights_of(TABLES), self.weights_of(SMALL)):
+            raise ValueError("weights none: AdamW's tables, norms and biases have states of their own")
+        if self.sums != "plain" and self.weights != "none":
+            raise ValueError(f"sums {self.sums} need weights none, got {self.weights}")
 
     def weights_of(self, kind: str) -> Weights:
         """The format of the weights of a kind of parameters."""
-        if kind == SMALL:
-            return self.weights if self.small == "coded" else self.small
-        return self.table_weights if kind == TABLES else self.weights
+        if kind == SMALL and self.small in ("plain", "bf16"):
+            return self.small
+        return self.table_weights if self._is_table(kind) else self.weights
 
     def gradients_of(self, kind: str) -> Gradients:
         """The same of gradients."""
-        if kind == SMALL:
-            return self.gradients if self.small == "coded" else self.small
-        return self.table_gradients if kind == TABLES else self.gradients
+        if kind == SMALL and self.small in ("plain", "bf16"):
+            return self.small
+        return self.table_gradients if self._is_table(kind) else self.gradients
+
+    def travel_of(self, kind: str) -> "Travel":
+        """How the gradients of a kind become sums."""
+        if kind in (ATTENTION, MLP):
+            return Travel(self.gradients, self.sums, self.gradient_feedback)
+        return Travel(self.gradients_of(kind), "plain", 0.0)
+
+    def _is_table(self, kind: str) -> bool:
+        return kind == TABLES or (kind == SMALL and self.small == "tables")
 
     @property
     def largest_block(self) -> int:
         """Elements of the largest block; parameters begin at its multiples."""
         return max(self.weight_block, self.gradient_block, self.hop1_block, 256)
-
-    @property
-    def varies_rotation(self) -> bool:
-        """Whether rotated gradients have something that the engine does not have."""
-        return self.gradient_feedback or self.least_squares
 
     def bytes_per_parameter(self, numels: Mapping[str, int]) -> float:
         """Between nodes per step, with one crossing per step: sent by all nodes / parameters / (nodes - 1).
@@ -74,7 +106,10 @@ class Rung:
         """
         total = 0.0
         for kind, numel in numels.items():
-            sent = _bytes(self.weights_of(kind), 2, self.weight_block)
+            if self.weights_of(kind) == "none":
+                sent = _bytes(self.sums, 4, self.gradient_block)
+            else:
+                sent = _bytes(self.weights_of(kind), 2, self.weight_block)
             sent += _bytes(self.gradients_of(kind), 4, self.gradient_block)
             total += numel * sent
         return total / sum(numels.values())
@@ -115,6 +150,9 @@ def _everywhere(weights: Weights, gradients: Gradients, hop1: Literal["plain", "
 
 
 FOUR = _everywhere("delta4", "rotated4", "int8")
+MUON4 = replace(FOUR, small="tables")
+SUMS4 = replace(MUON4, weights="none", sums="rotated4")
+FEEDBACKS: dict[str, Feedback] = {"": 0.0, " feedback": 1.0, " feedback of the momentum": "momentum"}
 
 BASELINE = "baseline"
 RUNGS: dict[str, Rung] = {
@@ -141,24 +179,21 @@ RUNGS: dict[str, Rung] = {
     "delta2 rotated2": replace(DELTA2, gradients="rotated2"),
     "rotated4 behind int8": replace(ROTATED4, hop1="int8"),
     "rotated4 behind int4": replace(ROTATED4, hop1="int4"),
-    "rotated2 behind int8": replace(ROTATED2, hop1="int8"),
     "delta4 rotated4 behind int8": replace(BOTH4, hop1="int8"),
-    # (f) blocks
-    **{f"delta2 block{block}": replace(DELTA2, weight_block=block) for block in (128, 512, 1024, 2048)},
-    **{f"delta4 block{block}": replace(DELTA4, weight_block=block) for block in (128, 1024, 2048)},
-    **{f"rotated2 block{block}": replace(ROTATED2, gradient_block=block) for block in (128, 1024, 2048)},
-    **{f"rotated4 block{block}": replace(ROTATED4, gradient_block=block) for block in (128, 1024, 2048)},
     # (g) tables
     "delta4 rotated4 tables4": replace(BOTH4, table_weights="delta4", table_gradients="rotated4"),
     "delta4 tables4": replace(DELTA4, table_weights="delta4"),
     "rotated4 tables4": replace(ROTATED4, table_gradients="rotated4"),
     # (h) error feedback of gradients
-    "rotated2 feedback": replace(ROTATED2, gradient_feedback=True),
-    "rotated2 feedback least squares": replace(ROTATED2, gradient_feedback=True, least_squares=True),
-    "rotated2 least squares": replace(ROTATED2, least_squares=True),
-    "rotated4 feedback": replace(ROTATED4, gradient_feedback=True),
-    "rotated4 feedback least squares": replace(ROTATED4, gradient_feedback=True, least_squares=True),
-    "int4 gradients feedback": Rung(gradients="int4", gradient_block=128, gradient_feedback=True),
+    "rotated2 feedback": replace(ROTATED2, gradient_feedback=1.0),
+    "rotated4 feedback": replace(ROTATED4, gradient_feedback=1.0),
+    "int4 gradients feedback": Rung(gradients="int4", gradient_block=128, gradient_feedback=1.0),
+    # (i) matrices under Muon; everything else is AdamW's, in four bits
+    **{f"sums4{name}": replace(SUMS4, gradient_feedback=share) for name, share in FEEDBACKS.items()},
+    **{f"four bits{name}": replace(MUON4, gradient_feedback=share) for name, share in FEEDBACKS.items()},
+    "tables in four bits": replace(MUON4, weights="plain", gradients="plain", hop1="plain"),
+    "four bits, int8 gradients": replace(MUON4, gradients="int8"),
+    "sums4, int8 gradients": replace(SUMS4, gradients="int8"),
 }
 
 # Each question of the issue in one command: --ladder NAME.
@@ -168,8 +203,8 @@ LADDERS: dict[str, tuple[str, ...]] = {
     "everywhere": tuple(name for name in RUNGS if "everywhere" in name),
     "gradients": ("rotated4", "rotated2", "rotated4 behind int8"),
     "together": ("delta4 rotated4", "delta4 rotated2", "delta2 rotated2"),
-    "blocks": tuple(name for name in RUNGS if "block" in name),
     "tables": tuple(name for name in RUNGS if "tables" in name),
-    "feedback": tuple(name for name in RUNGS if "feedback" in name or "least squares" in name),
+    "feedback": tuple(name for name in RUNGS if name.endswith("feedback")),
+    "muon": ("baseline, nudged", *(f"{name}{kind}" for kind in FEEDBACKS for name in ("sums4", "four bits"))),
     "all": tuple(name for name in RUNGS if not name.startswith(BASELINE)),
 }

@@ -97,7 +97,7 @@ class WeightExchanges:
 
     def of(self, format: Weights, here: slice) -> WeightExchange:
         """The exchange of a range, which begins with its master weights."""
-        if format in ("plain", "bf16"):
+        if format in ("plain", "bf16", "none"):
             return Cast(rounded=format == "bf16")
         rung, operations = self._rung, self._operations
         if format == "int8":

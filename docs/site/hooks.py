@@ -5,7 +5,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from docs.site import deepspeed_tables, megatron_flags, pages, public_scripts, reference
+from docs.site import deepspeed_tables, families, megatron_flags, pages, public_scripts, reference
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -27,6 +27,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Change what GitHub and the site need differently, and add the tables that are made from the code."""
+    if page.file.src_uri == families.PAGE:
+        markdown = markdown.replace(families.MARKER, families.table())
     if page.file.src_uri == megatron_flags.PAGE:
         markdown = markdown.replace(megatron_flags.MARKER, megatron_flags.table())
     if page.file.src_uri == public_scripts.PAGE:

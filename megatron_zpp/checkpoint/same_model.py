@@ -75,7 +75,7 @@ _OF_PARAMETERS = (  # the flags that decide which parameters there are; first th
     *("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads"),
     *("num_query_groups", "position_embedding_type", "max_position_embeddings", "normalization"),
     *("swiglu", "geglu", "disable_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_layernorm_across_heads"),
-    "norm_placement",
+    *("norm_placement", "embed_layernorm"),
     *("untie_embeddings_and_output_weights", "padded_vocab_size", "make_vocab_size_divisible_by"),
 )
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_zpp.config.options import Options, option, option_error
-from megatron_zpp.config.shapes.presets import PRESETS
+from megatron_zpp.config.positions import OF_ONE_ROTARY, OF_ROTARY, ROTARY, PositionConfig
+from megatron_zpp.config.shapes.presets import PRESETS, preset_names
+from megatron_zpp.config.sizes import WIDEST
 from megatron_zpp.config.values.attention_window import (
     FREQUENCY,
     SIZE,
@@ -16,13 +18,11 @@ from megatron_zpp.config.values.attention_window import (
     parse_window,
 )
 
-_WIDEST = 2**20  # more than any model has, so that a typing error is refused before memory is allocated
-
-PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 NormPlacement = Literal["before", "after", "both"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Normalization = Literal["LayerNorm", "RMSNorm", "layernorm", "rmsnorm"]
 AttentionBackend = Literal[
-    "auto", "math", "efficient", "flash", "cudnn", "flash3", "fused", "unfused", "local"
+    "auto", "math", "efficient", "flash", "cudnn", "flex", "flash3", "fused", "unfused", "local"
 ]
 
 # Fields of ModelConfig that a run chooses for a published shape, unless a preset has them.
@@ -40,60 +40,22 @@ REQUIRED_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_lengt
 _DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
+    "norm_placement": "before",
     "norm_epsilon": 1e-5,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_multiplier": 1.0,
     "init_method_std": 0.02,
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
 }
-_ROPE, _FULL = "--position-embedding-type rope", "--recompute-granularity full"
-_MUP = "--use-mup"
-_OF_ROPE = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor")
+_FULL, _MUP = "--recompute-granularity full", "--use-mup"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Options):
+class ModelConfig(PositionConfig):
     """model: the shape of the transformer"""
 
-    model_preset: str | None = option(
-        None,
-        "Fill the flags of this section from a published shape; flags that are given override its values. "
-        f"One of {', '.join(PRESETS)}, or the path of a Hugging Face config.json.",
-    )
-    # An `int`, `float` or `str` whose default is None is either filled by `check` or required.
-    num_layers: int = option(None, "Transformer layers.", at_least=1, at_most=10_000)
-    hidden_size: int = option(None, "Width of the residual stream.", at_least=1, at_most=_WIDEST)
-    num_attention_heads: int = option(None, "Attention heads.", at_least=1, at_most=_WIDEST)
-    seq_length: int = option(None, "Tokens per sample.", at_least=1, at_most=2**31 - 1)
-    max_position_embeddings: int = option(
-        None,
-        "Longest text of the model in tokens: with learned positions, the rows of their table; default "
-        "--seq-length.",
-        at_least=1,
-        at_most=2**31 - 1,
-    )
-    ffn_hidden_size: int = option(
-        None,
-        "Inner width of the MLP; default 4 × --hidden-size, with --swiglu two thirds of that in multiples of "
-        "64.",
-        at_least=1,
-        at_most=4 * _WIDEST,
-    )
-    kv_channels: int = option(
-        None,
-        "Width of an attention head; default --hidden-size / --num-attention-heads.",
-        at_least=1,
-        at_most=_WIDEST,
-    )
-    group_query_attention: bool = option(
-        False, "Share each head of keys and values among a group of query heads."
-    )
-    num_query_groups: int = option(
-        None,
-        "Heads of keys and values, with --group-query-attention; default 1. Must divide "
-        "--num-attention-heads.",
-        at_least=1,
-        at_most=_WIDEST,
-    )
     qk_layernorm: bool = option(
         False, "Normalise each head of queries and keys before attention, with --normalization."
     )
@@ -102,6 +64,14 @@ class ModelConfig(Options):
     )
     softmax_scale: float | None = option(
         None, "Factor of attention's scores; default 1 / √(--kv-channels).", above=0
+    )
+    attn_logit_softcapping: float | None = option(
+        None, "Bound scaled scores to ± this, by c · tanh(score / c) (Gemma 2).", above=0
+    )
+    softmax_type: SoftmaxType = option(
+        "vanilla",
+        "What else the softmax of attention sums, without a value. off-by-one: 1; learnable: exp of a weight "
+        "per head (attention sinks, GPT-OSS).",
     )
     window_size: str | None = option(
         None,
@@ -114,57 +84,21 @@ class ModelConfig(Options):
         "Layers without the window: each N-th one, or a Python list with a 1 (window) or 0 (none) per layer, "
         'such as "([1]*5+[0])*4". Default: all layers have it.',
     )
-    position_embedding_type: PositionEmbedding = option(
-        None,
-        "How the model knows positions: a learned table, rotary embedding of queries and keys, or not at "
-        "all; default learned_absolute.",
-    )
-    rotary_base: float | None = option(
-        None, "Base of rope's wavelengths; default 10000.", needs=_ROPE, above=1, at_most=1e12
-    )
-    rotary_percent: float | None = option(
-        None, "Share of each head that rope rotates; default 1.", needs=_ROPE, above=0, at_most=1
-    )
-    rotary_base_local: float | None = option(
-        None,
-        "Base of rope's wavelengths in layers with a window (Gemma 3); default --rotary-base.",
-        needs=_ROPE,
-        above=1,
-        at_most=1e12,
-    )
-    rotary_seq_len_interpolation_factor: float | None = option(
-        None,
-        "Divide rope's positions by this, in layers without a window if --rotary-base-local is given.",
-        needs=_ROPE,
-        at_least=1,
-        at_most=1e6,
-    )
-    no_rope_freq: str | None = option(
-        None,
-        "Layers without rope: each N-th one, or a Python list with a 1 (without) or 0 (with rope) per layer, "
-        'such as "([0]*3+[1])*8" (SmolLM3). Default: all layers have it.',
-        needs=_ROPE,
-    )
-    use_rope_scaling: bool = option(False, "Stretch rope's long wavelengths as Llama 3.1 does.", needs=_ROPE)
-    rope_scaling_factor: float | None = option(
-        None,
-        "Factor of the longest wavelengths; default 8.",
-        needs="--use-rope-scaling",
-        at_least=1,
-        at_most=1e6,
-    )
     normalization: Normalization = option(
         None,
         "Normalisation before attention, MLP and output; default LayerNorm. layernorm and rmsnorm are "
         "Megatron-DeepSpeed's names.",
     )
     norm_placement: NormPlacement = option(
-        "before",
+        None,
         "Where attention and MLP have norms: before them, after them, before the residual sum (OLMo 2), or "
-        "both (Gemma).",
+        "both (Gemma); default before.",
     )
     apply_layernorm_1p: bool = option(
         False, "Norms multiply by 1 + their weights, which begin at zero (Gemma)."
+    )
+    embed_layernorm: bool = option(
+        False, "Normalise what the token embedding looks up, with --normalization (BLOOM)."
     )
     norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", above=0)
     swiglu: bool = option(False, "Gated MLP: SiLU of one projection times another (Llama).")
@@ -175,7 +109,7 @@ class ModelConfig(Options):
         False, "Biases of queries, keys and values in spite of --disable-bias-linear (Qwen2)."
     )
     make_vocab_size_divisible_by: int = option(
-        128, "Pad the vocabulary to a multiple of this.", at_least=1, at_most=_WIDEST
+        128, "Pad the vocabulary to a multiple of this.", at_least=1, at_most=WIDEST
     )
     padded_vocab_size: int | None = option(
         None,
@@ -188,12 +122,14 @@ class ModelConfig(Options):
         False, "Give the output layer separate weights instead of sharing the token embedding's."
     )
     embedding_multiplier: float = option(
-        1.0, "Factor of what the token embedding looks up (Gemma: √(--hidden-size)).", above=0
+        None, "Factor of what the token embedding looks up; default 1 (Gemma: √(--hidden-size)).", above=0
     )
     residual_multiplier: float = option(
-        1.0, "Factor of what attention and MLP add to the residual stream (Granite).", above=0
+        None, "Factor of what attention and MLP add to the residual stream; default 1 (Granite).", above=0
     )
-    logits_multiplier: float = option(1.0, "Factor of the logits (Granite: 1 / logits_scaling).", above=0)
+    logits_multiplier: float = option(
+        None, "Factor of the logits; default 1 (Granite: 1 / logits_scaling).", above=0
+    )
     final_logit_softcapping: float | None = option(
         None, "Soft cap C of the logits: C · tanh(logits / C) (Gemma 2); default: none.", above=0
     )
@@ -215,7 +151,7 @@ class ModelConfig(Options):
         "Width at which the learning rate was found; default --hidden-size.",
         needs=_MUP,
         at_least=1,
-        at_most=_WIDEST,
+        at_most=WIDEST,
     )
     mup_base_head_dim: float | None = option(
         None, "Head width at which --softmax-scale is 1 / √(--kv-channels); default 1.", needs=_MUP, above=0
@@ -241,7 +177,7 @@ class ModelConfig(Options):
         self._obey_preset()
         for name in REQUIRED_SHAPE:
             if getattr(self, name) is None:
-                raise self.error(name, f"give it, or --model-preset with one of {', '.join(PRESETS)}")
+                raise self.error(name, f"give it, or --model-preset with one of {preset_names()}")
         for name, value in _DEFAULTS.items():
             self._fill(name, value)
         self._fill("max_position_embeddings", self.seq_length)
@@ -256,9 +192,9 @@ class ModelConfig(Options):
                 f"must divide --hidden-size {self.hidden_size}, or give --kv-channels",
             )
         self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
-        self._check_groups()
+        self.check_groups()
         self._check_window()
-        self._check_positions()
+        self.check_positions()
         if self.use_mup:
             self._check_mup()
 
@@ -278,6 +214,18 @@ class ModelConfig(Options):
         return self.hidden_size / self.mup_base_hidden_size if self.mup_base_hidden_size else 1.0
 
     @property
+    def changed_scores(self) -> str:
+        """The first flag for which attention does more with scores than scale them; empty if there is none.
+
+        Not every kernel of attention can.
+        """
+        if self.attn_logit_softcapping is not None:
+            return "--attn-logit-softcapping"
+        if self.softmax_type != "vanilla":
+            return f"--softmax-type {self.softmax_type}"
+        return "--position-embedding-type alibi" if self.position_embedding_type == "alibi" else ""
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The tokens that a token of each layer attends to, itself included; None stands for all."""
         if self.window_size is None:
@@ -285,18 +233,6 @@ class ModelConfig(Options):
         window, pattern = parse_window(self.window_size), self.window_attn_skip_freq
         windowed = parse_pattern(pattern, self.num_layers) if pattern else (True,) * self.num_layers
         return tuple(window if one else None for one in windowed)
-
-    @property
-    def layers_with_rope(self) -> tuple[bool, ...]:
-        """Whether each layer rotates queries and keys."""
-        if self.position_embedding_type != "rope" or self.no_rope_freq is None:
-            return (self.position_embedding_type == "rope",) * self.num_layers
-        return _layers_with_rope(self.no_rope_freq, self.num_layers)
-
-    @property
-    def rotated_channels(self) -> int:
-        """Channels of each head that rope rotates; 0 for other position embeddings."""
-        return int(self.kv_channels * self.rotary_percent) if self.rotary_percent else 0
 
     def vocabulary(self, entries: int) -> int:
         """Return the rows that take part in the softmax, of a tokenizer with `entries`; at least as many.
@@ -321,22 +257,16 @@ class ModelConfig(Options):
         values = preset_fields(self.model_preset)
         if self.model_preset not in PRESETS:
             object.__setattr__(self, "model_preset", None)  # a checkpoint must not depend on the file
-        if self.position_embedding_type not in (None, values.get("position_embedding_type")):
-            values = {name: value for name, value in values.items() if name not in _OF_ROPE}
+        kind = self.position_embedding_type
+        if kind not in (None, values.get("position_embedding_type")):
+            other = OF_ONE_ROTARY if kind in ROTARY else OF_ONE_ROTARY + OF_ROTARY
+            values = {name: value for name, value in values.items() if name not in other}
         for name, value in values.items():
             self._fill(name, value)
 
     def _inner_width(self) -> int:
         width = 4 * self.hidden_size
         return max(64, int(width * 2 / 3 / 64) * 64) if self.gated else width  # Megatron-LM's rule
-
-    def _check_groups(self) -> None:
-        heads = self.num_attention_heads
-        self._fill("num_query_groups", 1 if self.group_query_attention else heads)
-        if heads % self.num_query_groups:
-            raise self.error("num_query_groups", f"must divide --num-attention-heads {heads}")
-        if self.num_query_groups != heads and not self.group_query_attention:
-            raise self.error("num_query_groups", "needs --group-query-attention")
 
     def _check_window(self) -> None:
         """Give both settings their shortest form, so that equal ones are equal."""
@@ -349,31 +279,6 @@ class ModelConfig(Options):
         object.__setattr__(self, "window_size", size)
         object.__setattr__(self, "window_attn_skip_freq", describe_pattern(windowed) if size else None)
 
-    def _check_positions(self) -> None:
-        rope = self.position_embedding_type == "rope"
-        if rope:
-            self._fill("rotary_base", 10_000.0)
-            self._fill("rotary_percent", 1.0)
-        if self.use_rope_scaling:
-            self._fill("rope_scaling_factor", 8.0)
-            if self.rotary_seq_len_interpolation_factor is not None:
-                fix = "contradicts --use-rope-scaling; give one"
-                raise self.error("rotary_seq_len_interpolation_factor", fix)
-        if self.rotary_base_local is not None and self.window_size is None:
-            raise self.error("rotary_base_local", "needs --window-size LEFT,0; no layer has a window")
-        if self.no_rope_freq is not None:
-            _layers_with_rope(self.no_rope_freq, self.num_layers)
-        if rope and (self.rotated_channels == 0 or self.rotated_channels % 2):
-            raise self.error(
-                "rotary_percent",
-                f"rotates {self.rotated_channels} of --kv-channels {self.kv_channels}; must be even",
-            )
-        if self.seq_length > self.max_position_embeddings:
-            raise self.error(
-                "seq_length",
-                f"must be at most --max-position-embeddings {self.max_position_embeddings}",
-            )
-
     def _check_mup(self) -> None:
         """Fill multipliers that muP implies, by Megatron-LM's rules, so that each model states its own."""
         self._fill("mup_base_hidden_size", self.hidden_size)
@@ -384,16 +289,6 @@ class ModelConfig(Options):
         if self.embedding_multiplier != 1 and self.position_embedding_type == "learned_absolute":
             fix = "scales tokens alone, and muP scales learned positions too; omit it or use rope"
             raise self.error("embedding_multiplier", fix)
-
-    def _fill(self, name: str, value: Any) -> None:
-        if getattr(self, name) is None or getattr(self, name) is False:
-            object.__setattr__(self, name, value)  # __post_init__ is running: nobody has seen the old value
-
-
-def _layers_with_rope(pattern: str, layers: int) -> tuple[bool, ...]:
-    """Whether each layer has rope, by --no-rope-freq."""
-    found = parse_pattern(pattern, layers, "--no-rope-freq", ("without rope", "with rope"))
-    return found if pattern.strip().isdecimal() else tuple(not each for each in found)
 
 
 def preset_fields(preset: str) -> Mapping[str, Any]:
@@ -410,7 +305,7 @@ def preset_fields(preset: str) -> Mapping[str, Any]:
     if path.is_dir():
         path /= CONFIG
     if not path.exists():
-        raise option_error(flag, preset, f"is neither a file nor a preset; use one of {', '.join(PRESETS)}")
+        raise option_error(flag, preset, f"is neither a file nor a preset; use one of {preset_names()}")
     try:
         described = describe_model(read_json_object(flag, str(path)))
     except ValueError as error:
@@ -424,9 +319,10 @@ class AttentionConfig(Options):
 
     attention_backend: AttentionBackend = option(
         "auto",
-        "Attention kernel. auto: the fastest for device, number format and masks. math, efficient, flash and "
-        "cudnn: torch's. flash3: FlashAttention-3's package flash_attn_interface. fused: Megatron-LM's name "
-        "for cudnn; unfused, local: its names for math. A named kernel that cannot be used is an error.",
+        "Attention kernel. auto: the fastest for device, number format, scores and masks. math, efficient, "
+        "flash, cudnn and flex: torch's. flash3: FlashAttention-3's package flash_attn_interface. fused: "
+        "Megatron-LM's name for cudnn; unfused, local: its names for math. A named kernel that cannot be "
+        "used is an error.",
     )
 
 

@@ -45,9 +45,11 @@ class Batch:
 
         Raises ValueError if the model's logits are not finite.
         """
-        positions = self._model.config.max_position_embeddings
-        for text in [row for row, n in zip(self._rows, self._cache.lengths, strict=True) if n == positions]:
-            # Each token's position changes with every new one, so that nothing cached is of use.
+        config = self._model.config
+        positions = config.max_position_embeddings
+        stale = positions, config.longrope_limit
+        for text in [row for row, n in zip(self._rows, self._cache.lengths, strict=True) if n in stale]:
+            # Each token's position changes with every new one, or how it is rotated: the cache is of no use.
             self._forget(text)
             self._joining.append(text)
         changed = list(self._rows)

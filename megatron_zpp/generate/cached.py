@@ -79,7 +79,9 @@ def prefill(model: GPT, cache: Cache, texts: Sequence[Sequence[int]]) -> Tensor:
         masks[window] = CachedPrefix(None if near is None else near[None, None])
     first = len(cache.lengths)
     cache.place(Place(slice(first, first + len(texts)), longest))
-    x = _hidden_states(model, cache, torch.tensor(filled, device=cache.device), positions[None], masks)
+    ends = torch.tensor([[len(text) - 1] for text in texts], device=cache.device)  # (R, 1)
+    own = positions.minimum(ends)  # (R, T); longrope asks how long a text is
+    x = _hidden_states(model, cache, torch.tensor(filled, device=cache.device), own, masks)
     cache.lengths += map(len, texts)
     for row, text in enumerate(texts, first):
         if len(text) < longest:

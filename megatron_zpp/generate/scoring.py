@@ -43,7 +43,9 @@ def _score_batch(model: GPT, passages: Sequence[Passage]) -> list[Score]:
     longest = max(len(passage.ids) for passage in passages) - 1
     # Attention looks only backwards, so what fills the ends of short rows changes nothing.
     filled = [[*passage.ids[:-1], *[0] * (longest + 1 - len(passage.ids))] for passage in passages]
-    logits = model(torch.tensor(filled, device=device))  # (B, T, V)
+    ends = torch.tensor([[max(len(passage.ids) - 2, 0)] for passage in passages], device=device)  # (B, 1)
+    positions = torch.arange(longest, device=device).minimum(ends)  # (B, T); of a text's own length
+    logits = model(torch.tensor(filled, device=device), positions=positions)  # (B, T, V)
     scores = []
     for row, (ids, scored) in zip(logits, passages, strict=True):
         end = len(ids) - 1

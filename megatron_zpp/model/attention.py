@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.model.masks import CAUSAL, CachedPrefix, Causal, InsideDocuments, Mask, SlidingWindow
+from megatron_zpp.model.scores import PLAIN_SCORES, Scores, attend
 
 FLAG = "--attention-backend"
 _BOUNDED = (InsideDocuments, SlidingWindow)  # no union: torch 2.8 compiles no `isinstance` with one
@@ -39,7 +40,12 @@ TORCH_BACKENDS = {
 
 
 class DotProduct:
-    """torch's scaled_dot_product_attention by one backend, or by its choice; documents as a dense mask."""
+    """torch's scaled_dot_product_attention by one backend, or by its choice; documents as a dense mask.
+
+    Scores that it cannot make are in memory, as the mask is.
+    """
+
+    compiled = False  # whether torch.compile makes the kernel, so that one trial tells that it runs
 
     def __init__(self, backend: str | None = None, remark: str = "") -> None:
         self.backend, self.remark = TORCH_BACKENDS[backend] if backend else None, remark
@@ -48,6 +54,10 @@ class DotProduct:
         """Return the kernel's description for the log; empty for torch's choice without documents."""
         name = self.backend.name.lower() if self.backend else "torch's choice" if self.remark else ""
         return f"{name}{self.remark}"
+
+    def causal(self, x: Tensor) -> Causal:
+        """Its kernels know this mask."""
+        return CAUSAL
 
     def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
         """(B, T, …) -> a mask (1, 1, T, T) in the format of x: 0 where a token attends, or -inf.
@@ -69,17 +79,19 @@ class DotProduct:
         return InsideDocuments(mask.masked_fill_(same, 0.0), window)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scale: float | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
-        """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H).
-
-        `scale` is the factor of the scores; None: 1 / √H.
-        """
-        dense, causal = None, True
+        """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H)."""
+        dense: Tensor | None = None
+        causal = True
         if isinstance(mask, _BOUNDED):
             dense, causal = mask.bounds, False
         elif isinstance(mask, CachedPrefix):
             dense, causal = mask.visible, mask.visible is None and q.shape[1] > 1
+        if not scores.scaled_only:
+            if dense is not None and isinstance(mask, _BOUNDED):
+                dense = dense.eq(0)
+            return attend(q, k, v, dropout, scores, dense)
         grouped = q.shape[2] != k.shape[2]
         if grouped and q.is_cuda and q.dtype.itemsize > 2:  # the kernels for fp32 know no groups
             k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
@@ -88,7 +100,7 @@ class DotProduct:
         # In here, as a layer that is recomputed in backward must make the same choice again.
         with sdpa_kernel(self.backend) if self.backend else nullcontext():
             mixed = F.scaled_dot_product_attention(
-                *(q, k, v, dense, dropout, causal), scale=scale, enable_gqa=grouped
+                *(q, k, v, dense, dropout, causal), scale=scores.scale, enable_gqa=grouped
             )
         return mixed.transpose(1, 2)
 
@@ -125,19 +137,19 @@ class PackedFlash(DotProduct):
         return InsideDocuments(ends, window)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scale: float | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
         """As DotProduct."""
         if not isinstance(mask, _BOUNDED):
-            return super().__call__(q, k, v, dropout, mask, scale)
+            return super().__call__(q, k, v, dropout, mask, scores)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         batch, tokens = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # (B · T, N, H), and twice (B · T, G, H)
         options: dict[str, Any] = (
             {"window_size": _reach(mask.window)} if self._has_windows else {"is_causal": True}
         )
-        if scale is not None:
-            options["scale"] = scale
+        if scores.scale is not None:
+            options["scale"] = scores.scale
         if self._asks_for_groups:
             options["enable_gqa"] = q.shape[1] != k.shape[1]
         mixed = self._attend(q, k, v, mask.bounds, mask.bounds, tokens, tokens, **options)
@@ -146,6 +158,8 @@ class PackedFlash(DotProduct):
 
 class FlashAttention3:
     """Dao's flash_attn_interface, for Hopper. torch.compile leaves it as it is, between two graphs."""
+
+    compiled = False
 
     def __init__(self) -> None:
         from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
@@ -157,6 +171,10 @@ class FlashAttention3:
         """Return the kernel's description for the log."""
         return "flash_attention_3"
 
+    def causal(self, x: Tensor) -> Causal:
+        """Its kernel knows this mask."""
+        return CAUSAL
+
     def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
         """Its kernel takes the number."""
         return SlidingWindow(window)
@@ -166,14 +184,14 @@ class FlashAttention3:
         return InsideDocuments(ends, window)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scale: float | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
         """As DotProduct."""
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         assert not isinstance(mask, CachedPrefix), "generation takes DotProduct"
         reach = _reach(None if isinstance(mask, Causal) else mask.window)
         if not isinstance(mask, InsideDocuments):
-            return _first(self._attend(q, k, v, softmax_scale=scale, causal=True, window_size=reach))
+            return _first(self._attend(q, k, v, softmax_scale=scores.scale, causal=True, window_size=reach))
         batch, tokens = q.shape[:2]
         mixed = self._attend_documents(
             *(part.flatten(0, 1) for part in (q, k, v)),
@@ -181,7 +199,7 @@ class FlashAttention3:
             cu_seqlens_k=mask.bounds,
             max_seqlen_q=tokens,
             max_seqlen_k=tokens,
-            softmax_scale=scale,
+            softmax_scale=scores.scale,
             causal=True,
             window_size=reach,
         )
@@ -196,6 +214,7 @@ def choose_attention(
     *,
     masked: bool,
     windowed: bool = False,
+    scored: str = "",
     head_width: int,
     dropout: float,
     dtype: torch.dtype,
@@ -204,13 +223,25 @@ def choose_attention(
     """The kernel of --attention-backend.
 
     `masked` says that documents will come (--reset-attention-mask), `windowed` that layers have windows.
+    `scored` is a flag for which scores are more than scaled, if there is one.
 
     Raises ValueError where it is known without trying that a backend that was asked for cannot serve.
     """
+    no_flex = _no_flex(head_width, dropout, device)
+    if backend == "flex":
+        if no_flex:
+            raise option_error(FLAG, "flex", f"{no_flex}; use auto")
+        return _flex()
+    on_gpu, memory = device.type == "cuda", TORCH_BACKENDS.get(backend) is SDPBackend.MATH
+    if scored and not memory:
+        check_scores(backend, scored)
+        if not no_flex:
+            return _flex()
+        remark = f", {scored} through scores in memory; FlexAttention {no_flex}" if on_gpu else ""
+        return DotProduct("math", remark)
     if backend == "flash3":
         _check_flash3(dropout, dtype, device)
         return FlashAttention3()
-    on_gpu = device.type == "cuda"
     if (masked or windowed) and on_gpu and backend in ("auto", "flash"):
         hindrance = _no_packed_flash(head_width, dropout, dtype, device, windowed)
         if not hindrance:
@@ -218,10 +249,18 @@ def choose_attention(
             return PackedFlash("flash" if backend == "flash" else None, what)
         if backend == "flash":
             raise no_masks(hindrance, masked=masked)
+        if not no_flex:
+            return _flex()
         what = "documents" if masked else "windows"
         return DotProduct(remark=f", {what} through a dense mask; flash attention {hindrance}")
     # On Hopper GPUs torch takes cuDNN's, the fastest that comes with torch.
     return DotProduct(None if backend == "auto" else backend)
+
+
+def _flex() -> DotProduct:
+    from megatron_zpp.model.flex import Flex
+
+    return Flex()
 
 
 def check_runs(
@@ -233,6 +272,7 @@ def check_runs(
     windows: Iterable[int | None] = (None,),
     head_width: int,
     queries_per_group: int = 1,
+    scores: Scores = PLAIN_SCORES,
     dropout: float,
     dtype: torch.dtype,
     device: torch.device,
@@ -251,7 +291,7 @@ def check_runs(
                 mask = mask_of(kernel, x, window, ends if masked else None)
                 q, k, v = x.split([queries_per_group, 1, 1], 2)
                 # Not backward(gradient), which imports sympy, nor that of a mere sum, which has no strides.
-                (kernel(q, k, v, dropout, mask) * torch.ones_like(q)).sum().backward()
+                (kernel(q, k, v, dropout, mask, scores) * torch.ones_like(q)).sum().backward()
         except RuntimeError as error:
             case = f"{tokens} tokens, --kv-channels {head_width}, --attention-dropout {dropout}"
             masks = ", --reset-attention-mask" if masked else ""
@@ -269,7 +309,9 @@ def mask_of(kernel: AttentionKernel, x: Tensor, window: int | None, documents: T
     """The mask of layers with this window for texts (B, T, …): inside documents (E), or causal."""
     if documents is not None:
         return kernel.documents(documents, x, window)
-    return CAUSAL if window is None or x.shape[1] <= window else kernel.sliding_window(window, x)
+    if window is None or x.shape[1] <= window:
+        return kernel.causal(x)
+    return kernel.sliding_window(window, x)
 
 
 def _newest(tokens: int, window: int, device: torch.device) -> Tensor:
@@ -306,6 +348,28 @@ def no_masks(hindrance: str, *, masked: bool) -> ValueError:
     """The error for --attention-backend flash where `hindrance` prevents PackedFlash."""
     cause = "--reset-attention-mask" if masked else "--window-size"
     return option_error(FLAG, "flash", f"with {cause} it {hindrance}, or use auto")
+
+
+def check_scores(backend: str, scored: str) -> None:
+    """Raises ValueError for a backend whose scores on GPUs are only scaled, with the flag `scored`."""
+    if backend not in ("auto", "flex") and TORCH_BACKENDS.get(backend) is not SDPBackend.MATH:
+        raise option_error(FLAG, backend, f"cannot compute {scored}; use auto, flex or math")
+
+
+def flex_hindrance(head_width: int, dropout: float) -> str:
+    """Return which setting prevents FlexAttention on every GPU, as 'needs …'; empty if none does."""
+    if dropout:
+        return "needs --attention-dropout 0"
+    return "" if head_width >= 16 else f"needs --kv-channels of at least 16, not {head_width}"
+
+
+def _no_flex(head_width: int, dropout: float, device: torch.device) -> str:
+    """Return what is known to prevent FlexAttention on this device, as 'needs …'; empty if nothing is."""
+    if device.type != "cuda":
+        return "needs a GPU"
+    return flex_hindrance(head_width, dropout) or (
+        "" if importlib.util.find_spec("triton") else "needs Triton"
+    )
 
 
 def packed_flash_hindrance(head_width: int, dropout: float, dtype: torch.dtype) -> str:

@@ -91,7 +91,7 @@ def use_matmuls(model: GPT, matmuls: Matmuls) -> None:
 
 def _owners(model: GPT) -> Iterator[nn.Module]:
     """The modules that have norms."""
-    yield model.head
+    yield from (model.embedding, model.head)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         yield from (layer, *layer.halves, layer.attention)

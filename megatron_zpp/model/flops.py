@@ -21,8 +21,9 @@ def parameter_count(config: ModelConfig, vocab_size: int) -> int:
     norms = norm * (sum(shape.norms) + sum(width for _, width in shape.head_norms))
     tables = config.embedding_rows(vocab_size) * hidden
     tables *= 2 if config.untie_embeddings_and_output_weights else 1
-    layers = config.num_layers * (layer_matrices(config) + biases + norms)
-    return tables + _position_parameters(config) + layers + norm * hidden
+    layers = config.num_layers * (layer_matrices(config) + biases + norms + shape.sinks)
+    ends = norm * hidden * (2 if config.embed_layernorm else 1)
+    return tables + _position_parameters(config) + layers + ends
 
 
 def layer_matrices(config: ModelConfig) -> int:

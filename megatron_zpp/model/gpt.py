@@ -31,14 +31,7 @@ from megatron_zpp.model.loss import (
 )
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
-from megatron_zpp.model.rotary import (
-    UNROTATED,
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    RotaryEmbedding,
-    Rotation,
-)
+from megatron_zpp.model.rotary import UNROTATED, Rotation, rotary_embeddings
 
 if TYPE_CHECKING:
     from megatron_zpp.model.offload import ActivationOffload
@@ -59,6 +52,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.tokens = embedding(padded_vocab_size, config.hidden_size)
         self.multiplier = config.embedding_multiplier
+        self.norm = norm_of(config, config.hidden_size) if config.embed_layernorm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -66,11 +60,11 @@ class Embedding(nn.Module):
         return self.dropout(self.look_up(tokens))
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids -> their vectors, times --embedding-multiplier in their format."""
+        """(B, T) ids -> their vectors, times --embedding-multiplier in their format, behind a norm if any."""
         found = self.tokens(tokens)
-        if self.multiplier == 1:
-            return found
-        return found * torch.full((), self.multiplier, dtype=found.dtype, device=found.device)
+        if self.multiplier != 1:
+            found = found * torch.full((), self.multiplier, dtype=found.dtype, device=found.device)
+        return self.norm(found)
 
 
 class PositionedEmbedding(Embedding):
@@ -164,7 +158,7 @@ class GPT(nn.Module):
         self.windows = config.layer_windows
         self.attention = attention or DotProduct()
         self.embedding = (PositionedEmbedding if learned else Embedding)(config, padded)
-        self.rotary, self.rotary_local = _rotary(config)
+        self.rotary, self.rotary_local = rotary_embeddings(config)
         self.layers = nn.ModuleList(
             Layer(config, self.attention, recompute_scores=selective, cut=cut_layers)
             for _ in range(config.num_layers)
@@ -321,23 +315,6 @@ def _activation_offload() -> "ActivationOffload":
     from megatron_zpp.model.offload import ActivationOffload
 
     return ActivationOffload()
-
-
-def _rotary(config: ModelConfig) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
-    """The rotations of layers, and those of layers with a window where they have others."""
-    if config.position_embedding_type != "rope":
-        return None, None
-    assert config.rotary_base is not None, "ModelConfig.check fills it for rope"
-    scaling: RopeScaling | None = None
-    if config.use_rope_scaling:
-        assert config.rope_scaling_factor is not None, "ModelConfig.check fills it with the scaling"
-        scaling = Llama3Scaling(config.rope_scaling_factor)
-    elif config.rotary_seq_len_interpolation_factor is not None:
-        scaling = LinearScaling(config.rotary_seq_len_interpolation_factor)
-    usual, local = RotaryEmbedding(config.rotated_channels, config.rotary_base, scaling), None
-    if config.rotary_base_local is not None:
-        local = RotaryEmbedding(config.rotated_channels, config.rotary_base_local)
-    return usual, local
 
 
 def _tensor_seed(seed: int, name: str) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.attention import AttentionKernel
 from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.rotary import UNROTATED, Rotation
+from megatron_zpp.model.scores import Scores, alibi_slopes
 from megatron_zpp.model.shape import LinearShape, layer_shape
 
 if TYPE_CHECKING:
@@ -64,7 +66,8 @@ def linear_of(shape: LinearShape) -> nn.Linear:
 class Attention(nn.Module):
     """Causal self-attention with N query heads in G groups that share keys and values; G = N without groups.
 
-    The rows of `qkv` are those of all queries, then of all keys, then of all values: `runs`.
+    The rows of `qkv` are those of all queries, then of all keys, then of all values: `runs`. `sinks` (N) are
+    the weights of --softmax-type learnable.
     """
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel, recompute_scores: bool) -> None:
@@ -80,7 +83,11 @@ class Attention(nn.Module):
             norm_of(config, width) if width else nn.Identity() for width in widths or (0, 0)
         )
         self.output = linear_of(shape.output)
-        self.scale = config.softmax_scale
+        self.scale, self.softcap = config.softmax_scale, config.attn_logit_softcapping
+        self.alibi_heads = config.num_attention_heads if config.position_embedding_type == "alibi" else 0
+        self.first_head = 0  # of this rank's, among all
+        self.softmax_type = config.softmax_type
+        self.sinks = nn.Parameter(torch.zeros(shape.sinks)) if shape.sinks else None
 
     def forward(self, x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None" = None) -> Tensor:
         """(B, T, D) -> (B, T, D); a `cache` comes with the mask CachedPrefix."""
@@ -88,12 +95,22 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)  # each (B, C, G, H)
         dropout = self.dropout if self.training else 0.0
-        attend = partial(self.kernel, dropout=dropout, mask=mask, scale=self.scale)
+        attend = partial(self.kernel, dropout=dropout, mask=mask, scores=self.scores(q.device))
         if self.recompute_scores and self.training:
             mixed = checkpoint(attend, q, k, v, use_reentrant=False)
         else:
             mixed = attend(q, k, v)
         return self.project(mixed.flatten(2))  # of (B, T, N, H)
+
+    def scores(self, device: torch.device) -> Scores:
+        """How scores are made."""
+        slopes: Tensor | None = None
+        sinks: Tensor | None = self.sinks
+        if self.alibi_heads:
+            slopes = alibi_slopes(self.alibi_heads, self.first_head, self.heads, device)
+        if self.softmax_type == "off-by-one":
+            sinks = torch.zeros(self.heads, device=device)
+        return Scores(self.scale, self.softcap, slopes, sinks)
 
     def split(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, D) -> queries (B, T, N, H) and keys (B, T, G, H), normalised and rotated, and values."""

@@ -3,11 +3,11 @@
 Shapes: B batch, T tokens of this forward pass, C columns of the cache up to now, E ends of documents.
 
 A window counts the tokens that a token attends to, itself included; None stands for all before it. `bounds`
-is what the kernel that reads it has made.
+is what the kernel that reads it has made: FlexAttention's BlockMask (model/flex.py), or as each mask says.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Causal:
     """Each token attends to itself and to all tokens before it in its row."""
+
+    bounds: Any = None
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class SlidingWindow:
     """
 
     window: int
-    bounds: Tensor | None = None
+    bounds: Any = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class InsideDocuments:
     `bounds` are the ends of documents (E), or a mask (B, 1, T, T) that is added to the scores.
     """
 
-    bounds: Tensor
+    bounds: Any
     window: int | None = None
 
 

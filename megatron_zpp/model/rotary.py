@@ -1,9 +1,10 @@
-"""Rotary position embedding (RoFormer paper, 3.4.2), with the frequency scaling of Llama 3.1.
+"""Rotary position embedding (RoFormer paper, 3.4.2), and how it is stretched to longer texts.
 
 Shapes: B batch, T tokens, N heads (of queries, or groups of keys), H head width, R rotated channels, R <= H.
 
-Channels i and i + R/2 of a head form a pair, as in Megatron-LM and Hugging Face; the angle of pair i is
-position · base^(-2i / R). Channels from R on are unchanged (--rotary-percent).
+Channels i and i + R/2 of a head form a pair, as in Megatron-LM and Hugging Face, or 2i and 2i + 1
+(--rotary-interleaved); the angle of pair i is position · base^(-2i / R). Channels from R on are unchanged
+(--rotary-percent).
 """
 
 import math
@@ -12,6 +13,8 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from megatron_zpp.config.model import ModelConfig
 
 # In all published models of Llama 3.
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
@@ -47,14 +50,51 @@ class Llama3Scaling:
         return frequencies * share + frequencies / self.factor * (1 - share)
 
 
-RopeScaling: TypeAlias = LinearScaling | Llama3Scaling
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (2309.00071, 3.2): pairs that turn often in a text of `original` tokens keep their frequency.
+
+    Frequencies of pairs that turn at most `beta_slow` times are divided by `factor`. Those of pairs that turn
+    at least `beta_fast` times are unchanged. Between these, they are interpolated by the number of the pair.
+    `rounds`: the ends of that range are whole numbers.
+    """
+
+    factor: float
+    base: float
+    original: int
+    beta_fast: float
+    beta_slow: float
+    rounds: bool
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        """(R / 2) frequencies in radians per position -> scaled frequencies."""
+        pairs = len(frequencies)
+        first, last = self._pair(self.beta_fast, pairs), self._pair(self.beta_slow, pairs)
+        if self.rounds:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        numbers = torch.arange(pairs, device="cpu")
+        share = ((numbers - first) / (last - first or 0.001)).clamp(0.0, 1.0)  # 0 keeps, 1 divides
+        return frequencies / self.factor * share + frequencies * (1 - share)
+
+    def _pair(self, turns: float, pairs: int) -> float:
+        """The number, not rounded, of the pair that turns so often in a text of the original length."""
+        return pairs * math.log(self.original / (2 * math.pi * turns)) / math.log(self.base)
+
+
+RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def positions_per_radian(rotated: int, base: float) -> Tensor:
+    """Return the inverse frequency of each pair of channels (R / 2), fp32."""
+    # On the CPU: all devices rotate by the same angles, and the model may be built on the meta device.
+    exponents = torch.arange(0, rotated, 2, dtype=torch.int64, device="cpu").float() / rotated
+    return base**exponents
 
 
 def frequencies(rotated: int, base: float, scaling: RopeScaling | None = None) -> Tensor:
     """Return the fp32 frequency of each pair of channels (R / 2), in radians per position."""
-    # On the CPU: all devices rotate by the same angles, and the model may be built on the meta device.
-    exponents = torch.arange(0, rotated, 2, dtype=torch.int64, device="cpu").float() / rotated
-    found = 1.0 / base**exponents
+    found = 1.0 / positions_per_radian(rotated, base)
     return scaling.apply(found) if scaling else found
 
 
@@ -63,11 +103,12 @@ class Rotation:
     """Cosines and sines of one forward pass, shared by all layers: each (B or 1, T, 1, R / 2) fp32.
 
     The axis of size 1 stands for heads, so that tensor parallelism may split them. Without cosines (positions
-    are learned or absent) heads stay as they are.
+    are learned or absent) heads stay as they are. `interleaved`: neighbouring channels are pairs.
     """
 
     cos: Tensor | None = None
     sin: Tensor | None = None
+    interleaved: bool = False
 
     @property
     def rotates(self) -> bool:
@@ -79,24 +120,132 @@ class Rotation:
         if self.cos is None or self.sin is None:
             return x
         half = self.cos.shape[-1]
-        first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+        if self.interleaved:
+            pairs, rest = x.split([2 * half, x.shape[-1] - 2 * half], -1)
+            first, second = pairs.unflatten(-1, (half, 2)).unbind(-1)
+        else:
+            first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
         a, b = first.float(), second.float()
         rotated = a * self.cos - b * self.sin, b * self.cos + a * self.sin
-        return torch.cat([*(part.to(x.dtype) for part in rotated), rest], -1)
+        parts = [part.to(x.dtype) for part in rotated]
+        if self.interleaved:
+            parts = [torch.stack(parts, -1).flatten(-2)]
+        return torch.cat([*parts, rest], -1)
 
 
 UNROTATED = Rotation()
 
 
 class RotaryEmbedding:
-    """The rotation of each position, for R rotated channels."""
+    """The rotation of each position, for R rotated channels, which are multiplied by a factor too."""
 
-    def __init__(self, rotated: int, base: float, scaling: RopeScaling | None = None) -> None:
-        self._frequencies = frequencies(rotated, base, scaling)
+    def __init__(
+        self,
+        rotated: int,
+        base: float,
+        scaling: RopeScaling | None = None,
+        *,
+        interleaved: bool = False,
+        attention_factor: float = 1.0,
+    ) -> None:
+        self.frequencies = frequencies(rotated, base, scaling)
+        self.interleaved, self.attention_factor = interleaved, attention_factor
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Return the rotation of positions (B or 1, T)."""
-        if self._frequencies.device != positions.device:
-            self._frequencies = self._frequencies.to(positions.device)
-        angles = positions[..., None, None].float() * self._frequencies  # (B or 1, T, 1, R / 2)
-        return Rotation(angles.cos(), angles.sin())
+        angles = positions[..., None, None].float() * self.frequencies_at(positions)
+        cos, sin = angles.cos(), angles.sin()  # each (B or 1, T, 1, R / 2)
+        if self.attention_factor != 1:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        return Rotation(cos, sin, self.interleaved)
+
+    def frequencies_at(self, positions: Tensor) -> Tensor:
+        """The frequencies of positions, in a shape that broadcasts to (B or 1, T, 1, R / 2)."""
+        if self.frequencies.device != positions.device:
+            self.frequencies = self.frequencies.to(positions.device)
+        return self.frequencies
+
+
+class LongRotaryEmbedding(RotaryEmbedding):
+    """LongRoPE (2402.13753): wavelengths have other factors in texts of more than `original` tokens.
+
+    A text is what positions count without a break, so that each document of a row has its own factors.
+    """
+
+    def __init__(
+        self,
+        rotated: int,
+        base: float,
+        short: tuple[float, ...],
+        long: tuple[float, ...],
+        original: int,
+        *,
+        interleaved: bool = False,
+        attention_factor: float = 1.0,
+    ) -> None:
+        super().__init__(rotated, base, interleaved=interleaved, attention_factor=attention_factor)
+        factors = torch.tensor([short, long], device="cpu")  # (2, R / 2), as are frequencies
+        self.frequencies = 1.0 / (factors * positions_per_radian(rotated, base))
+        self.original = original
+
+    def frequencies_at(self, positions: Tensor) -> Tensor:
+        """(B or 1, T) -> (B or 1, T, 1, R / 2)."""
+        short, long = super().frequencies_at(positions)
+        return torch.where((_text_lengths(positions) > self.original)[..., None, None], long, short)
+
+
+def _text_lengths(positions: Tensor) -> Tensor:
+    """The tokens of the text in which each of positions (B, T) is."""
+    tokens = positions.shape[1]
+    is_last = torch.ones_like(positions, dtype=torch.bool)
+    is_last[:, :-1] = positions[:, 1:] != positions[:, :-1] + 1
+    columns = torch.arange(tokens, device=positions.device)
+    ends = torch.where(is_last, columns, tokens).flip(1).cummin(1).values.flip(1)
+    return positions.gather(1, ends) + 1
+
+
+def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
+    """The rotations of a model's layers, and those of layers with a window where they have others."""
+    if not config.rotary:
+        return None, None
+    rotated, base, interleaved = config.rotated_channels, config.scaled_rotary_base, config.rotary_interleaved
+    local = None
+    if config.rotary_base_local is not None:
+        local = RotaryEmbedding(rotated, config.rotary_base_local, interleaved=interleaved)
+    factor = config.rotary_attention_factor
+    if config.position_embedding_type == "longrope":
+        short, long = config.longrope_short_factor, config.longrope_long_factor
+        original = config.yarn_original_max_position_embeddings
+        assert short is not None
+        assert long is not None
+        assert original is not None
+        found = LongRotaryEmbedding(
+            *(rotated, base, short, long, original), interleaved=interleaved, attention_factor=factor
+        )
+        return found, local
+    usual = RotaryEmbedding(rotated, base, _scaling(config), interleaved=interleaved, attention_factor=factor)
+    return usual, local
+
+
+def _scaling(config: ModelConfig) -> RopeScaling | None:
+    """How the frequencies of rope or YaRN are scaled; ModelConfig.check has filled what is asserted."""
+    if config.position_embedding_type == "yarn":
+        assert config.rotary_scaling_factor is not None
+        assert config.rotary_base is not None
+        assert config.yarn_original_max_position_embeddings is not None
+        assert config.yarn_beta_fast is not None
+        assert config.yarn_beta_slow is not None
+        return YarnScaling(
+            config.rotary_scaling_factor,
+            config.rotary_base,
+            config.yarn_original_max_position_embeddings,
+            config.yarn_beta_fast,
+            config.yarn_beta_slow,
+            config.yarn_correction_range_round_to_int,
+        )
+    if config.use_rope_scaling:
+        assert config.rope_scaling_factor is not None
+        return Llama3Scaling(config.rope_scaling_factor)
+    if config.rotary_seq_len_interpolation_factor is not None:
+        return LinearScaling(config.rotary_seq_len_interpolation_factor)
+    return None

@@ -30,7 +30,8 @@ class LinearShape:
 class LayerShape:
     """The linear maps of a layer, and the widths of its norms.
 
-    `norms` are those of hidden states; `head_norms` (number, width) those of queries and of keys.
+    `norms` are those of hidden states; `head_norms` (number, width) those of queries and of keys. `sinks` are
+    weights of the softmax, one per head.
     """
 
     qkv: LinearShape
@@ -39,6 +40,7 @@ class LayerShape:
     mlp_output: LinearShape
     norms: tuple[int, ...]
     head_norms: tuple[tuple[int, int], ...]
+    sinks: int = 0
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -64,6 +66,7 @@ def layer_shape(config: ModelConfig) -> LayerShape:
         mlp_output=LinearShape(inner, (hidden,), biased),
         norms=(hidden,) * (4 if config.norm_placement == "both" else 2),
         head_norms=head_norms,
+        sinks=heads if config.softmax_type == "learnable" else 0,
     )
 
 

@@ -84,8 +84,9 @@ def ends_bytes(job: Job) -> int:
 
     The input of the loss, which is the norm's output, is that of all tokens.
     """
-    vectors = (job.rows + job.tokens) * job.model.hidden_size
-    return vectors * job.dtype.itemsize + job.rows * (_norm_bytes(job) + _masks(job))
+    norms = 1 + job.model.embed_layernorm
+    vectors = (norms * job.rows + job.tokens) * job.model.hidden_size
+    return vectors * job.dtype.itemsize + job.rows * (norms * _norm_bytes(job) + _masks(job))
 
 
 def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:

@@ -7,6 +7,8 @@ makes each rank send (T - 1) / T of their bytes over NVLink:
                     backward   the transposes of these four, and the two inputs gathered again for the
                                gradients of weights, unless 8-bit products have kept them; with
                                recomputation also what the forward sends
+                    norms across heads sum an fp32 number per token, of a LayerNorm two, in the forward, and
+                    as many in the backward
     the embedding   a reduce-scatter, and in the backward an all-gather
     the head        an all-gather, and in the backward a reduce-scatter; three fp32 numbers per token for the
                     softmax, of each block of rows
@@ -46,9 +48,11 @@ def exchanged(job: Job, forward: bool) -> Exchanged:
     others, layers = job.tensor - 1, job.model.num_layers
     one = others * job.rows * job.model.hidden_size * job.dtype.itemsize  # a collective on hidden states
     if forward:
-        ends, of_maps, beside = 2 * one + _statistics_bytes(job), 4 * layers * one, 0
+        ends = 2 * one + _statistics_bytes(job) + _norm_bytes(job, layers)
+        of_maps, beside = 4 * layers * one, 0
     else:
         ends = 2 * one + 2 * others * 4 * sum(job.replicated) // job.tensor
+        ends += _norm_bytes(job, layers + recomputed_layers(job))
         of_maps = (4 * recomputed_layers(job) + (4 if job.precision.fp8 else 2) * layers) * one
         beside = 0 if job.precision.fp8 else 4 * layers * one
     if job.overlapped:
@@ -65,12 +69,21 @@ def hidden_state_bytes(job: Job) -> int:
     """Of `exchanged_bytes`, those of hidden states: the ledger of a run counts no others."""
     others = job.tensor - 1
     sums = 2 * others * 4 * sum(job.replicated) // job.tensor
-    return exchanged_bytes(job) - job.micro_batches * (_statistics_bytes(job) + sums)
+    norms = _norm_bytes(job, 2 * job.model.num_layers + recomputed_layers(job))
+    return exchanged_bytes(job) - job.micro_batches * (_statistics_bytes(job) + norms + sums)
 
 
 def _statistics_bytes(job: Job) -> int:
     """Those of the softmax, in a forward."""
     return (job.tensor - 1) * _STATISTICS * job.tokens * job.output_blocks
+
+
+def _norm_bytes(job: Job, layers: int) -> int:
+    """Those of norms across heads, in one pass through `layers`."""
+    if not job.model.qk_layernorm_across_heads:
+        return 0
+    numbers = 2 * (2 if job.model.normalization == "LayerNorm" else 1)  # of queries and of keys
+    return 2 * (job.tensor - 1) * 4 * numbers * job.tokens // job.tensor * layers
 
 
 def ledgers_of(job: Job, sent: SentBytes) -> SentBytes:

@@ -97,7 +97,7 @@ class ExchangeCounter:
     """Counts in `ledger` the bytes of the exchanges of hidden states, when passes reach their units.
 
     A compiled layer runs its collectives without Python, so that they cannot be counted where they are sent.
-    The loss's three numbers per token are not counted.
+    The few numbers per token of the loss, and of norms across heads, are not counted.
     """
 
     def __init__(self, share: TensorShare, ledger: TrafficLedger, dtype: torch.dtype) -> None:

@@ -11,19 +11,22 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.corpus.make_tokens import train_bpe
 from benchmarks.emulation.emulated_run import AdamWSettings, EmulatedRanks, RunSettings, train
 from benchmarks.emulation.flat_model import FlatModel
-from benchmarks.emulation.rungs import RUNGS, Rung
+from benchmarks.emulation.muon import Muon, MuonSettings, orthogonalised
+from benchmarks.emulation.rungs import LADDERS, RUNGS, Rung, Travel
 from benchmarks.emulation.source import CHUNK, Source
-from benchmarks.emulation.text import Text
+from benchmarks.emulation.text import Text, coarser
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.reference_difference import add_difference, quantize_difference
 from megatron_zpp.ops.reference_rotation import quantize_rotated, sum_rotated
@@ -151,6 +154,7 @@ def emulated_ranks(
     ranks_per_node: int = 2,
     clip_grad: float = 1.0,
     seed: int = SEED,
+    muon: MuonSettings | None = None,
 ) -> EmulatedRanks:
     return EmulatedRanks(
         flat,
@@ -160,6 +164,7 @@ def emulated_ranks(
         operations=load_operations(flat.master.device.type, require_kernels=False, say=print),
         adamw=AdamWSettings(clip_grad=clip_grad),
         seed=seed,
+        muon=muon,
     )
 
 
@@ -206,7 +211,7 @@ def small_flat(rung: Rung, dtype: torch.dtype = torch.float32, device: torch.dev
 @pytest.mark.parametrize("name", list(RUNGS))
 def test_every_rung_trains_and_keeps_gaps_zero(name: str) -> None:
     flat = small_flat(RUNGS[name])
-    state = emulated_ranks(flat, RUNGS[name])
+    state = emulated_ranks(flat, RUNGS[name], muon=MuonSettings() if name in LADDERS["muon"] else None)
     for step in range(3):
         for _ in range(2):
             loss = state.accumulate(batches(step, 4))
@@ -218,10 +223,10 @@ def test_every_rung_trains_and_keeps_gaps_zero(name: str) -> None:
         assert not buffer[flat.gaps].any()
 
 
-@pytest.mark.parametrize("rung", ["delta4 rotated2", "today", "rotated2 feedback"])
+@pytest.mark.parametrize("rung", ["delta4 rotated2", "today", "rotated2 feedback", "sums4 feedback"])
 def test_a_step_that_is_not_finite_changes_nothing(rung: str) -> None:
     flat = small_flat(RUNGS[rung])
-    state = emulated_ranks(flat, RUNGS[rung])
+    state = emulated_ranks(flat, RUNGS[rung], muon=MuonSettings(beta2=0.9) if "sums" in rung else None)
     state.accumulate(batches(0, 4))
     state.step(1e-2, iteration=0)
     before = flat.master.clone(), flat.compute.clone()
@@ -290,7 +295,7 @@ def test_the_codes_in_plain_torch_are_those_of_the_engines_operations(
     """Rungs with what the engine lacks differ from it in nothing else."""
     found = []
     for varies in (False, True):
-        monkeypatch.setattr(Rung, "varies_rotation", varies)
+        monkeypatch.setattr(Travel, "varies", varies)
         flat = small_flat(RUNGS[name])
         state = emulated_ranks(flat, RUNGS[name])
         for step in range(3):
@@ -298,6 +303,102 @@ def test_the_codes_in_plain_torch_are_those_of_the_engines_operations(
             state.step(1e-2, iteration=step)
         found.append(digests(flat.by_name(flat.master)))
     assert found[0] == found[1]
+
+
+def muon_in_fp64(
+    weights: np.ndarray, momentum: np.ndarray, gradient: np.ndarray, rate: float, settings: MuonSettings
+) -> np.ndarray:
+    """The new weights of a matrix (rows, columns), whose momentum changes in place."""
+    momentum *= settings.momentum
+    momentum += (1 - settings.momentum) * gradient
+    x = (1 - settings.momentum) * gradient + settings.momentum * momentum if settings.nesterov else momentum
+    x = x / np.sqrt((x**2).sum())
+    for a, b, c in (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ):
+        x = a * x + b * (x @ x.T) @ x + c * (x @ x.T) @ (x @ x.T) @ x
+    update = 0.2 * max(x.shape) ** 0.5 * x
+    return (1 - rate * settings.weight_decay) * weights - rate * update
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_muon_is_that_of_an_independent_reference_in_fp64(nesterov: bool) -> None:
+    """Of matrices inside layers, queries, keys and values apart; everything else has AdamW's own rate."""
+    flat, plain = small_flat(RUNGS["baseline"]), small_flat(RUNGS["baseline"])
+    settings = MuonSettings(nesterov=nesterov, scalar_lr=0.5)
+    state = emulated_ranks(flat, RUNGS["baseline"], clip_grad=0.0, muon=settings)
+    other = emulated_ranks(plain, RUNGS["baseline"], clip_grad=0.0)
+    names = [name for name, weights in flat.by_name(flat.master).items() if weights.dim() == 2]
+    momenta: dict[tuple[str, int], np.ndarray] = {}
+    for step, rate in enumerate(RATES):
+        before = {name: weights.clone() for name, weights in flat.by_name(flat.master).items()}
+        plain.master.copy_(flat.master)
+        plain.compute.copy_(flat.compute)
+        for ranks, learning_rate in ((state, rate), (other, 0.5 * rate)):
+            ranks.accumulate(batches(step, 4))
+            total = sum(node.total for node in ranks._node_sums)
+            ranks.step(learning_rate, iteration=step)
+        gradients, adamw = flat.by_name(total / 4), plain.by_name(plain.master)
+        for name, after in flat.by_name(flat.master).items():
+            if name not in names or not name.startswith("layers."):
+                assert torch.equal(after, adamw[name]), name
+                continue
+            parts = 3 if name.endswith(".qkv.weight") else 1
+            pieces = [tensor.chunk(parts) for tensor in (before[name], gradients[name], after)]
+            for part, (old, gradient, new) in enumerate(zip(*pieces, strict=True)):
+                momentum = momenta.setdefault((name, part), np.zeros(old.shape))
+                expected = muon_in_fp64(
+                    old.double().numpy(), momentum, gradient.double().numpy(), rate, settings
+                )
+                lost = np.linalg.norm(new.double().numpy() - expected)
+                assert lost < 1e-5 * np.linalg.norm(expected - old.double().numpy()), (name, part, step)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (192, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_singular_values_of_updates_lie_around_one(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(1))
+    found = torch.linalg.svdvals(orthogonalised(x, MuonSettings(), dtype))
+    assert ((found > 0.65) & (found < 1.25)).all()
+
+
+def test_normuon_gives_rows_one_size_and_matrices_their_norm() -> None:
+    """In a first step; later ones see the rows' running mean squares."""
+    here, found = slice(0, 24 * 64), {}
+    gradient = torch.randn(24, 64, generator=torch.Generator().manual_seed(2)) * torch.arange(1, 25)[:, None]
+    for beta2 in (None, 0.95):
+        settings, master = MuonSettings(beta2=beta2, weight_decay=0.0), torch.zeros(24 * 64)
+        muon = Muon(torch.zeros(24 * 64), {(24, 64): [here]}, settings, torch.float32)
+        muon.step(master, gradient.flatten(), 1.0, torch.zeros(()))
+        found[beta2] = master.view(24, 64)
+    rows = found[0.95].norm(dim=1)
+    assert torch.allclose(rows, rows.mean().expand(24), rtol=1e-4)
+    assert not torch.allclose(found[None].norm(dim=1), rows, rtol=1e-2)
+    assert found[0.95].norm() == pytest.approx(found[None].norm().item(), rel=1e-4)
+
+
+def test_feedback_of_the_momentum_leaves_the_last_loss_alone() -> None:
+    """What nodes and owners have kept back, times the share of a gradient, is all that the momentum lacks."""
+    rung, settings = RUNGS["sums4 feedback of the momentum"], MuonSettings()
+    flat = small_flat(rung)
+    state = emulated_ranks(flat, rung, muon=settings)
+    matrices = slice(0, flat.kinds["tables"].start)
+    ((here, cross_node),) = [pair for pair in state._sums if pair[0].start == 0]
+    assert here == matrices
+    true, arrived = torch.zeros(here.stop), torch.zeros(here.stop)
+    for step in range(12):
+        generator = torch.Generator().manual_seed(step)
+        nodes = [torch.randn(here.stop, generator=generator) for _ in range(2)]
+        nodes = [node.masked_fill(flat.gaps[here], 0.0) for node in nodes]
+        true.lerp_(nodes[0] + nodes[1], 0.05)
+        arrived.lerp_(cross_node.sum(nodes, step), 0.05)
+    kept = sum(cross_node._sums._errors) + cross_node._again._errors[0]
+    assert (true - arrived - 0.05 * kept).norm() < 0.02 * (true - arrived).norm()
+    assert (true - arrived).norm() < 0.1 * true.norm()
 
 
 def run_of(rung: str, seed: int = 0) -> dict[str, Any]:
@@ -339,8 +440,19 @@ def test_bytes_of_rungs() -> None:
     assert RUNGS["delta4 rotated4"].bytes_per_parameter(layers) == 1.015625
     assert RUNGS["delta2 rotated2"].bytes_per_parameter(layers) == 0.515625
     assert RUNGS["baseline"].bytes_per_parameter(layers) == 6
+    n, everything = 1 << 20, {"mlp": 8, "tables": 3, "small": 1}
+    four, eight = (
+        format.message_bytes(n) / n for format in (LloydMaxFormat(4, 256), QuantFormat("int8", 256))
+    )
+    for name in LADDERS["muon"][1:]:
+        assert RUNGS[name].bytes_per_parameter(layers) == 2 * four < 1.05
+        assert RUNGS[name].bytes_per_parameter(everything) == pytest.approx(2 * four)
+    for name in ("four bits, int8 gradients", "sums4, int8 gradients"):
+        assert RUNGS[name].bytes_per_parameter(layers) == eight + four < 1.55
     with pytest.raises(ValueError, match=r"weights must be one of .*, got delta5"):
         Rung(weights="delta5")
+    with pytest.raises(ValueError, match="sums rotated4 need weights none, got plain"):
+        Rung(sums="rotated4")
 
 
 def test_runs_on_text_share_no_sample(tmp_path: Path) -> None:
@@ -362,4 +474,34 @@ def test_runs_on_text_share_no_sample(tmp_path: Path) -> None:
         assert row == list(range(row[0], row[0] + 9))
     begun = {row[0] for row in torch.cat([first, second]).tolist()}
     assert len(begun) == 100
+    again = text.training(2, 50)  # there are 110 samples
+    assert len({row[0] for row in again.tolist()}) == 50
+    assert not torch.equal(again, first)
     assert not any(start < 600 < start + 9 for start in begun)  # a sample has tokens of one file
+
+
+def test_a_coarser_vocabulary_is_that_of_fewer_merges(tmp_path: Path) -> None:
+    """Its tokens are those of byte-level BPE with the first merges alone."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    text = Path(__file__).read_text()
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    fine = tmp_path / "tokens"
+    fine.mkdir()
+    train_bpe(tmp_path / "text.jsonl", 600, 1 << 20, fine)
+    vocabulary = json.loads((fine / "vocab.json").read_text())
+    merges = [tuple(line.split(" ")) for line in (fine / "merges.txt").read_text().splitlines()[1:]]
+
+    def encoded(entries: int) -> list[int]:
+        words = {word: token for word, token in vocabulary.items() if token < entries - 1}
+        model = Tokenizer(models.BPE(words, [pair for pair in merges if "".join(pair) in words]))
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return [*model.encode(text).ids, entries - 1]
+
+    for name in ("training-00", "held_out-a"):
+        with IndexedDatasetWriter(fine / f"{name}_text_document", np.dtype(np.uint16)) as writer:
+            writer.add_document(encoded(600))
+    found = coarser(fine, 320)
+    assert IndexedDataset(found / "training-00_text_document").tokens[:].tolist() == encoded(320)
+    assert Text.described(found)["vocabulary"] == 320
+    assert coarser(fine, 320) == found

@@ -1,6 +1,7 @@
 """Campaigns of emulated runs: what is run next, what a resumed one repeats, and the intervals of its gaps."""
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks import paired_runs
 from benchmarks.emulation import campaign
+from benchmarks.emulation.descent import Ladder, descend
 from benchmarks.intervals import mean_and_interval, t_quantile
 
 
@@ -110,3 +112,67 @@ def test_a_seed_is_begun_if_all_of_its_runs_can_end(
     assert fake_runs == [("baseline", 0), ("delta4", 0)]
     assert campaign.main([*arguments, "--limit-seconds", "1000"]) == 0
     assert fake_runs[2:] == [(name, seed) for seed in (1, 2) for name in ("baseline", "delta4")]
+
+
+def test_a_descent_goes_over_single_and_joint_steps_to_the_lowest_point() -> None:
+    """Of a bowl whose axes are turned, asked star by star; NaN is no better than anything."""
+    ladders = [Ladder(tuple(range(12)), 2, 2), Ladder(tuple(range(6)), 1)]
+
+    def bowl(point: tuple[int, ...]) -> float:
+        x, y = point
+        return math.nan if x == 11 else 5 + (x - 7) ** 2 + (y - 3) ** 2 + 0.5 * (x - 7) * (y - 3)
+
+    known: dict[tuple[int, ...], float] = {}
+    rounds = 0
+    while wanted := (found := descend(ladders, (2, 1), known.get, 0.001)).wanted:
+        assert not set(wanted) & set(known)
+        known.update({point: bowl(point) for point in wanted})
+        rounds += 1
+    assert (found.path[0], found.best) == ((2, 1), (7, 3))
+    assert rounds < 10
+    assert len(known) < 40  # of 72
+    flat = descend(ladders, (2, 1), lambda point: 5.0 - 0.002 * point[0], 0.001)
+    assert flat.path == ((2, 1),)  # two places give less than a thousandth
+
+
+def test_a_campaign_tunes_optimizers_and_compares_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then pairs take the best settings; a second call repeats nothing."""
+    jobs: list[tuple[str, int]] = []
+
+    def run(settings: dict[str, Any], device: str, text: None, job: tuple[str, int]) -> dict[str, Any]:
+        jobs.append(job)
+        settings = campaign.named(settings, job[0])[0]
+        best, scale = (8e-3, 1.0) if "muon" in settings else (4e-3, 1.2)
+        loss = 2 + abs(math.log(settings["lr"] / best)) + scale * (1 - settings["steps"] / 80)
+        bytes_ = {"bytes_per_parameter": 1.0, "bytes_per_parameter_in_layers": 1.0}
+        return {"loss": loss + job[1], "master_loss": loss, "seconds": 0.0, "skipped": 0, **bytes_}
+
+    monkeypatch.setattr(campaign, "_run", run)
+    monkeypatch.setattr(paired_runs, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
+    arguments = ["--size", "tiny", "--device", "cpu", "--output", str(tmp_path), "--pairs", "2"]
+    tune = [*arguments, "--descend", "adamw", "muon", "--runs-file", str(tmp_path / "tuned.jsonl")]
+    assert campaign.main([*tune, "--limit-seconds", "0"]) == paired_runs.STOPPED
+    assert not jobs
+    assert campaign.main(tune) == 0
+    assert len(set(jobs)) == len(jobs)
+    path = tmp_path / "descent_tiny_cpu.json"
+    figures = json.loads(path.read_text())["figures"]
+    assert figures["adamw"]["settings"]["lr"] == 4e-3
+    assert figures["muon"]["settings"]["lr"] == 8e-3
+    assert figures["muon"]["settings"]["muon"]["momentum"] == 0.95
+    share = figures["share_of_tokens"]  # 40 of 80 steps cost Muon 0.5, and AdamW 0.6
+    assert share["mean"] == pytest.approx(0.8)
+    assert share["half_width_95"] == pytest.approx(0, abs=1e-6)
+    jobs.clear()
+    assert campaign.main(tune) == 0
+    assert not jobs
+    pairs = [*arguments, "--tuned", str(path), "--rungs", "sums4", "--name", "pairs"]
+    assert campaign.main([*pairs, "--runs-file", str(tmp_path / "pairs.jsonl")]) == 0
+    assert json.loads((tmp_path / "pairs.json").read_text())["figures"]["settings"]["lr"] == 8e-3
+    larger = [*tune, "--tuned", str(path), "--steps", "160", "--name", "larger"]
+    assert campaign.main(larger) == 0
+    found = json.loads((tmp_path / "larger.json").read_text())["figures"]["muon"]["path"]
+    assert json.loads(found[0][0])["lr"] == 8e-3
+    assert "| sums4 | 1.000 | 2 |" in capsys.readouterr().out

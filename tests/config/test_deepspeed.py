@@ -329,9 +329,9 @@ def test_what_the_file_decides_under_deepspeed(
 def test_refused_keys_are_said_together_with_refused_flags(file: Path) -> None:
     content = {"curriculum_learning": {"enabled": True}} | zero(offload_param={"device": "cpu"})
     with pytest.raises(UsageError) as refused:
-        parse(file, content, "--embed-layernorm", "--train-idx-path", "a")
+        parse(file, content, "--eval-only", "--train-idx-path", "a")
     assert str(refused.value).splitlines() == [
-        "--embed-layernorm: not supported: norm of embeddings",
+        "--eval-only: use megatron-zpp evaluate",
         "--train-idx-path a, --deepspeed_config ds.json: curriculum_learning.enabled true: not supported: "
         "curriculum learning",
         '--deepspeed_config ds.json: zero_optimization.offload_param.device "cpu": not supported: parameters '

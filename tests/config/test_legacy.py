@@ -141,14 +141,14 @@ def test_all_that_is_refused_is_said_at_once() -> None:
     """Omitting one flag after the other would make a dense model of this one, without a word."""
     with pytest.raises(UsageError) as refused:
         parse(
-            "--num-experts 8 --moe-router-topk=2 --batch-size 2 --moe-grouped-gemm --embed-layernorm "
-            "--position-embedding-type alibi --fsdp-double-buffer --optimizer sgd --of-no-program 3"
+            "--num-experts 8 --moe-router-topk=2 --batch-size 2 --moe-grouped-gemm --mtp-num-layers 1 "
+            "--position-embedding-type relative --fsdp-double-buffer --optimizer sgd --of-no-program 3"
         )
     assert str(refused.value).splitlines() == [
         "--moe-router-topk 2, --moe-grouped-gemm, --num-experts 8: not supported: mixture of experts",
-        "--embed-layernorm: not supported: norm of embeddings",
-        "--position-embedding-type alibi: not supported: ALiBi",
-        "--optimizer sgd: not supported: optimizers other than AdamW",
+        "--mtp-num-layers 1: not supported: prediction of several tokens",
+        "--position-embedding-type relative: not supported: relative positions",
+        "--optimizer sgd: not supported: optimizers other than AdamW and Muon",
         "unrecognized argument --of-no-program 3 (--help all lists every flag)",
         "translated: --batch-size is --micro-batch-size",
         f"no effect here: --fsdp-double-buffer: {BY_NAME['--fsdp-double-buffer'].why}",

@@ -43,6 +43,19 @@ MODEL = [
         "--rope-low-freq-factor 5.0: not supported: scaling of rope other than Llama 3's",
     ),
     bad(
+        "--position-embedding-type yarn",
+        "--yarn-original-max-position-embeddings (not given): … yarn needs the length of text before it",
+    ),
+    bad(
+        "--position-embedding-type longrope --yarn-original-max-position-embeddings 4 "
+        "--longrope-short-factor 1 1",
+        "--longrope-short-factor 1.0 1.0: must be",
+    ),
+    bad(
+        "--position-embedding-type rope --rotary-ntk-factor 2 --use-rope-scaling",
+        "--use-rope-scaling (given): contradicts --rotary-ntk-factor; give one",
+    ),
+    bad(
         "--position-embedding-type rope --kv-channels 5",
         "--rotary-percent 1.0: rotates 5 of --kv-channels 5; must be even",
     ),

@@ -51,7 +51,7 @@ def as_transformers(ours: GPT, positions: int = POSITIONS) -> "transformers.PreT
     length = "n_positions" if values["model_type"] == "gpt2" else "max_position_embeddings"
     config = transformers.AutoConfig.for_model(**values | {length: positions})
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    weights, names = theirs.state_dict(), names_of(ours.config)
+    weights, names = theirs.state_dict(), names_of(ours.config, values["model_type"])
     with torch.no_grad():
         for weight in weights.values():
             weight.zero_()

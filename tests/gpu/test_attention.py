@@ -1,5 +1,6 @@
 """Kernels of attention against fp32, documents packed against a dense mask, and no host synchronisation."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,11 @@ from megatron_zpp.model.attention import (
     choose_attention,
     mask_of,
 )
+from megatron_zpp.model.flex import Flex
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.scores import Scores, alibi_slopes
 from tests.gpu.steady import waits_are_errors
+from tests.model.variants import SCORES
 from tests.support import pretrain
 from tests.zero.engines import engine_of
 
@@ -110,6 +114,55 @@ def test_each_kernel_is_fp32s_within_the_rounding_of_bf16(
         assert torch.linalg.vector_norm(ours - exact) <= 2 * EPSILON * torch.linalg.vector_norm(exact) + sums
 
 
+def slopes(heads: int) -> Tensor:
+    return alibi_slopes(heads, 0, heads, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "heads", "groups", "head_width", "window", "masked", "dtype"),
+    [
+        ("", 4, 2, 64, 150, False, torch.bfloat16),
+        ("cap", 4, 2, 256, None, False, torch.bfloat16),
+        ("cap", 3, 1, 80, 150, True, torch.float32),
+        ("slopes", 12, 12, 64, None, True, torch.bfloat16),
+        ("sinks", 4, 4, 128, None, False, torch.bfloat16),
+        ("cap slopes sinks", 6, 2, 40, 150, True, torch.float32),
+        ("cap slopes sinks", 6, 2, 64, 150, True, torch.bfloat16),
+    ],
+)
+def test_flex_attention_is_that_of_scores_in_memory(
+    kinds: str, heads: int, groups: int, head_width: int, window: int | None, masked: bool, dtype: torch.dtype
+) -> None:
+    """Outputs and all gradients, of texts that blocks of 128 do not divide, within the format's rounding."""
+    tokens, generator = 400, torch.Generator("cuda").manual_seed(1)
+    torch._dynamo.reset()
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    qkv, weights = drawn(2, tokens, heads + 2 * groups, head_width), drawn(2, tokens, heads, head_width)
+    own = drawn(heads)
+    ends = torch.tensor([0, 3, 131, 400, 656, 657, 800, 800], dtype=torch.int32, device="cuda")
+    results = []
+    for kernel, form in ((DotProduct("math"), torch.float32), (Flex(), dtype)):
+        x, sinks = qkv.to(form).requires_grad_(), own.to(form).requires_grad_()
+        scores = Scores(
+            head_width**-0.5,
+            2.0 if "cap" in kinds else None,
+            slopes(heads) if "slopes" in kinds else None,
+            sinks if "sinks" in kinds else None,
+        )
+        mask = mask_of(kernel, x, window, ends if masked else None)
+        mixed = kernel(*x.split([heads, groups, groups], 2), 0.0, mask, scores)
+        wanted = [x, *[sinks] * ("sinks" in kinds)]
+        of_x, *of_sinks = torch.autograd.grad(mixed, wanted, weights.to(form))
+        results.append([mixed, *of_x.split([heads, groups, groups], 2), *of_sinks])
+    rounding = 3 * EPSILON if dtype is torch.bfloat16 else 2e-5
+    for exact, ours in zip(*results, strict=True):
+        error = torch.linalg.vector_norm(ours.float() - exact)
+        assert error <= rounding * torch.linalg.vector_norm(exact)
+
+
 @pytest.mark.parametrize(
     "recompute",
     [{}, {"recompute_activations": True}, {"recompute_granularity": "full", "recompute_method": "uniform"}],
@@ -138,8 +191,9 @@ def test_packed_documents_train_as_a_dense_mask_does(recompute: dict[str, Any]) 
     assert curves[1] == pytest.approx(curves[0], rel=2 * EPSILON)
 
 
-def test_a_masked_step_does_not_wait_for_the_device() -> None:
-    kernel = choose_attention("auto", **settings(64, True))
+@pytest.mark.parametrize("backend", ["auto", "flex"])
+def test_a_masked_step_does_not_wait_for_the_device(backend: str) -> None:
+    kernel = choose_attention(backend, **settings(64, True))
     engine = engine_of(MODEL, VOCAB, precision=PrecisionConfig(bf16=True), device="cuda", kernel=kernel)
     data = batches(6)
 
@@ -155,7 +209,8 @@ def test_a_masked_step_does_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["auto", *(pytest.param(kind, marks=pytest.mark.gpu_long) for kind in ("flash", "cudnn"))]
+    "backend",
+    ["auto", "flex", *(pytest.param(kind, marks=pytest.mark.gpu_long) for kind in ("flash", "cudnn"))],
 )
 def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: str) -> None:
     given = settings(64, True)
@@ -166,7 +221,8 @@ def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: st
         if backend == "cudnn":
             pytest.skip(str(refused))
         raise
-    layer = GPT(MODEL, VOCAB, attention=kernel).initialize(3).to("cuda", torch.bfloat16).layers[1]
+    config = dataclasses.replace(MODEL, **SCORES) if backend == "flex" else MODEL
+    layer = GPT(config, VOCAB, attention=kernel).initialize(3).to("cuda", torch.bfloat16).layers[1]
     torch._dynamo.reset()  # another kernel's documents have another format
     compiled = torch.compile(layer.forward, fullgraph=True, dynamic=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -179,13 +235,24 @@ def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: st
             assert error <= 2 * EPSILON * torch.linalg.vector_norm(expected.float())
 
 
-def test_a_run_says_which_attention_it_takes() -> None:
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            "--reset-position-ids --reset-attention-mask --eod-mask-loss",
+            "flash_attention over documents end to",
+        ),
+        ("--position-embedding-type alibi --softmax-type learnable --window-size 99,0", "flex_attention\n"),
+    ],
+    ids=["documents", "scores"],
+)
+def test_a_run_says_which_attention_it_takes(more: str, said: str) -> None:
     command = (
         "--mock-data --tokenizer-type NullTokenizer --vocab-size 40 --num-layers 2 --hidden-size 128 "
         "--num-attention-heads 2 --seq-length 256 --micro-batch-size 4 --lr 1e-3 --train-iters 3 "
-        "--log-interval 1 --eval-iters 1 --sample-prompt 1 --reset-position-ids --reset-attention-mask "
-        "--eod-mask-loss --attention-dropout 0 --hidden-dropout 0"
+        "--log-interval 1 --eval-iters 1 --sample-prompt 1 --attention-dropout 0 --hidden-dropout 0"
     )
-    done = pretrain(*command.split())
+    done = pretrain(*command.split(), *more.split())
     assert done.returncode == 0, done.stderr
-    assert " attention: flash_attention over documents end to end" in done.stdout
+    assert f" attention: {said}" in done.stdout
+    assert "compiles a layer again" not in done.stderr

@@ -185,14 +185,24 @@ def test_swiglu(rows: int, inner: int, dtype: torch.dtype, compiles: bool) -> No
     ("heads", "groups", "width", "rotated", "shared"),
     [(32, 8, 64, 64, True), (24, 8, 128, 128, False), (3, 1, 40, 20, True), (70, 7, 8, 6, False)],
 )
+@pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation(
-    heads: int, groups: int, width: int, rotated: int, shared: bool, dtype: torch.dtype, compiles: bool
+    heads: int,
+    groups: int,
+    width: int,
+    rotated: int,
+    shared: bool,
+    interleaved: bool,
+    dtype: torch.dtype,
+    compiles: bool,
 ) -> None:
-    """Of texts with the same positions, or each with its own."""
+    """Of texts with the same positions, or each with its own; neighbours are multiplied by a factor too."""
     from megatron_zpp.model.fused.rotary import rotate_heads
 
     positions = torch.arange(300)[None] if shared else torch.randint(300, (2, 300))
-    found = RotaryEmbedding(rotated, 1e4).rotation(positions.cuda())
+    found = RotaryEmbedding(
+        rotated, 1e4, interleaved=interleaved, attention_factor=1.25 if interleaved else 1.0
+    ).rotation(positions.cuda())
 
     def ours(x: Tensor) -> list[Tensor]:
         return [torch.cat(rotate_heads(x, heads, groups, width, found), 2)]
@@ -200,7 +210,9 @@ def test_rotation(
     def plain(x: Tensor) -> list[Tensor]:
         q, k, v = x.unflatten(-1, (-1, width)).split([heads, groups, groups], 2)
         rotation = (
-            Rotation(found.cos.to(x.dtype), found.sin.to(x.dtype)) if x.dtype == torch.double else found
+            Rotation(found.cos.to(x.dtype), found.sin.to(x.dtype), interleaved)
+            if x.dtype == torch.double
+            else found
         )
         return [torch.cat([rotation(q), rotation(k), v], 2)]
 

@@ -28,7 +28,8 @@ from tests.zero.engines import engine_of
 VOCAB, BATCH, LENGTH = 1000, 4, 128
 SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": LENGTH}
 LLAMA = variants.LLAMA | {"num_attention_heads": 8, "num_query_groups": 2, "kv_channels": 32}
-MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA}
+ACROSS = {"qk_layernorm_across_heads": True, "norm_placement": "after"}
+MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA, "olmo2": LLAMA | ACROSS}
 BF16, FP32 = PrecisionConfig(bf16=True), PrecisionConfig(fp32=True)
 BF16_BYTES = 2
 
@@ -81,7 +82,7 @@ def losses(
     return found
 
 
-@pytest.mark.parametrize("model", [pytest.param("gpt", marks=pytest.mark.gpu_long), "llama"])
+@pytest.mark.parametrize("model", [pytest.param("gpt", marks=pytest.mark.gpu_long), "llama", "olmo2"])
 def test_two_tensor_ranks_learn_what_one_does(model: str) -> None:
     cases = [(model, precision, compiled) for precision in (FP32, BF16) for compiled in (False, True)]
     expected = losses(Topology(), 1, cases)

@@ -1,18 +1,24 @@
 """Documents in one row against each of them alone, and the choice of a kernel."""
 
 import dataclasses
+import importlib.util
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention, mask_of
+from megatron_zpp.model.flex import Flex
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
-from tests.model.variants import LLAMA, MODELS, WINDOWS
+from megatron_zpp.model.scores import Scores, alibi_slopes
+from megatron_zpp.train.setup.compiling import compile_parts
+from tests.model.variants import LLAMA, MODELS, SCORES, WINDOWS
 from tests.support import GROUPED_FLASH
 
 VOCAB = 50
@@ -76,8 +82,18 @@ def test_packed_documents_are_as_each_of_them_alone(kernel: DotProduct) -> None:
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 5, 15, 16, 100])
-@pytest.mark.parametrize("backend", [None, "math", "flash"])
-def test_a_window_hides_what_came_before_it(documents: bool, window: int, backend: str | None) -> None:
+@pytest.mark.parametrize(
+    ("backend", "scores"),
+    [
+        *((backend, Scores()) for backend in (None, "math", "flash")),
+        (None, Scores(0.3, 2.0)),
+        (None, Scores(slopes=alibi_slopes(12, 5, 4, CPU), sinks=torch.tensor([-1.0, 0.0, 1.0, 2.0]))),
+    ],
+    ids=["torch's", "math", "flash", "soft cap", "ALiBi and sinks"],
+)
+def test_a_window_hides_what_came_before_it(
+    documents: bool, window: int, backend: str | None, scores: Scores
+) -> None:
     """Each token by itself: the softmax over the tokens that it may see, in float64."""
     draw = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(3, 16, heads, 8, generator=draw, dtype=torch.double) for heads in (4, 2, 2))
@@ -85,7 +101,7 @@ def test_a_window_hides_what_came_before_it(documents: bool, window: int, backen
     kernel = DotProduct(backend)
     if backend == "flash" and not GROUPED_FLASH:
         pytest.skip("this torch's flash attention for CPUs knows no groups of queries")
-    found = kernel(q, k, v, 0.0, mask_of(kernel, q, window, ends if documents else None))
+    found = kernel(q, k, v, 0.0, mask_of(kernel, q, window, ends if documents else None), scores)
     begins = torch.zeros(3, 16, dtype=torch.long)
     if documents:
         firsts = [[first] * length for row in LENGTHS for first, length in _firsts(row)]
@@ -94,8 +110,14 @@ def test_a_window_hides_what_came_before_it(documents: bool, window: int, backen
         for token in range(16):
             seen = slice(max(int(begins[row, token]), token - window + 1), token + 1)
             for head in range(4):
-                scores = k[row, seen, head // 2] @ q[row, token, head] / 8**0.5
-                expected = scores.softmax(0) @ v[row, seen, head // 2]
+                logits = k[row, seen, head // 2] @ q[row, token, head] * (scores.scale or 8**-0.5)
+                if scores.softcap:
+                    logits = scores.softcap * (logits / scores.softcap).tanh()
+                if scores.slopes is not None:  # of heads 6 to 9 of 12, 8 and 9 after those of a power of two
+                    slope = [2.0**-6, 2.0**-7, 2.0**-8, 2.0**-0.5][head]
+                    logits -= slope * torch.arange(len(logits)).flip(0)
+                total = logits.exp().sum() + (0 if scores.sinks is None else scores.sinks[head].exp())
+                expected = logits.exp() / total @ v[row, seen, head // 2]
                 torch.testing.assert_close(found[row, token, head], expected)
 
 
@@ -126,7 +148,9 @@ def test_positions_alone_leave_attention_whole() -> None:
     ids=["selective", "uniform", "block"],
 )
 @pytest.mark.parametrize("backend", [None, "math"])
-@pytest.mark.parametrize("model", [*MODELS.values(), LLAMA | WINDOWS], ids=[*MODELS, "windows"])
+@pytest.mark.parametrize(
+    "model", [*MODELS.values(), LLAMA | WINDOWS | SCORES], ids=[*MODELS, "windows and scores"]
+)
 def test_recomputation_sees_the_same_documents(
     recompute: RecomputeConfig, backend: str | None, model: dict[str, Any]
 ) -> None:
@@ -175,7 +199,57 @@ def test_flash_of_variable_lengths_fits_the_model(changes: dict[str, Any]) -> No
     assert gradient.shape == x.shape
 
 
+def test_heads_have_the_slopes_of_alibi() -> None:
+    """The paper's of 8 heads, and BLOOM's of 12; tensor ranks have theirs by the number of a head."""
+    eight = [2.0**-power for power in range(1, 9)]
+    assert alibi_slopes(8, 0, 8, CPU).tolist() == eight
+    more = [2.0**-power for power in (0.5, 1.5, 2.5, 3.5)]
+    assert alibi_slopes(12, 0, 12, CPU).tolist() == pytest.approx(eight + more)
+    assert alibi_slopes(12, 6, 6, CPU).tolist() == pytest.approx(eight[6:] + more)
+
+
+@pytest.mark.parametrize("window", [None, 1, 128, 150])
+@pytest.mark.parametrize("documents", [False, True])
+def test_blocks_of_a_mask_hold_every_token_that_is_seen(documents: bool, window: int | None) -> None:
+    """As torch finds them in the whole mask: whole blocks, and those in which the mask decides."""
+    x, ends = torch.empty(2, 400, 1), torch.tensor([0, 3, 131, 400, 656, 657, 800, 800], dtype=torch.int32)
+    found = mask_of(Flex(), x, window, ends if documents else None).bounds
+    expected = create_block_mask(found.mask_mod, 2 if documents else 1, 1, 400, 400, device="cpu")
+    if window or documents:
+        seen = create_mask(found.mask_mod, 2 if documents else 1, 1, 400, 400, device="cpu")
+        dense = mask_of(DotProduct(), x, window, ends if documents else None)
+        assert torch.equal(seen, dense.bounds == 0)
+    for kind in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, kind), getattr(expected, kind)), kind
+    assert torch.equal(found.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_flex_attention_is_attention_in_memory(documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients too, in compiled layers with windows and without them, each compiled once; by torch's oracle.
+
+    Which has gradients on CPUs, but they are refused before anything else.
+    """
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    torch._dynamo.reset()
+    changes = LLAMA | SCORES | {"window_size": "150,0", "window_attn_skip_freq": "2"}
+    sizes = {"num_attention_heads": 6, "seq_length": 300, "max_position_embeddings": 300}
+    config = dataclasses.replace(MODEL, **changes | sizes)
+    recompute = RecomputeConfig(recompute_activations=documents)
+    models = [model_of(recompute, kernel, config) for kernel in (TORCHS, Flex())]
+    compile_parts(models[1], (2, 300), pytest.fail, "aot_eager", masked=documents)
+    for cut in (7, 200):
+        tokens = torch.randint(VOCAB, (2, 300), generator=torch.Generator().manual_seed(cut))
+        ends = torch.tensor([0, cut, 300, 400, 600, 600], dtype=torch.int32) if documents else None
+        for model in models:
+            model.zero_grad()
+            model(tokens, tokens, documents=ends).backward()
+        for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
 CHOICE = {"masked": False, "head_width": 64, "dropout": 0.0, "dtype": torch.bfloat16, "device": GPU}
+SCORED = {"scored": "--attn-logit-softcapping"}
 
 
 @pytest.mark.parametrize(
@@ -187,6 +261,13 @@ CHOICE = {"masked": False, "head_width": 64, "dropout": 0.0, "dtype": torch.bflo
         ("flash", {"masked": True, "dtype": torch.float32}, "--reset-attention-mask it needs --bf16 or"),
         ("flash", {"masked": True, "head_width": 20}, "multiple of 8 up to 256, not 20, or use auto"),
         ("flash", {"windowed": True, "dropout": 0.1}, "--window-size it needs --attention-dropout 0"),
+        ("flex", {"device": CPU}, "needs a GPU; use auto"),
+        ("flex", {"dropout": 0.1}, "needs --attention-dropout 0; use auto"),
+        (
+            "flash3",
+            {"scored": "--softmax-type learnable"},
+            "cannot compute --softmax-type learnable; use auto",
+        ),
     ],
 )
 def test_what_cannot_serve_is_refused(backend: str, given: dict, said: str) -> None:
@@ -200,11 +281,22 @@ def test_a_mask_that_is_slow_is_said() -> None:
     assert kernel.describe() == (
         "torch's choice, documents through a dense mask; flash attention needs --attention-dropout 0"
     )
-    kernel = choose_attention("auto", **CHOICE | {"windowed": True, "dtype": torch.float32})
+    kernel = choose_attention("auto", **CHOICE | {"scored": "--softmax-type learnable", "dropout": 0.1})
     assert kernel.describe() == (
-        "torch's choice, windows through a dense mask; flash attention needs --bf16 or --fp16"
+        "math, --softmax-type learnable through scores in memory; FlexAttention needs --attention-dropout 0"
     )
+    assert choose_attention("auto", **CHOICE | SCORED | {"device": CPU}).describe() == "math"
     assert choose_attention("auto", **CHOICE | {"device": CPU}).describe() == ""
+
+
+@pytest.mark.parametrize(
+    "given", [SCORED, {"windowed": True, "dtype": torch.float32}, {"masked": True, "head_width": 20}], ids=str
+)
+def test_flex_attention_serves_what_flash_attention_cannot(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    assert choose_attention("auto", **CHOICE | given).describe() == "flex_attention"
 
 
 @pytest.mark.parametrize(

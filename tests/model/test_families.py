@@ -6,15 +6,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from docs.site.families import CASES, cases, naming_files, table
 from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.options import flag_name
 from megatron_zpp.generate.cached import Cache, decode, logits_of, prefill
+from megatron_zpp.generate.continuation import continue_texts
+from megatron_zpp.generate.draw import Sampling
+from megatron_zpp.generate.text import Stop
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import Place
-from tests.model.families import FAMILIES, VOCAB, ours
+from megatron_zpp.tokenizer.null import NullTokenizer
+from tests.model.families import FAMILIES, VOCAB, cases_of_pieces, ours
+from tests.model.variants import SCORES, WINDOWS
 
 TOKENS = torch.randint(VOCAB, (2, 33), generator=torch.Generator().manual_seed(2))
 
@@ -45,13 +52,20 @@ def test_logits_and_gradients_are_transformers(family: str, tmp_path: Path) -> N
     "family",
     [
         *("llama-tied-scaled", "qwen3", "mistral-window", "qwen2-window", "qwen3-window"),
-        *("olmo2", "granite", "smollm3", "gemma3"),
+        *("olmo2", "olmo3", "phi4-mini", "glm4", "granite", "smollm3", "gemma2", "gemma3"),
+        "scores",
     ],
 )
 def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path) -> None:
     """Rows have different lengths, and keys are kept for the groups alone."""
-    FAMILIES[family].model().save_pretrained(tmp_path)
-    model = ours(tmp_path)
+    if family == "scores":
+        shape = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "seq_length": 33}
+        model = (
+            GPT(ModelConfig(**shape, **SCORES, **WINDOWS, init_method_std=0.3), VOCAB).initialize(3).eval()
+        )
+    else:
+        FAMILIES[family].model().save_pretrained(tmp_path)
+        model = ours(tmp_path)
     cache = Cache(model, 2)
     first, second = TOKENS.tolist()
     prefill(model, cache, [first[:20], second[:15]])
@@ -67,6 +81,23 @@ def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_what_transformers_writes(family: str, tmp_path: Path) -> None:
+    """Both compute a Phi-3's text anew when it outgrows the original length, beside one that does not."""
+    theirs = FAMILIES[family].model()
+    theirs.save_pretrained(tmp_path)
+    prompts = [TOKENS[:1, :12], TOKENS[1:, :2]]
+    settings = {"max_new_tokens": 11, "do_sample": False, "eos_token_id": None}
+    expected = [theirs.generate(each, **settings) for each in prompts]
+    found = continue_texts(
+        ours(tmp_path),
+        NullTokenizer(VOCAB - 1),
+        [each[0].tolist() for each in prompts],
+        **{"new_tokens": 11, "sampling": Sampling(temperature=0), "seed": 1, "stop": Stop(), "batch_size": 2},
+    )
+    assert [[*text.prompt, *text.ids] for text in found] == [each[0].tolist() for each in expected]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_documents_do_not_see_each_other(family: str, tmp_path: Path) -> None:
     FAMILIES[family].model().save_pretrained(tmp_path)
     model = ours(tmp_path)
@@ -78,14 +109,27 @@ def test_documents_do_not_see_each_other(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_site_knows_which_family_has_which_piece() -> None:
+    """And for each piece a case of them, or a test that names it."""
+    assert CASES.read_text() == cases_of_pieces(), "run python -m tests.model.families"
+    assert not [piece for piece, found in cases().items() if not found and not naming_files(piece)]
+    assert all(f"| `{flag_name(piece)}` | " in table() for piece in cases())
+
+
 VARIANTS = [
     {},
     {"swiglu": True, "disable_bias_linear": True, "group_query_attention": True, "num_query_groups": 3},
     {"position_embedding_type": "rope", "rotary_percent": 0.5, "squared_relu": True, "qk_layernorm": True},
-    {"position_embedding_type": "none", "normalization": "RMSNorm", "group_query_attention": True},
+    {
+        "position_embedding_type": "none",
+        "embed_layernorm": True,
+        "normalization": "RMSNorm",
+        "group_query_attention": True,
+    },
     {"disable_bias_linear": True, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True},
     {"norm_placement": "both", "apply_layernorm_1p": True, "geglu": True, "logits_multiplier": 0.5},
     {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    SCORES,
 ]
 
 
@@ -101,4 +145,4 @@ def test_any_combination_of_components_counts_and_learns(variant: dict) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.any(), name
-        assert (parameter.dim() == 1) == (name.endswith("bias") or "norm" in name)
+        assert (parameter.dim() == 1) == (name.endswith(("bias", "sinks")) or "norm" in name)

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -49,11 +50,14 @@ def assembly(kernel: Any, codes: str = E4M3, *, odd: str = "", num_warps: int, *
 
 
 def rotations(joins: bool) -> str:
-    """For the heads of Llama 3.2 1B and 3B, and half-rotated ones."""
+    """For the heads of Llama 3.2 1B and 3B, and half-rotated ones, of halves and of neighbours."""
     from megatron_zpp.model.fused import rotary
 
     shapes = (rotary._shape(*sizes) for sizes in ((48, 64, 32), (40, 128, 64), (48, 64, 16)))
-    return "".join(assembly(rotary._rotate_kernel, JOINS=joins, **shape) for shape in shapes)
+    kinds = itertools.product(shapes, (False, True))
+    return "".join(
+        assembly(rotary._rotate_kernel, JOINS=joins, INTERLEAVED=pairs, **shape) for shape, pairs in kinds
+    )
 
 
 def gates(name: str) -> str:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from megatron_zpp.model.rotary import Llama3Scaling, RotaryEmbedding, frequencies
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.positions import ROTARY
+from megatron_zpp.model.rotary import LinearScaling, LongRotaryEmbedding, RotaryEmbedding, rotary_embeddings
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -18,32 +20,97 @@ def heads(width: int, tokens: int = 7) -> torch.Tensor:
     return torch.randn(2, tokens, 3, width, generator=torch.Generator().manual_seed(1))
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 2048}
+FACTORS = {
+    name: [first + i / 20 for i in range(64)] for name, first in (("short_factor", 1), ("long_factor", 2))
+}
+ORIGINAL = "yarn_original_max_position_embeddings"
+SCALINGS: dict[str, tuple[dict, dict]] = {  # transformers' parameters, and flags
+    "rope": ({"rope_type": "default"}, {}),
+    "linear": ({"rope_type": "linear", "factor": 4.0}, {"rotary_seq_len_interpolation_factor": 4.0}),
+    "llama3": (LLAMA3, {"use_rope_scaling": True, "rope_scaling_factor": 32.0}),
+    "yarn": (YARN, {ORIGINAL: 2048}),  # the factor is that of the lengths
+    "yarn-scaled": (
+        YARN | {"mscale": 0.7, "mscale_all_dim": 0.5, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
+        {ORIGINAL: 2048, "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.5}
+        | {"yarn_beta_fast": 20.0, "yarn_beta_slow": 2.0, "yarn_correction_range_round_to_int": False},
+    ),
+    "longrope": (LONGROPE, {ORIGINAL: 2048}),
+}
+
+
 @pytest.mark.parametrize(("width", "base"), [(40, 10_000.0), (64, 500_000.0), (128, 1_000_000.0)])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_as_transformers_rotates(width: int, base: float, scaled: bool) -> None:
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("last", [2047, 8191])
+def test_as_transformers_rotates(width: int, base: float, kind: str, last: int) -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     from transformers import LlamaConfig
 
-    parameters = {"rope_theta": base, **(LLAMA3 if scaled else {"rope_type": "default"})}
+    parameters, flags = map(dict, SCALINGS[kind])
+    if kind == "longrope":  # a factor per pair
+        parameters |= {name: factors[: width // 2] for name, factors in FACTORS.items()}
+        flags |= {f"longrope_{name}": tuple(factors[: width // 2]) for name, factors in FACTORS.items()}
     config = LlamaConfig(
         hidden_size=3 * width,
         num_attention_heads=3,
         head_dim=width,
-        max_position_embeddings=131_072,
-        rope_parameters=parameters,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_theta": base, **parameters},
     )
     theirs = llama.LlamaRotaryEmbedding(config)
-    found = frequencies(width, base, Llama3Scaling(factor=32.0) if scaled else None)
-    torch.testing.assert_close(found, theirs.inv_freq, rtol=1e-6, atol=0)
-    positions = torch.tensor([[0, 1, 2, 50, 1000, 2047, 8191]]).expand(2, -1)
-    x = heads(width)
+    ours, _ = rotary_embeddings(
+        ModelConfig(
+            **{"num_layers": 1, "hidden_size": 3 * width, "num_attention_heads": 3, "seq_length": 8192},
+            position_embedding_type=kind.split("-")[0] if kind.split("-")[0] in ROTARY else "rope",
+            rotary_base=base,
+            **flags,
+        )
+    )
+    assert ours is not None
+    positions = torch.arange(last + 1)[None]
+    x = heads(width, last + 1)[:1]
     cos, sin = theirs(x, positions)
     expected, _ = llama.apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)
-    ours = RotaryEmbedding(width, base, Llama3Scaling(factor=32.0) if scaled else None)
+    if kind != "longrope":
+        torch.testing.assert_close(ours.frequencies, theirs.inv_freq, rtol=1e-6, atol=0)
     # fp32 angles of 8191 radians are known to 5e-4.
     torch.testing.assert_close(ours.rotation(positions)(x), expected, rtol=0, atol=2e-3)
     near = positions < 100
     torch.testing.assert_close(ours.rotation(positions)(x)[near], expected[near], rtol=1e-5, atol=1e-5)
+
+
+def test_long_documents_alone_have_the_long_factors() -> None:
+    """Whatever else is in the row: each document is rotated as if it were alone."""
+    rotary = LongRotaryEmbedding(8, 10_000.0, (1.0,) * 4, (4.0,) * 4, original=5)
+    parts = [torch.arange(count)[None] for count in (5, 6, 1)]
+    found = rotary.rotation(torch.cat(parts, 1))
+    assert torch.equal(found.cos, torch.cat([rotary.rotation(part).cos for part in parts], 1))
+    short, long = (RotaryEmbedding(8, 10_000.0, LinearScaling(factor)) for factor in (1.0, 4.0))
+    for part, as_if in zip(parts, (short, long, short), strict=True):
+        torch.testing.assert_close(rotary.rotation(part).sin, as_if.rotation(part).sin, rtol=1e-6, atol=1e-6)
+
+
+def test_ntk_scaling_stretches_the_longest_wavelength_alone() -> None:
+    shape = {"num_layers": 1, "hidden_size": 40, "num_attention_heads": 1, "seq_length": 8}
+    plain, scaled = (
+        rotary_embeddings(ModelConfig(**shape, position_embedding_type="rope", rotary_ntk_factor=factor))[0]
+        for factor in (None, 8.0)
+    )
+    ratio = plain.frequencies / scaled.frequencies
+    torch.testing.assert_close(ratio[[0, -1]], torch.tensor([1.0, 8.0]), rtol=1e-5, atol=0)
+    assert (ratio.diff() > 0).all()
+
+
+def test_neighbours_are_pairs_if_interleaved() -> None:
+    """The same as halves, of channels in another order."""
+    x = heads(40)
+    halves, neighbours = (
+        RotaryEmbedding(20, 10_000.0, interleaved=interleaved).rotation(torch.arange(7)[None])
+        for interleaved in (False, True)
+    )
+    order = [*range(0, 20, 2), *range(1, 20, 2), *range(20, 40)]
+    torch.testing.assert_close(neighbours(x)[..., order], halves(x[..., order]), rtol=0, atol=0)
 
 
 def test_channels_beyond_the_rotated_ones_are_unchanged() -> None:

@@ -75,6 +75,12 @@ def test_a_plan_says_what_it_assumes() -> None:
         "dense, 64 × 32 numbers, and layers compute whole attention: --attention-backend local knows",
     ):
         assert assumed in said
+    alibi = "--position-embedding-type alibi".split()
+    kept = (
+        f"keeps no scores; {' '.join(alibi)}, because FlexAttention needs --attention-dropout 0, keeps them"
+    )
+    assert kept in printed(*SMALL, "--dry-run", *alibi)
+    assert "keeps no scores" not in printed(*SMALL, "--dry-run", *alibi, "--attention-dropout", "0")
 
 
 def test_few_flags_make_a_plan_and_all_that_are_missing_are_said_at_once() -> None:
@@ -130,12 +136,44 @@ def test_bytes_have_three_digits_and_no_exponent(number: float, said: str) -> No
     assert decimal_bytes(number) == said
 
 
-@pytest.mark.parametrize(
-    ("preset", "parameters"),
-    [("llama2-7b", 6_738_415_616), ("llama3.1-70b", 70_553_706_496), ("gpt3-175b", 174_604_259_328)],
-)
+PUBLISHED = {  # as counted in the published weights, without the text's part of images; GPT-3's in its paper
+    "gpt3-175b": 174_604_259_328,
+    "llama2-7b": 6_738_415_616,
+    "llama3.1-70b": 70_553_706_496,
+    "mistral-small-24b": 23_572_403_200,
+    "qwen3-0.6b": 751_632_384 - 151_936 * 1024,  # there the tied table counts twice
+    "qwen3-1.7b": 2_031_739_904 - 151_936 * 2048,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "smollm3-3b": 3_075_098_624,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
+    "granite3.3-2b": 2_533_539_840,
+    "granite3.3-8b": 8_170_864_640,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_099_328 + 64 * 2560,  # with the rows of the tokens of images
+    "gemma3-12b": 11_765_788_416 + 64 * 3840,
+    "gemma3-27b": 27_009_002_240 + 64 * 5376,
+    "phi3-mini": 3_821_079_552,
+    "phi4-mini": 3_836_021_760,
+    "glm4-9b": 9_400_279_040,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
+}
+
+
+@pytest.mark.parametrize(("preset", "parameters"), PUBLISHED.items())
 def test_presets_have_as_many_parameters_as_is_published(preset: str, parameters: int) -> None:
-    """The first two as counted in the published weights; the third is 174,600 M in GPT-3's paper."""
     model = ModelConfig(model_preset=preset, make_vocab_size_divisible_by=1)
     assert parameter_count(model, vocabulary_of(preset)) == parameters
 

@@ -39,7 +39,8 @@ LLAMA = replace(
     disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
 )
-MODELS = {"gpt2": GPT_2, "llama": LLAMA}
+ACROSS = {"qk_layernorm_across_heads": True, "norm_placement": "after", "embed_layernorm": True}
+MODELS = {"gpt2": GPT_2, "llama": LLAMA, "olmo2": replace(LLAMA, **ACROSS)}
 SELECTIVE = {"recompute_granularity": "selective"}
 
 

@@ -101,10 +101,6 @@ def test_the_decoupled_rate_follows_the_schedule(tmp_path: Path, flags: list[str
             "--apply-layernorm-1p --fused-backend apex",
             "--apply-layernorm-1p (given): needs --fused-backend torch",
         ),
-        (
-            "--qk-layernorm --qk-layernorm-across-heads --tensor-model-parallel-size 2",
-            "--tensor-model-parallel-size 2: has no norm of heads that several ranks have; omit it",
-        ),
         ("--use-checkpoint-args", "--use-checkpoint-args (given): needs --load"),
         ("--use-checkpoint-args --load hf:x", "--use-checkpoint-args (given): --load hf:x has no arguments"),
     ],

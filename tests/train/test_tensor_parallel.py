@@ -70,8 +70,9 @@ def compiled(topology: Topology, case: Case) -> Trained:
     return found
 
 
-def test_graphs_compute_beside_exchanges_and_learn_what_one_process_does() -> None:
-    case = Case("gpt2", 2, 0, overlapped=True)
+@pytest.mark.parametrize("model", ["gpt2", "olmo2"])
+def test_graphs_compute_beside_exchanges_and_learn_what_one_process_does(model: str) -> None:
+    case = Case(model, 2, 0, overlapped=True)
     check(case, on_ranks(2, compiled, case)[0], rel=1e-6)
 
 
@@ -118,8 +119,9 @@ def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) 
 
 
 def test_a_run_of_tensor_ranks_is_resumed_by_one_rank(tmp_path: Path) -> None:
-    """Two tensor ranks, with a text and an evaluation; one rank resumes the run."""
+    """Two tensor ranks, with a text, an evaluation, and shared gains of heads; one rank resumes the run."""
     run, text = str(tmp_path / "run"), "--sample-prompt 7 --save-interval 3".split()
+    text += ["--qk-layernorm", "--qk-layernorm-across-heads", "--embed-layernorm"]
     shared = ["--tensor-model-parallel-size", "2", "--zero-stage", "2"]
     first, _ = trained(2, tmp_path / "2", *text, "--save", run, *shared)
     load = ["--load", run, "--ckpt-step", "3", "--save", str(tmp_path / "other")]

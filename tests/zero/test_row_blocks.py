@@ -33,7 +33,7 @@ MODEL = ModelConfig(
     hidden_dropout=0.0,
 )
 UNTIED = replace(MODEL, untie_embeddings_and_output_weights=True)
-ROPE = replace(MODEL, position_embedding_type="rope", kv_channels=8)
+ROPE = replace(MODEL, position_embedding_type="rope", kv_channels=8, embed_layernorm=True)
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
 FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
 STAGE_3: dict[str, Any] = {"zero_stage": 3}
@@ -222,7 +222,7 @@ def test_any_blocks_load_from_any_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "units"), [(MODEL, BLOCKS + 4), (UNTIED, 2 * BLOCKS + 4), (ROPE, BLOCKS + 3)]
+    ("model", "units"), [(MODEL, BLOCKS + 4), (UNTIED, 2 * BLOCKS + 4), (ROPE, BLOCKS + 4)]
 )
 def test_blocks_take_turns_in_few_slots(model: ModelConfig, units: int) -> None:
     """Two slots for blocks of equal size, at most one for the last block, whatever the number of blocks."""

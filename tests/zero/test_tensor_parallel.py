@@ -35,13 +35,31 @@ LLAMA = replace(
     num_query_groups=4,
     num_attention_heads=8,
     kv_channels=10,
-    position_embedding_type="rope",
+    position_embedding_type="longrope",
+    yarn_original_max_position_embeddings=8,  # of 12 tokens, but more than a document has
+    longrope_short_factor=(1.0,) * 4,
+    longrope_long_factor=(2.0,) * 4,
+    rotary_percent=0.8,
+    rotary_interleaved=True,
     normalization="RMSNorm",
     swiglu=True,
     qk_layernorm=True,
     disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
 )
+SCORES = replace(  # 12 heads, of which ALiBi has slopes of two kinds
+    GPT_2,
+    group_query_attention=True,
+    num_query_groups=4,
+    num_attention_heads=12,
+    position_embedding_type="alibi",
+    softmax_type="learnable",
+    attn_logit_softcapping=1.0,
+    init_method_std=0.2,
+)
+ACROSS = {"qk_layernorm": True, "qk_layernorm_across_heads": True}
+OLMO_2 = replace(LLAMA, **ACROSS, norm_placement="after", embed_layernorm=True)
+GPT_2_ACROSS = replace(GPT_2, **ACROSS, apply_layernorm_1p=True, embed_layernorm=True)  # two sums per token
 FP32, BF16 = PrecisionConfig(fp32=True), PrecisionConfig(bf16=True)
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=2.0**10)
 ALL = (
@@ -50,7 +68,8 @@ ALL = (
     ("zero_hpz_partition_size", "auto"),
 )
 FOUR_BITS = (("zero_quantized_weights_format", "delta4"), ("zero_quantized_gradients_format", "rotated4"))
-MODELS = {"gpt2": GPT_2, "llama": LLAMA}
+PLAIN = {"gpt2": GPT_2, "llama": LLAMA}
+MODELS = PLAIN | {"olmo2": OLMO_2, "gpt2-across": GPT_2_ACROSS, "scores": SCORES}
 RECOMPUTE = {
     "stored": RecomputeConfig(),
     "selective": RecomputeConfig(recompute_activations=True),
@@ -166,7 +185,8 @@ def check(case: Case, found: Trained, *, rel: float) -> None:
 )
 def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> None:
     """Within what the order of fp32 sums leaves. Other numbers of ranks are nightly."""
-    cases = tuple(Case(model, tensor, stage, layers=2, steps=6) for stage in range(4) for model in MODELS)
+    cases = tuple(Case(model, tensor, stage, layers=2, steps=6) for stage in range(4) for model in PLAIN)
+    cases += (Case("olmo2", tensor, 3, layers=2, steps=6), Case("gpt2-across", tensor, 0, layers=2, steps=6))
     first, *others = on_ranks(tensor * data, train, cases)
     for other in others:
         assert [(each.losses, each.norms) for each in other] == [(each.losses, each.norms) for each in first]
@@ -182,8 +202,10 @@ def test_recomputation_accumulation_and_overlap_change_nothing() -> None:
         Case("gpt2", 2, 3, "full", 1),
         Case("llama", 2, 3, "full", 2),
         Case("llama", 2, 3, documents=True),
+        Case("scores", 2, 1, "selective", documents=True),
         Case("gpt2", 2, 0, documents=True, overlapped=True),
         Case("llama", 2, 3, "full", 2, overlapped=True),
+        Case("olmo2", 2, 2, "full", 2, documents=True, overlapped=True),
     )
     for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):
         check(case, found, rel=1e-6)
@@ -195,6 +217,7 @@ def test_16_bits_learn_within_their_rounding() -> None:
         Case("gpt2", 2, 0, precision=BF16),
         Case("llama", 2, 3, precision=BF16),
         Case("llama", 2, 3, precision=FP16),
+        Case("olmo2", 2, 3, precision=BF16),
     )
     for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):
         rel = 2**-8 if case.precision is BF16 else 2**-11

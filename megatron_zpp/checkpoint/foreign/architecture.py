@@ -15,17 +15,12 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (None, False),
     "apply_layernorm_1p": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
-    "embed_layernorm": (None, False),
-    "rotary_interleaved": (None, False),
-    "rotary_scaling_factor": (None, 1, 1.0),
-    "rotary_seq_len_interpolation_factor": (None, 1),
     "quick_geglu": (None, False),
     "glu_activation": (None,),
     "mtp_num_layers": (None, 0),
     "is_hybrid_model": (None, False),
     "hybrid_override_pattern": (None,),
     "no_rope_freq": (None,),
-    "softmax_type": (None, "vanilla"),
     "experimental_attention_variant": (None,),
     "attention_output_gate": (None, False),
     "qk_l2_norm": (None, False),
@@ -40,7 +35,12 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 _COPIED = (
     *("kv_channels", "ffn_hidden_size", "max_position_embeddings", "qk_layernorm", "swiglu"),
-    *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights"),
+    *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights", "embed_layernorm"),
+    "softmax_type",
+)
+_OF_ROPE = ("rotary_percent", "rotary_seq_len_interpolation_factor")
+_OF_YARN = (  # which rotates all channels whatever --rotary-percent says
+    *("rotary_scaling_factor", "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim"),
 )
 _BASES = ("rotary_base", "rope_theta")  # the second of Megatron-DeepSpeed
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
@@ -99,24 +99,24 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
     kind = {"rotary": "rope", "absolute": "learned_absolute"}.get(kind, kind)
     if args.get("use_rotary_position_embeddings"):
         kind = "rope"
-    if kind not in ("learned_absolute", "rope", "none"):
+    if kind not in ("learned_absolute", "rope", "yarn", "alibi", "none"):
         raise ValueError(
             f"{path}: its model has position_embedding_type {kind!s:.40}; must be learned_absolute, "
-            "rope or none"
+            "rope, yarn, alibi or none"
         )
     found = {"position_embedding_type": kind}
-    if kind == "rope":
+    if kind in ("rope", "yarn"):
         if bases := _rotary_bases(path, args):
             found |= {"rotary_base": bases.pop()}
-        if args.get("rotary_percent") is not None:
-            found |= {"rotary_percent": _number(path, "rotary_percent", args["rotary_percent"])}
-        if args.get("use_rope_scaling"):
-            found |= {"use_rope_scaling": True}
-            found |= {
-                "rope_scaling_factor": _number(
-                    path, "rope_scaling_factor", args.get("rope_scaling_factor", 8.0)
-                )
-            }
+        names = _OF_ROPE if kind == "rope" else _OF_YARN
+        found |= {name: _number(path, name, args[name]) for name in names if args.get(name) is not None}
+        found["rotary_interleaved"] = bool(args.get("rotary_interleaved"))
+    if kind == "yarn":
+        names = ("yarn_original_max_position_embeddings", "yarn_correction_range_round_to_int")
+        found |= {name: args[name] for name in names if args.get(name) is not None}
+    if kind == "rope" and args.get("use_rope_scaling"):
+        factor = _number(path, "rope_scaling_factor", args.get("rope_scaling_factor", 8.0))
+        found |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
     return found
 
 

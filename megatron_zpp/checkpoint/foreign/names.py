@@ -23,7 +23,11 @@ _FIXED = {
     "word_embeddings_for_head.weight": TIED_COPY,
 }
 _LAYER = re.compile(r"(?:decoder|encoder|transformer)\.layers\.(\d+)\.(.+?)[._](weight|bias)")
+_SINKS = re.compile(
+    r"(?:decoder|encoder|transformer)\.layers\.(\d+)\.self_attention\.core_attention\.softmax_offset"
+)
 _FINAL = re.compile(r"(?:(?:decoder|encoder|transformer)\.)?final_(?:layernorm|norm)\.(weight|bias)")
+_EMBEDDING_NORM = re.compile(r"(?:embedding\.|tied_modules\.embed\.)?word_embeddings\.norm\.(weight|bias)")
 _PIPELINED = re.compile(r"(\d+)\.(.+)")  # of DeepSpeed's pipeline module: its number in the pipeline
 _PARTS = {
     "input_layernorm": "attention_norm",
@@ -94,8 +98,12 @@ def _number_pipeline(renamed: dict[str, str]) -> dict[str, str]:
 def _ours(bare: str) -> str | None:
     if bare in _FIXED:
         return _FIXED[bare]
+    if match := _EMBEDDING_NORM.fullmatch(bare):
+        return f"embedding.norm.{match[1]}"
     if match := _FINAL.fullmatch(bare):
         return f"head.norm.{match[1]}"
+    if match := _SINKS.fullmatch(bare):
+        return f"layers.{int(match[1])}.attention.sinks"
     if (match := _LAYER.fullmatch(bare)) and match[2] in _PARTS:
         return f"layers.{int(match[1])}.{_PARTS[match[2]]}.{match[3]}"
     return None
@@ -122,7 +130,7 @@ def split_of(ours: str, shape: tuple[int, ...], ranks: int, *, gated: bool) -> S
     """
     axis = Axis(1, ranks)
     part = re.sub(r"^layers\.\d+\.", "", ours)
-    if part in (TOKENS, OUTPUT, TIED_COPY) or part.startswith("attention.qkv."):
+    if part in (TOKENS, OUTPUT, TIED_COPY, "attention.sinks") or part.startswith("attention.qkv."):
         return Split(0, (shape[0] * ranks,), axis)
     if part.startswith("mlp.input."):
         runs = 2 if gated else 1

@@ -28,9 +28,12 @@ def compare_logits(named: NamedDirectory, directory: Path, model: GPT) -> str:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        str(directory), local_files_only=True, use_safetensors=True
-    )
+    options = {"local_files_only": True, "use_safetensors": True}
+    config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+    kind = transformers.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        kind = transformers.AutoModelForImageTextToText
+    theirs = kind.from_pretrained(str(directory), **options)
     length = min(model.config.max_position_embeddings, _TOKENS)
     tokens = torch.randint(
         model.vocab_size, (1, length), generator=torch.Generator().manual_seed(1)

@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.huggingface.named_directory import (
     NamedDirectory,
     check_empty,
 )
-from megatron_zpp.checkpoint.huggingface.names import OUTPUT, TOKENS, names_of
+from megatron_zpp.checkpoint.huggingface.names import OUTPUT, TOKENS, Names, names_of
 from megatron_zpp.checkpoint.huggingface.tokenizer_files import (
     check_auto_tokenizer,
     is_written,
@@ -78,7 +78,8 @@ def export_checkpoint(
                 longest = config.model.max_position_embeddings
                 lines.append(write_tokenizer(named, tokenizer, files, partial, longest))
             sources = _sources(checkpoint, reader, config.model, tokenizer.vocab_size)
-            _write_weights(partial, reader, sources, config.model, file_bytes)
+            names = names_of(config.model, described["model_type"])
+            _write_weights(partial, reader, sources, config.model, names, file_bytes)
             reader.check_rest(0, 1)
             lines.append(_check(named, partial, reader, sources, config.model, tokenizer))
             for path in partial.iterdir():
@@ -136,6 +137,7 @@ def _write_weights(
     reader: CheckpointReader,
     sources: dict[str, _Source],
     model: ModelConfig,
+    names: Names,
     file_bytes: int,
 ) -> None:
     from safetensors.torch import save_file
@@ -150,7 +152,6 @@ def _write_weights(
         files[-1][name] = source
         size += length
     weight_map: dict[str, str] = {}
-    names = names_of(model)
     for number, part in enumerate(files, start=1):
         file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {}

@@ -1,7 +1,7 @@
 """What transformers' models call our parameters, and which of their tensors make up one of ours."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,7 +9,14 @@ from megatron_zpp.config.model import ModelConfig
 
 TOKENS, OUTPUT = "embedding.tokens.weight", "head.output.weight"  # tables that are padded
 THEIR_OUTPUT = "lm_head.weight"
+_OF_TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")  # in a model of text and images
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+def has_images(names: Iterable[str]) -> bool:
+    """Return whether these are the tensors of a model of text and images."""
+    return any(map(_OF_TEXT.match, names))
 
 
 class TransformersTensor(NamedTuple):
@@ -61,6 +68,12 @@ class Names:
     def with_prefix(self, name: str) -> str:
         """Return the name in a model with its head."""
         return name if name == THEIR_OUTPUT else self.prefix + name
+
+    def bare(self, name: str, *, images: bool) -> str | None:
+        """Return a tensor's name without the prefix; None for those of the `images` of a model of both."""
+        if images and _OF_IMAGES.match(name):
+            return None
+        return (_OF_TEXT.sub("", name) if images else name).removeprefix(self.prefix)
 
     def is_buffer(self, name: str) -> bool:
         """Return whether the tensor is no parameter."""
@@ -126,8 +139,26 @@ _NORMS = {  # of Llama-like models, by --norm-placement
 }
 
 
-def names_of(model: ModelConfig) -> Names:
-    """Return the names of the family that the model belongs to (`model_type_of` says which)."""
-    if model.position_embedding_type == "learned_absolute":
+_FUSED_MLP = {"mlp.input": ("mlp.gate_up_proj",)}
+_PARTS = {  # of Llama-like models that call some parts otherwise
+    "phi3": _FUSED_MLP | {"attention.qkv": ("self_attn.qkv_proj",)},
+    "glm": _FUSED_MLP,
+    "glm4": _FUSED_MLP
+    | {
+        "attention_output_norm": ("post_self_attn_layernorm",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp_output_norm": ("post_mlp_layernorm",),
+    },
+    "starcoder2": {"mlp.input": ("mlp.c_fc",), "mlp.output": ("mlp.c_proj",)},
+}
+
+
+def names_of(model: ModelConfig, model_type: str) -> Names:
+    """Return the names of a family's model."""
+    if model_type == "gpt2":
         return _GPT2
-    return replace(_LLAMA, parts=_LLAMA.parts | _NORMS[model.norm_placement])
+    parts = _LLAMA.parts | _NORMS[model.norm_placement] | _PARTS.get(model_type, {})
+    names = replace(_LLAMA, parts=parts)
+    if model.normalization == "RMSNorm":
+        return names
+    return replace(names, fixed={**names.fixed, "head.norm.bias": "norm.bias"})

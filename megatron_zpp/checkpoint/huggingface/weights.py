@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import WEIGHTS_FILE, WEIGHTS_INDEX, NamedDirectory
 from megatron_zpp.checkpoint.huggingface.names import (
     OUTPUT,
     THEIR_OUTPUT,
     TOKENS,
     TransformersTensor,
+    has_images,
     names_of,
 )
 from megatron_zpp.checkpoint.slices import fill
@@ -41,7 +43,7 @@ class HuggingFaceWeights:
 
     def __init__(self, named: NamedDirectory, config: ModelConfig, entries: int) -> None:
         self._named, self._config, self._entries = named, config, entries
-        self._names = names_of(config)
+        self._names = names_of(config, read_architecture(named).model_type)
         self._open_files = ExitStack()
         try:
             self._slices = self._open()
@@ -109,8 +111,10 @@ class HuggingFaceWeights:
                     raise self._named.error(
                         f"{WEIGHTS_INDEX}: {file} has no tensor {shown_key(name)}; download the files again"
                     )
-                slices[name.removeprefix(self._names.prefix)] = handle.get_slice(name)
-        return slices
+                slices[name] = handle.get_slice(name)
+        images = has_images(slices)
+        named = {self._names.bare(name, images=images): tensor for name, tensor in slices.items()}
+        return {name: tensor for name, tensor in named.items() if name is not None}
 
     def _files(self) -> Mapping[str, list[str] | None]:
         """Return the names of tensors by file; None stands for all tensors of the file."""

@@ -9,8 +9,7 @@ from fnmatch import fnmatchcase
 EXPERTS = "not supported: mixture of experts"
 CURRICULUM = "not supported: curriculum learning"
 DISTILLATION = "not supported: distillation"
-OPTIMIZERS = "not supported: optimizers other than AdamW"
-YARN = "not supported: YaRN"
+OPTIMIZERS = "not supported: optimizers other than AdamW and Muon"
 
 _REASONS = {
     EXPERTS: """--moe-* --use-grouped-gemm-for-shared-expert --overlap-moe-* --overlap-dispatch-*
@@ -23,7 +22,6 @@ _REASONS = {
     "not supported: other kinds of attention": """--experimental-attention-variant --dsa-* --no-dsa-*
         --disable-dsa-* --linear-* --attention-output-gate --qk-clip* --qk-l2-norm --window-*""",
     "not supported: relative positions": "--relative-attention-*",
-    YARN: "--yarn-* --no-yarn-* --mscale* --rotary-scaling-factor",
     "not supported: models other than a GPT that reads text": """--mrope-section --bert-* --output-bert-*
         --ict-* --biencoder-* --titles-data-path --query-in-block-prob --use-one-sent-docs
         --evidence-data-path --retriever-* --block-data-path --embedding-path --indexer-* --num-classes

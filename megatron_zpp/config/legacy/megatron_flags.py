@@ -4,7 +4,6 @@ old_flags.py has those that are older, and those of Megatron-DeepSpeed. megatron
 features that are not here.
 """
 
-from megatron_zpp.config.legacy.megatron_features import YARN
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed
 
 _FP32 = "not supported: master weights, moments or sums of gradients below fp32"
@@ -51,8 +50,7 @@ RENAMED_TODAY = (
 ONLY_TODAY = (
     only("--num-distributed-optimizer-instances", 1, "use --zero-stage and --zero-hpz-partition-size"),
     only("--outer-dp-sharding-strategy", "no_shard", "use --zero-stage"),
-    only("--rope-type", "rope", YARN),
-    only("--softmax-type", "vanilla", "not supported: an offset in the softmax of attention"),
+    only("--rope-type", "rope", "use --position-embedding-type yarn"),
     only("--recompute-modules", "core_attn", "use --recompute-granularity", many=True),
     only("--error-injection-rate", 0, _INJECTED),
     only("--vocab-extra-ids", 0, "not supported: entries beside the tokenizer's; use --padded-vocab-size"),
@@ -72,6 +70,7 @@ _IDLE = {
         --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard --log-memory-interval:int
         --log-device-memory-used""",
     "--timing-log-level logs times, also to TensorBoard": "--log-timers-to-tensorboard",
+    "bounds of YaRN's range are rounded by default": "--yarn-correction-range-round-to-int",
     "times are the minimum and the maximum over ranks": "--timing-log-option:str",
     "no part of a step waits for others to be timed": "--no-barrier-with-level-1-timing",
     "it is always written": "--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard",
@@ -197,6 +196,7 @@ _IDLE = {
     "parameters are always initialised": "--no-initialization",
     "evaluation begins at iteration 0": "--start-eval-at-iter:int",
     "--zero-offload-optimizer offloads all states": "--optimizer-offload-fraction:float",
+    "another way to the same matmuls": "--muon-use-syrk",
     "gradients are summed in fp32": "--ddp-param-name-patterns-for-fp32-local-accumulation:strs",
     "training generates no text; megatron-zpp sample has flags of its own": """--flash-decode
         --inference-rng-tracker --use-legacy-static-engine --max-tokens-to-oom:int

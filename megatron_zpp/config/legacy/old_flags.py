@@ -9,7 +9,6 @@ from megatron_zpp.config.legacy.megatron_features import (
     DISTILLATION,
     EXPERTS,
     OPTIMIZERS,
-    YARN,
 )
 from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, REFUSED_TODAY, RENAMED_TODAY
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed, retired
@@ -160,10 +159,8 @@ _IDLE = {
 _REFUSED = {
     "not supported: norms after the residual connection": "--apply-residual-connection-post-layernorm",
     "not supported: Xavier initialisation": "--init-method-xavier-uniform",
-    "not supported: rope of neighbouring channels": "--rotary-interleaved",
     "not supported: a residual stream in fp32": "--fp32-residual-connection",
     "not supported: a loss in fp16": "--fp16-lm-cross-entropy",
-    "not supported: norm of embeddings": "--embed-layernorm",
     "not supported: GPT-NeoX's files of settings; give flags, or --config": "--conf_dir --megatron_config",
     "not supported: autotuning; --dry-run compares settings": "--autotuning",
     "not supported: skipped iterations": "--skip-train-iteration-range",
@@ -275,12 +272,12 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 OTHER_VALUES = {  # by flag: what says here what a value of another program says there
     "--position-embedding-type": {"rotary": "rope", "absolute": "learned_absolute"},
+    "--optimizer": {"dist_muon": "muon"},
     "--tokenizer-type": dict.fromkeys(("PretrainedFromHF", "HFTokenizer"), "HuggingFaceTokenizer"),
 }
 REFUSED_VALUES = {
+    "--optimizer": dict.fromkeys(("sgd", "lion", "soap", "adaptive_muon"), OPTIMIZERS),
     "--position-embedding-type": {
-        "alibi": "not supported: ALiBi",
-        "yarn": YARN,
         "mrope": "not supported: multimodal rope",
         "relative": "not supported: relative positions",
     },

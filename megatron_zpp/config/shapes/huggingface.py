@@ -6,10 +6,11 @@ Qwen2Config and Qwen3Config, in the spelling of versions 4 (rope_theta, rope_sca
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_zpp.config.shapes.huggingface_families import FAMILIES, GPT2_NAMES, LLAMA_FIXED
+from megatron_zpp.config.shapes.huggingface_rope import rope_fields, rope_keys, rope_limits
 from megatron_zpp.config.shapes.huggingface_window import window_fields, window_keys
 from megatron_zpp.config.values.json_file import shown
 
@@ -27,47 +28,70 @@ class DescribedModel:
     notes: tuple[str, ...] = ()
 
 
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
 _NUMBERS = (
     *("layer_norm_epsilon", "initializer_range", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
-    *("rms_norm_eps", "attention_dropout"),
+    *("rms_norm_eps", "norm_epsilon", "attention_dropout", "residual_dropout", "embedding_dropout"),
 )
 
 
-_BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0}  # of rope, where config.json has none
 _UNUSUAL: dict[str, Any] = {  # fields that few families have, and what the others compute with
     "norm_placement": "before",
     "apply_layernorm_1p": False,
+    "embed_layernorm": False,
     "geglu": False,
     "qk_layernorm_across_heads": False,
     "softmax_scale": None,
+    "attn_logit_softcapping": None,
+    "softmax_type": "vanilla",
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_multiplier": 1.0,
     "final_logit_softcapping": None,
     "rotary_base_local": None,
-    "rotary_seq_len_interpolation_factor": None,
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
     "no_rope_freq": None,
 }
-_TITLES = {"olmo2": "OLMo 2", "gemma3_text": "Gemma 3", "smollm3": "SmolLM3", "granite": "Granite"}
+_TEXT_OF = {"gemma3": "gemma3_text", "mistral3": "mistral"}  # models of text and images
+_TITLES = {
+    "starcoder2": "StarCoder2",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "phi3": "Phi-3",
+    "glm": "GLM",
+    "glm4": "GLM-4",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+}
 _SCALES = "softmax_scale", "embedding_multiplier", "residual_multiplier", "logits_multiplier"
+_CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 _FREE = {  # of _UNUSUAL, what a family has in config.json
-    "olmo2": ("rotary_seq_len_interpolation_factor",),
-    "gemma3_text": (
-        *("softmax_scale", "embedding_multiplier", "rotary_base_local"),
-        "final_logit_softcapping",
-        "rotary_seq_len_interpolation_factor",
-    ),
-    "smollm3": ("no_rope_freq", "rotary_seq_len_interpolation_factor"),
-    "granite": (*_SCALES, "rotary_seq_len_interpolation_factor"),
+    "gemma2": ("softmax_scale", "embedding_multiplier", *_CAPS),
+    "gemma3_text": ("softmax_scale", "embedding_multiplier", *_CAPS, "rotary_base_local"),
+    "olmo3": ("rotary_base_local",),
+    "phi3": ("rotary_percent",),
+    "glm": ("rotary_percent",),
+    "glm4": ("rotary_percent",),
+    "smollm3": ("no_rope_freq",),
+    "granite": _SCALES,
 }
 
 
 def _unusual_type(model: Mapping[str, Any]) -> str | None:
     """The family that alone has a field of the model; None for those like Llama."""
-    if model["norm_placement"] != "before":
-        return "olmo2" if model["norm_placement"] == "after" else "gemma3_text"
+    if model["normalization"] == "LayerNorm" and not model["swiglu"]:
+        return "starcoder2"
+    if model["rotary_interleaved"]:
+        return "glm4" if model["norm_placement"] == "both" else "glm"
+    if model["position_embedding_type"] == "longrope" or model["rotary_percent"] not in (1, None):
+        return "phi3"
+    if model["norm_placement"] == "both":
+        return "gemma3_text" if model["qk_layernorm"] else "gemma2"
+    if model["norm_placement"] == "after":
+        return "olmo2" if model["window_size"] is None else "olmo3"
     if model["no_rope_freq"] is not None:
         return "smollm3"
     return "granite" if any(model[name] != _UNUSUAL[name] for name in _SCALES) else None
@@ -75,8 +99,16 @@ def _unusual_type(model: Mapping[str, Any]) -> str | None:
 
 def describe_model(values: dict[str, Any]) -> DescribedModel:
     """Return what a config.json says. Raises ValueError, naming the key, for what no flag can express."""
+    if values.get("model_type") in _TEXT_OF:
+        values = _text_values(values)
+        text = describe_model(values)
+        return replace(text, notes=(*text.notes, "its text alone; the model of images is omitted"))
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        from megatron_zpp.config.shapes.unsupported import unsupported_features
+
+        if features := unsupported_features(values):
+            raise ValueError(f"{CONFIG}: model_type {shown(model_type)}: not supported: {features}")
         known = ", ".join(FAMILIES)
         raise ValueError(f"{CONFIG}: model_type is {shown(model_type)}; must be one of {known}")
     family = FAMILIES[model_type]
@@ -106,12 +138,27 @@ def describe_model(values: dict[str, Any]) -> DescribedModel:
     fields["group_query_attention"] = groups is not None and groups != fields["num_attention_heads"]
     if model_type == "llama":
         fields["disable_bias_linear"] = _without_biases(values)
-    fields |= _rope_fields(values)
+    rope, notes = rope_fields(values, fields["max_position_embeddings"])
+    fields |= rope
     fields |= window_fields(values, fields["num_layers"], fields["max_position_embeddings"])
     fields |= family.fields(values)
     if fields.get("window_size") is None:
         fields.pop("rotary_base_local", None)  # no layer has it
-    return DescribedModel(model_type, fields, their["vocab_size"])
+    return DescribedModel(model_type, fields, their["vocab_size"], _dropout_notes(their) + notes)
+
+
+def _text_values(values: dict[str, Any]) -> dict[str, Any]:
+    """What the config.json of a model of text and images says about its text."""
+    text = values.get("text_config", {})
+    if not isinstance(text, dict):
+        raise ValueError(f"{CONFIG}: text_config is {shown(text)}; must be an object")
+    found = {"model_type": _TEXT_OF[values["model_type"]]} | text
+    if found["model_type"] in _TEXT_OF:
+        raise ValueError(
+            f"{CONFIG}: text_config has model_type {shown(found['model_type'])}; must be a text's"
+        )
+    tied = "tie_word_embeddings"
+    return {tied: values[tied]} | found if tied in values else found
 
 
 def model_type_of(model: Mapping[str, Any]) -> str:
@@ -130,6 +177,7 @@ def model_type_of(model: Mapping[str, Any]) -> str:
                 "disable_bias_linear": False,
                 "num_query_groups": model["num_attention_heads"],
                 "window_size": None,
+                "rotary_percent": None,
             }
         )
         _check_fields("GPT-2", model, wanted)
@@ -140,24 +188,28 @@ def model_type_of(model: Mapping[str, Any]) -> str:
             )
         return "gpt2"
     computed = {name: value for name, value in LLAMA_FIXED.items() if name != "hidden_dropout"}
-    computed |= {"rotary_percent": 1.0}
     if (unusual := _unusual_type(model)) is not None:
         fixed = {name: value for name, value in FAMILIES[unusual].fixed.items() if name != "hidden_dropout"}
-        free = _FREE[unusual]
+        free = _FREE.get(unusual, ())
         wanted = {name: value for name, value in _UNUSUAL.items() if name not in free}
-        wanted |= {"rotary_percent": 1.0, "add_qkv_bias": False, "squared_relu": False}
-        if unusual == "gemma3_text":  # whose multiplier and scale config.json has by whole numbers
+        wanted |= {"add_qkv_bias": False, "squared_relu": False} | rope_limits(model, unusual)
+        if unusual in ("gemma2", "gemma3_text"):  # whose config.json has multiplier and scale as integers
             scalar = round((model["softmax_scale"] or model["kv_channels"] ** -0.5) ** -2)
-            wanted |= {"embedding_multiplier": math.sqrt(model["hidden_size"]), "use_rope_scaling": False}
+            wanted |= {"embedding_multiplier": math.sqrt(model["hidden_size"])}
             if model["softmax_scale"] is not None:
                 wanted["softmax_scale"] = float(scalar) ** -0.5
-        else:
+        elif unusual == "starcoder2":
+            wanted |= {"qk_layernorm": False, "swiglu": False, "window_attn_skip_freq": None}
+        elif unusual == "phi3":  # whose config.json has no width of heads
+            width = model["hidden_size"] // model["num_attention_heads"]
+            wanted |= {"qk_layernorm": False, "window_attn_skip_freq": None, "kv_channels": width}
+        elif unusual in ("glm", "glm4"):
+            wanted |= {"qk_layernorm": False, "window_size": None, "add_qkv_bias": model["add_qkv_bias"]}
+        elif unusual != "olmo3":
             wanted |= {"qk_layernorm": False, "window_size": None}
         _check_fields(_TITLES[unusual], model, wanted | fixed)
         return unusual
-    free = ("rotary_seq_len_interpolation_factor",)
-    usual = {name: value for name, value in _UNUSUAL.items() if name not in free}
-    _check_fields("Llama, Qwen2 and Qwen3", model, computed | usual)
+    _check_fields("Llama, Qwen2 and Qwen3", model, rope_limits(model, "llama") | computed | _UNUSUAL)
     biases = not model["disable_bias_linear"], model["add_qkv_bias"]
     if model["qk_layernorm"]:
         _check_fields("Qwen3", model, {"disable_bias_linear": True, "add_qkv_bias": False})
@@ -188,18 +240,10 @@ def huggingface_values(model: Mapping[str, Any], vocab_size: int, eod: int) -> d
         if found["n_inner"] == 4 * found["n_embd"]:
             found["n_inner"] = None
         return found | {"activation_function": "gelu_new", "embd_pdrop": model["hidden_dropout"]}
-    if model_type == "gemma3_text":
-        return found | window_keys(model, model_type) | family.values(model)
     found["hidden_act"] = "silu"
-    found |= window_keys(model, model_type) | family.values(model)
+    found |= window_keys(model, model_type) | family.values(model) | rope_keys(model, model_type)
     if model_type == "llama":
         found["attention_bias"] = found["mlp_bias"] = not model["disable_bias_linear"]
-    found["rope_theta"], found["rope_scaling"] = model["rotary_base"], None
-    if model["use_rope_scaling"]:
-        factor = {"factor": model["rope_scaling_factor"]}
-        found["rope_scaling"] = {"rope_type": "llama3", **factor, **_LLAMA3_ROPE}
-    elif factor := model["rotary_seq_len_interpolation_factor"]:
-        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return found
 
 
@@ -226,46 +270,11 @@ def _without_biases(values: dict[str, Any]) -> bool:
     return not biases[0]
 
 
-def _rope_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of rope, from either spelling."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"{CONFIG}: rope_parameters is {shown(rope)}; must be an object")
-    rope = rope.get("full_attention", rope)
-    if not isinstance(rope, dict):
-        raise ValueError(f"{CONFIG}: full_attention of rope is {shown(rope)}; must be an object")
-    usual = _BASES.get(values["model_type"], 10_000.0)
-    base = rope.get("rope_theta", values.get("rope_theta", usual))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        shares = shown(rope["partial_rotary_factor"])
-        raise ValueError(f"{CONFIG}: partial_rotary_factor {shares} is not supported; must be 1.0")
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(
-            f"{CONFIG}: rope_type {shown(kind)} is not supported; must be default, linear or llama3"
-        )
-    found = {"rope_theta": base} | ({"factor": rope.get("factor")} if kind != "default" else {})
-    for key, value in found.items():
-        if type(value) not in (int, float):
-            raise ValueError(f"{CONFIG}: {key} of rope is {shown(value)}; must be a number")
-    if kind == "default":
-        return {"rotary_base": float(base)}
-    if kind == "linear":
-        return {
-            "rotary_base": float(base),
-            "rotary_seq_len_interpolation_factor": float(found["factor"]),
-        }
-    for key, value in _LLAMA3_ROPE.items():
-        if rope.get(key) != value:
-            raise ValueError(f"{CONFIG}: {key} {shown(rope.get(key))} is not supported; must be {value}")
-    return {"rotary_base": float(base), "use_rope_scaling": True, "rope_scaling_factor": found["factor"]}
-
-
 def _dropout_notes(their: dict[str, Any]) -> tuple[str, ...]:
-    if their["embd_pdrop"] == their["resid_pdrop"]:
-        return ()
-    found = f"embd_pdrop {their['embd_pdrop']} is not resid_pdrop {their['resid_pdrop']}"
-    return (f"{found}; --hidden-dropout is both",)
+    for one, other in (("embd_pdrop", "resid_pdrop"), ("embedding_dropout", "residual_dropout")):
+        if their.get(one) != their.get(other):
+            return (f"{one} {their[one]} is not {other} {their[other]}; --hidden-dropout is both",)
+    return ()
 
 
 def _check_fields(families: str, model: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

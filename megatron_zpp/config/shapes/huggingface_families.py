@@ -62,6 +62,21 @@ def _granite_values(model: _Values) -> dict[str, Any]:
     }
 
 
+def _starcoder2_fields(values: _Values) -> dict[str, Any]:
+    biased = values.get("use_bias", True)
+    if type(biased) is not bool:
+        raise ValueError(f"config.json: use_bias is {shown(biased)}; must be true or false")
+    return {"disable_bias_linear": not biased}
+
+
+def _starcoder2_values(model: _Values) -> dict[str, Any]:
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": not model["disable_bias_linear"],
+        "embedding_dropout": model["hidden_dropout"],
+    }
+
+
 def _smollm3_fields(values: _Values) -> dict[str, Any]:
     layers, every = values["num_hidden_layers"], int(positive(values, "no_rope_layer_interval", 4)) or 1
     rotated = values.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
@@ -82,44 +97,48 @@ def _smollm3_values(model: _Values) -> dict[str, Any]:
     if pattern is not None:
         listed = parse_pattern(pattern, layers)
         rotated = [each == pattern.strip().isdecimal() for each in listed]
-    # transformers' default of the padding is no entry of a small vocabulary.
     found = {"no_rope_layers": [int(each) for each in rotated], "use_sliding_window": False}
-    return found | {"pad_token_id": None}
+    return found | _NO_PADDING
 
 
-def _gemma3_fields(values: _Values) -> dict[str, Any]:
-    rope = (values.get("rope_parameters") or {}).get("sliding_attention") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json: sliding_attention of rope is {shown(rope)}; must be an object")
-    if rope.get("rope_type", "default") != "default":
-        kind = shown(rope["rope_type"])
-        raise ValueError(
-            f"config.json: rope_type {kind} of sliding_attention is not supported; must be default"
-        )
-    local = positive(values, "rope_local_base_freq", 10_000.0)
-    cap = values.get("final_logit_softcapping")
+def _gemma_fields(values: _Values, attention: float | None, logits: float | None) -> dict[str, Any]:
+    """Those of Gemma 2 and 3, whose soft caps are `attention` and `logits` where config.json has none."""
+    caps = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
+    caps = {key: values.get(key, usual) for key, usual in caps.items()}
     return {
-        "final_logit_softcapping": None if cap is None else positive(values, "final_logit_softcapping", cap),
+        **{key: None if cap is None else positive(values, key, cap) for key, cap in caps.items()},
         "embedding_multiplier": math.sqrt(values["hidden_size"]),
         "softmax_scale": positive(values, "query_pre_attn_scalar", 256) ** -0.5,
-        "rotary_base_local": positive(rope, "rope_theta", local),
     }
 
 
-def _gemma3_values(model: _Values) -> dict[str, Any]:
-    scale = model["softmax_scale"] or model["kv_channels"] ** -0.5
-    full = {"rope_type": "default", "rope_theta": model["rotary_base"]}
-    if factor := model["rotary_seq_len_interpolation_factor"]:
-        full |= {"rope_type": "linear", "factor": factor}
-    local = {"rope_type": "default", "rope_theta": model["rotary_base_local"] or model["rotary_base"]}
+def _gemma_values(model: _Values) -> dict[str, Any]:
+    scale, activation = model["softmax_scale"] or model["kv_channels"] ** -0.5, "gelu_pytorch_tanh"
     return {
         "query_pre_attn_scalar": round(scale**-2),
-        "rope_parameters": {"full_attention": full, "sliding_attention": local},
-        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": activation,
+        "hidden_activation": activation,
+        "attn_logit_softcapping": model["attn_logit_softcapping"],
         "final_logit_softcapping": model["final_logit_softcapping"],
     }
 
 
+def _phi3_values(model: _Values) -> dict[str, Any]:
+    return {"embd_pdrop": model["hidden_dropout"], **_NO_PADDING}
+
+
+def _glm_fields(values: _Values) -> dict[str, Any]:
+    biased = values.get("attention_bias", True)
+    if type(biased) is not bool:
+        raise ValueError(f"config.json: attention_bias is {shown(biased)}; must be true or false")
+    return {"add_qkv_bias": biased}
+
+
+def _glm_values(model: _Values) -> dict[str, Any]:
+    return {"attention_bias": model["add_qkv_bias"], **_NO_PADDING}
+
+
+_NO_PADDING = {"pad_token_id": None}  # transformers' default is no entry of a small vocabulary
 _ANY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "pruned_heads": (None, {})}
 _GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -185,17 +204,32 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 LLAMA_FIXED: dict[str, Any] = {
-    "position_embedding_type": "rope",
     "normalization": "RMSNorm",
     "swiglu": True,
     "hidden_dropout": 0.0,
 }
-_SILU: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (None, 1.0, 1),
-    **_ANY,
-}
+_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), **_ANY}
 _NO_BIAS = {"disable_bias_linear": True}
+_GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA_ONLY = _ANY | {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (False, None),
+}
+_GEMMA_FIXED = {key: value for key, value in LLAMA_FIXED.items() if key != "swiglu"} | {
+    **_NO_BIAS,
+    "geglu": True,
+    "norm_placement": "both",
+    "apply_layernorm_1p": True,
+}
+_OLMO_FIXED = LLAMA_FIXED | {
+    **_NO_BIAS,
+    "norm_placement": "after",
+    "qk_layernorm": True,
+    "qk_layernorm_across_heads": True,
+}
+_GLM_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7}
+_GLM_FIXED = LLAMA_FIXED | _NO_BIAS | {"rotary_interleaved": True}
 
 FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
@@ -226,9 +260,58 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_KEYS,
         _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
         _SILU | {"attention_bias": (False,)},
-        LLAMA_FIXED
-        | _NO_BIAS
-        | {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True},
+        _OLMO_FIXED,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        _SILU | {"attention_bias": (False,)},
+        _OLMO_FIXED,
+        values=lambda model: _NO_PADDING,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _LLAMA_KEYS | {"resid_pdrop": "hidden_dropout"},
+        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        _SILU,
+        {key: value for key, value in LLAMA_FIXED.items() if key != "hidden_dropout"} | _NO_BIAS,
+        values=_phi3_values,
+    ),
+    "glm": Family(
+        "GlmForCausalLM",
+        _LLAMA_KEYS,
+        _GLM_DEFAULTS,
+        _SILU,
+        _GLM_FIXED,
+        _glm_fields,
+        _glm_values,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        _LLAMA_KEYS,
+        _GLM_DEFAULTS,
+        _SILU,
+        _GLM_FIXED | {"norm_placement": "both"},
+        _glm_fields,
+        _glm_values,
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        {key: name for key, name in _LLAMA_KEYS.items() if key != "rms_norm_eps"}
+        | {"norm_epsilon": "norm_epsilon", "residual_dropout": "hidden_dropout"},
+        {key: value for key, value in _LLAMA_DEFAULTS.items() if key != "rms_norm_eps"}
+        | {"norm_epsilon": 1e-5, "initializer_range": 0.018042, "num_key_value_heads": 2}
+        | {"residual_dropout": 0.0, "embedding_dropout": 0.0, "tie_word_embeddings": True},
+        _ANY
+        | {
+            "hidden_act": ("gelu_pytorch_tanh",),
+            "mlp_type": ("default",),
+            "norm_type": ("layer_norm",),
+        },
+        {"normalization": "LayerNorm"},
+        _starcoder2_fields,
+        _starcoder2_values,
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -248,21 +331,22 @@ FAMILIES: dict[str, Family] = {
         _smollm3_fields,
         _smollm3_values,
     ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _LLAMA_KEYS,
+        _GEMMA_DEFAULTS,
+        _GEMMA_ONLY,
+        _GEMMA_FIXED | {"qk_layernorm": False},
+        lambda values: _gemma_fields(values, 50.0, 30.0),
+        _gemma_values,
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
-        _ANY
-        | {
-            "hidden_activation": ("gelu_pytorch_tanh",),
-            "attention_bias": (False,),
-            "attn_logit_softcapping": (None,),
-            "use_bidirectional_attention": (False, None),
-        },
-        {key: value for key, value in LLAMA_FIXED.items() if key != "swiglu"}
-        | _NO_BIAS
-        | {"geglu": True, "norm_placement": "both", "apply_layernorm_1p": True, "qk_layernorm": True},
-        _gemma3_fields,
-        _gemma3_values,
+        _GEMMA_DEFAULTS | {"num_attention_heads": 8, "max_position_embeddings": 131072, "vocab_size": 262208},
+        _GEMMA_ONLY,
+        _GEMMA_FIXED | {"qk_layernorm": True},
+        lambda values: _gemma_fields(values, None, None),
+        _gemma_values,
     ),
 }

@@ -17,9 +17,6 @@ def check_tensor_ranks(model: ModelConfig, ranks: int, *, fp8: bool, node_ranks:
     """
     if ranks == 1:
         return
-    if model.qk_layernorm_across_heads:
-        fix = "has no norm of heads that several ranks have; omit it or --qk-layernorm-across-heads"
-        raise option_error(FLAG, ranks, fix)
     sizes = {f"{flag_name(name)} {getattr(model, name)}": getattr(model, name) for name in _DIVIDED}
     if fp8:  # a local width is a multiple of 16
         sizes[f"--ffn-hidden-size {model.ffn_hidden_size} / 16 (--fp8)"] = model.ffn_hidden_size // 16

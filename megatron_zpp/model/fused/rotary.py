@@ -28,40 +28,46 @@ def rotate_heads(
     assert rotation.cos is not None
     assert rotation.sin is not None
     parts = qkv.unflatten(-1, (heads + 2 * groups, head_width))
-    return _RotatedHeads.apply(parts, rotation.cos, rotation.sin, heads)
+    return _RotatedHeads.apply(parts, rotation.cos, rotation.sin, heads, rotation.interleaved)
 
 
 class _RotatedHeads(torch.autograd.Function):
     """(B, T, N + 2G, H) -> views of one new tensor. An operator may not return views."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, parts: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
         groups = (parts.shape[2] - heads) // 2
-        return tuple(_rotate(parts, cos, sin, heads).split([heads, groups, groups], 2))
+        return tuple(_rotate(parts, cos, sin, heads, interleaved).split([heads, groups, groups], 2))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         of_q, of_k, of_v = (gradient.contiguous() for gradient in gradients)
-        return _rotate_backward(of_q, of_k, of_v, *ctx.saved_tensors), None, None, None
+        found = _rotate_backward(of_q, of_k, of_v, *ctx.saved_tensors, ctx.interleaved)
+        return found, None, None, None, None
 
 
 @triton_op("megatron_zpp_model::rotate", mutates_args={})
-def _rotate(parts: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+def _rotate(parts: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool) -> Tensor:
     """(B, T, N + 2G, H) -> the same with the first N + G heads rotated."""
     out = torch.empty_like(parts, memory_format=torch.contiguous_format)
     groups = (parts.shape[2] - heads) // 2
-    _launch(parts, parts, parts, cos, sin, out, heads, groups, joins=False)
+    _launch(parts, parts, parts, cos, sin, out, heads, groups, joins=False, interleaved=interleaved)
     return out
 
 
 @triton_op("megatron_zpp_model::rotate_backward", mutates_args={})
-def _rotate_backward(of_q: Tensor, of_k: Tensor, of_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_backward(
+    of_q: Tensor, of_k: Tensor, of_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Tensor:
     """The gradient of `parts` (B, T, N + 2G, H) from those of its parts."""
     batch, tokens, heads, head_width = of_q.shape
     groups = of_k.shape[2]
     out = of_q.new_empty(batch, tokens, heads + 2 * groups, head_width)
-    _launch(of_q, of_k, of_v, cos, sin, out, heads, groups, joins=True)
+    _launch(of_q, of_k, of_v, cos, sin, out, heads, groups, joins=True, interleaved=interleaved)
     return out
 
 
@@ -76,12 +82,14 @@ def _launch(
     groups: int,
     *,
     joins: bool,
+    interleaved: bool,
 ) -> None:
     batch, tokens, whole, head_width = out.shape
     pairs = cos.shape[-1]
     wrap_triton(_rotate_kernel)[(batch * tokens,)](
         *(q, k, v, cos, sin, out, cos.numel() // pairs, heads, groups),
         JOINS=joins,
+        INTERLEAVED=interleaved,
         **_shape(whole, head_width, pairs),
     )
 
@@ -130,6 +138,7 @@ def _rotate_kernel(
     heads,
     groups,
     JOINS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
@@ -148,13 +157,22 @@ def _rotate_kernel(
     for begin in range(0, whole, HEAD_BLOCK):
         head = begin + tl.arange(0, HEAD_BLOCK)[:, None]
         inside = (head < whole) & there
-        a = _load(q_ptr, k_ptr, v_ptr, row, head, pair, inside, heads, groups, JOINS, WIDTH)
-        b = _load(q_ptr, k_ptr, v_ptr, row, head, PAIRS + pair, inside, heads, groups, JOINS, WIDTH)
+        if INTERLEAVED:
+            channel = tl.arange(0, 2 * PAIR_BLOCK)[None, :]
+            both = (head < whole) & (channel < 2 * PAIRS)
+            x = _load(q_ptr, k_ptr, v_ptr, row, head, channel, both, heads, groups, JOINS, WIDTH)
+            a, b = tl.split(tl.reshape(x, (HEAD_BLOCK, PAIR_BLOCK, 2)))
+        else:
+            a = _load(q_ptr, k_ptr, v_ptr, row, head, pair, inside, heads, groups, JOINS, WIDTH)
+            b = _load(q_ptr, k_ptr, v_ptr, row, head, PAIRS + pair, inside, heads, groups, JOINS, WIDTH)
         rotated = head < heads + groups
         c, s = tl.where(rotated, cos, 1.0), tl.where(rotated, sin, 0.0)
         place = out_ptr + (row * whole + head) * WIDTH
-        tl.store(place + pair, a * c - b * s, mask=inside)
-        tl.store(place + PAIRS + pair, b * c + a * s, mask=inside)
+        if INTERLEAVED:
+            tl.store(place + channel, tl.interleave(a * c - b * s, b * c + a * s), mask=both)
+        else:
+            tl.store(place + pair, a * c - b * s, mask=inside)
+            tl.store(place + PAIRS + pair, b * c + a * s, mask=inside)
         if REST_BLOCK:
             channel = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
             inside = (head < whole) & (channel < WIDTH)

@@ -72,7 +72,18 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
         for part, into in ((attention, "qkv"), (mlp, "input")):
             setattr(part, into, ColumnParallel(getattr(part, into), part.runs, sharing))
             part.output = RowParallel(part.output, sharing)
+        if attention.across_heads:
+            from megatron_zpp.model.parallel.norm import NormAcrossRanks
+
+            for name in ("query_norm", "key_norm"):
+                norm = getattr(attention, name)
+                split = sharing.split(0, *norm.normalized_shape)
+                setattr(attention, name, NormAcrossRanks(norm, split, sharing.group))
+        if attention.sinks is not None:
+            attention.sinks = nn.Parameter(attention.sinks.new_zeros(attention.heads // ranks))
+            _split(attention, sinks=sharing.split(0, attention.heads))
         attention.heads, attention.groups = attention.heads // ranks, attention.groups // ranks
+        attention.first_head = sharing.group.rank * attention.heads
     model.tensor_ranks = ranks
     if isinstance(model.embedding, PositionedEmbedding):
         model.embedding.own = partial(_own_positions, group=sharing.group)

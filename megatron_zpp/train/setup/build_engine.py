@@ -31,6 +31,10 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
 
     Raises ValueError if the chosen attention kernel does not run on the device.
     """
+    if device.compiles or device.attention.compiled:
+        from megatron_zpp.train.setup.compiling import prepare_compiler
+
+        prepare_compiler(topology, os.environ)
     check_attention(config, device)
     group, overlapped = None, False
     mesh = topology.mesh(config.distributed.tensor_model_parallel_size)
@@ -55,7 +59,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
     scaling = matmuls.scaling(model)
     codes = matmuls.weight_codes(scaling)
     if device.compiles:
-        _compile(config, model, device, topology, matmuls, scaling)
+        _compile(config, model, device, matmuls, scaling)
     share = ALONE
     if group is not None:
         from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
@@ -132,13 +136,11 @@ def _compile(
     config: Config,
     model: GPT,
     device: Device,
-    topology: Topology,
     matmuls: Matmuls,
     scaling: Any,  # a DelayedScaling, or None
 ) -> None:
-    from megatron_zpp.train.setup.compiling import compile_parts, prepare_compiler
+    from megatron_zpp.train.setup.compiling import compile_parts
 
-    prepare_compiler(topology, os.environ)
     compile_parts(
         model,
         (config.training.micro_batch_size, config.model.seq_length),

@@ -16,6 +16,7 @@ from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
+from megatron_zpp.model.scores import Scores
 from megatron_zpp.ops.operations import Operations
 
 
@@ -81,14 +82,26 @@ def prepare_device(config: Config, topology: Topology) -> Device:
 
 def check_attention(config: Config, device: Device) -> None:
     """Try the chosen attention kernel on the device. Raises ValueError if it does not run."""
-    lengths: Sequence[int] = (config.model.seq_length,)
-    if config.evaluation.sample_prompt is not None:
-        lengths = (1, 2, *lengths)  # a text grows token by token
-    backend = config.attention.attention_backend
-    queries = config.model.num_attention_heads // config.model.num_query_groups
+    model, kernel = config.model, device.attention
     settings = _attention(config, device.device)
-    settings["windows"] = set(config.model.layer_windows) if settings.pop("windowed") else (None,)
-    check_runs(device.attention, backend, lengths, queries_per_group=queries, **settings)
+    del settings["scored"]
+    lengths: Sequence[int] = (model.seq_length,)
+    windows: set[int | None] = {None}
+    if settings.pop("windowed") and not kernel.compiled:
+        windows = set(model.layer_windows)
+    if config.evaluation.sample_prompt is not None and not kernel.compiled:
+        lengths = (1, 2, *lengths)  # a text grows token by token
+    heads = torch.zeros(model.num_attention_heads // model.num_query_groups, device=device.device)
+    scores = Scores(
+        model.softmax_scale,
+        model.attn_logit_softcapping,
+        heads if model.position_embedding_type == "alibi" else None,
+        heads if model.softmax_type != "vanilla" else None,
+    )
+    backend = config.attention.attention_backend
+    check_runs(
+        kernel, backend, lengths, windows=windows, queries_per_group=len(heads), scores=scores, **settings
+    )
 
 
 def _attention(config: Config, device: torch.device) -> dict[str, Any]:
@@ -96,6 +109,7 @@ def _attention(config: Config, device: torch.device) -> dict[str, Any]:
     return {
         "masked": config.data.reset_attention_mask,
         "windowed": any(config.model.layer_windows),
+        "scored": config.model.changed_scores,
         "head_width": config.model.kv_channels,
         "dropout": config.model.attention_dropout,
         "dtype": getattr(torch, config.precision.compute_dtype(device.type)),

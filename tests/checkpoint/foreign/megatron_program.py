@@ -47,6 +47,7 @@ def settings(family: str, ranks: int) -> argparse.Namespace:
         add_bias_linear=not llama,
         add_qkv_bias=False,
         qk_layernorm=False,
+        softmax_type="learnable" if llama else "vanilla",
         untie_embeddings_and_output_weights=llama,
         make_vocab_size_divisible_by=32,
         padded_vocab_size=PADDED,
@@ -81,6 +82,7 @@ def build(args: argparse.Namespace) -> torch.nn.Module:
         attention_dropout=0.0,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
+        softmax_type=args.softmax_type,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
     )
@@ -96,8 +98,8 @@ def build(args: argparse.Namespace) -> torch.nn.Module:
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                shared = name.endswith(("linear_qkv.bias", "linear_fc1.bias"))
+            if name.endswith(("bias", "offset")) or "norm" in name:
+                shared = name.endswith(("linear_qkv.bias", "linear_fc1.bias", "offset"))
                 seed = 100 + len(name) + (dist.get_rank() if shared else 0)
                 parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
     return model.eval()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_zpp.checkpoint.foreign.architecture import _ONLY, read_settings
+from megatron_zpp.checkpoint.foreign.names import our_names
 
 GPT = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 32}
 OTHERS = {
@@ -28,3 +29,12 @@ def test_another_forward_pass_is_refused_by_name(name: str) -> None:
     said = re.escape(f"its model has {name} {OTHERS[name]!s:.9}")
     with pytest.raises(ValueError, match=f"^theirs: {said}"):
         read_settings(Path("theirs"), GPT | off | {name: OTHERS[name]}, 32)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.embedding.", "1.", "tied_modules.embed."])
+def test_the_norm_behind_the_embedding_is_known(prefix: str) -> None:
+    """It belongs to the table in Megatron-DeepSpeed."""
+    kinds = ("weight", "bias")
+    found, _ = our_names(Path("theirs"), [f"{prefix}word_embeddings.norm.{kind}" for kind in kinds])
+    assert list(found.values()) == [f"embedding.norm.{kind}" for kind in kinds]
+    assert read_settings(Path("theirs"), GPT | {"embed_layernorm": True}, 32).model.embed_layernorm

@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused(saved: Saved, tmp_path: Path, tool: Tool) 
     assert "holds iteration 8, not 7" in say(changed({"iteration": 8}))
     assert "checkpoint_version 1.0; load and save it" in say(changed({"checkpoint_version": 1.0}))
     assert "num_experts 8, which this program does not have" in say(changed({}, num_experts=8))
-    assert "has position_embedding_type alibi; must be" in say(changed({}, position_embedding_type="alibi"))
+    assert "has position_embedding_type mrope; must be" in say(changed({}, position_embedding_type="mrope"))
     assert "args ask for (192, 64)" in say(changed({}, num_query_groups=4))
     assert "does not have the last of them" in say(changed({}, num_layers=3))
     assert "layers.1.attention.output.weight, which is no part" in say(changed({}, num_layers=1))
@@ -224,18 +224,25 @@ def test_fp32_weights_are_joined_from_data_and_tensor_ranks(
 def test_the_rotary_base_is_read_by_megatron_deepspeeds_name(
     saved: Saved, tmp_path: Path, tool: Tool
 ) -> None:
-    """--rotary-position-embeddings-theta is `rope_theta` in its args, and there is no `rotary_base`."""
+    """--rotary-position-embeddings-theta is `rope_theta` in its args, and there is no `rotary_base`.
+
+    Other arguments of rope are those of Megatron-LM.
+    """
     root = saved("llama", 1)
     write_zero(root, tmp_path / "theirs", 2, 1)
     file = tmp_path / "theirs/global_step7/mp_rank_00_model_states.pt"
     state = torch.load(file, weights_only=False)
     state["args"].rope_theta = 500_000
+    yarn = {"rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8, "mscale": 0.7}
+    vars(state["args"]).update(position_embedding_type="yarn", rotary_interleaved=True, **yarn)
     with_both = dict(vars(state["args"]))
     del state["args"].rotary_base
     torch.save(state, file)
     tool(tmp_path / "theirs", tmp_path / "new")
     model, _ = load_model(str(tmp_path / "new"), None)
-    assert model.config.rotary_base == 500_000
+    config = vars(model.config)
+    assert (config["rotary_base"], config["rotary_interleaved"]) == (500_000, True)
+    assert {name: config[name] for name in yarn} == yarn
     state["args"] = Namespace(**with_both)
     torch.save(state, file)
     with pytest.raises(ValueError, match=r"its args say rotary_base 10000 and rope_theta 500000, two names"):

@@ -17,13 +17,14 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.root import Config, parse_command_line
 from megatron_zpp.config.shapes.huggingface import FAMILIES as CONFIGS
 from megatron_zpp.config.shapes.huggingface import describe_model, huggingface_values
+from megatron_zpp.config.shapes.presets import PRESETS
 from megatron_zpp.config.sources.huggingface import HuggingFaceModel
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from tests.checkpoint.huggingface.gpt2 import SOURCE, check_equal, entries, save, tensors, theirs
-from tests.model.families import FAMILIES
+from tests.model.families import FAMILIES, with_images
 from tests.support import nightly, pretrain
 
 LENGTH = 16
@@ -63,6 +64,23 @@ def test_import_then_export_returns_every_bit(
     assert rows[0] == rows[1] == entries(bpe) + SPARE * ("qwen" in family)
 
 
+@pytest.mark.parametrize("family", ["gemma3-full", "mistral-small"])
+def test_of_a_model_of_images_the_text_is_imported(
+    tool: Callable[..., str], bpe: Path, tmp_path: Path, family: str
+) -> None:
+    """Its logits are compared with those of the whole model, which has other names for its tensors."""
+    chosen = FAMILIES[family]
+    text = type(chosen)(chosen.config, chosen.settings | {"vocab_size": entries(bpe)}).model()
+    source = save(with_images(text.config), bpe, tmp_path / "theirs")
+    said = tool("import", source, tmp_path / "ours")
+    assert "its text alone; the model of images is omitted" in said
+    assert "logits: largest difference" in said
+    tool("export", tmp_path / "ours", tmp_path / "back", "--no-tokenizer")
+    whole, back = tensors(source), tensors(tmp_path / "back")
+    assert len(back) == len(list(text.parameters()))
+    check_equal(back, {name: whole[f"language_model.{name}"] for name in back})
+
+
 @pytest.mark.parametrize(
     ("family", "stage", "world"),
     [
@@ -72,8 +90,13 @@ def test_import_then_export_returns_every_bit(
         nightly("llama-biased", 2, 3),
         nightly("qwen2", 3, 2),
         nightly("gemma3", 3, 2),
+        nightly("gemma2", 2, 2),
+        nightly("starcoder2-window", 3, 2),
         nightly("olmo2", 1, 3),
         nightly("smollm3", 2, 2),
+        nightly("olmo3", 3, 2),
+        nightly("phi3", 3, 2),
+        nightly("glm4", 2, 3),
         nightly("granite", 0, 2),
     ],
 )
@@ -196,7 +219,9 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-GEMMA3 = {"model_type": "gemma3_text"}
+NOT = ": not supported: "
+GEMMA3, OLMO3, PHI3 = ({"model_type": name} for name in ("gemma3_text", "olmo3", "phi3"))
+YARN = {"type": "yarn", "factor": 2.0}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}
 
 
@@ -205,7 +230,14 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
     [
         ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported; must be "silu"'),
         ({"attention_bias": True}, "attention_bias true with mlp_bias false is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 'rope_type "yarn" is not supported'),
+        ({"rope_scaling": {"type": "longrope"}}, 'rope_type "longrope" is not supported; must be default,'),
+        ({"rope_scaling": YARN | {"factor": "x"}}, 'factor of rope is "x"; must be a number above 0'),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "embeddings is 0; must be an int"),
+        (OLMO3 | {"rope_scaling": YARN | {"truncate": False}}, "truncate false of rope is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; must be 1.0"),
+        (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type "linear" is not supported'),
+        (PHI3 | {"rope_scaling": {"type": "su", "long_factor": []}}, "short_factor of rope is null; must be"),
+        ({"model_type": "glm4", "attention_bias": 1}, "attention_bias is 1; must be true or false"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
             "low_freq_factor 2.0 is not supported; must be 1.0",
@@ -231,7 +263,29 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             "full_attention of rope is 3; must be an object",
         ),
         (GEMMA3 | {"final_logit_softcapping": 0}, "final_logit_softcapping is 0; must be a number above 0"),
-        ({"model_type": "gemma2"}, 'model_type is "gemma2"; must be one of gpt2, llama'),
+        ({"model_type": "falcon"}, 'model_type is "falcon"; must be one of gpt2, llama'),
+        ({"model_type": "starcoder2", "use_bias": 1}, "use_bias is 1; must be true or false"),
+        ({"model_type": "starcoder2", "hidden_act": "relu"}, 'hidden_act "relu" is not supported; must be'),
+        ({"model_type": "mixtral", "num_local_experts": 8}, NOT + "mixture of experts (num_local_experts 8)"),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 256},
+            NOT + "mixture of experts (n_routed_experts 256), multi-latent attention (kv_lora_rank 512)",
+        ),
+        (
+            {"model_type": "granitemoehybrid", "num_local_experts": 0, "mamba_d_state": 128},
+            NOT + "layers without attention (mamba_d_state 128)",
+        ),
+        (
+            {"model_type": "gemma3n", "text_config": {"hidden_size_per_layer_input": 256}},
+            NOT + "embeddings per layer (hidden_size_per_layer_input 256)",
+        ),
+        ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, NOT + "mixture of experts (num"),
+        ({"model_type": "gemma3", "text_config": 3}, "text_config is 3; must be an object"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral3"}},
+            'text_config has model_type "mistral3"; must be a text\'s',
+        ),
+        ({"model_type": "qwen3_vl", "vision_config": {}}, NOT + "images beside text (vision_config)"),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
     ],
 )
@@ -241,6 +295,7 @@ def test_what_no_flag_expresses_is_refused_with_its_key(changes: dict[str, Any],
     assert said in str(caught.value)
 
 
+STARCODER2_FIELDS = describe_model(LLAMA | {"model_type": "starcoder2"}).fields
 GEMMA3_FIELDS = describe_model(LLAMA | GEMMA3).fields
 
 
@@ -248,23 +303,33 @@ GEMMA3_FIELDS = describe_model(LLAMA | GEMMA3).fields
     ("changes", "said"),
     [
         ({"position_embedding_type": "none"}, "--position-embedding-type none"),
-        ({"rotary_percent": 0.5}, "--rotary-percent 0.5"),
+        ({"rotary_percent": 0.5}, "--use-rope-scaling True"),  # no more of a Phi-3
+        ({"rotary_interleaved": True, "window_size": "7,0"}, "--window-size 7,0"),
+        (STARCODER2_FIELDS | {"rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias True"),
         ({"window_size": "7,0", "window_attn_skip_freq": "2"}, "--window-attn-skip-freq 2"),
         ({"apply_layernorm_1p": True}, "--apply-layernorm-1p True"),
         ({"embedding_multiplier": 2.0, "qk_layernorm": True}, "--qk-layernorm True"),
         ({"no_rope_freq": "4", "window_size": "7,0"}, "--window-size 7,0"),
+        (STARCODER2_FIELDS | {"qk_layernorm": True}, "--qk-layernorm True"),
+        (
+            STARCODER2_FIELDS | {"window_size": "7,0", "window_attn_skip_freq": "2"},
+            "--window-attn-skip-freq 2",
+        ),
         (
             GEMMA3_FIELDS | {"use_rope_scaling": False, "embedding_multiplier": 3.0},
             "--embedding-multiplier 3",
         ),
         (GEMMA3_FIELDS | {"softmax_scale": 0.1234}, "--softmax-scale 0.1234"),
+        ({"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),
+        ({"softmax_type": "learnable"}, "--softmax-type learnable"),
+        ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
     ],
 )
 def test_what_transformers_cannot_compute_is_not_exported(changes: dict[str, Any], said: str) -> None:
     shape: dict[str, Any] = {"model_preset": "llama3.2-1b", "seq_length": 64}
-    if "geglu" in changes:
+    if "hidden_size" in changes:
         shape = {"seq_length": 64}
     config = ModelConfig(**shape | changes)
     with pytest.raises(ValueError, match="cannot be exported") as caught:
@@ -293,7 +358,7 @@ def test_windows_of_config_json(values: dict[str, Any], windows: list[int | None
     assert again.layer_windows == config.layer_windows
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "starcoder2", "qwen2", "qwen3"])
 def test_keys_that_are_omitted_have_the_defaults_of_transformers(family: str) -> None:
     """Of which Qwen's 32 heads of keys and values do not depend on the heads of queries."""
     class_of = CONFIG_MAPPING[family]
@@ -306,10 +371,44 @@ def test_keys_that_are_omitted_have_the_defaults_of_transformers(family: str) ->
     assert bare == shown
 
 
-@pytest.mark.parametrize("preset", ["llama3.2-1b", "llama3.1-8b", "qwen3-1.7b", "smollm2-135m", "mistral-7b"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "hidden_dropout" in PRESETS[name]])
 def test_presets_survive_config_json(preset: str, tmp_path: Path) -> None:
-    """What is exported describes the same model to --model-preset."""
+    """All values of a preset are the model's; what is exported describes the same model to --model-preset."""
     config = ModelConfig(model_preset=preset, seq_length=64)
+    assert vars(config) | PRESETS[preset] | {"seq_length": 64} == vars(config)
     (tmp_path / "config.json").write_text(json.dumps(huggingface_values(vars(config), 100, 0)))
     again = ModelConfig(model_preset=str(tmp_path), seq_length=64)
     assert vars(again) == vars(config) | {"model_preset": None}
+
+
+YARN_FLAGS = {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 32}
+LONGROPE_FLAGS = {
+    **{"position_embedding_type": "longrope", "yarn_original_max_position_embeddings": 32},
+    **{"longrope_short_factor": (1.0,) * 6, "longrope_long_factor": (2.0,) * 6, "rotary_percent": 0.75},
+}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        YARN_FLAGS | {"yarn_beta_fast": 20.0, "yarn_correction_range_round_to_int": False},
+        YARN_FLAGS | {"mscale": 0.7, "mscale_all_dim": 0.5},
+        YARN_FLAGS | {"mscale": 0.0},
+        YARN_FLAGS
+        | {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True}
+        | {"window_size": "7,0", "window_attn_skip_freq": "2"},
+        LONGROPE_FLAGS,
+        LONGROPE_FLAGS | {"rotary_scaling_factor": 3.0, "window_size": "7,0"},
+        {"rotary_interleaved": True, "rotary_percent": 0.5, "add_qkv_bias": True},
+        {"rotary_ntk_factor": 4.0},
+    ],
+    ids=str,
+)
+def test_positions_survive_config_json(flags: dict[str, Any]) -> None:
+    """But for NTK scaling, which becomes a larger base."""
+    config = ModelConfig(**describe_model(LLAMA).fields | flags, seq_length=64)
+    again = ModelConfig(**describe_model(huggingface_values(vars(config), 100, 0)).fields, seq_length=64)
+    expected = replace(config, rotary_base=config.scaled_rotary_base, rotary_ntk_factor=None)
+    for name, value in vars(expected).items():
+        close = pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+        assert getattr(again, name) == close, name

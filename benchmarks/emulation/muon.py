@@ -1,0 +1,115 @@
+"""Muon on the matrices inside layers: momentum, orthogonalised by Newton-Schulz iterations.
+
+Names, coefficients and scales are Megatron-LM's (emerging_optimizers, orthogonalized_optimizers/muon.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+EPS = 1e-7  # of the Frobenius norm that an iteration begins by dividing by
+# a, b, c of X <- a · X + (b · A + c · A²) · X with A = X · Xᵀ, in turn
+COEFFICIENTS = {
+    "simple": ((3.4445, -4.7750, 2.0315),),  # Keller Jordan's
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSettings:
+    """Muon for matrices; `scalar_lr` is AdamW's rate of everything else, in multiples of the matrices'.
+
+    `extra_scale` 0.2 with scale `spectral` gives updates the root mean square of AdamW's (2502.16982).
+    `beta2` is that of NorMuon's row scales (2510.05491); without it there are none.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.1
+    scalar_lr: float = 1.0
+    scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    extra_scale: float = 0.2
+    coefficient_type: str = "quintic"
+    num_ns_steps: int = 5
+    split_qkv: bool = True
+    beta2: float | None = None
+
+    def scale(self, rows: int, columns: int) -> float:
+        """By what an orthogonalised matrix is multiplied."""
+        squares = {
+            "spectral": max(rows, columns),
+            "unit_rms_norm": rows / columns,
+            "shape_scaling": max(1, rows / columns),
+        }
+        return self.extra_scale * squares[self.scale_mode] ** 0.5
+
+
+class Muon:
+    """The states of all matrices."""
+
+    def __init__(
+        self,
+        momentum: Tensor,
+        matrices: Mapping[tuple[int, int], Sequence[slice]],
+        settings: MuonSettings,
+        dtype: torch.dtype,
+    ) -> None:
+        """`momentum` (n,) fp32 is zero; `matrices` lie in it, by shape. The iterations run in `dtype`."""
+        self._momentum, self._matrices, self.settings, self._dtype = momentum, matrices, settings, dtype
+        self._squares = {
+            shape: momentum.new_zeros(len(places), shape[0], 1) for shape, places in matrices.items()
+        }
+
+    def step(self, master: Tensor, gradient: Tensor, learning_rate: float, skip: Tensor) -> None:
+        """Change `master` (n,) by the mean gradient (n,) fp32; where `skip` () is not 0 nothing changes."""
+        settings, skipped = self.settings, skip != 0
+        momentum = self._momentum.lerp(gradient, 1 - settings.momentum)
+        direction = gradient.lerp(momentum, settings.momentum) if settings.nesterov else momentum
+        update = torch.zeros_like(master)
+        for shape, places in self._matrices.items():
+            matrices = torch.stack([direction[here].view(shape) for here in places])
+            matrices = orthogonalised(matrices, settings, self._dtype)
+            if settings.beta2 is not None:
+                matrices = self._row_scaled(matrices, shape, settings.beta2, skipped)
+            for here, matrix in zip(places, matrices * settings.scale(*shape), strict=True):
+                update[here] = matrix.flatten()
+        changed = master * (1 - learning_rate * settings.weight_decay) - learning_rate * update
+        self._momentum.copy_(torch.where(skipped, self._momentum, momentum))
+        master.copy_(torch.where(skipped, master, changed))
+
+    def _row_scaled(self, x: Tensor, shape: tuple[int, int], beta2: float, skipped: Tensor) -> Tensor:
+        """x (N, rows, columns) over its rows' root mean squares, with its norm."""
+        squares = self._squares[shape].lerp(x.square().mean(-1, keepdim=True), 1 - beta2)
+        self._squares[shape].copy_(torch.where(skipped, self._squares[shape], squares))
+        scaled = x / (squares.sqrt() + 1e-8)
+        norms = [y.norm(dim=(-2, -1), keepdim=True) for y in (x, scaled)]
+        return scaled * (norms[0] / (norms[1] + EPS))
+
+
+def orthogonalised(x: Tensor, settings: MuonSettings, dtype: torch.dtype) -> Tensor:
+    """U · S' · Vᵀ (N, rows, columns) fp32 of matrices x = U · S · Vᵀ; S' lies around 1. Computes in `dtype`.
+
+    Raises ValueError if the steps are not a multiple of the coefficients.
+    """
+    coefficients = COEFFICIENTS[settings.coefficient_type]
+    rounds, rest = divmod(settings.num_ns_steps, len(coefficients))
+    if rest or not rounds:
+        raise ValueError(
+            f"num_ns_steps must be a multiple of {len(coefficients)}, got {settings.num_ns_steps}"
+        )
+    tall = x.shape[-2] > x.shape[-1]
+    y = x.mT if tall else x
+    y = (y / y.norm(dim=(-2, -1), keepdim=True).clamp_min(EPS)).to(dtype)
+    for a, b, c in coefficients * rounds:
+        gram = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return (y.mT if tall else y).float()

@@ -1,0 +1,231 @@
+"""Rotary positions in config.json and in ModelConfig's fields, in the spelling of transformers 4 and 5.
+
+Version 4 has rope_theta, rope_scaling and partial_rotary_factor, version 5 has all in rope_parameters.
+Families with another rope in layers with a window have these twice, as full_attention and sliding_attention.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_zpp.config.positions import ntk_base
+from megatron_zpp.config.values.json_file import shown
+
+_Values = Mapping[str, Any]
+_BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "olmo3": 500_000.0}  # without rope_theta
+_LOCAL_BASES = {"gemma3_text": 10_000.0}  # of layers with a window, where it is not that of the others
+_BY_LAYER = ("gemma3_text", "olmo3")
+_SHARES = {"phi3": 1.0, "glm": 0.5, "glm4": 0.5}  # families with partial_rotary_factor, and its default
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # of Phi-3
+
+
+def rope_limits(model: _Values, model_type: str) -> dict[str, Any]:
+    """Return the values that fields of a ModelConfig must have where the family has no others."""
+    kind, kinds = model["position_embedding_type"], ("rope", "yarn")
+    found: dict[str, Any] = {}
+    if model_type == "phi3":
+        kinds = ("rope", "longrope")
+        found = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
+    if model_type in _BY_LAYER:
+        found = {"yarn_correction_range_round_to_int": True}
+    return found | {"position_embedding_type": kind if kind in kinds else "rope"}
+
+
+def rope_fields(values: _Values, positions: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the fields of ModelConfig, and notes for the person who reads them.
+
+    `positions` are max_position_embeddings. Raises ValueError that names the key.
+    """
+    model_type = values["model_type"]
+    whole = _object(values.get("rope_parameters") or values.get("rope_scaling") or {}, "rope_parameters")
+    rope = _object(whole.get("full_attention", whole), "full_attention of rope")
+    base = _base(rope, _number(values, "rope_theta", _BASES.get(model_type, 10_000.0)))
+    kind = _kind(rope, model_type)
+    fields = {
+        "position_embedding_type": kind if kind in ("yarn", "longrope") else "rope",
+        "rotary_base": base,
+    }
+    default = _SHARES.get(model_type, 1.0)
+    share = _number(rope, "partial_rotary_factor", _number(values, "partial_rotary_factor", default))
+    if model_type in _SHARES:
+        fields["rotary_percent"] = share
+    elif share != 1:
+        raise ValueError(f"config.json: partial_rotary_factor {shown(share)} is not supported; must be 1.0")
+    fields |= _scaled_fields(rope, kind, values, positions)
+    if model_type in _BY_LAYER:
+        fields |= _local_fields(whole, rope, values, base)
+    if kind != "dynamic":
+        return fields, ()
+    note = f"rope_type dynamic has no effect on texts of up to max_position_embeddings {positions}"
+    return fields, (f"{note}; longer ones need --rotary-ntk-factor",)
+
+
+def rope_keys(model: _Values, model_type: str) -> dict[str, Any]:
+    """Return the keys of config.json."""
+    rotated = int(model["kv_channels"] * model["rotary_percent"])
+    base, scaling = ntk_base(model["rotary_base"], model["rotary_ntk_factor"], rotated), _scaling(model)
+    if model_type in _BY_LAYER:
+        full = {"rope_type": "default", "rope_theta": base, **scaling}
+        local = {"rope_type": "default", "rope_theta": model["rotary_base_local"]}
+        if model["rotary_base_local"] is None:
+            local = full
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    found: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling or None}
+    if model_type in _SHARES:
+        found["partial_rotary_factor"] = model["rotary_percent"]
+    if model_type == "phi3" and scaling:
+        found["original_max_position_embeddings"] = model["yarn_original_max_position_embeddings"]
+    return found
+
+
+def _kind(rope: _Values, model_type: str) -> str:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    known: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+    if model_type == "phi3":
+        kind, known = _OLD_NAMES.get(str(kind), kind), ("default", "longrope")
+    if kind not in known:
+        raise ValueError(
+            f"config.json: rope_type {shown(kind)} is not supported; must be {', '.join(known[:-1])} or "
+            f"{known[-1]}"
+        )
+    return kind
+
+
+def _scaled_fields(rope: _Values, kind: str, values: _Values, positions: int) -> dict[str, Any]:
+    if kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": _number(rope, "factor", None)}
+    if kind == "llama3":
+        for key, value in _LLAMA3.items():
+            if rope.get(key) != value:
+                raise ValueError(
+                    f"config.json: {key} {shown(rope.get(key))} is not supported; must be {value}"
+                )
+        return {"use_rope_scaling": True, "rope_scaling_factor": _number(rope, "factor", None)}
+    if kind == "yarn":
+        return _yarn_fields(rope, values, positions)
+    return _longrope_fields(rope, values, positions) if kind == "longrope" else {}
+
+
+def _yarn_fields(rope: _Values, values: _Values, positions: int) -> dict[str, Any]:
+    original = _length(rope.get("original_max_position_embeddings", positions))
+    factor = _factor(rope, positions, original)
+    truncate = rope.get("truncate", True)
+    if type(truncate) is not bool or (values["model_type"] in _BY_LAYER and not truncate):
+        raise ValueError(f"config.json: truncate {shown(truncate)} of rope is not supported; must be true")
+    found = {
+        "yarn_original_max_position_embeddings": original,
+        "rotary_scaling_factor": factor,
+        "yarn_beta_fast": _number(rope, "beta_fast", None) if rope.get("beta_fast") else 32.0,
+        "yarn_beta_slow": _number(rope, "beta_slow", None) if rope.get("beta_slow") else 1.0,
+        "yarn_correction_range_round_to_int": truncate,
+    }
+    if rope.get("attention_factor") is not None:
+        wanted = _number(rope, "attention_factor", None)
+        if math.isclose(wanted, 1 + 0.1 * math.log(factor), rel_tol=1e-9):
+            return found
+        if factor == 1:
+            raise ValueError(f"config.json: attention_factor {wanted} with factor 1.0 is not supported")
+        return found | {"mscale": (wanted - 1) / (0.1 * math.log(factor)), "mscale_all_dim": 0.0}
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers ignores one of them alone
+        return found | {key: _number(rope, key, None) for key in ("mscale", "mscale_all_dim")}
+    return found
+
+
+def _longrope_fields(rope: _Values, values: _Values, positions: int) -> dict[str, Any]:
+    original = _length(values.get("original_max_position_embeddings", 4096))
+    factor = _factor(rope, positions, original)
+    if rope.get("attention_factor") is not None:  # √(1 + ln factor / ln original), the factor's only use
+        wanted = _number(rope, "attention_factor", None)
+        if wanted < 1:
+            raise ValueError(
+                f"config.json: attention_factor {wanted} of rope is not supported; must be 1.0 or more"
+            )
+        factor = original ** (wanted**2 - 1)
+    found: dict[str, Any] = {
+        "yarn_original_max_position_embeddings": original,
+        "rotary_scaling_factor": factor,
+    }
+    for key in ("short_factor", "long_factor"):
+        factors = rope.get(key)
+        if not isinstance(factors, list) or not all(type(each) in (int, float) for each in factors):
+            raise ValueError(f"config.json: {key} of rope is {shown(factors)}; must be a list of numbers")
+        found[f"longrope_{key}"] = tuple(map(float, factors))
+    return found
+
+
+def _local_fields(whole: _Values, rope: _Values, values: _Values, base: float) -> dict[str, Any]:
+    """--rotary-base-local, unless layers with a window are rotated as the others are."""
+    local = _object(whole.get("sliding_attention") or {}, "sliding_attention of rope")
+    if local and local == rope:
+        return {}
+    if (kind := local.get("rope_type", "default")) != "default":
+        raise ValueError(
+            f"config.json: rope_type {shown(kind)} of sliding_attention is not supported; must be default"
+        )
+    usual = _number(values, "rope_local_base_freq", _LOCAL_BASES.get(values["model_type"], base))
+    return {"rotary_base_local": _base(local, usual)}
+
+
+def _scaling(model: _Values) -> dict[str, Any]:
+    """The keys of rope_scaling; none without scaling, or if it is in the base."""
+    kind, original = model["position_embedding_type"], model["yarn_original_max_position_embeddings"]
+    if model["use_rope_scaling"]:
+        return {"rope_type": "llama3", "factor": model["rope_scaling_factor"], **_LLAMA3}
+    if factor := model["rotary_seq_len_interpolation_factor"]:
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "rope":
+        return {}
+    found = {
+        "rope_type": kind,
+        "factor": model["rotary_scaling_factor"],
+        "original_max_position_embeddings": original,
+    }
+    if kind == "longrope":
+        return found | {
+            "short_factor": list(model["longrope_short_factor"]),
+            "long_factor": list(model["longrope_long_factor"]),
+        }
+    found |= {
+        "beta_fast": model["yarn_beta_fast"],
+        "beta_slow": model["yarn_beta_slow"],
+        "truncate": model["yarn_correction_range_round_to_int"],
+    }
+    scales = model["mscale"], model["mscale_all_dim"]
+    if all(scales):
+        return found | {"mscale": scales[0], "mscale_all_dim": scales[1]}
+    logarithm = 0.1 * math.log(model["rotary_scaling_factor"])
+    return found | {"attention_factor": (1 + scales[0] * logarithm) / (1 + scales[1] * logarithm)}
+
+
+def _factor(rope: _Values, positions: int, original: int) -> float:
+    """The factor by which texts are longer than the original ones, which config.json may leave to both."""
+    return max(1.0, positions / original) if rope.get("factor") is None else _number(rope, "factor", None)
+
+
+def _base(rope: _Values, usual: float) -> float:
+    return usual if rope.get("rope_theta") is None else _number(rope, "rope_theta", None)
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"config.json: {name} is {shown(value)}; must be an object")
+    return value
+
+
+def _number(values: _Values, key: str, usual: float | None) -> float:
+    """A number above 0; `usual` where there is no key, which must be there if that is None."""
+    value = values.get(key, usual)
+    if value is None and usual is not None:
+        return usual
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key} of rope is {shown(value)}; must be a number above 0")
+    return float(value)
+
+
+def _length(value: Any) -> int:
+    if type(value) is not int or value < 2:
+        raise ValueError(
+            f"config.json: original_max_position_embeddings is {shown(value)}; must be an integer above 1"
+        )
+    return value

@@ -1,0 +1,144 @@
+"""Attention by torch's FlexAttention, whose kernel torch.compile makes for a model's scores and masks.
+
+Shapes: B batch, T tokens, N query heads, G heads of keys and values, H head width, E ends of documents, Q
+blocks of queries, K of keys (as many).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
+
+from megatron_zpp.model.attention import DotProduct
+from megatron_zpp.model.masks import CachedPrefix, Causal, InsideDocuments, Mask, SlidingWindow
+from megatron_zpp.model.scores import PLAIN_SCORES, Scores
+
+_BLOCK = 128  # tokens of queries and of keys that a mask shows or hides together
+_Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Flex(DotProduct):
+    """FlexAttention for batches; a text that grows token by token has its scores in memory.
+
+    Inside of a compiled layer the kernel is a part of the layer's graph. Elsewhere it is a graph of its own.
+    """
+
+    compiled = True
+
+    def __init__(self) -> None:
+        super().__init__("math")
+        self._outside = torch.compile(flex.flex_attention, fullgraph=True)
+        self._known: dict[tuple[int, int | None, torch.device], BlockMask] = {}
+
+    def describe(self) -> str:
+        """Return the kernel's description for the log."""
+        return "flex_attention"
+
+    def causal(self, x: Tensor) -> Causal:
+        """(B, T, …) -> the blocks of keys that each block of queries sees."""
+        return Causal(self._blocks_of_rows(x, None))
+
+    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
+        """As `causal`."""
+        return SlidingWindow(window, self._blocks_of_rows(x, window))
+
+    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
+        """As `causal`, for each row."""
+        batch, tokens = x.shape[:2]
+        places = torch.arange(batch * tokens, dtype=ends.dtype, device=ends.device).view(batch, tokens)
+        begins = ends[torch.bucketize(places, ends, right=True) - 1]  # the last end up to a token
+        first = torch.maximum(begins - places[:, :1], _newest(x, window or tokens))  # (B, T)
+
+        def inside(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (key >= first[b, query])
+
+        return InsideDocuments(_blocks(first, inside), window)
+
+    def _blocks_of_rows(self, x: Tensor, window: int | None) -> BlockMask:
+        """Those of all rows, which are made once per length and window."""
+        tokens = x.shape[1]
+        key = tokens, window, x.device
+        if key not in self._known:
+            with torch.inference_mode(False):  # a graph may keep them for a backward
+                first = _newest(x, window or tokens)
+
+                def near(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                    return (key <= query) & (key >= first[query])  # no number, which is compiled anew
+
+                self._known[key] = _blocks(first[None], near)
+        return self._known[key]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
+    ) -> Tensor:
+        """As DotProduct."""
+        if isinstance(mask, CachedPrefix):
+            return super().__call__(q, k, v, dropout, mask, scores)
+        assert dropout == 0.0, "choose_attention gives it to no run with dropout"
+        assert mask.bounds is not None, "a mask of another kernel"
+        softcap, slopes = scores.softcap, scores.slopes
+
+        def change(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            if softcap is not None:
+                score = softcap * torch.tanh(score / softcap)
+            return score if slopes is None else score + slopes[h] * (key - query)
+
+        attend = flex.flex_attention if torch.compiler.is_compiling() else self._outside
+        options: dict[str, Any] = {
+            "score_mod": None if softcap is None and slopes is None else change,
+            "block_mask": mask.bounds,
+            "scale": scores.scale,
+            "enable_gqa": q.shape[2] != k.shape[2],
+            "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True},  # the kernel for few queries knows less
+        }
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # each (B, N or G, T, H)
+        if scores.sinks is None:
+            return attend(q, k, v, **options).transpose(1, 2)
+        mixed, log_sum = _with_log_sum(attend, q, k, v, options)  # (B, N, T, H) and (B, N, T)
+        # A sink joins the sum of exponentials that the values were divided by.
+        share = torch.sigmoid(log_sum - scores.sinks.to(log_sum.dtype)[:, None])
+        return (mixed * share[..., None]).to(mixed.dtype).transpose(1, 2)
+
+
+def _with_log_sum(
+    attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What attention makes, and the logarithms of the sums of its exponentials."""
+    if not hasattr(flex, "AuxRequest"):  # before torch 2.9
+        return attend(q, k, v, return_lse=True, **options)
+    mixed, more = attend(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
+    return mixed, more.lse
+
+
+def _newest(x: Tensor, window: int) -> Tensor:
+    """The first token that each of T tokens attends to, (T) int32."""
+    places = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+    return (places - window + 1).clamp(min=0)
+
+
+def _blocks(first: Tensor, visible: _Visible) -> BlockMask:
+    """Those where each token attends to all from `first` (B or 1, T), which never falls, up to itself."""
+    tokens = first.shape[1]
+    begins = torch.arange(0, tokens, _BLOCK, device=first.device)  # (Q), or (K)
+    lasts = (begins + _BLOCK - 1).clamp(max=tokens - 1)
+    seen = (begins <= lasts[:, None]) & (lasts >= first[:, begins, None])  # (B, Q, K): by any query
+    # By all queries, all of its keys; a last block that is not full never is.
+    whole = (lasts < begins[:, None]) & (begins >= first[:, lasts, None])
+    whole &= (begins + _BLOCK <= tokens)[:, None]
+    return BlockMask.from_kv_blocks(
+        *_listed(seen & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=visible,
+        seq_lengths=(tokens, tokens),
+    )
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, Q, K) -> how many blocks of keys are chosen (B, 1, Q), and all, the chosen first, (B, 1, Q, K)."""
+    numbers = chosen[:, None].to(torch.int32)
+    order = torch.argsort(numbers, dim=-1, descending=True, stable=True)
+    return numbers.sum(-1, dtype=torch.int32), order.to(torch.int32)
