@@ -73,13 +73,14 @@ struct Moment {
   }
 
   __device__ __forceinline__ void to_floats(const StateTensor& state, float (&x)[4]) const {
+    const float scale = scale_value(stored);
     if constexpr (FP8) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (SECOND)
-          x[i] = SecondFp8::decode(byte_of(raw.words.x, i), stored);
+          x[i] = SecondFp8::decode(byte_of(raw.words.x, i), scale);
         else
-          x[i] = FirstFp8::decode<7>(byte_of(raw.words.x, i), stored);
+          x[i] = FirstFp8::decode<8>(raw.words.x << (24 - 8 * i), scale);
       }
     } else if (state.form == StateForm::fp32) {
       raw.to_floats(x);
@@ -91,9 +92,9 @@ struct Moment {
         if (state.form == StateForm::bf16)
           x[i] = float_of(codes[i] << 16);
         else if constexpr (SECOND)
-          x[i] = SecondFp16::decode(codes[i], stored);
+          x[i] = SecondFp16::decode(codes[i], scale);
         else
-          x[i] = FirstFp16::decode<15>(codes[i], stored);
+          x[i] = FirstFp16::decode<16>(codes[i] << 16, scale);
       }
     }
   }
@@ -103,13 +104,13 @@ struct Moment {
                                                const Random8& draws, bool active) {
     if constexpr (FP8) {
       uint32_t codes[4];
-      const uint32_t stored = encode<FirstFp8, SecondFp8, 7>(x, draws, codes);
+      const uint32_t stored = encode<FirstFp8, SecondFp8, 8>(x, draws, codes);
       if (!active) return;
       store_bytes(state.values, at, codes);
       if (lane_index() == 0) state.scales[block] = uint8_t(stored);
     } else if (state.form == StateForm::fp16) {
       uint32_t codes[4];
-      const uint32_t stored = encode<FirstFp16, SecondFp16, 15>(x, draws, codes);
+      const uint32_t stored = encode<FirstFp16, SecondFp16, 16>(x, draws, codes);
       if (!active) return;
       store_halves(state.values, at, codes);
       if (lane_index() == 0) state.scales[block] = uint8_t(stored);
@@ -130,7 +131,7 @@ struct Moment {
   }
 
   // Writes the codes of the lane and returns the scale of its block.
-  template <typename First, typename Second, int SIGN>
+  template <typename First, typename Second, int BITS>
   __device__ __forceinline__ static uint32_t encode(float (&x)[4], const Random8& draws, uint32_t (&codes)[4]) {
     uint32_t peak = 0;
 #pragma unroll
@@ -141,13 +142,15 @@ struct Moment {
     peak = largest_of_lanes(peak, 5);
     if constexpr (SECOND) {
       const uint32_t stored = Second::Grid::scale_of(peak);
+      const Inverse inverse(stored);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) codes[i] = Second::encode(x[i], stored, draw_of(draws, i));
+      for (int i = 0; i < 4; ++i) codes[i] = Second::encode(x[i], inverse, draw_of(draws, i));
       return stored;
     } else {
       const uint32_t stored = First::Grid::scale_of(peak);
+      const Inverse inverse(stored);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) codes[i] = First::template encode<SIGN>(x[i], stored, draw_of(draws, i));
+      for (int i = 0; i < 4; ++i) codes[i] = First::template encode<BITS>(x[i], inverse, draw_of(draws, i));
       return stored;
     }
   }
@@ -224,17 +227,18 @@ struct Block {
     weights.load(op, at);
   }
 
-  __device__ __forceinline__ void step(const AdamwCompact& op, const AdamwFactors& factors, uint32_t step,
+  __device__ __forceinline__ void step(const AdamwCompact& op, const CompactFactors& factors, uint32_t step,
                                        uint32_t block, int64_t at, bool active) const {
     float g[4], w[4], average[4], square[4];
     gradients_of(gradient, op.gradient_dtype, g);
     first.to_floats(op.exp_avg, average);
     second.to_floats(op.exp_avg_sq, square);
     weights.to_floats(w);
+    const int decaying = int(min(max(op.decayed - at, int64_t(0)), int64_t(4)));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const AdamwState after = adamw_step({w[i], average[i], square[i]}, g[i], at + i < op.decayed,
-                                          op.scalars.constants, factors);
+      const AdamwState after =
+          compact_step({w[i], average[i], square[i]}, g[i], i < decaying, op.scalars.constants, factors);
       w[i] = after.weight;
       average[i] = after.average;
       square[i] = after.average_square;
@@ -249,7 +253,7 @@ struct Block {
 template <bool FIRST_FP8, bool SECOND_FP8, bool SPLIT>
 __global__ void __launch_bounds__(kThreads) adamw_compact_kernel(const __grid_constant__ AdamwCompact op) {
   if (*op.scalars.found_inf != 0) return;
-  const AdamwFactors factors = adamw_factors(op.scalars.constants, *op.scalars.divisor, op.scalars.bias_corrections);
+  const CompactFactors factors = compact_factors(op.scalars.constants, *op.scalars.divisor, op.scalars.bias_corrections);
   const uint32_t step = uint32_t(*op.rounding.step), count = uint32_t(op.elements / kStateBlock);
   for (uint32_t start = uniform_warp_index() * kBlocksAtOnce; start < count; start += warp_count() * kBlocksAtOnce) {
     Block<FIRST_FP8, SECOND_FP8, SPLIT> blocks[kBlocksAtOnce];

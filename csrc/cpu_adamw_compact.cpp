@@ -14,20 +14,24 @@ constexpr int kBlock = kStateBlock;
 
 // ---- moments ----
 
-template <typename Scaled, typename Code, int SIGN>
+template <typename Scaled, typename Code>
 struct FirstCodes {
+  static constexpr int kBits = 8 * sizeof(Code);
+
   static void load(const StateTensor& state, int64_t block, float* x) {
     const Code* codes = static_cast<const Code*>(state.values) + block * kBlock;
-    for (int i = 0; i < kBlock; ++i) x[i] = Scaled::template decode<SIGN>(codes[i], state.scales[block]);
+    const float scale = scale_value(state.scales[block]);
+    for (int i = 0; i < kBlock; ++i) x[i] = Scaled::template decode<kBits>(uint32_t(codes[i]) << (32 - kBits), scale);
   }
 
   static void store(const StateTensor& state, int64_t block, const float* x, const uint32_t* draws) {
     uint32_t peak = 0;
     for (int i = 0; i < kBlock; ++i) peak = most(peak, Scaled::peak_bits(x[i]));
     const uint32_t stored = Scaled::Grid::scale_of(peak);
+    const Inverse inverse(stored);
     Code* codes = static_cast<Code*>(state.values) + block * kBlock;
     for (int i = 0; i < kBlock; ++i)
-      codes[i] = Code(Scaled::template encode<SIGN>(x[i], stored, Draw{draws[i]}.first()));
+      codes[i] = Code(Scaled::template encode<kBits>(x[i], inverse, Draw{draws[i]}.first()));
     state.scales[block] = uint8_t(stored);
   }
 };
@@ -36,7 +40,8 @@ template <typename Scaled, typename Code>
 struct SecondCodes {
   static void load(const StateTensor& state, int64_t block, float* x) {
     const Code* codes = static_cast<const Code*>(state.values) + block * kBlock;
-    for (int i = 0; i < kBlock; ++i) x[i] = Scaled::decode(codes[i], state.scales[block]);
+    const float scale = scale_value(state.scales[block]);
+    for (int i = 0; i < kBlock; ++i) x[i] = Scaled::decode(codes[i], scale);
   }
 
   static void store(const StateTensor& state, int64_t block, const float* x, const uint32_t* draws) {
@@ -47,8 +52,9 @@ struct SecondCodes {
       peak = most(peak, Scaled::peak_bits(roots[i]));
     }
     const uint32_t stored = Scaled::Grid::scale_of(peak);
+    const Inverse inverse(stored);
     Code* codes = static_cast<Code*>(state.values) + block * kBlock;
-    for (int i = 0; i < kBlock; ++i) codes[i] = Code(Scaled::encode(roots[i], stored, Draw{draws[i]}.second()));
+    for (int i = 0; i < kBlock; ++i) codes[i] = Code(Scaled::encode(roots[i], inverse, Draw{draws[i]}.second()));
     state.scales[block] = uint8_t(stored);
   }
 };
@@ -78,8 +84,8 @@ struct Unscaled {
 template <typename Run>
 void with_first(StateForm form, Run&& run) {
   switch (form) {
-    case StateForm::fp16: return run(FirstCodes<FirstFp16, uint16_t, 15>());
-    case StateForm::fp8: return run(FirstCodes<FirstFp8, uint8_t, 7>());
+    case StateForm::fp16: return run(FirstCodes<FirstFp16, uint16_t>());
+    case StateForm::fp8: return run(FirstCodes<FirstFp8, uint8_t>());
     default: return run(Unscaled<false>());
   }
 }
@@ -122,7 +128,7 @@ void store_weights(const AdamwCompact& op, int64_t start, const float* weights, 
 }
 
 template <typename First, typename Second, typename G>
-void step_blocks(const AdamwCompact& op, const AdamwFactors& factors, uint32_t step, int64_t begin, int64_t end) {
+void step_blocks(const AdamwCompact& op, const CompactFactors& factors, uint32_t step, int64_t begin, int64_t end) {
   float weights[kBlock], averages[kBlock], squares[kBlock];
   uint32_t draws[kBlock];
   const AdamwConstants constants = op.scalars.constants;
@@ -137,8 +143,8 @@ void step_blocks(const AdamwCompact& op, const AdamwFactors& factors, uint32_t s
       std::copy_n(drawn.word, 4, draws + i);
     }
     for (int i = 0; i < kBlock; ++i) {
-      const AdamwState after = adamw_step({weights[i], averages[i], squares[i]}, to_float(gradient[i]),
-                                          start + i < op.decayed, constants, factors);
+      const AdamwState after = compact_step({weights[i], averages[i], squares[i]}, to_float(gradient[i]),
+                                            start + i < op.decayed, constants, factors);
       weights[i] = after.weight;
       averages[i] = after.average;
       squares[i] = after.average_square;
@@ -153,7 +159,7 @@ void step_blocks(const AdamwCompact& op, const AdamwFactors& factors, uint32_t s
 
 void run(const AdamwCompact& op) {
   if (*op.scalars.found_inf != 0) return;
-  const AdamwFactors factors = adamw_factors(op.scalars.constants, *op.scalars.divisor, op.scalars.bias_corrections);
+  const CompactFactors factors = compact_factors(op.scalars.constants, *op.scalars.divisor, op.scalars.bias_corrections);
   const uint32_t step = uint32_t(*op.rounding.step);
   with_first(op.exp_avg.form, [&](auto first) {
     with_second(op.exp_avg_sq.form, [&](auto second) {

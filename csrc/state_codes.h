@@ -60,31 +60,26 @@ ZPP_HOST_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 ZPP_HOST_DEVICE uint32_t most(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // Floating-point numbers from 0 on, subnormal ones included, with exponents up to TOP, times the scale of a block.
-// SMALLEST: the exponent of a peak, in fp32's bits, below which the scale stays the same.
-template <int EXPONENT, int MANTISSA, int TOP, int SMALLEST>
+// SMALLEST and LARGEST: exponents of peaks, in fp32's bits, beyond which the scale stays the same.
+template <int EXPONENT, int MANTISSA, int TOP, int SMALLEST, int LARGEST>
 struct Grid {
   static constexpr int kBias = (1 << (EXPONENT - 1)) - 1;
   static constexpr uint32_t kLargest = (uint32_t(TOP + 1) << MANTISSA) - 1;
   static constexpr int kDropped = 23 - MANTISSA;
+  static constexpr float kUnit = EXPONENT == 4 ? 0x1p120f : 0x1p112f;  // fp32's exponents over the grid's
+  static_assert(EXPONENT == 4 || EXPONENT == 5, "2^(127 - bias)");
 
   // The scale, as its exponent + 127, of a block whose largest magnitude has these bits.
   ZPP_HOST_DEVICE static uint32_t scale_of(uint32_t peak_bits) {
-    const uint32_t exponent = least(most(peak_bits >> 23, SMALLEST), 254);
+    const uint32_t exponent = least(most(peak_bits >> 23, SMALLEST), LARGEST);
     return peak_bits > kInfinityBits ? kNanScale : exponent - (TOP - kBias);
   }
 
-  // The code of y, a finite magnitude over the scale.
+  // The code of y, a magnitude over the scale; the largest one of infinity and NaN.
   ZPP_HOST_DEVICE static uint32_t code_of(float y, uint32_t draw) {
-    constexpr uint32_t first_normal = uint32_t(128 - kBias) << 23;  // the bits of 2^(1 - bias)
-    constexpr float steps = float(1 << (kBias - 1 + MANTISSA));     // of subnormal numbers in 1
-    const uint32_t normal = rounded_bits<kDropped>(bits_of(y), draw) - (uint32_t(127 - kBias) << MANTISSA);
-    const bool is_subnormal = bits_of(y) < first_normal;
-    const float small = (is_subnormal ? y : 0.f) * steps + float(2 * draw + 1) * 0x1p-13f;
-    return least(is_subnormal ? uint32_t(small) : normal, kLargest);
-  }
-
-  ZPP_HOST_DEVICE static float value_of(uint32_t code) {
-    return float_of(code << kDropped) * float_of(uint32_t(254 - kBias) << 23);
+    // Then fp32's exponents are the grid's, and fp32's subnormal numbers are the grid's with more bits.
+    const float z = y * float_of(uint32_t(kBias) << 23);
+    return least(rounded_bits<kDropped>(bits_of(z), draw), kLargest);
   }
 };
 
@@ -92,8 +87,14 @@ ZPP_HOST_DEVICE float scale_value(uint32_t stored) {
   return float_of(stored == kNanScale ? kNanBits : stored << 23);
 }
 
-// 1 / scale; 0 for NaN, whose codes are 0.
-ZPP_HOST_DEVICE float inverse_scale(uint32_t stored) { return stored == kNanScale ? 0.f : float_of((254 - stored) << 23); }
+// 1 / scale, and a mask that makes the codes of a NaN 0.
+struct Inverse {
+  float factor;
+  uint32_t mask;
+
+  ZPP_HOST_DEVICE explicit Inverse(uint32_t stored)
+      : factor(float_of((254 - stored) << 23)), mask(stored == kNanScale ? 0 : ~0u) {}
+};
 
 // ---- the first moment ----
 
@@ -103,18 +104,19 @@ struct ScaledFirst {
 
   ZPP_HOST_DEVICE static uint32_t peak_bits(float average) { return bits_of(average) & ~kSignBit; }
 
-  // A code with the sign at bit `SIGN`.
-  template <int SIGN>
-  ZPP_HOST_DEVICE static uint32_t encode(float average, uint32_t stored, uint32_t draw) {
-    const uint32_t magnitude = least(peak_bits(average), kInfinityBits - 1);
-    const uint32_t code = G::code_of(float_of(magnitude) * inverse_scale(stored), draw);
-    return stored == kNanScale ? 0 : code | (bits_of(average) >> 31 << SIGN);
+  // A code of `BITS`, the first of which is the sign.
+  template <int BITS>
+  ZPP_HOST_DEVICE static uint32_t encode(float average, const Inverse& inverse, uint32_t draw) {
+    const uint32_t code = G::code_of(fabsf(average) * inverse.factor, draw);
+    return (code | (bits_of(average) >> (32 - BITS) & 1u << (BITS - 1))) & inverse.mask;
   }
 
-  template <int SIGN>
-  ZPP_HOST_DEVICE static float decode(uint32_t code, uint32_t stored) {
-    const float magnitude = G::value_of(code & ((1u << SIGN) - 1)) * scale_value(stored);
-    return float_of(bits_of(magnitude) | (code >> SIGN << 31));
+  // The code is in the upper `BITS` of the word, and lower bits do not matter.
+  template <int BITS>
+  ZPP_HOST_DEVICE static float decode(uint32_t word, float scale) {
+    constexpr int below_sign = 8 - (BITS - 1 - (23 - G::kDropped));  // the bits of fp32's exponent that are 0
+    constexpr uint32_t mask = kSignBit | ((1u << (BITS - 1)) - 1) << G::kDropped;
+    return float_of(uint32_t(int32_t(word) >> below_sign) & mask) * G::kUnit * scale;
   }
 };
 
@@ -124,29 +126,26 @@ template <typename G>
 struct ScaledSecond {
   using Grid = G;
 
-  // The root of the moment, which the grid holds; of infinity that of the largest number.
-  ZPP_HOST_DEVICE static float root_of(float average_square) {
-    const float root = sqrtf(average_square);
-    return bits_of(root) == kInfinityBits ? float_of(0x5F7FFFFFu) : root;
-  }
+  // What the grid holds.
+  ZPP_HOST_DEVICE static float root_of(float average_square) { return sqrtf(average_square); }
 
   ZPP_HOST_DEVICE static uint32_t peak_bits(float root) { return bits_of(root) & ~kSignBit; }
 
-  ZPP_HOST_DEVICE static uint32_t encode(float root, uint32_t stored, uint32_t draw) {
-    const uint32_t code = G::code_of(float_of(peak_bits(root)) * inverse_scale(stored), draw);
-    return stored == kNanScale ? 0 : most(code, root > 0.f ? 1 : 0);
+  ZPP_HOST_DEVICE static uint32_t encode(float root, const Inverse& inverse, uint32_t draw) {
+    const uint32_t code = G::code_of(fabsf(root) * inverse.factor, draw);
+    return most(code, least(peak_bits(root), 1)) & inverse.mask;
   }
 
-  ZPP_HOST_DEVICE static float decode(uint32_t code, uint32_t stored) {
-    const float root = G::value_of(code) * scale_value(stored);
+  ZPP_HOST_DEVICE static float decode(uint32_t code, float scale) {
+    const float root = float_of(code << G::kDropped) * G::kUnit * scale;
     return root * root;
   }
 };
 
-using FirstFp8 = ScaledFirst<Grid<4, 3, 15, 32>>;
-using FirstFp16 = ScaledFirst<Grid<5, 10, 30, 32>>;
-using SecondFp8 = ScaledSecond<Grid<4, 4, 15, 84>>;
-using SecondFp16 = ScaledSecond<Grid<5, 10, 30, 104>>;
+using FirstFp8 = ScaledFirst<Grid<4, 3, 15, 32, 254>>;
+using FirstFp16 = ScaledFirst<Grid<5, 10, 30, 32, 254>>;
+using SecondFp8 = ScaledSecond<Grid<4, 4, 15, 84, 190>>;
+using SecondFp16 = ScaledSecond<Grid<5, 10, 30, 104, 190>>;
 
 // ---- bf16 ----
 
@@ -156,6 +155,31 @@ ZPP_HOST_DEVICE uint32_t rounded_bf16(float x, uint32_t draw) {
   const uint32_t finite = least(rounded, 0x7F7Fu);
   const uint32_t result = magnitude < kInfinityBits ? finite : magnitude == kInfinityBits ? 0x7F80u : 0x7FC0u;
   return result | (bits_of(x) >> 31 << 15);
+}
+
+// ---- the step ----
+
+// The factors of a step whose states are rounded anyway: one division per element, not two.
+struct CompactFactors {
+  float inverse_divisor;  // fl(1 / divisor)
+  float rate;             // fl(fl(learning_rate / bias correction 1) * root2), root2 = fl(sqrt(bias correction 2))
+  float eps;              // fl(eps * root2)
+};
+
+ZPP_HOST_DEVICE CompactFactors compact_factors(const AdamwConstants& c, float divisor, const float* bias_corrections) {
+  const AdamwFactors k = adamw_factors(c, divisor, bias_corrections);
+  return {k.inverse_divisor, k.rate * k.root2, c.eps * k.root2};
+}
+
+// adamw_step with the bias correction of the second moment in the factors.
+ZPP_HOST_DEVICE AdamwState compact_step(AdamwState s, float gradient, bool decays, const AdamwConstants& c,
+                                        const CompactFactors& k) {
+  const float g = gradient * k.inverse_divisor;
+  const float decayed = s.weight - c.decay * s.weight;
+  const float weight = decays ? decayed : s.weight;
+  const float average = c.beta1 * s.average + c.one_minus_beta1 * g;
+  const float average_square = c.beta2 * s.average_square + c.one_minus_beta2 * (g * g);
+  return {weight - k.rate * (average / (sqrtf(average_square) + k.eps)), average, average_square};
 }
 
 // ---- weights: bf16 and a byte ----
@@ -168,8 +192,8 @@ struct SplitWeight {
 
 ZPP_HOST_DEVICE SplitWeight split_weight(float weight, uint32_t draw) {
   const bool is_nan = (bits_of(weight) & ~kSignBit) > kInfinityBits;
-  const uint32_t upper = is_nan ? kNanBits >> 8 : (bits_of(weight) + draw) >> 8;
-  return {(upper + 0x80u) >> 8, upper & 0xFFu};
+  const uint32_t rounded = is_nan ? kNanBits : bits_of(weight) + draw;
+  return {(rounded + 0x8000u) >> 16, rounded >> 8 & 0xFFu};
 }
 
 ZPP_HOST_DEVICE float joined_weight(SplitWeight split) {

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.adamw import AdamWScalars, AdamWStep
+from megatron_zpp.ops.adamw import AdamWScalars, CompactStep
 from megatron_zpp.ops.reference import tiles
 from megatron_zpp.ops.state_codes import (
     FORMS,
@@ -40,7 +40,7 @@ def adamw_compact(
     A `master` of bytes has the corrections of `split_weights`, and a bf16 `gather_source` the weights.
     """
     scalars = AdamWScalars.unpacked(device_scalars, host_scalars)
-    update, skip, rounding = AdamWStep(scalars), scalars.found_inf != 0, Rounding(step, unit, first, seed)
+    update, skip, rounding = CompactStep(scalars), scalars.found_inf != 0, Rounding(step, unit, first, seed)
     moments = ((exp_avg, exp_avg_scales), (exp_avg_sq, exp_avg_sq_scales))
     for tile in tiles(len(master)):
         scaled = slice(tile.start // STATE_BLOCK, tile.stop // STATE_BLOCK)
@@ -53,9 +53,9 @@ def adamw_compact(
         if master.dtype == torch.uint8:
             assert gather_source is not None
             weights = joined_weights(gather_source[tile], weights)
-        averages = (decode(values, scales, second=second) for values, scales, second in old)
+        average, square = (decode(values, scales, second=second) for values, scales, second in old)
         left = max(min(decayed - tile.start, len(weights)), 0)
-        new, *changed = update(weights, gradient[tile], *averages, all_of_it, left)
+        new, *changed = update(weights, gradient[tile], average, square, all_of_it, left)
         for (values, scales, second), moment, drawn in zip(old, changed, draws[:2], strict=True):
             codes, new_scales = encode(moment, FORMS[values.dtype], second=second, draws=drawn)
             _put(values, codes, skip)

@@ -35,7 +35,6 @@ NEAREST = 2048  # the draw that rounds to the nearest number
 _NEAREST_WEIGHT = 128
 _NAN_SCALE = 255
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
-_LARGEST_ROOT = 0x5F7FFFFF  # of a finite second moment
 
 # n elements, K blocks of them
 
@@ -83,27 +82,25 @@ class _Grid:
     exponent: int  # bits
     mantissa: int  # bits
     top: int  # the largest exponent
-    smallest: int  # the exponent of a peak, in fp32's bits, below which the scale stays the same
+    smallest: int  # exponents of peaks, in fp32's bits, beyond which the scale stays the same
+    largest: int
 
     @property
     def bias(self) -> int:
         return (1 << (self.exponent - 1)) - 1
 
     def scales(self, magnitudes: Tensor) -> Tensor:
-        """Exponents + 127 (K,) of blocks (K, 128) of finite magnitudes; 255 with a NaN."""
-        peaks = magnitudes.nan_to_num(nan=0.0).amax(1)
-        exponents = (_bits(peaks) >> 23).clamp(min=self.smallest) - (self.top - self.bias)
+        """Exponents + 127 (K,) of blocks (K, 128) of magnitudes; 255 with a NaN."""
+        peaks = magnitudes.nan_to_num(nan=0.0, posinf=torch.inf).amax(1)
+        exponents = (_bits(peaks) >> 23).clamp(self.smallest, self.largest) - (self.top - self.bias)
         return torch.where(magnitudes.isnan().any(1), _NAN_SCALE, exponents)
 
     def codes(self, magnitudes: Tensor, scales: Tensor, draws: Tensor) -> Tensor:
-        """Codes (K, 128) of finite magnitudes with scales (K,)."""
-        y = magnitudes * _power(254 - scales)[:, None]
+        """Codes (K, 128) of magnitudes with scales (K,); of infinities the largest."""
+        # Then fp32's exponents are the grid's, and fp32's subnormal numbers are the grid's with more bits.
+        z = (magnitudes * _power(254 - scales)[:, None]) * 2.0 ** (self.bias - 127)
         dropped = 23 - self.mantissa
-        normal = (_bits(y) + ((2 * draws + 1) << (dropped - 13)) >> dropped) - (
-            (127 - self.bias) << self.mantissa
-        )
-        small = y * float(1 << (self.bias - 1 + self.mantissa)) + (2 * draws + 1).float() * 2.0**-13
-        codes = torch.where(y < 2.0 ** (1 - self.bias), small.long(), normal)
+        codes = _bits(z) + (2 * draws + 1 << dropped - 13) >> dropped
         return codes.clamp(max=((self.top + 1) << self.mantissa) - 1)
 
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -112,8 +109,8 @@ class _Grid:
         return y * torch.where(scales == _NAN_SCALE, torch.nan, _power(scales))[:, None]
 
 
-_FIRST = {"fp16": _Grid(5, 10, 30, 32), "fp8": _Grid(4, 3, 15, 32)}
-_SECOND = {"fp16": _Grid(5, 10, 30, 104), "fp8": _Grid(4, 4, 15, 84)}
+_FIRST = {"fp16": _Grid(5, 10, 30, 32, 254), "fp8": _Grid(4, 3, 15, 32, 254)}
+_SECOND = {"fp16": _Grid(5, 10, 30, 104, 190), "fp8": _Grid(4, 4, 15, 84, 190)}  # finite when squared
 
 
 def is_scaled(form: str) -> bool:
@@ -148,11 +145,10 @@ def encode(
     if form == "bf16":
         return _rounded_bf16(x, draws), None
     blocks, draws = x.view(-1, STATE_BLOCK), draws.view(-1, STATE_BLOCK)
-    grid, limit = (_SECOND if second else _FIRST)[form], _LARGEST_ROOT if second else _INFINITY - 1
+    grid = (_SECOND if second else _FIRST)[form]
     magnitudes = blocks.double().sqrt().float() if second else blocks.abs()
-    magnitudes = torch.where(magnitudes.isinf(), _floats(torch.full_like(draws, limit)), magnitudes)
     scales = grid.scales(magnitudes)
-    codes = grid.codes(magnitudes.nan_to_num(), scales, draws)
+    codes = grid.codes(magnitudes.nan_to_num(nan=0.0, posinf=torch.inf), scales, draws)
     if second:
         codes = torch.maximum(codes, (magnitudes > 0).long())
     else:

@@ -40,11 +40,14 @@ class CompactAdamW:
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: CompactScalars) -> None:
         """See UpdateRule."""
-        moments = (each for pair in zip(shard.states, shard.scales, strict=True) for each in pair)
+        (exp_avg, exp_avg_sq), (exp_avg_scales, exp_avg_sq_scales) = shard.states, shard.scales
         self._operations.adamw_compact(
             shard.master,
             gradient,
-            *moments,
+            exp_avg,
+            exp_avg_scales,
+            exp_avg_sq,
+            exp_avg_sq_scales,
             shard.gather_source,
             scalars.adamw,
             Rounding(scalars.step, shard.unit, shard.first),
