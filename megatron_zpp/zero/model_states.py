@@ -207,6 +207,7 @@ class ModelStates:
             else:
                 flat = torch.zeros(len(held.values), device=held.values.device)
                 yield unit, elements, flat
+                self._weights.wait_for_brought(index)  # it reads what is replaced of split weights
                 held.replace(kind, flat)
             if kind == WEIGHTS:
                 self._weights.replaced(index)

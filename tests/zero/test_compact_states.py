@@ -92,9 +92,11 @@ def test_losses_are_those_of_fp32_states_but_for_rounding(forms: str) -> None:
         assert torch.equal(unit.gather_source.float(), unit.full[: len(unit.owned)].float())
 
 
-def at_stage(topology: Topology, forms: str, stage: int, micro_batches: int) -> dict[str, list[float]]:
+def at_stage(
+    topology: Topology, forms: str, stage: int, micro_batches: int, **zero: Any
+) -> dict[str, list[float]]:
     torch.set_num_threads(1)
-    engine = engine_in(forms, topology, zero_stage=stage)
+    engine = engine_in(forms, topology, zero_stage=stage, **zero)
     train(engine, 3, micro_batches)
     found = bits_of(engine)
     engine.close()
@@ -109,6 +111,29 @@ def test_rounding_does_not_depend_on_the_shards(forms: str, micro_batches: int) 
     for stage in (0, 1, 2, 3):
         for found in on_ranks(2, at_stage, forms, stage, micro_batches):
             assert found == one
+
+
+def with_hpz(topology: Topology) -> dict[str, list[float]]:
+    return at_stage(topology, "bf16+8", 3, 2, zero_hpz_partition_size="auto")
+
+
+def test_secondary_shards_are_split_weights_too() -> None:
+    """hpZ on two nodes of two ranks: a rank's own part of what its node keeps is the upper part."""
+    (one,) = on_ranks(1, at_stage, "bf16+8", 0, 2)
+    for found in on_ranks(4, with_hpz, ranks_per_node=2):
+        assert found == one
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_whole_states_are_loaded(forms: str) -> None:
+    engine, other = engine_in(forms), engine_in(forms, seed=99, zero_stage=2)
+    train(engine, 3)
+    for kind in engine.states.kinds:
+        values = states_of(engine, kind)
+        other.states.load_whole(kind, lambda placement, values=values: values[placement.name])
+    other.states.load_optimizer_steps(engine.states.optimizer_steps)
+    assert bits_of(other) == bits_of(engine)
+    assert train(other, 1) == train(engine, 1)
 
 
 @pytest.mark.parametrize("forms", FORMS)
