@@ -118,11 +118,6 @@ def is_scaled(form: str) -> bool:
     return form in _FIRST
 
 
-def bytes_per_element(form: str) -> float:
-    """Bytes of a moment, with its share of the scales."""
-    return DTYPES[form].itemsize + (1 / STATE_BLOCK if is_scaled(form) else 0)
-
-
 def zeros(numel: int, form: str, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Moments of 0: values (numel,) in a form, and their scales if it has some, for whole blocks."""
     values = torch.zeros(numel, dtype=DTYPES[form], device=device)

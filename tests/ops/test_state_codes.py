@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.ops import reference_compact
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.state_codes import (
     DTYPES,
     Rounding,
-    bytes_per_element,
     decode,
     draws_of,
     encode,
@@ -151,9 +151,11 @@ def test_split_weights_are_the_upper_24_bits() -> None:
 
 
 def test_bytes_with_all_scales() -> None:
+    """Those that plans count, tensor by tensor."""
     for form in FORMS:
+        config = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype=form)
         tensors = [each for each in zeros(1 << 14, form, torch.device("cpu")) if each is not None]
-        assert sum(each.nbytes for each in tensors) == bytes_per_element(form) * (1 << 14)
+        assert tuple(each.nbytes / (1 << 14) for each in tensors) == config.saved_bytes[1]
 
 
 def states_of(m: int, forms: tuple[str, str], split: bool, gradients: torch.dtype, source: Any) -> list[Any]:
