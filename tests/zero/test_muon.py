@@ -149,7 +149,8 @@ def expected(steps: int, nesterov: bool = False) -> tuple[dict[str, Tensor], dic
 
 
 def found(topology: Topology, zero: dict[str, Any], nesterov: bool, device: str = "cpu") -> dict[str, list]:
-    engine = engine_of(topology, zero, device=device, muon_coefficient_type="simple", muon_nesterov=nesterov)
+    settings = {"device": device, "muon_coefficient_type": "simple", "muon_nesterov": nesterov}
+    engine = engine_of(topology, zero, PrecisionConfig(fp32=True), **settings)
     train(engine, range(3))
     weights = weights_of(engine)
     engine.close()

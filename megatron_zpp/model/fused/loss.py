@@ -115,9 +115,9 @@ def _row_to_gradient(
         largest, total = row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED, BLOCK)
         wanted = tl.load(logits_ptr + target).to(tl.float32)
         if CAPPED:
-            share = squashed(wanted, cap)
-            of_wanted = 1 - share * share
-            wanted = cap * share
+            wanted_share = squashed(wanted, cap)
+            of_wanted = 1 - wanted_share * wanted_share
+            wanted = cap * wanted_share
         likelihood = wanted - largest - tl.log(total)
         of_target = tl.exp(likelihood) - 1
         tl.store(losses_ptr + row, -likelihood)
