@@ -253,7 +253,8 @@ struct Block {
 template <bool FIRST_FP8, bool SECOND_FP8, bool SPLIT>
 __global__ void __launch_bounds__(kThreads) adamw_compact_kernel(const __grid_constant__ AdamwCompact op) {
   if (*op.scalars.found_inf != 0) return;
-  const CompactFactors factors = compact_factors(op.scalars.constants, *op.scalars.divisor, op.scalars.bias_corrections);
+  const CompactFactors factors =
+      compact_factors(op.scalars.constants, *op.scalars.divisor, op.scalars.bias_corrections);
   const uint32_t step = uint32_t(*op.rounding.step), count = uint32_t(op.elements / kStateBlock);
   for (uint32_t start = uniform_warp_index() * kBlocksAtOnce; start < count; start += warp_count() * kBlocksAtOnce) {
     Block<FIRST_FP8, SECOND_FP8, SPLIT> blocks[kBlocksAtOnce];

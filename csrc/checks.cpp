@@ -218,10 +218,11 @@ LloydMaxFormat lloyd_max(const char* op, int64_t bits, int64_t block) {
 void flat(const char* op, const char* name, const at::Tensor& tensor, std::initializer_list<at::ScalarType> dtypes,
           int64_t block) {
   const int64_t numel = tensor.dim() == 1 ? tensor.size(0) : -1;
-  const char* kinds = is_one_of(at::kByte, dtypes) ? " must be contiguous floats or bytes" : " must be contiguous floats";
+  const char* kinds = is_one_of(at::kByte, dtypes) ? "floats or bytes" : "floats";
   TORCH_CHECK_VALUE(numel >= 0 && numel % block == 0 && is_one_of(tensor.scalar_type(), dtypes) &&
                         tensor.is_contiguous(),
-                    op, ": ", name, kinds, " of shape (m,), m a multiple of ", text(block), ", got ", shown(tensor));
+                    op, ": ", name, " must be contiguous ", kinds, " of shape (m,), m a multiple of ", text(block),
+                    ", got ", shown(tensor));
   aligned(op, name, tensor);
 }
 

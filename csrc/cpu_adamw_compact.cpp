@@ -159,7 +159,8 @@ void step_blocks(const AdamwCompact& op, const CompactFactors& factors, uint32_t
 
 void run(const AdamwCompact& op) {
   if (*op.scalars.found_inf != 0) return;
-  const CompactFactors factors = compact_factors(op.scalars.constants, *op.scalars.divisor, op.scalars.bias_corrections);
+  const CompactFactors factors =
+      compact_factors(op.scalars.constants, *op.scalars.divisor, op.scalars.bias_corrections);
   const uint32_t step = uint32_t(*op.rounding.step);
   with_first(op.exp_avg.form, [&](auto first) {
     with_second(op.exp_avg_sq.form, [&](auto second) {
