@@ -12,6 +12,7 @@ from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
+from megatron_zpp.ops.state_codes import Rounding, encode
 
 INT8, INT4 = QuantFormat("int8", 256), QuantFormat("int4", 128)
 FOUR, SIGNS = LloydMaxFormat(4, 256), Signs(seed=0, unit=1, iteration=2)
@@ -74,6 +75,7 @@ def _steps() -> list[Case]:
         Case("sum_squares", "bf16", _sum_squares, plain.sum_squares, plain.sum_squares),
         Case("adamw", "writes bf16", _adamw, plain.adamw, plain.fused_adamw, 4),
         Case("adamw_quantize", "int8/256", _adamw_quantize, written, fused, 4),
+        Case("adamw_compact", "fp8, bf16+8", _adamw_compact, plain.adamw, plain.fused_adamw, 4),
     ]
 
 
@@ -236,6 +238,29 @@ def _adamw(ops: Operations, elements: int, device: torch.device) -> Buffers:
     tensors: tuple[Any, ...] = (*states, scalars)
     ours = partial(ops.adamw, *tensors, decayed=elements)
     return Buffers(7 * states[0].nbytes + states[4].nbytes, ours, tuple(states))
+
+
+def _adamw_compact(ops: Operations, elements: int, device: torch.device) -> Buffers:
+    """The plain functions step fp32 states."""
+    states, scalars = _states(elements, device)
+    states.append(torch.empty(elements, device=device, dtype=torch.bfloat16))
+    upper, corrections = states[0].bfloat16(), torch.zeros(elements, dtype=torch.uint8, device=device)
+    moments = (*encode(states[2], "fp8", second=False), *encode(states[3], "fp8", second=True))
+    held = (corrections, *moments, upper)
+    gradient, step = states[1].bfloat16(), torch.ones((), device=device)
+    ours = partial(
+        ops.adamw_compact,
+        corrections,
+        gradient,
+        *moments,
+        upper,
+        scalars,
+        Rounding(step, 0),
+        decayed=elements,
+    )
+    return Buffers(
+        gradient.nbytes + 2 * sum(each.nbytes for each in held if each is not None), ours, tuple(states)
+    )
 
 
 def _adamw_quantize(ops: Operations, elements: int, device: torch.device) -> Buffers:

@@ -188,6 +188,56 @@ void adamw_quantize(const Tensor& master, const Tensor& gradient, const Tensor& 
   run_on(master, AdamwQuantize{step, bytes_of(message), format});
 }
 
+// A moment in whichever form its dtype says; fp16 and fp8, as bytes, have scales.
+StateTensor state_tensor(const char* op, const char* name, const Tensor& values, const char* scales_name,
+                         const std::optional<Tensor>& scales, const Tensor& master) {
+  checks::state(op, name, values, scales_name, provided(scales), master);
+  const StateForm form = values.scalar_type() == at::kByte     ? StateForm::fp8
+                         : values.scalar_type() == at::kHalf     ? StateForm::fp16
+                         : values.scalar_type() == at::kBFloat16 ? StateForm::bf16
+                                                                 : StateForm::fp32;
+  return {values.mutable_data_ptr(), scales ? bytes_of(*scales) : nullptr, form};
+}
+
+void adamw_compact(const Tensor& master, const Tensor& gradient, const Tensor& exp_avg,
+                   const std::optional<Tensor>& exp_avg_scales, const Tensor& exp_avg_sq,
+                   const std::optional<Tensor>& exp_avg_sq_scales, const std::optional<Tensor>& gather_source,
+                   at::TensorList device_scalars, at::ArrayRef<double> host_scalars, int64_t decayed,
+                   const Tensor& step, int64_t seed, int64_t unit, int64_t first) {
+  const char* name = "adamw_compact";
+  const bool split = master.scalar_type() == at::kByte;
+  checks::compact_weights(name, master, provided(gather_source), decayed);
+  checks::contiguous(name, "gradient", gradient, {at::kFloat, at::kBFloat16, at::kHalf}, {master.numel()});
+  checks::flat(name, "gradient", gradient, {at::kFloat, at::kBFloat16, at::kHalf}, kStateBlock);
+  const StateTensor average = state_tensor(name, "exp_avg", exp_avg, "exp_avg_scales", exp_avg_scales, master);
+  const StateTensor square =
+      state_tensor(name, "exp_avg_sq", exp_avg_sq, "exp_avg_sq_scales", exp_avg_sq_scales, master);
+  checks::contiguous(name, "step", step, {at::kFloat}, at::IntArrayRef());
+  checks::same_device(name, {{"master", &master},
+                             {"gradient", &gradient},
+                             {"exp_avg", &exp_avg},
+                             {"exp_avg_scales", provided(exp_avg_scales)},
+                             {"exp_avg_sq", &exp_avg_sq},
+                             {"exp_avg_sq_scales", provided(exp_avg_sq_scales)},
+                             {"gather_source", provided(gather_source)},
+                             {"step", &step}});
+  const AdamwScalars scalars = unpacked(name, master, device_scalars, host_scalars);
+  const Rounding rounding = checks::rounding(name, seed, unit, first, const_floats_of(step));
+  if (master.numel() == 0) return;
+  run_on(master, AdamwCompact{master.mutable_data_ptr(),
+                              split,
+                              gradient.const_data_ptr(),
+                              dtype_of(gradient),
+                              average,
+                              square,
+                              master.numel(),
+                              decayed,
+                              gather_source ? gather_source->mutable_data_ptr() : nullptr,
+                              gather_source ? dtype_of(*gather_source) : DType::fp32,
+                              scalars,
+                              rounding});
+}
+
 // ---- Lloyd-Max codes ----
 
 void quantize_difference(const Tensor& weights, const Tensor& reference, const Tensor& message, int64_t bits,
@@ -256,6 +306,7 @@ void register_operators(torch::Library& library) {
   library.impl("sum_squares", TORCH_FN(sum_squares));
   library.impl("adamw", TORCH_FN(adamw));
   library.impl("adamw_quantize", TORCH_FN(adamw_quantize));
+  library.impl("adamw_compact", TORCH_FN(adamw_compact));
   library.impl("quantize_difference", TORCH_FN(quantize_difference));
   library.impl("add_difference", TORCH_FN(add_difference));
   library.impl("quantize_rotated", TORCH_FN(quantize_rotated));
@@ -281,6 +332,10 @@ TORCH_LIBRARY(megatron_zpp, library) {
       "adamw_quantize(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
       "Tensor(d!) message, Tensor[] device_scalars, float[] host_scalars, int decayed, str code_type, "
       "int block) -> ()");
+  library.def(
+      "adamw_compact(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!)? exp_avg_scales, "
+      "Tensor(d!) exp_avg_sq, Tensor(e!)? exp_avg_sq_scales, Tensor(f!)? gather_source, Tensor[] device_scalars, "
+      "float[] host_scalars, int decayed, Tensor step, int seed, int unit, int first) -> ()");
   library.def(
       "quantize_difference(Tensor weights, Tensor reference, Tensor(a!) message, int bits, int block, "
       "Tensor? skip=None, Tensor(b!)? squares=None) -> ()");

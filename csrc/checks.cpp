@@ -155,6 +155,34 @@ void adamw_states(const char* op, std::initializer_list<Named> states, int64_t d
                     ", got ", text(decayed));
 }
 
+void compact_weights(const char* op, const at::Tensor& master, const at::Tensor* gather_source, int64_t decayed) {
+  flat(op, "master", master, {at::kFloat, at::kByte}, kStateBlock);
+  const bool split = master.scalar_type() == at::kByte;
+  TORCH_CHECK_VALUE(!split || gather_source, op, ": gather_source must be given with a master of bytes, got None");
+  if (gather_source && split) contiguous(op, "gather_source", *gather_source, {at::kBFloat16}, {master.numel()});
+  if (gather_source && !split)
+    contiguous(op, "gather_source", *gather_source, {at::kBFloat16, at::kHalf}, {master.numel()});
+  if (gather_source) aligned(op, "gather_source", *gather_source);
+  TORCH_CHECK_VALUE(0 <= decayed && decayed <= master.numel(), op, ": decayed must be from 0 to ", text(master.numel()),
+                    ", got ", text(decayed));
+}
+
+void state(const char* op, const char* name, const at::Tensor& values, const char* scales_name,
+           const at::Tensor* scales, const at::Tensor& master) {
+  contiguous(op, name, values, {at::kFloat, at::kBFloat16, at::kHalf, at::kByte}, {master.numel()});
+  aligned(op, name, values);
+  const bool scaled = values.scalar_type() == at::kHalf || values.scalar_type() == at::kByte;
+  TORCH_CHECK_VALUE(scaled == (scales != nullptr), op, ": ", scales_name, " must be given if ", name,
+                    " is float16 or uint8, and only then, got ", shown(values));
+  if (scales) contiguous(op, scales_name, *scales, {at::kByte}, {master.numel() / kStateBlock});
+}
+
+Rounding rounding(const char* op, int64_t seed, int64_t unit, int64_t first, const float* step) {
+  TORCH_CHECK_VALUE(first >= 0 && first % kStateBlock == 0, op, ": first must be a multiple of ", text(kStateBlock),
+                    ", got ", text(first));
+  return {philox_keys(uint64_t(seed)), uint32_t(unit), uint64_t(first), step};
+}
+
 void adamw_scalars(const char* op, const at::Tensor& master, at::TensorList device_scalars,
                    at::ArrayRef<double> host_scalars) {
   TORCH_CHECK_VALUE(device_scalars.size() == 3, op,
@@ -190,10 +218,11 @@ LloydMaxFormat lloyd_max(const char* op, int64_t bits, int64_t block) {
 void flat(const char* op, const char* name, const at::Tensor& tensor, std::initializer_list<at::ScalarType> dtypes,
           int64_t block) {
   const int64_t numel = tensor.dim() == 1 ? tensor.size(0) : -1;
+  const char* kinds = is_one_of(at::kByte, dtypes) ? "floats or bytes" : "floats";
   TORCH_CHECK_VALUE(numel >= 0 && numel % block == 0 && is_one_of(tensor.scalar_type(), dtypes) &&
                         tensor.is_contiguous(),
-                    op, ": ", name, " must be contiguous floats of shape (m,), m a multiple of ", text(block), ", got ",
-                    shown(tensor));
+                    op, ": ", name, " must be contiguous ", kinds, " of shape (m,), m a multiple of ", text(block),
+                    ", got ", shown(tensor));
   aligned(op, name, tensor);
 }
 

@@ -11,6 +11,7 @@
 
 #include "lloyd_max.h"
 #include "message.h"
+#include "state_codes.h"
 
 namespace megatron_zpp::checks {
 
@@ -52,6 +53,15 @@ void adamw_states(const char* op, std::initializer_list<Named> states, int64_t d
 // AdamW's scalars in the order of `packed` of megatron_zpp/ops/adamw.py.
 void adamw_scalars(const char* op, const at::Tensor& master, at::TensorList device_scalars,
                    at::ArrayRef<double> host_scalars);
+
+// The weights (m,) of whole state blocks that adamw_compact changes: fp32, or the bytes beside a bf16 gather source.
+void compact_weights(const char* op, const at::Tensor& master, const at::Tensor* gather_source, int64_t decayed);
+
+// A moment (m,): fp32 or bf16, or fp16 or bytes with scales (m / kStateBlock,).
+void state(const char* op, const char* name, const at::Tensor& values, const char* scales_name,
+           const at::Tensor* scales, const at::Tensor& master);
+
+Rounding rounding(const char* op, int64_t seed, int64_t unit, int64_t first, const float* step);
 
 // A format of Lloyd-Max codes.
 LloydMaxFormat lloyd_max(const char* op, int64_t bits, int64_t block);

@@ -43,18 +43,7 @@ struct Signs {
 
 // The 128 signs of the elements from 128 * counter on: bit i % 32 of word i / 32 is that of element i.
 ZPP_HOST_DEVICE Random8 random_signs(const Signs& signs, uint64_t counter) {
-  uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = signs.unit, c3 = signs.iteration;
-#ifdef __CUDACC__
-#pragma unroll
-#endif
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const Product first = product_of(c0, 0xD2511F53u), second = product_of(c2, 0xCD9E8D57u);
-    c0 = second.high ^ c1 ^ signs.keys.low[round];
-    c1 = second.low;
-    c2 = first.high ^ c3 ^ signs.keys.high[round];
-    c3 = first.low;
-  }
-  return {{c0, c1, c2, c3}};
+  return philox(uint32_t(counter), uint32_t(counter >> 32), signs.unit, signs.iteration, signs.keys);
 }
 
 // weights - reference as codes.

@@ -209,6 +209,20 @@ ZPP_HOST_DEVICE Product product_of(uint32_t a, uint32_t b) {
   return {uint32_t(product), uint32_t(product >> 32)};
 }
 
+ZPP_HOST_DEVICE Random8 philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, const PhiloxKeys& keys) {
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const Product first = product_of(c0, 0xD2511F53u), second = product_of(c2, 0xCD9E8D57u);
+    c0 = second.high ^ c1 ^ keys.low[round];
+    c1 = second.low;
+    c2 = first.high ^ c3 ^ keys.high[round];
+    c3 = first.low;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
 // ---- AdamW ----
 
 // The scalars that the host knows, each rounded once from double.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "message.h"
+#include "state_codes.h"
 
 struct CUstream_st;  // cudaStream_t, declared here so that CUDA's headers are not needed
 
@@ -110,6 +111,28 @@ struct AdamwQuantize {
   Format format;
 };
 
+// A moment of AdamW. fp16 and fp8 have a scale per block of kStateBlock elements.
+struct StateTensor {
+  void* values;
+  uint8_t* scales;  // null without
+  StateForm form;
+};
+
+// One step on states of which some take fewer bytes than fp32, in whole blocks of kStateBlock elements.
+struct AdamwCompact {
+  void* master;  // fp32; if `split`, the bytes of SplitWeight, whose bf16 part is the gather source
+  bool split;
+  const void* gradient;
+  DType gradient_dtype;
+  StateTensor exp_avg, exp_avg_sq;
+  int64_t elements;
+  int64_t decayed;  // the first `decayed` elements have weight decay
+  void* gather_source;  // null, or where the new weights are also written in 16 bits
+  DType gather_source_dtype;
+  AdamwScalars scalars;
+  Rounding rounding;
+};
+
 namespace cpu {
 void run(const Quantize&);
 void run(const Dequantize&);
@@ -119,6 +142,7 @@ void run(const SumParts&);
 void run(const SumSquares&);
 void run(const Adamw&);
 void run(const AdamwQuantize&);
+void run(const AdamwCompact&);
 }  // namespace cpu
 
 namespace cuda {
@@ -130,6 +154,7 @@ void run(const SumParts&, CUstream_st*);
 void run(const SumSquares&, CUstream_st*);
 void run(const Adamw&, CUstream_st*);
 void run(const AdamwQuantize&, CUstream_st*);
+void run(const AdamwCompact&, CUstream_st*);
 }  // namespace cuda
 
 }  // namespace megatron_zpp

@@ -89,7 +89,9 @@ class ZeroEngine(engine.ZeroEngine):
         names = names_of(model, listed)
         if initialize is None:
             initialize = OwnValues(model, names, take_values_of_rank_0(model, mesh, device))
-        if operations is None and (config.zero.quantizes or device.type == "cuda"):
+        if operations is None and (
+            config.zero.quantizes or config.optimizer.compact or device.type == "cuda"
+        ):
             from megatron_zpp.ops.library import load_operations
 
             quiet = mesh.rank % mesh.node_size != 0

@@ -1,6 +1,6 @@
 """Writes and reads the manifest, which lists the files of a checkpoint, and the marker, written last.
 
-manifest.json   {"format_version": 6 to 9, "files": {NAME: entry, …}}
+manifest.json   {"format_version": 6 to 10, "files": {NAME: entry, …}}
 COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
 
 An entry has the size of the file and the digest of its sidecar (storage/sidecar.py), which the rank that
@@ -26,9 +26,10 @@ FORMAT_VERSION = 6
 BLOCKS_VERSION = 7  # of checkpoints whose units have blocks of tables, which programs for 6 cannot read
 BUFFERS_VERSION = 8  # with buffers, or frozen units, which have no moments
 SHARED_BLOCKS_VERSION = 9  # with blocks of tables that tensor ranks share
+FORMS_VERSION = 10  # with states in fewer bytes than fp32
 # In state.json, 2 has another name for dataset progress, 3 has no `nodes`, because rank r owned shard r, and
 # 4 has no `tensor`, because every rank had whole parameters. 5 has no sidecars.
-READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8, 9)
+READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8, 9, 10)
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 Entry = SidecarDigest | Checksums
 _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
@@ -36,6 +37,8 @@ _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 
 def format_version(state: Mapping[str, Any]) -> int:
     """The oldest version of the format that can have the content `state` of state.json."""
+    if state.get("forms"):
+        return FORMS_VERSION
     entries = [entry for unit in state.get("units", ()) for entry in unit["parameters"].values()]
     if any("rows" in entry and "split" in entry for entry in entries):
         return SHARED_BLOCKS_VERSION

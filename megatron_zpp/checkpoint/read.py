@@ -33,7 +33,7 @@ from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
-from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
+from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, name_beside
 
 _RECENT = (
     16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
@@ -162,8 +162,26 @@ class CheckpointReader:
             index = there.start // shard
             saved = overlap(range(index * shard, (index + 1) * shard), held)
             part, there = overlap(saved, there), range(min(saved.stop, there.stop), there.stop)
-            name, start = tensor_name(kind, unit), part.start - saved.start
-            self._file(owners[index]).read_into(name, start, target[within(part, wanted)], self._pool.map)
+            self._read_saved(
+                owners[index], kind, unit, part.start - saved.start, target[within(part, wanted)]
+            )
+
+    def _read_saved(self, owner: int, kind: str, unit: int, start: int, target: Tensor) -> None:
+        """Fill `target` with elements of a rank's shard of a unit, decoded where they are not fp32."""
+        file, name = self._file(owner), tensor_name(kind, unit)
+        dtype = file.dtype(name)
+        if dtype in (None, torch.float32):
+            file.read_into(name, start, target, self._pool.map)
+            return
+        from megatron_zpp.checkpoint.compact import read_compact
+
+        def read(beside: bool, first: int, room: Tensor) -> None:
+            file.read_into(
+                tensor_name(name_beside(kind), unit) if beside else name, first, room, self._pool.map
+            )
+
+        assert dtype is not None
+        read_compact(kind, dtype, start, target, read)
 
     def _held(self, kind: str, unit: int) -> range:
         """The elements of a unit that have a kind of states: untrained ones have none of the optimizer."""

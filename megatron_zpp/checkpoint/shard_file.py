@@ -29,7 +29,7 @@ from megatron_zpp.storage.recent_chunks import RecentChunks
 if TYPE_CHECKING:
     from megatron_zpp.storage.objects.upload import ChecksummedUpload
 
-DTYPES = {  # buffers may have any of them; states are fp32
+DTYPES = {  # buffers may have any of them; states are fp32, or in a form of ops/state_codes.py
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -41,6 +41,7 @@ DTYPES = {  # buffers may have any of them; states are fp32
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # of the first tensor
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own
@@ -90,6 +91,11 @@ class ShardFile:
         except (DamagedFile, OSError):
             self.file.close()
             raise
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor of the file; None if it has no such tensor, or of no dtype that is known."""
+        entry = self._entries.get(name)
+        return None if entry is None else _TORCH_DTYPES.get(entry["dtype"])
 
     def read_into(self, name: str, start: int, target: Tensor, run: Runner = map) -> None:
         """Fill the one-dimensional CPU tensor `target` with elements of `name`, beginning at `start`."""

@@ -21,6 +21,9 @@ state.json contains the rest:
              last one that have it, if not all have
     kinds    states in the files for each unit: `engine.states.kinds`, or `weights` only; absent in older
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
+    forms    the dtypes of kinds that are not fp32, which the files have as the ranks held them, with
+             `KIND_scales/unit_3` or `weights_corrections/unit_3` beside (ops/state_codes.py). Absent where
+             all are fp32, and in versions before 10
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step
              after: `raised` and `measured` by unit; null where the run sends none, absent in older versions
     extra    what a program with an engine of its own keeps there; absent in others
@@ -71,9 +74,10 @@ def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
     """This rank's shards by name: the engine's memory, which optimizer steps change, not copies."""
     kinds = saved_kinds(engine, with_optimizer=with_optimizer)
     shards = {
-        tensor_name(kind, index): shard
+        tensor_name(name, index): shard
         for kind in kinds
-        for index, shard in enumerate(engine.states.shards(kind))
+        for name, shards in engine.states.saved(kind).items()
+        for index, shard in enumerate(shards)
         if len(shard)
     }
     buffers = engine.buffers.persistent() if engine.topology.rank == 0 else {}
@@ -99,7 +103,8 @@ def describe_state(
         tensor=engine.mesh.tensor_ranks,
         units=describe_units(engine),
         buffers=describe_buffers(engine),
-        kinds=saved_kinds(engine, with_optimizer=with_optimizer),
+        kinds=(kinds := saved_kinds(engine, with_optimizer=with_optimizer)),
+        forms={kind: form for kind, form in engine.states.forms().items() if kind in kinds},
         difference_formats=engine.states.difference_formats() if with_optimizer else None,
         product_scaling=engine.scaling.state() if with_optimizer and engine.scaling else None,
         tokenizer=tokenizer,
@@ -123,9 +128,10 @@ def describe_state_of(
     product_scaling: dict[str, Any] | None = None,
     tensor: int = 1,
     buffers: dict[str, dict[str, Any]] | None = None,
+    forms: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """The content of state.json, for a program without an engine."""
-    return {
+    state = {
         "progress": asdict(progress),
         "with_optimizer": with_optimizer,
         "optimizer_steps": optimizer_steps,
@@ -141,3 +147,4 @@ def describe_state_of(
         "tokenizer": tokenizer,
         "config": config,
     }
+    return state | {"forms": forms} if forms else state

@@ -36,7 +36,8 @@ def resolve_fused_backend(
         )
     missing = [name for name in _APEX_MODULES if importlib.util.find_spec(name) is None]
     if requested == "auto":
-        serves = device == "cuda" and not (missing or offload or compiles or several_rates or muon)
+        others = missing or offload or compiles or several_rates or muon or optimizer.compact
+        serves = device == "cuda" and not others
         return "apex" if serves else "torch"
     if requested == "apex" and device != "cuda":
         raise option_error("--fused-backend", "apex", "its kernels need a GPU; on CPUs use torch")

@@ -1,14 +1,20 @@
 """How a step changes the weights: AdamW, the learning-rate schedule, and number formats."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_zpp.config.options import Options, option, option_error
+
+if TYPE_CHECKING:
+    from megatron_zpp.config.zero import ZeroConfig
 
 # The smallest hidden size of a measured step with --fp8, and how many times as fast as bf16's that step was:
 # tensorwise in benchmarks/results/throughput_fp8.json, with 8-bit weights in throughput_fp8_1.3b.json.
 _WSD, _MUON = "--lr-decay-style WSD", "--optimizer muon"
 _FP8_PAYS, _FP8_SPEEDS = 2048, "1.09 to 1.34"
+# Bytes per element of the tensors that hold a moment: its numbers, and the scales of blocks.
+_FORM_BYTES = {"fp32": (4,), "bf16": (2,), "fp16": (2, 1 / 128), "fp8": (1, 1 / 128)}
+_PRECISION_AWARE = "--use-precision-aware-optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +53,84 @@ class OptimizerConfig(Options):
     adam_beta1: float = option(0.9, "Decay of the first moment.", at_least=0, below=1)
     adam_beta2: float = option(0.999, "Decay of the second moment.", at_least=0, below=1)
     adam_eps: float = option(1e-8, "Added to the square root of the second moment.", above=0)
+    use_precision_aware_optimizer: bool = option(
+        False, "Let AdamW's states take fewer bytes than fp32, as the three flags below say."
+    )
+    main_params_dtype: Literal["fp32", "bf16+8"] = option(
+        "fp32",
+        "Master weights. bf16+8: the upper 24 bits of fp32, as the bf16 weights that compute and a byte "
+        "beside each, rounded stochastically.",
+        needs=_PRECISION_AWARE,
+    )
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = option(
+        "fp32",
+        "First moment, rounded stochastically. fp8 and fp16: blocks of 128 elements with one scale.",
+        needs=_PRECISION_AWARE,
+    )
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = option(
+        "fp32",
+        "Second moment, likewise. fp8 and fp16: the root of the moment.",
+        needs=_PRECISION_AWARE,
+    )
     fused_backend: Literal["auto", "apex", "torch"] = option(
         "auto",
         "Source of norms and AdamW. apex: NVIDIA apex; torch: torch's norms with this program's "
         "AdamW kernel (torch's AdamW on CPUs and without a compiler); auto: apex on a GPU if it is "
-        "installed and layers are not compiled, without --zero-offload-optimizer, --decoupled-lr and "
-        "--use-mup; else torch.",
+        "installed and layers are not compiled, without --zero-offload-optimizer, --decoupled-lr, --use-mup "
+        "and --use-precision-aware-optimizer; else torch.",
     )
+
+    def check(self) -> None:
+        """Refuse other optimizers than the project's AdamW with states in fewer bytes."""
+        if self.compact and self.optimizer != "adam":
+            raise self.error("use_precision_aware_optimizer", "needs --optimizer adam")
+        if self.compact and self.fused_backend == "apex":
+            raise self.error("use_precision_aware_optimizer", "needs --fused-backend torch")
+
+    @property
+    def compact(self) -> bool:
+        """Whether some states take fewer bytes than fp32."""
+        forms = self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype
+        return any(form != "fp32" for form in forms)
+
+    @property
+    def forms_of_moments(self) -> dict[str, str]:
+        """The formats of AdamW's moments that are not fp32, by the moments' names in checkpoints."""
+        forms = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        return {name: form for name, form in forms.items() if form != "fp32"}
+
+    @property
+    def saved_bytes(self) -> list[tuple[float, ...]]:
+        """Bytes per element of the tensors of a checkpoint: of weights, first and second moments."""
+        moments = self.exp_avg_dtype, self.exp_avg_sq_dtype
+        return [(2, 1) if self.splits_weights else (4,), *(_FORM_BYTES[form] for form in moments)]
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of both moments of an element, the scales of their blocks included."""
+        return sum(map(sum, self.saved_bytes[1:]))
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether master weights are the weights that compute, and a byte beside each."""
+        return self.main_params_dtype != "fp32"
+
+    def check_weights(self, zero: "ZeroConfig", compute_dtype: str, *, coded: bool) -> None:
+        """Raise ValueError unless ranks hold bf16 weights as they compute, if --main-params-dtype needs it.
+
+        `coded`: weights are held as 8-bit codes.
+        """
+        if not self.splits_weights:
+            return
+        if compute_dtype != "bfloat16":
+            raise self.error("main_params_dtype", f"needs --bf16; this run computes in {compute_dtype}")
+        refused = {
+            "--zero-offload-optimizer": zero.zero_offload_optimizer,
+            "--zero-quantized-weights": zero.zero_quantized_weights,
+            "--fp8-param-gather": coded,
+        }
+        for flag in (flag for flag, given in refused.items() if given):
+            raise self.error("main_params_dtype", f"needs the rank's own weights in bf16; omit {flag}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +203,7 @@ class LearningRateConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Options):
-    """precision: number formats of the compute; master weights and moments are always fp32"""
+    """precision: number formats of the compute"""
 
     bf16: bool = option(False, "Compute in bfloat16; the default on GPUs.")
     fp16: bool = option(False, "Compute in float16 with a loss scale.")

@@ -1,12 +1,15 @@
 """The operations as callers use them: formats and scalars are values, run by the kernels or the reference."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.signs import Signs
+
+if TYPE_CHECKING:
+    from megatron_zpp.ops.state_codes import Rounding
 
 
 class Operations:
@@ -107,6 +110,29 @@ class Operations:
         states = master, gradient, exp_avg, exp_avg_sq
         self._kernels.adamw_quantize(*states, message, *scalars.packed(), decayed, *_flat(format))
 
+    def adamw_compact(
+        self,
+        master: Tensor,
+        gradient: Tensor,
+        exp_avg: Tensor,
+        exp_avg_scales: Tensor | None,
+        exp_avg_sq: Tensor,
+        exp_avg_sq_scales: Tensor | None,
+        gather_source: Tensor | None,
+        scalars: AdamWScalars,
+        rounding: "Rounding",
+        *,
+        decayed: int,
+    ) -> None:
+        """`adamw` on moments in fewer bytes, of m elements in whole blocks of 128, as `state_codes` says.
+
+        fp32 and bf16 moments have no scales; fp16 ones and bytes have scales (m / 128,) uint8. A `master` of
+        bytes has the corrections of the weights, whose bf16 part is the `gather_source`.
+        """
+        moments = exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales
+        run = self._compact().adamw_compact
+        run(master, gradient, *moments, gather_source, *scalars.packed(), decayed, *rounding.packed())
+
     def quantize_difference(
         self,
         weights: Tensor,
@@ -151,6 +177,14 @@ class Operations:
         """
         run = self._rotations().sum_rotated
         run(messages, shard, format.bits, format.block, *signs.packed(), add)
+
+    def _compact(self) -> Any:
+        """What steps states in fewer bytes: the kernels, or the reference where none are loaded."""
+        if self.compiled:
+            return self._kernels
+        from megatron_zpp.ops import reference_compact
+
+        return reference_compact
 
     def _differences(self) -> Any:
         """What computes differences: the kernels, or the reference where none are loaded."""

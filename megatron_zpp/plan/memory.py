@@ -28,7 +28,7 @@ class Memory:
     """Bytes of one rank. `weights` to `zeropp` stay for the whole run; `peak` is the peak of the total."""
 
     weights: int  # as the compute reads them and as they are sent
-    optimizer: int  # fp32 weights and moments
+    optimizer: int  # master weights and moments
     buffers: int  # gathers and reductions
     zeropp: int  # secondary shards, or the references of weight differences
     gradients: int
@@ -54,8 +54,11 @@ def memory_of(job: Job) -> Memory:
     differences = communication.differences is not None  # on the GPU, from fp32 weights
     coded = differences or communication.weight_codes is not None
     master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or coded else 0
+    if job.optimizer.splits_weights:
+        master_bytes = 1
     muon, matmul_bytes = job.muon, min(job.dtype.itemsize, 4)
-    optimizer = (8 + master_bytes) * owned - 4 * muon.elements + matmul_bytes * muon.room
+    moments = job.optimizer.moment_bytes
+    optimizer = int((moments + master_bytes) * owned) - 4 * muon.elements + matmul_bytes * muon.room
     staged = 0
     if offloaded and differences:
         staged = 4 * owned

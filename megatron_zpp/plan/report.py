@@ -23,7 +23,7 @@ from megatron_zpp.plan.step_time import overlap_slowdown, product_time
 
 _PARTS = {
     "weights": "weights, as they compute and are sent",
-    "optimizer": "fp32 weights and AdamW's moments",
+    "optimizer": "master weights and AdamW's moments",
     "buffers": "buffers of gathers and reductions",
     "zeropp": "secondary shards, references",
     "gradients": "gradients, at the optimizer's step",

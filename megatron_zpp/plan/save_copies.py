@@ -10,11 +10,13 @@ def copies_bytes(job: Job) -> int:
 
     An offloaded optimizer has weights and moments on the CPU, and the reference on the GPU.
     """
-    kinds = 3 if job.communication.differences is None else 4  # weights, two moments; the reference
-    kinds = kinds if job.save_optim else 1
-    shards = [4 * layout.shard_numel for layout in job.layouts]
-    plain = min(kinds, 3) if job.zero.zero_offload_optimizer else 0
-    return job.local * (plain * sum(shards) + (kinds - plain) * pinned_bytes(shards))
+    states = job.optimizer.saved_bytes if job.save_optim else job.optimizer.saved_bytes[:1]
+    shards = [layout.shard_numel for layout in job.layouts]
+    sizes = [int(nbytes * numel) for tensors in states for nbytes in tensors for numel in shards]
+    copies = sum(sizes) if job.zero.zero_offload_optimizer else pinned_bytes(sizes)
+    if job.save_optim and job.communication.differences is not None:
+        copies += pinned_bytes(4 * numel for numel in shards)  # the reference
+    return job.local * copies
 
 
 def pinned_bytes(sizes: Iterable[int]) -> int:

@@ -124,7 +124,9 @@ def fastest(run: Job, machine: Machine, gibibytes: float, space: Space) -> Plan 
 
 def _rounded(run: Job, best: Plan, machine: Machine, gibibytes: float) -> Plan | None:
     """The best plan in fewer bits, if it is faster; None where the best plan waits for no links."""
-    if best.job.precision.fp8_param_gather or best.time.exposed < WORTH * best.seconds:
+    job = best.job
+    held_otherwise = job.precision.fp8_param_gather or job.optimizer.splits_weights
+    if held_otherwise or best.time.exposed < WORTH * best.seconds:
         return None
     tried = _Tried(run, machine, gibibytes, limit=(1 - WORTH) * best.seconds)
     tried.families(_in_fewer_bits(best.job), Space())

@@ -18,9 +18,10 @@ the three. The last unit's reduction has no compute left to run behind, and link
 the last gather arrives before the last unit's forward, and the first reduction follows the first unit's
 backward. The time that a pass takes beyond its compute and kernels is exposed. The optimizer reads 12 bytes
 per parameter of its share and the gradient, and writes 12 bytes and what is sent, at the memory's rate, or if
-offloaded at the CPU's. Ranks that share layers have equal parts of their FLOPs, compute these more slowly
-than a rank with whole layers, and wait for each other as plan/exchanges.py says. Not modelled: latencies,
-other jobs on the links, slow ranks, reading of data, evaluation, checkpoints.
+offloaded at the CPU's; fewer bytes with --use-precision-aware-optimizer. Ranks that share layers have equal
+parts of their FLOPs, compute these more slowly than a rank with whole layers, and wait for each other as
+plan/exchanges.py says. Not modelled: latencies, other jobs on the links, slow ranks, reading of data,
+evaluation, checkpoints.
 """
 
 import math
@@ -223,7 +224,10 @@ def _optimizer_seconds(job: Job, machine: Machine) -> float:
         written = 8 + differences.bytes_per_element  # weights and reference are read, and codes written
     elif job.precision.fp8_param_gather:
         written = 5  # master weights are read again, and codes written; the rest is small
-    adamw = (24 + gradient + written) * owned
+    states = 2 * (4 + job.optimizer.moment_bytes)  # read and written
+    if job.optimizer.splits_weights:
+        states += 2 * (1 - 4) + 2  # a byte in place of fp32, beside bf16 weights, which are read too
+    adamw = (states + gradient + written) * owned
     rate = CPU_BYTES_PER_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate
     return norm + adamw / rate + _muon_seconds(job, machine)
 

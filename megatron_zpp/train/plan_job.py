@@ -35,7 +35,9 @@ def job_of(config: Config, vocab_size: int, mesh: Mesh, device: str = "cuda") ->
         async_save=config.checkpoint.async_save,
         save_optim=config.checkpoint.save_optim,
         overlapped=not config.precision.fp8,
-        may_offload=config.optimizer.fused_backend != "apex" and config.optimizer.optimizer == "adam",
+        may_offload=config.optimizer.fused_backend != "apex"
+        and config.optimizer.optimizer == "adam"
+        and not config.optimizer.splits_weights,
         copy_engines=device == "cuda",
         device=device,
         batch_given=training.global_batch_size is not None,

@@ -43,8 +43,12 @@ def build_optimizer(
 
     Muon exchanges matrices among the ranks of `inside_node`.
 
-    Raises ValueError for several learning rates where the optimizer has one.
+    Raises ValueError for several learning rates where the optimizer has one, and for states in fewer bytes
+    where they are not AdamW's, or without operations.
     """
+    if config.compact and (rule is not None or operations is None or backend == "apex"):
+        fix = "needs the project's AdamW, on its operations (ops/library.py)"
+        raise option_error("--use-precision-aware-optimizer", "(given)", fix)
     if backend == "apex":
         for placement in (each for unit in units for each in unit.layout.placements):
             if placement.decoupled or placement.rate_factor != 1:
@@ -58,6 +62,10 @@ def build_optimizer(
         scaled = replace(config, adam_eps=config.adam_eps * factor)
         if operations is None:
             return TorchAdamW(scaled)
+        if config.compact:
+            from megatron_zpp.zero.compact_adamw import CompactAdamW
+
+            return CompactAdamW(scaled, operations, plan.weight_codes)
         return KernelAdamW(scaled, operations, plan.weight_codes)
 
     if config.optimizer == "muon":
@@ -67,7 +75,8 @@ def build_optimizer(
         dtype = torch.float32 if plan.made == torch.float32 else torch.bfloat16
         return MuonOptimizer(config, rule_of, units, sources, plan.mesh, inside_node, dtype)
     offloaded = units[0].master.device != units[0].gather_source.device
-    return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule_of, units, sources)
+    forms = {} if rule is not None else config.forms_of_moments
+    return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule_of, units, sources, forms)
 
 
 class KernelAdamW:
@@ -102,8 +111,8 @@ class KernelAdamW:
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: AdamWScalars) -> None:
         """See UpdateRule."""
-        master, (exp_avg, exp_avg_sq), gather_source, decayed = shard
-        states = master, gradient, exp_avg, exp_avg_sq
+        (exp_avg, exp_avg_sq), gather_source, decayed = shard.states, shard.gather_source, shard.decayed
+        states = shard.master, gradient, exp_avg, exp_avg_sq
         if self._quant_format is None or gather_source is None:
             self._operations.adamw(*states, gather_source, scalars, decayed=decayed)
             return

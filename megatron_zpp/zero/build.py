@@ -57,11 +57,15 @@ class UnitBuilder:
         device: torch.device,
         *,
         offload_optimizer: bool,
+        splits_weights: bool,
         sources: GatherSources,
         codes: WeightEncoder | None = None,
     ) -> None:
-        """`codes`: what encodes the weights that are held as codes, where some are."""
-        self._sources = sources
+        """`splits_weights`: trained master weights are the gather sources and a byte beside each weight.
+
+        `codes`: what encodes the weights that are held as codes, where some are.
+        """
+        self._sources, self._splits = sources, splits_weights
         self._communication, self._plan = communication, communication.plan
         self._device, self._offload, self._codes = device, offload_optimizer, codes
 
@@ -139,6 +143,8 @@ class UnitBuilder:
             master = torch.zeros(len(owned), pin_memory=self._device.type == "cuda")
         elif gather_source.dtype == torch.float32:
             master = gather_source
+        elif self._splits and not layout.frozen:
+            master = torch.zeros(len(owned), dtype=torch.uint8, device=self._device)
         else:
             master = torch.zeros(len(owned), device=self._device)
         parameters = self._replace_parameters(module, layout, full, guard)
@@ -191,7 +197,12 @@ class UnitBuilder:
 
     def _initialize_master(self, unit: Unit, drawn: "_InitialValues") -> None:
         """Fill this rank's part of each parameter that it owns a part of."""
-        unit.fill(unit.master, unit.owned, drawn.values)
+        if not unit.is_split:
+            unit.fill(unit.master, unit.owned, drawn.values)
+            return
+        weights = torch.zeros(len(unit.owned), device=self._device)
+        unit.fill(weights, unit.owned, drawn.values)
+        unit.replace_split(weights)
 
     def _encoded(
         self, weights: WeightPlan, shard: Encoded, reference: Tensor | None, full: Tensor

@@ -108,6 +108,8 @@ class ZeroEngine:
         units = units or cast(ModelOfUnits, model)  # torch declares no protocol that includes nn.Module
         modules = without_inner(units.units())
         _check_settings(config.zero, mesh, share, operations, device)
+        dtype = config.precision.compute_dtype(device.type)
+        config.optimizer.check_weights(config.zero, dtype, coded=codes is not None)
         self.model, self.mesh, self.device, self.share = model, mesh, device, share
         self.topology, self.scaling, self.sections = Topology.of(mesh), scaling, sections
         self._clip_grad, self._decouples = config.optimizer.clip_grad, bool(decoupled)
@@ -132,7 +134,14 @@ class ZeroEngine:
         self.plan = communication.plan
         sources = GatherSources(operations, codes)
         offloads = config.zero.zero_offload_optimizer
-        builder = UnitBuilder(communication, device, offload_optimizer=offloads, sources=sources, codes=codes)
+        builder = UnitBuilder(
+            communication,
+            device,
+            offload_optimizer=offloads,
+            splits_weights=config.optimizer.splits_weights,
+            sources=sources,
+            codes=codes,
+        )
         self.units = builder.build(modules, initialize)
         self.buffers = Buffers(model, initialize, device, mesh, say)
         node = communication.inside_node() if config.optimizer.optimizer == "muon" else None

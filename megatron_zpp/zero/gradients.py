@@ -203,7 +203,7 @@ class Gradients:
             accumulated = torch.empty(numel, device=sent[0].flat.device)
         pending = reduction.accumulate(sent, accumulated, add=not first)
         if last:
-            total = torch.empty_like(unit.master, device=accumulated.device)
+            total = torch.empty(len(unit.owned), device=accumulated.device)
             squares = self._new_squares(unit, last=True)
             target = Target(total[unit.shard], squares=squares, rotation=self._rotation_of(unit))
             reduced, message = self._to_all(unit, total, reduction.reduce_accumulated(accumulated, target))
@@ -229,7 +229,7 @@ class Gradients:
         if add:
             total = unit.gradient
         elif total is None:
-            total = torch.empty_like(unit.master, device=sent[0].flat.device)
+            total = torch.empty(len(unit.owned), device=sent[0].flat.device)
         squares = self._new_squares(unit, last=last)
         target = Target(total[unit.shard], add, squares, self._rotation_of(unit))
         pending = self._reduction.reduce(sent, target)

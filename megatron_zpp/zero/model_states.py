@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,12 +10,75 @@ from torch import Tensor
 from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Placement, overlap, within
-from megatron_zpp.zero.optimizer import Optimizer
+from megatron_zpp.zero.optimizer import SCALES, Optimizer
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weights import Weights
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 MOMENTUM = "momentum_buffer"  # of the matrices that Muon trains, as torch calls it
+SECOND_MOMENT = "exp_avg_sq"
+CORRECTIONS = "_corrections"  # at the end of a name; see `name_beside`
+
+
+def name_beside(kind: str) -> str:
+    """What checkpoints call the bytes beside one of `kinds` that is not fp32."""
+    return kind + (CORRECTIONS if kind == WEIGHTS else SCALES)
+
+
+class Held(NamedTuple):
+    """One kind of states of a unit, as a rank holds them: fp32, or a form of ops/state_codes.py.
+
+    `beside` has a byte for each block of numbers, or for each bf16 weight.
+    """
+
+    values: Tensor
+    beside: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether they are fp32."""
+        return self.values.dtype == torch.float32
+
+    def part(self, elements: slice) -> "Held":
+        """Some elements, whole blocks if these have scales."""
+        if self.beside is None:
+            return Held(self.values[elements])
+        block = max(1, len(self.values) // max(1, len(self.beside)))
+        return Held(self.values[elements], self.beside[elements.start // block : -(-elements.stop // block)])
+
+    def decoded(self, kind: str) -> Tensor:
+        """The numbers in fp32: these themselves, or a copy."""
+        if self.is_plain:
+            return self.values
+        from megatron_zpp.ops.reference import tiles
+        from megatron_zpp.ops.state_codes import decode, joined_weights
+
+        decoded = torch.empty(len(self.values), device=self.values.device)
+        for here in tiles(len(decoded)):
+            values, beside = self.part(here)
+            if kind == WEIGHTS:
+                assert beside is not None
+                decoded[here] = joined_weights(values, beside)
+            else:
+                decoded[here] = decode(values, beside, second=kind == SECOND_MOMENT)
+        return decoded
+
+    def replace(self, kind: str, numbers: Tensor) -> None:
+        """Replace them by fp32 numbers, rounded to the nearest of the form."""
+        from megatron_zpp.ops.reference import tiles
+        from megatron_zpp.ops.state_codes import FORMS, encode, split_weights
+
+        for here in tiles(len(numbers)):
+            values, beside = self.part(here)
+            new: tuple[Tensor, Tensor | None]
+            if kind == WEIGHTS:
+                new = split_weights(numbers[here])
+            else:
+                new = encode(numbers[here], FORMS[values.dtype], second=kind == SECOND_MOMENT)
+            values.copy_(new[0])
+            if beside is not None:
+                assert new[1] is not None
+                beside.copy_(new[1])
 
 
 def _named(values: dict[str, Tensor], placement: Placement) -> Tensor:
@@ -44,11 +107,39 @@ class ModelStates:
         return [range(0) if unit.frozen else self._optimizer.elements(unit, kind) for unit in self._units]
 
     def shards(self, kind: str) -> list[Tensor]:
-        """This rank's part fp32 of one of `kinds` for each unit: of `shard_elements`, not a copy."""
+        """This rank's part fp32 of one of `kinds` for each unit: of `shard_elements`.
+
+        Not a copy, unless the states are held in another form.
+        """
+        return [held.decoded(kind) for held in self._held_shards(kind)]
+
+    def saved(self, kind: str) -> dict[str, list[Tensor]]:
+        """`shards` as this rank holds them, by the names of checkpoints: not copies, in fp32 or another form.
+
+        Beside the numbers a form may have scales of blocks, or corrections of weights: `name_beside`.
+        """
+        shards = self._held_shards(kind)
+        saved = {kind: [held.values for held in shards]}
+        if any(held.beside is not None for held in shards):
+            none = torch.empty(0, dtype=torch.uint8)
+            saved[name_beside(kind)] = [none if held.beside is None else held.beside for held in shards]
+        return saved
+
+    def forms(self) -> dict[str, str]:
+        """The dtypes of `kinds` that are not held in fp32, as torch calls them, by kind."""
+        held = {kind: {str(each.values.dtype) for each in self._held(kind)} for kind in self.kinds}
+        return {
+            kind: dtype.removeprefix("torch.")
+            for kind, dtypes in held.items()
+            for dtype in sorted(dtypes - {"torch.float32"})
+        }
+
+    def _held_shards(self, kind: str) -> list["Held"]:
+        """What this rank holds of `shard_elements` of each unit."""
         return [
-            flat[within(elements, overlap(unit.owned, whole))]
-            for unit, flat, elements, whole in zip(
-                self._units, self._flats(kind), self.shard_elements(kind), self.elements(kind), strict=True
+            held.part(within(elements, overlap(unit.owned, whole)))
+            for unit, held, elements, whole in zip(
+                self._units, self._held(kind), self.shard_elements(kind), self.elements(kind), strict=True
             )
         ]
 
@@ -108,9 +199,16 @@ class ModelStates:
         None: no rank has some of the unit.
         """
         wholes = self.elements(kind)
-        for index, (unit, whole, flat) in enumerate(zip(self._units, wholes, self._flats(kind), strict=True)):
+        for index, (unit, whole, held) in enumerate(zip(self._units, wholes, self._held(kind), strict=True)):
             self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
-            yield unit, overlap(unit.owned, whole) if whole else None, flat
+            elements = overlap(unit.owned, whole) if whole else None
+            if held.is_plain:
+                yield unit, elements, held.values
+            else:
+                flat = torch.zeros(len(held.values), device=held.values.device)
+                yield unit, elements, flat
+                self._weights.wait_for_brought(index)  # it reads what is replaced of split weights
+                held.replace(kind, flat)
             if kind == WEIGHTS:
                 self._weights.replaced(index)
             elif kind == REFERENCE:
@@ -138,10 +236,14 @@ class ModelStates:
         if self._weights.formats is not None:
             self._weights.formats.load_state(state, first_rank=self._mesh.rank == 0)
 
-    def _flats(self, kind: str) -> list[Tensor]:
+    def _held(self, kind: str) -> list["Held"]:
         if kind == WEIGHTS:
-            return [unit.master for unit in self._units]
+            return [
+                Held(unit.gather_source, unit.master) if unit.is_split else Held(unit.master)
+                for unit in self._units
+            ]
         if kind == REFERENCE:
-            return self._weights.own_references()
-        states, none = iter(self._optimizer.states), torch.empty(0)
-        return [none if unit.frozen else next(states)[kind] for unit in self._units]
+            return [Held(reference) for reference in self._weights.own_references()]
+        states, none = iter(self._optimizer.states), dict[str, Tensor]()
+        of_units = [none if unit.frozen else next(states) for unit in self._units]
+        return [Held(each.get(kind, torch.empty(0)), each.get(kind + SCALES)) for each in of_units]

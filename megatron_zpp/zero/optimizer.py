@@ -4,7 +4,8 @@ An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer
 `UpdateRule`; an optimizer that looks at more than one element, as Muon does at matrices, is an Optimizer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -16,17 +17,19 @@ from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
 
 Scalars = TypeVar("Scalars")
+SCALES = "_scales"  # at the end of the name of a state's scales
 Rates = tuple[float, float]
 
 
 class Optimizer(Protocol):
     """Changes the master weights of all units of this rank.
 
-    A checkpoint saves `steps` and, beside the master weights of each unit, its `states`.
+    A checkpoint saves `steps` and, beside the master weights of each unit, its `states`: by name, of this
+    rank's part of `elements`, in fp32 or a form of ops/state_codes.py, whose scales have the name + SCALES.
     """
 
     state_names: tuple[str, ...]
-    states: list[dict[str, Tensor]]  # by unit and name; each fp32, of this rank's part of `elements`
+    states: list[dict[str, Tensor]]
     steps: Tensor  # (); steps taken so far, skipped ones not included
     accepts_16bit_gradients: bool
 
@@ -50,10 +53,13 @@ class Optimizer(Protocol):
 class ShardSegment(NamedTuple):
     """The elements of this rank's shard of a unit that one call of an update rule changes, on one device."""
 
-    master: Tensor  # (n,) fp32
-    states: tuple[Tensor, ...]  # each (n,) fp32, in the order of `UpdateRule.state_names`
+    master: Tensor  # (n,) fp32, or the bytes of split weights
+    states: tuple[Tensor, ...]  # each (n,) fp32, in the order of `UpdateRule.state_names`, or in another form
     gather_source: Tensor | None  # also receives the new weights: (n,), or a message; None if nothing does
     decayed: int  # the first `decayed` elements have weight decay
+    scales: tuple[Tensor | None, ...]  # of the states in forms that have some: (n / 128,)
+    unit: int  # which trained unit of the model it is a part of
+    first: int  # the number of its first element in the unit
 
 
 class UpdateRule(Protocol[Scalars]):
@@ -83,8 +89,17 @@ RuleOf: TypeAlias = Callable[[float], UpdateRule[Scalars]]
 class _Steps(Generic[Scalars]):
     """A step of each unit by an elementwise rule: a loop over the runs of one learning rate in its shard."""
 
-    def __init__(self, rule_of: RuleOf[Scalars], units: list[Unit], sources: GatherSources) -> None:
-        """`rule_of` makes the rule of parameters with a factor of learning rate and epsilon."""
+    def __init__(
+        self,
+        rule_of: RuleOf[Scalars],
+        units: list[Unit],
+        sources: GatherSources,
+        forms: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`rule_of` makes the rule of parameters with a factor of learning rate and epsilon.
+
+        `forms`: by name, those of states that are not fp32.
+        """
         self._units, self._sources = units, sources
         self._rule = rule = rule_of(1.0)
         self.state_names = rule.state_names
@@ -93,7 +108,7 @@ class _Steps(Generic[Scalars]):
         groups = {run.group for runs in self._runs for run in runs}
         self._rules = {group: rule_of(group.factor) for group in groups}
         self.states = [
-            zero_states(unit, rule.state_names, changed)
+            zero_states(unit, rule.state_names, changed, forms)
             for unit, changed in zip(units, self._changed, strict=True)
         ]
         self.steps = torch.zeros((), device=units[0].master.device)
@@ -140,12 +155,16 @@ class _Steps(Generic[Scalars]):
         for run in runs:
             for start, flat in segments_inside(gradients, run.elements):
                 part = GradSegment(run.elements.start + start, flat)
-                of_states = GradSegment(part.start - before, flat)
+                of_states, states = GradSegment(part.start - before, flat), self.states[index]
+                names = self._rule.state_names
                 shard = ShardSegment(
                     part.of(unit.master),
-                    tuple(of_states.of(self.states[index][name]) for name in self._rule.state_names),
+                    tuple(of_states.of(states[name]) for name in names),
                     whole if whole is None or is_message else part.of(whole),
                     min(max(unit.decayed - part.start, 0), len(flat)),
+                    tuple(_scales_of(of_states, states.get(name + SCALES)) for name in names),
+                    index,
+                    unit.owned.start + part.start,
                 )
                 self._rules[run.group].step(shard, flat, self._scalars[run.group])
         if source is not None and whole is None:
@@ -155,8 +174,14 @@ class _Steps(Generic[Scalars]):
 class DeviceOptimizer(_Steps[Scalars]):
     """Steps on the device of the gradients, and never waits for it."""
 
-    def __init__(self, rule_of: RuleOf[Scalars], units: list[Unit], sources: GatherSources) -> None:
-        super().__init__(rule_of, units, sources)
+    def __init__(
+        self,
+        rule_of: RuleOf[Scalars],
+        units: list[Unit],
+        sources: GatherSources,
+        forms: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(rule_of, units, sources, forms)
         self.accepts_16bit_gradients = self._rule.accepts_16bit_gradients
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
@@ -182,8 +207,14 @@ class OffloadedOptimizer(_Steps[Scalars]):
 
     accepts_16bit_gradients = False
 
-    def __init__(self, rule_of: RuleOf[Scalars], units: list[Unit], sources: GatherSources) -> None:
-        super().__init__(rule_of, units, sources)
+    def __init__(
+        self,
+        rule_of: RuleOf[Scalars],
+        units: list[Unit],
+        sources: GatherSources,
+        forms: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(rule_of, units, sources, forms)
         self._stream = torch.cuda.Stream(units[0].gather_source.device)
         self._gradients = [_pinned_like(unit.master) for unit in units]
         self._gather_sources = [
@@ -243,10 +274,31 @@ def whole_unit(unit: Unit, name: str) -> range:
     return range(unit.layout.numel)
 
 
-def zero_states(unit: Unit, names: tuple[str, ...], elements: range | None = None) -> dict[str, Tensor]:
-    """States of a unit before the first step, by name: each fp32, of the shard or some `elements`."""
-    numel = len(unit.master) if elements is None else len(elements)
-    return {name: torch.zeros(numel, device=unit.master.device) for name in names}
+def zero_states(
+    unit: Unit,
+    names: tuple[str, ...],
+    elements: range | None = None,
+    forms: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """States of a unit before the first step, by name: of the shard or some `elements`, in `forms`."""
+    numel, device = len(unit.owned) if elements is None else len(elements), unit.master.device
+    states = {name: torch.zeros(numel, device=device) for name in names if name not in forms}
+    if forms:
+        from megatron_zpp.ops.state_codes import zeros
+
+        for name, form in forms.items():
+            states[name], scales = zeros(numel, form, device)
+            states |= {} if scales is None else {name + SCALES: scales}
+    return states
+
+
+def _scales_of(part: GradSegment, scales: Tensor | None) -> Tensor | None:
+    """The scales of a part of a state, if it has some."""
+    if scales is None:
+        return None
+    from megatron_zpp.ops.state_codes import STATE_BLOCK
+
+    return scales[part.start // STATE_BLOCK : (part.start + len(part.flat)) // STATE_BLOCK]
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

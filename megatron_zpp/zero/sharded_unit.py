@@ -10,8 +10,10 @@ The tensors of a unit of n elements (padding included) on d ranks:
                                or qwZ's message; a part of `kept` or `full`, if they are filled once per step.
                                Where differences are sent: its shard in fp32, as they are computed from
     master         optimizer   fp32 weights that this rank's optimizer changes: all n at stage 0, else its
-                               shard (n / d,); in CPU memory if offloaded; in fp32 the gather source itself
-    moments        optimizer   two of AdamW, like `master`; the optimizer's own `moments`
+                               shard (n / d,); in CPU memory if offloaded; in fp32 the gather source itself.
+                               With --main-params-dtype bf16+8 bytes, which with the gather source are the
+                               weights (ops/state_codes.py)
+    moments        optimizer   two of AdamW, like `master`; the optimizer's own `states`
     kept           weights     this rank's part of what its group keeps of the unit: hpZ's secondary shard, or
                                where weight differences are sent of the reference, fp32, which is what all
                                nodes know of the weights. None where nothing is kept
@@ -197,6 +199,29 @@ class Unit:
     def gathers_from_master(self) -> bool:
         """Whether the compute reads the master weights themselves (fp32)."""
         return self.gather_source.data_ptr() == self.master.data_ptr()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the master weights are the gather source and, in `master`, a byte beside each."""
+        return self.master.dtype == torch.uint8
+
+    def weights(self, elements: slice) -> Tensor:
+        """Some elements of the master weights, in fp32: these themselves, or a copy."""
+        if not self.is_split:
+            return self.master[elements]
+        from megatron_zpp.ops.state_codes import joined_weights
+
+        return joined_weights(self.gather_source[elements], self.master[elements])
+
+    def replace_split(self, weights: Tensor) -> None:
+        """Replace master weights that are split by fp32 ones, rounded to 24 bits."""
+        from megatron_zpp.ops.reference import tiles
+        from megatron_zpp.ops.state_codes import split_weights
+
+        for here in tiles(len(weights)):
+            upper, corrections = split_weights(weights[here])
+            self.gather_source[here].copy_(upper)
+            self.master[here].copy_(corrections)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' parts of a buffer (n,), each in its parameter's shape."""

@@ -60,8 +60,10 @@ class GatherSources:
         """Write the gather source of a unit from its master weights: codes, a message, or its shard.
 
         Where weight differences are sent, that is what they are computed from, and codes follow later.
-        Weights and messages go to `room` if that is given.
+        Weights and messages go to `room` if that is given. Split master weights are the source already.
         """
+        if unit.is_split:
+            return
         if unit.encoded is not None and unit.message is None:
             self.encode(unit)
             return

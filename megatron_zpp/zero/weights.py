@@ -68,7 +68,7 @@ class Weights:
             if self._units[index].message is not None:
                 self._bring(index)
         for index in coded:
-            self._wait_for_brought(index)
+            self.wait_for_brought(index)
         write_all_codes(self._units, self._codes, self._sources, self._mesh)
         for index in coded:
             self.prefetcher.changed(index)
@@ -96,13 +96,13 @@ class Weights:
 
     def replaced(self, index: int) -> None:
         """The master weights of a unit have been replaced; what its gathers send follows."""
-        self._wait_for_brought(index)
+        self.wait_for_brought(index)
         self._sources.replace(self._units[index])
         self.reference_replaced(index)
 
     def reference_replaced(self, index: int) -> None:
         """This rank's part of the reference of a unit's weight differences has been replaced."""
-        self._wait_for_brought(index)
+        self.wait_for_brought(index)
         if self._units[index].kept is not None:
             self._due.add(index)
         self._codes_present = self._codes is None
@@ -116,13 +116,13 @@ class Weights:
     def references(self) -> list[Tensor]:
         """The references of the units that have one, after all exchanges so far."""
         for index in range(len(self._units)):
-            self._wait_for_brought(index)
+            self.wait_for_brought(index)
         return [unit.reference for unit in self._units if unit.message is not None]
 
     def own_references(self) -> list[Tensor]:
         """This rank's part of the reference of each unit; a copy of the weights where no node needs one."""
         for index in range(len(self._units)):
-            self._wait_for_brought(index)
+            self.wait_for_brought(index)
         return [
             unit.master.clone() if unit.message is None or unit.own_kept is None else unit.own_kept
             for unit in self._units
@@ -139,7 +139,8 @@ class Weights:
     def _set_readable(self, index: int, readable: bool) -> None:
         self._units[index].guard.set_readable(readable)
 
-    def _wait_for_brought(self, index: int) -> None:
+    def wait_for_brought(self, index: int) -> None:
+        """Let the compute wait until what is kept of a unit has arrived, and what was sent may change."""
         if index in self._brought:
             self._brought[index].wait()
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from megatron_zpp.ops import reference
+from megatron_zpp.ops import reference, reference_compact, state_codes
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.library import load_kernels, load_operations
+from megatron_zpp.ops.operations import Operations
 from tests.ops import cases
 from tests.ops.agreement import assert_agree, assert_same_bits
 from tests.ops.awkward import awkward, random_messages
@@ -90,12 +91,15 @@ def test_operators_run_on_the_current_stream_without_waiting() -> None:
     x, messages = torch.randn(4, 256, device="cuda"), torch.zeros(4, 272, dtype=torch.uint8, device="cuda")
     shard, states = torch.zeros(256, device="cuda"), [state.cuda() for state in cases.adamw_states(256)]
     scalars = cases.adamw_scalars(device="cuda").packed()
+    moments = [each for _ in range(2) for each in state_codes.zeros(256, "fp8", shard.device)]
+    rounding = state_codes.Rounding(torch.ones((), device="cuda"), 0).packed()
     stream = torch.cuda.Stream()
 
     def call_all() -> None:
         torch.ops.megatron_zpp.quantize(x, messages, *cases.plain(format))
         torch.ops.megatron_zpp.sum_into(messages, shard, *cases.plain(format), False)
         torch.ops.megatron_zpp.adamw(*states, None, *scalars, 100)
+        torch.ops.megatron_zpp.adamw_compact(*states[:2], *moments, None, *scalars, 100, *rounding)
 
     call_all()  # CUDA synchronises when it loads a kernel, at its first launch
     torch.cuda.synchronize()
@@ -153,6 +157,28 @@ def test_sums_of_more_elements_than_an_int32_counts() -> None:
     torch.ops.megatron_zpp.sum_into(messages, shard, *cases.plain(format), False)
     reference.sum_into(small, expected, *cases.plain(format), False)
     assert torch.equal(shard.view(-1, 2**20), expected.expand(BEYOND // 2**20, -1))
+
+
+def test_a_compact_step_on_more_elements_than_an_int32_counts() -> None:
+    """The last elements, beyond index 2^31, equal those of a step on them alone."""
+    needs(24)
+    last, scalars = 128 * 1001, cases.adamw_scalars(device="cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+    gradient = torch.randn(BEYOND, generator=generator, device="cuda", dtype=torch.bfloat16)
+    states = [
+        *(torch.randint(256, (BEYOND,), generator=generator, device="cuda", dtype=torch.uint8), gradient),
+        *state_codes.zeros(BEYOND, "fp8", gradient.device),
+        *state_codes.zeros(BEYOND, "fp8", gradient.device),
+        torch.randn(BEYOND, generator=generator, device="cuda", dtype=torch.bfloat16),
+    ]
+    alone = [state[-(last if len(state) == BEYOND else last // 128) :].clone() for state in states]
+    step = torch.ones((), device="cuda")
+    ops = Operations(torch.ops.megatron_zpp, compiled=True)
+    ops.adamw_compact(*states, scalars, state_codes.Rounding(step, 1), decayed=BEYOND)
+    rounding = state_codes.Rounding(step, 1, BEYOND - last)
+    reference_compact.adamw_compact(*alone, *scalars.packed(), last, *rounding.packed())
+    for state, tail in zip(states, alone, strict=True):
+        assert_same_bits(state[-len(tail) :], tail)
 
 
 def test_a_step_on_more_elements_than_an_int32_counts() -> None:

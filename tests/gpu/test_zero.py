@@ -12,7 +12,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed import copy_engine_trial as trial
 from megatron_zpp.distributed.symmetric_memory import SymmetricMemory
@@ -29,15 +29,36 @@ from tests.support import logged, trained
 from tests.zero.engines import engine_of
 
 VOCAB = 1000
+COMPACT = OptimizerConfig(
+    use_precision_aware_optimizer=True,
+    exp_avg_dtype="fp8",
+    exp_avg_sq_dtype="fp8",
+    main_params_dtype="bf16+8",
+)
 MODEL = ModelConfig(num_layers=6, hidden_size=256, num_attention_heads=4, seq_length=128)
 
 
-@pytest.mark.parametrize("precision", [PrecisionConfig(bf16=True), PrecisionConfig(fp16=True)])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [
+        (PrecisionConfig(bf16=True), OptimizerConfig()),
+        (PrecisionConfig(fp16=True), OptimizerConfig()),
+        (PrecisionConfig(bf16=True), COMPACT),
+    ],
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_steady_step_neither_waits_for_the_device_nor_allocates(
-    stage: int, precision: PrecisionConfig
+    stage: int, precision: PrecisionConfig, optimizer: OptimizerConfig
 ) -> None:
-    engine = engine_of(MODEL, VOCAB, zero=ZeroConfig(zero_stage=stage), precision=precision, device="cuda")
+    engine = engine_of(
+        MODEL,
+        VOCAB,
+        zero=ZeroConfig(zero_stage=stage),
+        precision=precision,
+        optimizer=optimizer,
+        operations=load_operations("cuda", require_kernels=True, say=print),
+        device="cuda",
+    )
     tokens = torch.randint(VOCAB, (4, 129), device="cuda")
 
     def step() -> None:
@@ -46,6 +67,33 @@ def test_a_steady_step_neither_waits_for_the_device_nor_allocates(
         engine.step(1e-3)
 
     assert_steady(step, warmup=3)
+
+
+@pytest.mark.parametrize(("micro_batches", "nbytes"), [(1, 7.2), (4, 9.2)])
+def test_compact_states_and_gradients_take_the_bytes_that_are_aimed_at(
+    micro_batches: int, nbytes: float
+) -> None:
+    """By the allocator, all scales included; few tokens, so that activations take a thousandth of it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = engine_of(
+        dataclasses.replace(MODEL, num_layers=8, hidden_size=4096, num_attention_heads=32, seq_length=16),
+        VOCAB,
+        precision=PrecisionConfig(bf16=True),
+        optimizer=COMPACT,
+        operations=load_operations("cuda", require_kernels=True, say=print),
+        device="cuda",
+    )
+    elements, held = sum(unit.layout.numel for unit in engine.units), []
+    for _ in range(3):
+        for index in range(micro_batches):
+            tokens = torch.randint(VOCAB, (1, 17), device="cuda")
+            engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+        held.append(torch.cuda.memory_allocated() - before)  # with the gradients, of which the step is next
+        engine.step(1e-4)
+    assert max(held) <= nbytes * elements
+    engine.close()
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -47,6 +47,8 @@ BLOCKS = {"zero_table_rows": 128}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 ALL = {"zero_stage": 3} | QWZ | HPZ | QGZ
 ADAMW, MUON = (OptimizerConfig(optimizer=name, weight_decay=0.1) for name in ("adam", "muon"))
+FP8 = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8")
+SPLIT = dataclasses.replace(FP8, main_params_dtype="bf16+8")
 MACHINE = Machine(flops=1e15, memory_rate=1e12, inside=1e11, link=1e10)
 
 
@@ -124,6 +126,8 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
         ({"zero_stage": 3} | BLOCKS, {}, {"fp32": True}, WIDE | {"vocab": 8000} | UNTIED),
         ({"zero_stage": 3} | BLOCKS, FULL, BF16, LONG | {"vocab": 200}),
         ({"zero_stage": 3}, {}, BF16, {"optimizer": MUON}),
+        ({"zero_stage": 1}, {}, BF16, {"optimizer": SPLIT}),
+        ({"zero_stage": 3} | QWZ, {}, BF16, {"optimizer": FP8}),
     ],
 )
 def test_a_step_allocates_what_the_plan_says(
@@ -167,6 +171,21 @@ def test_a_step_allocates_what_the_plan_says(
     )
     assert planned.resident == pytest.approx(states, rel=1e-3)
     assert planned.peak - planned.resident == pytest.approx(peak, rel=0.05)
+
+
+def test_what_decides_whether_a_model_fits_on_one_gpu() -> None:
+    """Bytes per parameter of states and gradients, scales included: the aims of the flags, and fp32's."""
+    model = ModelConfig(num_layers=2, hidden_size=4096, num_attention_heads=32, seq_length=8)
+    for micro_batches, optimizer, nbytes in (
+        (1, SPLIT, 7.2),
+        (4, SPLIT, 9.2),
+        (1, ADAMW, 16),
+        (4, ADAMW, 18),
+    ):
+        job = job_of(model, 1000, micro_batches=micro_batches, optimizer=optimizer)
+        memory, total = memory_of(job), sum(layout.numel for layout in job.layouts)
+        per_parameter = (memory.weights + memory.optimizer + memory.gradients) / total
+        assert nbytes - 0.2 < per_parameter <= nbytes + 1e-6
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.plan.save_copies import copies_bytes, pinned_bytes
 from tests.plan.jobs import FOUR_BITS, job_of
 
@@ -20,6 +21,20 @@ def test_a_node_copies_what_its_ranks_save(zero: dict, kinds: int, on_cpu: int) 
     assert copies_bytes(replace(job, save_optim=False)) == 4 * pinned_bytes(shards)
     offloaded = replace(job, zero=replace(job.zero, zero_offload_optimizer=True))
     assert copies_bytes(offloaded) == 4 * (on_cpu * sum(shards) + (kinds - on_cpu) * pinned_bytes(shards))
+
+
+def test_compact_states_are_copied_as_they_are() -> None:
+    """Weights as bf16 and a byte; moments as a byte, and one for each block of 128."""
+    compact = OptimizerConfig(
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype="fp8",
+        exp_avg_sq_dtype="fp16",
+        main_params_dtype="bf16+8",
+    )
+    job = job_of(MODEL, 1000, optimizer=compact)
+    shards = [layout.shard_numel for layout in job.layouts]
+    sizes = [int(nbytes * numel) for nbytes in (2, 1, 1, 1 / 128, 2, 1 / 128) for numel in shards]
+    assert copies_bytes(job) == pinned_bytes(sizes)
 
 
 def test_pinned_copies_are_powers_of_two() -> None:

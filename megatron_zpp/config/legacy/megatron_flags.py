@@ -56,9 +56,6 @@ ONLY_TODAY = (
     only("--vocab-extra-ids", 0, "not supported: entries beside the tokenizer's; use --padded-vocab-size"),
     only("--glu-linear-offset", 0.0, "not supported: an offset in the GLU"),
     only("--main-grads-dtype", "fp32", _FP32),
-    only("--main-params-dtype", "fp32", _FP32),
-    only("--exp-avg-dtype", "fp32", _FP32),
-    only("--exp-avg-sq-dtype", "fp32", _FP32),
     only("--megatron-fsdp-main-params-dtype", ("fp32", "auto"), _FP32),
     only("--megatron-fsdp-main-grads-dtype", ("fp32", "auto"), _FP32),
     only("--megatron-fsdp-grad-comm-dtype", "auto", "use --grad-reduce-in-bf16, or omit it"),
@@ -138,7 +135,6 @@ _IDLE = {
         --ddp-bucket-size:int --suggested-communication-unit-size:int --megatron-fsdp-version:int
         --nccl-communicator-config-path:str --sharp-enabled-group:str --high-priority-stream-groups:strs""",
     "--zero-stage selects sharding": "--use-megatron-fsdp",
-    "states are fp32": "--use-precision-aware-optimizer",
     "the host only runs one step ahead": "--train-sync-interval:int",
     "ranks own different states, or compute the same bits": """
         --check-weight-hash-across-dp-replicas-interval:int""",

@@ -76,7 +76,10 @@ def prepare_device(config: Config, topology: Topology) -> Device:
         )
     attention = choose_attention(config.attention.attention_backend, **_attention(config, device))
     operations = _operations(
-        device, say, required=config.distributed.require_kernels, quantizes=config.zero.quantizes
+        device,
+        say,
+        required=config.distributed.require_kernels,
+        needed=config.zero.quantizes or config.optimizer.compact,
     )
     return Device(device, backend, operations, attention, compiles, say)
 
@@ -119,12 +122,12 @@ def _attention(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def _operations(
-    device: torch.device, say: Callable[[str], None], *, required: bool, quantizes: bool
+    device: torch.device, say: Callable[[str], None], *, required: bool, needed: bool
 ) -> Operations | None:
-    """The compiled operations; None on CPUs without quantisation, where torch's kernels are as fast."""
-    if not (required or quantizes or device.type == "cuda"):
+    """The compiled operations; None on CPUs where none is needed, since torch's kernels are as fast."""
+    if not (required or needed or device.type == "cuda"):
         return None
     from megatron_zpp.ops.library import load_operations
 
     operations = load_operations(device.type, require_kernels=required, say=say)
-    return operations if operations.compiled or quantizes else None
+    return operations if operations.compiled or needed else None

@@ -1,0 +1,272 @@
+"""AdamW's states in fewer bytes on the engine: every stage, accumulation, messages, resuming, conversion."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.adamw import TorchAdamW
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.optimizer import OffloadedOptimizer
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.zero.engines import engine_of, states_of, weights_of
+from tests.zero.offloading import offloaded
+from tests.zero.quantizing import operations
+from tests.zero.ranks import on_ranks
+
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=36, num_attention_heads=3, seq_length=16, attention_dropout=0, hidden_dropout=0
+)
+BF16 = PrecisionConfig(bf16=True)
+FORMS = {
+    "fp8": ("fp8", "fp8", "fp32"),
+    "bf16, fp16": ("bf16", "fp16", "fp32"),
+    "bf16+8": ("fp8", "fp8", "bf16+8"),
+}
+
+
+def optimizer(first: str, second: str, weights: str) -> OptimizerConfig:
+    return OptimizerConfig(
+        weight_decay=0.1,
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype=first,  # type: ignore[arg-type]
+        exp_avg_sq_dtype=second,  # type: ignore[arg-type]
+        main_params_dtype=weights,  # type: ignore[arg-type]
+    )
+
+
+def engine_in(forms: str, topology: Topology | None = None, seed: int = 3, **zero: Any) -> ZeroEngine:
+    chosen = OptimizerConfig(weight_decay=0.1) if forms == "fp32" else optimizer(*FORMS[forms])
+    return engine_of(
+        MODEL,
+        101,
+        zero=ZeroConfig(**zero),
+        optimizer=chosen,
+        precision=BF16,
+        topology=topology,
+        operations=operations(),
+        seed=seed,
+    )
+
+
+def train(engine: ZeroEngine, steps: int, micro_batches: int = 1, begin: int = 0) -> list[float]:
+    """Losses of steps in which all ranks have the same samples, so that sums of gradients are exact."""
+    found = []
+    for step in range(begin, begin + steps):
+        generator = torch.Generator().manual_seed(step)
+        for index in range(micro_batches):
+            tokens = torch.randint(101, (2, 17), generator=generator) % 11
+            loss = engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+        engine.step(1e-2)
+        found.append(loss.item())
+    return found
+
+
+def bits_of(engine: ZeroEngine) -> dict[str, list[float]]:
+    return {
+        f"{kind}/{name}": values.flatten().tolist()
+        for kind in engine.states.kinds
+        for name, values in states_of(engine, kind).items()
+    }
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_losses_are_those_of_fp32_states_but_for_rounding(forms: str) -> None:
+    engine = engine_in(forms)
+    ours, plain = train(engine, 12, 2), train(engine_in("fp32"), 12, 2)
+    assert ours != plain
+    assert ours[-1] < 0.6 * ours[0]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=0.02, atol=0)
+    for unit in engine.units:
+        gaps = unit.layout.gaps_in(unit.owned)
+        weights = unit.weights(slice(0, len(unit.owned)))
+        assert not any(weights[gap.start : gap.stop].any() for gap in gaps)
+        assert torch.equal(unit.gather_source.float(), unit.full[: len(unit.owned)].float())
+
+
+def at_stage(
+    topology: Topology, forms: str, stage: int, micro_batches: int, **zero: Any
+) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    engine = engine_in(forms, topology, zero_stage=stage, **zero)
+    train(engine, 3, micro_batches)
+    found = bits_of(engine)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("forms", FORMS)
+def test_rounding_does_not_depend_on_the_shards(forms: str, micro_batches: int) -> None:
+    """Two ranks with equal gradients have the states of one rank, bit for bit, at every stage."""
+    (one,) = on_ranks(1, at_stage, forms, 0, micro_batches)
+    for stage in (0, 1, 2, 3):
+        for found in on_ranks(2, at_stage, forms, stage, micro_batches):
+            assert found == one
+
+
+def with_hpz(topology: Topology) -> dict[str, list[float]]:
+    return at_stage(topology, "bf16+8", 3, 2, zero_hpz_partition_size="auto")
+
+
+def test_secondary_shards_are_split_weights_too() -> None:
+    """hpZ on two nodes of two ranks: a rank's own part of what its node keeps is the upper part."""
+    (one,) = on_ranks(1, at_stage, "bf16+8", 0, 2)
+    for found in on_ranks(4, with_hpz, ranks_per_node=2):
+        assert found == one
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_whole_states_are_loaded(forms: str) -> None:
+    engine, other = engine_in(forms), engine_in(forms, seed=99, zero_stage=2)
+    train(engine, 3)
+    for kind in engine.states.kinds:
+        values = states_of(engine, kind)
+        other.states.load_whole(kind, lambda placement, values=values: values[placement.name])
+    other.states.load_optimizer_steps(engine.states.optimizer_steps)
+    assert bits_of(other) == bits_of(engine)
+    assert train(other, 1) == train(engine, 1)
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, forms: str) -> None:
+    """At stage 0, and at another one; the files have the codes, and readers see fp32."""
+    engine = engine_in(forms)
+    train(engine, 3)
+    path = save(tmp_path, engine)
+    with CheckpointReader(path) as reader:
+        for name, weight in weights_of(engine).items():
+            assert torch.equal(reader.parameters()[name], weight)
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    held = {"fp8": 6 + 2 / 128, "bf16, fp16": 8 + 1 / 128, "bf16+8": 5 + 2 / 128}[forms]
+    assert size == pytest.approx(held * sum(unit.layout.numel for unit in engine.units), rel=0.05)
+    for stage in (0, 3):
+        other = engine_in(forms, seed=99, zero_stage=stage)
+        load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+        assert bits_of(other) == bits_of(engine)
+        assert train(other, 3, begin=3) == train(loaded_from(path, forms), 3, begin=3)
+    assert train(engine, 3, begin=3) == train(loaded_from(path, forms), 3, begin=3)
+
+
+def loaded_from(path: Path, forms: str, **zero: Any) -> ZeroEngine:
+    engine = engine_in(forms, seed=99, **zero)
+    load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+    return engine
+
+
+def test_checkpoints_are_exchangeable(tmp_path: Path) -> None:
+    """Every form loads every other one, rounded to the nearest number, and trains on."""
+    paths, saved = {}, {}
+    for forms in ("fp32", *FORMS):
+        engine = engine_in(forms)
+        train(engine, 3)
+        paths[forms], saved[forms] = save(tmp_path / forms, engine), bits_of(engine)
+    for source, path in paths.items():
+        exact = loaded_from(path, "fp32")
+        assert bits_of(exact) == saved[source]
+        for target in FORMS:
+            found = bits_of(engine := loaded_from(path, target, zero_stage=1))
+            for name, values in saved[source].items():
+                bound = {"weights": 2.0**-16, "exp_avg": 0.07, "exp_avg_sq": 0.07}[name.split("/")[0]]
+                theirs, ours = torch.tensor(values), torch.tensor(found[name])
+                assert ((ours - theirs).abs() <= bound * theirs.abs() + 2e-3 * theirs.abs().max()).all()
+            assert train(engine, 2, begin=3)[-1] < 4.5
+
+
+def resumed_on(topology: Topology, path: str, forms: str, stage: int) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    engine = loaded_from(Path(path), forms, zero_stage=stage) if topology.world_size == 1 else None
+    if engine is None:
+        engine = engine_in(forms, topology, seed=99, zero_stage=stage)
+        load_checkpoint(Path(path), engine, TOKENIZER, with_optimizer=True)
+    train(engine, 2, begin=3)
+    found = bits_of(engine)
+    engine.close()
+    return found
+
+
+def test_a_run_resumes_on_another_mesh_bit_for_bit(tmp_path: Path) -> None:
+    engine = engine_in("bf16+8")
+    train(engine, 3)
+    path = str(save(tmp_path, engine))
+    train(engine, 2, begin=3)
+    for world, stage in ((2, 3), (3, 1)):
+        for found in on_ranks(world, resumed_on, path, "bf16+8", stage):
+            assert found.keys() == bits_of(engine).keys()
+            if world == 2:  # the mean of two equal gradients is exact
+                assert found == bits_of(engine)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"zero_quantized_weights": True, "zero_stage": 3},
+        {"zero_quantized_weights": True, "zero_quantized_weights_format": "delta4", "zero_stage": 3},
+    ],
+    ids=["int8", "delta4"],
+)
+def test_moments_go_with_weights_in_messages(zero: dict[str, Any]) -> None:
+    """qwZ encodes fp32 weights: with int8 codes after the step, with differences as without it."""
+    for losses in on_ranks(2, with_messages, zero, ranks_per_node=1):
+        ours, plain = losses
+        assert ours != plain
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=0.02, atol=0)
+
+
+def with_messages(topology: Topology, zero: dict[str, Any]) -> list[list[float]]:
+    torch.set_num_threads(1)
+    found = []
+    for forms in ("fp8", "fp32"):
+        engine = engine_in(forms, topology, **zero)
+        found.append(train(engine, 6, 2))
+        engine.close()
+    return found
+
+
+def test_offloaded_moments_are_those_of_the_device() -> None:
+    with offloaded():
+        away = engine_in("fp8")
+        assert isinstance(away._optimizer, OffloadedOptimizer)
+        train(away, 3)
+    here = engine_in("fp8")
+    train(here, 3)
+    assert bits_of(away) == bits_of(here)
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_a_skipped_step_changes_nothing(forms: str) -> None:
+    engine = engine_in(forms)
+    train(engine, 2)
+    before = bits_of(engine)
+    engine.units[1].parameters[0].register_hook(lambda gradient: gradient * float("inf"))
+    engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
+    assert engine.step(1e-2).skipped
+    assert bits_of(engine) == before
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    split = optimizer("fp32", "fp32", "bf16+8")
+    for options, said in (
+        ({"precision": PrecisionConfig(fp16=True)}, "needs --bf16; this run computes in float16"),
+        ({"precision": PrecisionConfig()}, "needs --bf16; this run computes in float32"),
+        ({"zero": ZeroConfig(zero_offload_optimizer=True)}, "omit --zero-offload-optimizer"),
+        ({"zero": ZeroConfig(zero_stage=3, zero_quantized_weights=True)}, "omit --zero-quantized-weights"),
+        ({"operations": None}, "needs the project's AdamW"),
+        ({"rule": TorchAdamW(split)}, "needs the project's AdamW"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine_of(
+                MODEL, 101, optimizer=split, **{"precision": BF16, "operations": operations()} | options
+            )
+    with pytest.raises(ValueError, match=r"--use-precision-aware-optimizer .given.: needs --optimizer adam"):
+        replace(split, optimizer="muon")
+    with pytest.raises(ValueError, match=r"--exp-avg-dtype fp8: needs --use-precision-aware-optimizer"):
+        OptimizerConfig(exp_avg_dtype="fp8")
