@@ -10,7 +10,7 @@ What follows `--` are flags of pretrain_gpt.py. Settings are those of the search
 the fastest size of micro-batches of each combination of other settings, then more sizes, by planned time.
 Each is a run of its own, on the devices here; several nodes are emulated (launch/emulate_nodes.sh). Time is
 the median of the steps after --warmup; memory is the peak that torch counts, without buffers between GPUs.
-The result is written after every setting, and the same command goes on where it ended.
+The result is written after every setting; the same command skips what has been measured.
 """
 
 import argparse

@@ -10,18 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-EPS = 1e-7  # of the Frobenius norm that an iteration begins by dividing by
-# a, b, c of X <- a · X + (b · A + c · A²) · X with A = X · Xᵀ, in turn
-COEFFICIENTS = {
-    "simple": ((3.4445, -4.7750, 2.0315),),  # Keller Jordan's
-    "quintic": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-}
+from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
+
+EPS = 1e-7  # of the norm of scaled rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +91,6 @@ def orthogonalised(x: Tensor, settings: MuonSettings, dtype: torch.dtype) -> Ten
 
     Raises ValueError if the steps are not a multiple of the coefficients.
     """
-    coefficients = COEFFICIENTS[settings.coefficient_type]
-    rounds, rest = divmod(settings.num_ns_steps, len(coefficients))
-    if rest or not rounds:
-        raise ValueError(
-            f"num_ns_steps must be a multiple of {len(coefficients)}, got {settings.num_ns_steps}"
-        )
-    tall = x.shape[-2] > x.shape[-1]
-    y = x.mT if tall else x
-    y = (y / y.norm(dim=(-2, -1), keepdim=True).clamp_min(EPS)).to(dtype)
-    for a, b, c in coefficients * rounds:
-        gram = y @ y.mT
-        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return (y.mT if tall else y).float()
+    y = x.to(dtype, copy=True)
+    orthogonalize_(y, coefficients(settings.coefficient_type, settings.num_ns_steps))
+    return y.float()

@@ -63,7 +63,7 @@ def load_checkpoint(
                 elif reader.state["with_optimizer"] and not (kind == MOMENTUM and kind not in saved):
                     check_states(path, kind, reader.state.get("kinds"))
                     _load(kind, reader, engine, padded)
-                else:  # imported weights, of which no step has been taken, or AdamW's when Muon goes on
+                else:  # no step was taken (imported weights), or AdamW took them and had no momentum
                     engine.states.load(kind, lambda unit, elements: torch.zeros(len(elements)))
             formats = reader.state.get("difference_formats") if REFERENCE in saved else None
             present = describe_units(engine)
