@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.emulation.flat_model import FlatModel
+from benchmarks.emulation.flat_model import FlatModel, Graphed
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
 from benchmarks.emulation.islands import Islands, IslandSettings
 from benchmarks.emulation.muon import Muon, MuonSettings
@@ -56,6 +56,7 @@ class RunSettings:
     eval_samples: int = 512
     evaluations: int = 4  # in the last tenth of the steps: their mean is the final loss
     compile: bool = False
+    graphs: bool = False  # a forward and its backward are one CUDA graph
     text: Mapping[str, Any] | None = None  # Text.described, or the synthetic language
     adamw: Mapping[str, float] = field(default_factory=dict)  # AdamWSettings that are not the defaults
     muon: Mapping[str, Any] | None = None  # MuonSettings that are not the defaults; without it AdamW alone
@@ -151,15 +152,12 @@ class EmulatedRanks:
 
     def accumulate(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Forward and backward of each rank's (B, T + 1) tokens; returns the mean loss."""
-        model, total = self.flat.model, torch.zeros((), device=self.flat.master.device)
-        model.train()
+        total = torch.zeros((), device=self.flat.master.device)
+        self.flat.model.train()
         for node, node_sum in enumerate(self._node_sums):
             for rank in range(self._local):
                 tokens = micro_batches[node * self._local + rank]
-                self.flat.gradient.zero_()
-                loss = model(tokens[:, :-1], tokens[:, 1:])
-                loss.backward()
-                total += loss.detach()
+                total += self.flat.backward(tokens)
                 node_sum.add(self.flat.gradient)
             node_sum.end_micro_batch()
         return total / len(micro_batches)
@@ -332,6 +330,8 @@ def _ranks(
     )
     if settings.compile:
         _compile(flat, settings, config.seq_length, device)
+    if settings.graphs:
+        flat.backward = Graphed(flat.backward)  # type: ignore[method-assign]
     if rung.nudged:
         flat.master[0] *= 1 + 2**-8
 
