@@ -194,6 +194,6 @@ def test_a_campaign_tunes_optimizers_and_compares_their_tokens(
     assert json.loads(found[0][0])["lr"] == 8e-3
     printed = capsys.readouterr().out
     assert "| sums4 | 1.000 | 2 |" in printed
-    assert "2 islands: passes: upper end +0.3" in printed
+    assert "2 islands: passes: upper end +0.284%, at most 0.5% with Muon" in printed
     assert "2 islands, overlap 1: fails: upper end" in printed
     assert "1 island: passes: better in 8 pairs of 8" in printed
