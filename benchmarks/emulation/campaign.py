@@ -216,12 +216,10 @@ def named(settings: dict[str, Any], name: str) -> tuple[dict[str, Any], Rung]:
     outer = settings.pop("outer", {})
     if name in RUNGS:
         return settings, RUNGS[name]
-    given = (
-        {**outer, "islands": outer.get("islands", {}) | ISLANDS[name]}
-        if name in ISLANDS
-        else json.loads(name)
-    )
-    return {**settings, **given}, RUNGS[BASELINE]
+    if name not in ISLANDS:
+        return {**settings, **json.loads(name)}, RUNGS[BASELINE]
+    islands = outer.get("islands", {}) | ISLANDS[name]
+    return {**settings, **outer, "islands": islands}, RUNGS[BASELINE]
 
 
 def default_device() -> str:
@@ -287,10 +285,9 @@ def summary(
         seeds = [seed for (rung, seed) in sorted(done) if rung == name and (BASELINE, seed) in done]
         if not seeds:
             continue
+        islands = named(settings, name)[0].get("islands")
         row = {
-            "settings": dataclasses.asdict(RUNGS[name])
-            if name in RUNGS
-            else named(settings, name)[0]["islands"],
+            "settings": dataclasses.asdict(RUNGS[name]) if islands is None else islands,
             "bytes_per_parameter": done[name, seeds[0]]["bytes_per_parameter"],
             "bytes_per_parameter_in_layers": done[name, seeds[0]]["bytes_per_parameter_in_layers"],
             "pairs": len(seeds),
@@ -357,12 +354,11 @@ def verdict(row: dict[str, Any], optimizer: str) -> str:
         return f"undecided, {row['pairs']} pairs of {GATE_PAIRS}"
     if row["settings"].get("count") == 1:
         better = sum(one < 0 for one in gap["by_seed"])
-        return (
-            f"{'passes' if better == row['pairs'] else 'fails'}: better in {better} pairs of {row['pairs']}"
-        )
+        passes = "passes" if better == row["pairs"] else "fails"
+        return f"{passes}: better in {better} pairs of {row['pairs']}"
     upper = gap["mean_percent"] + gap["half_width_95_percent"]
-    passed = "passes" if upper <= limit else "fails"
-    return f"{passed}: upper end {upper:+.3f}%, at most {limit}% with {optimizer}"
+    passes = "passes" if upper <= limit else "fails"
+    return f"{passes}: upper end {upper:+.3f}%, at most {limit}% with {optimizer}"
 
 
 def print_rungs() -> None:

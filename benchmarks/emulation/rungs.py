@@ -209,7 +209,7 @@ LADDERS: dict[str, tuple[str, ...]] = {
     "all": tuple(name for name in RUNGS if not name.startswith(BASELINE)),
 }
 
-# Settings of IslandSettings that differ from those tuned, by name; exchanges between islands are their own.
+# By name, the fields of IslandSettings that differ from the tuned ones.
 ISLANDS: dict[str, dict[str, float]] = {
     "2 islands": {},
     "2 islands, H = 10": {"interval": 10},
@@ -224,4 +224,4 @@ ISLANDS: dict[str, dict[str, float]] = {
     "1 island": {"count": 1},
 }
 LADDERS["islands"] = tuple(ISLANDS)
-GATE_PAIRS = 8
+GATE_PAIRS = 8  # of which islands need at least so many to pass
