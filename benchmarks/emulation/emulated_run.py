@@ -331,7 +331,7 @@ def _ranks(
     if settings.compile:
         _compile(flat, settings, config.seq_length, device)
     if settings.graphs:
-        flat.backward = Graphed(flat.backward)  # type: ignore[method-assign]
+        flat.backward = Graphed(flat.backward).replay  # type: ignore[method-assign]
     if rung.nudged:
         flat.master[0] *= 1 + 2**-8
 

@@ -138,30 +138,30 @@ class FlatModel:
 
 
 class Graphed:
-    """A function of one tensor, as a CUDA graph: processes that share a GPU take turns on whole graphs."""
+    """A function of tokens as a CUDA graph: processes that share a GPU take turns on whole graphs."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function, self._graph = function, torch.cuda.CUDAGraph()
         self._input: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The result, which the next call overwrites. Every x has the shape of the first one."""
+    def replay(self, tokens: Tensor) -> Tensor:
+        """The result, which the next call overwrites. All tokens have the shape of the first ones."""
         if self._input is None:
-            self._capture(x)
-        assert self._input is not None, "it was captured"
-        self._input.copy_(x)
+            self._input = tokens.clone()
+            self._capture(self._input)
+        self._input.copy_(tokens)
         self._graph.replay()
         return self._output
 
-    def _capture(self, x: Tensor) -> None:
-        self._input, here, aside = x.clone(), torch.cuda.current_stream(), torch.cuda.Stream()
+    def _capture(self, tokens: Tensor) -> None:
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             for _ in range(3):  # libraries allocate what they need
-                self._function(self._input)
+                self._function(tokens)
         here.wait_stream(aside)
         with torch.cuda.graph(self._graph):
-            self._output = self._function(self._input)
+            self._output = self._function(tokens)
 
 
 def _placed(model: GPT, alignment: int) -> tuple[list[_Place], dict[str, slice], int]:
