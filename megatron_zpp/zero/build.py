@@ -27,7 +27,7 @@ from megatron_zpp.zero.reads import (
     parts_of,
     reads_of,
 )
-from megatron_zpp.zero.sharded_unit import Encoded, Unit
+from megatron_zpp.zero.sharded_unit import Encoded, Residuals, Unit
 from megatron_zpp.zero.tensor_parallel import TensorShare
 from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder
 from megatron_zpp.zero.weight_plan import WeightPlan
@@ -168,6 +168,7 @@ class UnitBuilder:
             own_kept=own_kept,
             message=memory(weights.bring, weights.message) if differs else None,
             encoded=self._encoded(weights, Encoded(owned, master, gather_source), kept, full),
+            residuals=self._residuals(weights),
             gaps=tuple(within(gap, elements) for gap in layout.gaps_in(elements)),
             wide_dtype=plan.made,
         )
@@ -203,6 +204,12 @@ class UnitBuilder:
         weights = torch.zeros(len(unit.owned), device=self._device)
         unit.fill(weights, unit.owned, drawn.values)
         unit.replace_split(weights)
+
+    def _residuals(self, weights: WeightPlan) -> Residuals | None:
+        if not weights.residuals:
+            return None
+        zeros = [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in weights.residuals]
+        return Residuals(*zeros)
 
     def _encoded(
         self, weights: WeightPlan, shard: Encoded, reference: Tensor | None, full: Tensor

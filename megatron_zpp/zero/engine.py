@@ -205,9 +205,16 @@ class ZeroEngine:
         self.weights.prefetcher.begin(Phase.BACKWARD)
         with self.sections(WAIT_REDUCTIONS):
             last = index == micro_batches - 1
-            self._gradients.begin(first=index == 0, last=last, iteration=self.iteration)
+            count = micro_batches * self.mesh.data_ranks
+            self._gradients.begin(
+                first=index == 0,
+                last=last,
+                iteration=self.iteration,
+                scale=self.loss_scale.scale,
+                count=count,
+            )
         if index == 0:
-            self._summed_gradients = micro_batches * self.mesh.data_ranks
+            self._summed_gradients = count
             self._weight = None if weight is None else 0.0
         scale = self.loss_scale.scale
         if weight is not None:
@@ -255,7 +262,7 @@ class ZeroEngine:
         for number, index in enumerate(self._trained):
             self._optimizer.update(number)
             self.weights.updated(index, found_inf)
-        self._gradients.release()
+        self._gradients.end_step(found_inf)
         self.iteration += 1
         self.loss_scale.update(found_inf)
         raised = None if formats is None else formats.raised

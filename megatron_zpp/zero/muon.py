@@ -6,12 +6,13 @@ Momentum is a state of this rank's shard; whole_matrices.py brings matrices toge
 """
 
 import math
+from itertools import cycle, pairwise
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
-from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Placement
 from megatron_zpp.zero.model_states import MOMENTUM
@@ -45,15 +46,20 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         held = {index: Held(unit.layout, unit.plan.axes) for index, unit in enumerate(units) if every[index]}
         works = rounds(every, len(mesh.ranks(*mesh.inside_node)))
         share = muon_share(held, mesh, config.muon_num_ns_steps)
-        room = torch.empty(share.room, dtype=dtype, device=units[0].full.device)
-        self._rounds = {work[0].unit: Round(work, held, mesh, Room(room)) for work in works}
+        device = units[0].full.device
+        rooms = cycle([torch.empty(share.room, dtype=dtype, device=device) for _ in range(share.rooms)])
+        made = [Round(work, held, mesh, Room(room)) for work, room in zip(works, rooms, strict=False)]
+        self._rounds = {work[0].unit: one for work, one in zip(works, made, strict=True)}
+        # What follows in another room can be brought together while a round is worked on.
+        self._following = dict(pairwise(made)) if share.rooms > 1 else {}
+        self._bringing: dict[Round, Pending] = {}
         states = {index: each.elements(mesh) for index, each in held.items()}
         self._passes = {
             index: muon_passes(
                 MuonElements(
                     places=places,
                     scales=[self._scale(place.matrix) for place in places],
-                    room=room,
+                    room=work.room.flat,
                     owned=units[index].owned,
                     states=states[index],
                     momentum=config.muon_momentum,
@@ -86,10 +92,10 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         """See Optimizer.update."""
         if index in self._rounds:
             work = self._rounds[index]
-            for each in work.places:
-                gradients, momentum = self._units[each].gradients, self.states[each][MOMENTUM]
-                self._passes[each].average(gradients, momentum, self._numbers)
-            work.gather(self._stream)
+            brought = self._bringing.pop(work, None) or self._bring(work)
+            if following := self._following.get(work):
+                self._bringing[following] = self._bring(following)
+            brought.wait()
             for batch in work.batches:
                 orthogonalize_(batch, self._coefficients)
             work.scatter(self._stream)
@@ -104,6 +110,13 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         self._change(index, unit.gradients, source)
         if later:
             self._sources.write(unit)
+
+    def _bring(self, work: Round) -> Pending:
+        """Let the momentum of a round's units take in their gradients, and bring its matrices together."""
+        for each in work.places:
+            gradients, momentum = self._units[each].gradients, self.states[each][MOMENTUM]
+            self._passes[each].average(gradients, momentum, self._numbers)
+        return work.gather(self._stream)
 
     def _scale(self, matrix: Matrix) -> float:
         """The factor of an update by the shape of its matrix, as --muon-scale-mode says."""
