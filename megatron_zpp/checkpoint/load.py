@@ -81,10 +81,13 @@ def load_checkpoint(
         return progress
 
 
-def saved_settings(path: Location) -> tuple[dict[str, Any], int]:
-    """(settings by part and field, data ranks) of the run that saved a checkpoint, after it was loaded."""
+def saved_settings(path: Location) -> tuple[dict[str, Any], int, list[str]]:
+    """Of the run that saved a checkpoint, after it was loaded.
+
+    Settings by part and field, data ranks, and the kinds of states that were saved.
+    """
     state = saved_state(path)
-    return state["config"], saved_mesh(state).data_ranks
+    return state["config"], saved_mesh(state).data_ranks, state.get("kinds", [])
 
 
 def saved_state(path: Location) -> dict[str, Any]:

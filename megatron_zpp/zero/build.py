@@ -55,19 +55,16 @@ class UnitBuilder:
         self,
         communication: Communication,
         device: torch.device,
-        *,
-        offload_optimizer: bool,
-        splits_weights: bool,
+        config: EngineConfig,
         sources: GatherSources,
-        codes: WeightEncoder | None = None,
+        codes: WeightEncoder | None,
     ) -> None:
-        """`splits_weights`: trained master weights are the gather sources and a byte beside each weight.
-
-        `codes`: what encodes the weights that are held as codes, where some are.
-        """
-        self._sources, self._splits = sources, splits_weights
+        """`codes`: what encodes the weights that are held as codes, where some are."""
         self._communication, self._plan = communication, communication.plan
-        self._device, self._offload, self._codes = device, offload_optimizer, codes
+        self._device, self._sources, self._codes = device, sources, codes
+        self._offload = config.zero.zero_offload_optimizer
+        # Trained master weights are the gather sources and a byte beside each weight.
+        self._splits = config.optimizer.splits_weights
 
     def build(self, modules: NamedUnits, initialize: Initialize) -> list[Unit]:
         """The units of modules in forward order. `initialize(name, tensor)` fills one whole fp32 parameter.
