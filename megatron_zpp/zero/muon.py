@@ -3,6 +3,7 @@
 The momentum of a matrix is an exponential average of its gradients; Newton-Schulz iteration makes all its
 singular values about 1, and a factor by its shape makes the update. Rules and names are those of Megatron-LM.
 Momentum is a state of this rank's shard; whole_matrices.py brings matrices together inside nodes.
+What crosses between nodes, and why: docs/internals/measurements/muon.md.
 """
 
 import math
