@@ -58,7 +58,8 @@ def memory_of(job: Job) -> Memory:
         master_bytes = 1
     muon, matmul_bytes = job.muon, min(job.dtype.itemsize, 4)
     moments = job.optimizer.moment_bytes
-    optimizer = int((moments + master_bytes) * owned) - 4 * muon.elements
+    second = sum(job.optimizer.saved_bytes[2])  # which matrices under Muon do not have
+    optimizer = int((moments + master_bytes) * owned - second * muon.elements)
     optimizer += matmul_bytes * muon.rooms * muon.room
     staged = 0
     if offloaded and differences:

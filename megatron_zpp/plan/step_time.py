@@ -240,7 +240,8 @@ def _muon_seconds(job: Job, machine: Machine) -> float:
     share = job.muon
     if not share.elements:
         return 0.0
-    saved = 4 * share.elements / machine.memory_rate  # two passes, which read and write an update too
+    # Two passes, which read and write an update too, in place of the second moment's bytes.
+    saved = (2 * sum(job.optimizer.saved_bytes[2]) - 4) * share.elements / machine.memory_rate
     work, exchange = share.flops / machine.flops, job.dtype.itemsize * share.sent / machine.inside
     hidden = min(work, exchange / 2) if share.rooms > 1 else 0.0
     return work + exchange - hidden - saved

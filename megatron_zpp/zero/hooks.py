@@ -30,8 +30,8 @@ def register_hooks(
     parameter no more.
     """
     handles = []
-    for place, ((_, parameters), read) in enumerate(zip(modules, reads.units, strict=True)):
-        module = module_of(parameters)
+    for place, ((_, reader), read) in enumerate(zip(modules, reads.units, strict=True)):
+        module = module_of(reader)
         handles += _hook_passes(module, place, [units[index] for index in read], prefetcher, exchanges)
     for unit in units:
         if unit.frozen:

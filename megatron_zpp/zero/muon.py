@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import Placement
+from megatron_zpp.placement import ALIGNMENT, Placement
 from megatron_zpp.zero.model_states import MOMENTUM
 from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers, muon_passes
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
@@ -39,7 +39,8 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         dtype: torch.dtype,
     ) -> None:
         """`rule_of`: of what is no matrix. `stream`: among the ranks of a node. `dtype`: of matmuls."""
-        super().__init__(rule_of, units, sources)
+        super().__init__(rule_of, units, sources, config.forms_of_moments)
+        forms = {} if config.exp_avg_dtype == "fp32" else {MOMENTUM: config.exp_avg_dtype}
         self._config, self._stream, self._dtype = config, stream, dtype
         self._coefficients = coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
         self.state_names = (MOMENTUM, *self.state_names)
@@ -63,6 +64,7 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
                     room=work.room.flat,
                     owned=units[index].owned,
                     states=states[index],
+                    unit=index,
                     momentum=config.muon_momentum,
                     nesterov=config.muon_nesterov,
                 )
@@ -71,14 +73,17 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
             for index, places in work.places.items()
         }
         for index, (unit, of_unit) in enumerate(zip(units, self.states, strict=True)):
-            of_unit |= zero_states(unit, (MOMENTUM,), states.get(index, range(0)))
+            of_unit |= zero_states(unit, (MOMENTUM,), states.get(index, range(0)), forms)
 
     def elements(self, unit: Unit, name: str) -> range:
         """See Optimizer.elements."""
         matrices = unit.layout.hull(of_matrices=True)
         if name == MOMENTUM:
             return matrices
-        return unit.layout.hull(of_matrices=False) if matrices else whole_unit(unit, name)
+        if not matrices:
+            return whole_unit(unit, name)
+        others = unit.layout.hull(of_matrices=False)
+        return range(others.start, -(-others.stop // ALIGNMENT) * ALIGNMENT)  # whole blocks of states
 
     def _changes(self, placement: Placement) -> bool:
         return not placement.matrices
@@ -87,7 +92,7 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         """See Optimizer.begin_step."""
         super().begin_step(rates, divisor, found_inf)
         shrink = 1 - rates[0] * self._config.weight_decay
-        self._numbers = StepNumbers(divisor, found_inf, shrink, -rates[0])
+        self._numbers = StepNumbers(divisor, found_inf, shrink, -rates[0], self.steps)
 
     def update(self, index: int) -> None:
         """See Optimizer.update."""

@@ -40,7 +40,8 @@ def test_passes_are_those_of_plain_torch(unit: int, made: torch.dtype, found_inf
         Place(matrix, range(start, start + size), *both)
         for start, size, both in zip(starts, sizes, zip(there, back, strict=True), strict=True)
     ]
-    numbers = StepNumbers(*torch.tensor([3.0, found_inf], device=DEVICE), 0.99, -0.02)
+    divisor, skipped, steps = torch.tensor([3.0, found_inf, 7.0], device=DEVICE)
+    numbers = StepNumbers(divisor, skipped, 0.99, -0.02, steps)
 
     def results(kind: Callable[[MuonElements], MuonPasses]) -> list[Tensor]:
         draw = torch.Generator(DEVICE).manual_seed(1)
@@ -49,7 +50,8 @@ def test_passes_are_those_of_plain_torch(unit: int, made: torch.dtype, found_inf
             for numel in (len(owned), 2**16, len(states), len(owned), len(owned))
         )
         gradient, room, source = gradient.to(made), room.to(made), source.to(HALF)
-        given = MuonElements(places, [0.5, 1.5, 2.0], room, owned, states, 0.9, nesterov=unit > 1)
+        momentum = momentum if made == torch.float32 else momentum.bfloat16()
+        given = MuonElements(places, [0.5, 1.5, 2.0], room, owned, states, 2, 0.9, nesterov=unit > 1)
         passes = kind(given)
         passes.average(
             [GradSegment(0, gradient[:10048]), GradSegment(10048, gradient[10048:])], momentum, numbers

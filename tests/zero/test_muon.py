@@ -57,6 +57,7 @@ SHAPES = MATRICES | {
 }
 ROWS = {name: shape if name == "first.three" else shape[:1] for name, shape in MATRICES.items()}
 FOUR = FOUR_BITS | {"zero_stage": 3}
+COMPACT = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
 RATE, DECAY, SCALED = 0.02, 0.1, 65536.0
 SIMPLE = (3.4445, -4.7750, 2.0315)
 
@@ -306,6 +307,29 @@ def test_what_four_bits_lose_of_gradients_arrives_later(
             assert lost.norm() > 0.03 * gradient.norm(), name
 
 
+def in_bf16(topology: Topology, stage: int) -> dict[str, list]:
+    """Momentum after three steps, of which every element is rounded by its number."""
+    settings = COMPACT | {"operations": operations(), "muon_momentum": 0.75}
+    engine = engine_of(topology, {"zero_stage": stage}, PrecisionConfig(fp32=True), **settings)
+    train(engine, range(3))
+    states = states_of(engine, "momentum_buffer")
+    assert engine.states.forms()["momentum_buffer"] == "bfloat16"
+    engine.close()
+    return {name: states[name].tolist() for name in ROWS}
+
+
+def test_momentum_in_bf16_is_rounded_alike_on_any_shards() -> None:
+    (one,) = on_ranks(1, in_bf16, 0)
+    for found in [*on_ranks(2, in_bf16, 3), *on_ranks(2, in_bf16, 1, ranks_per_node=1)]:
+        assert found == one
+    for name, momentum in one.items():
+        exact = torch.zeros(SHAPES[name], dtype=torch.float64)
+        for step in range(3):
+            gradient = sum(drawn(name, 8 * step + index).double() for index in range(8)) / 8
+            exact = 0.75 * exact + 0.25 * gradient
+        assert 0 < (torch.tensor(momentum) - exact).norm() < 2**-7 * exact.norm()
+
+
 def lists(engine: ZeroEngine) -> dict[str, dict[str, list]]:
     return {
         kind: {name: state.tolist() for name, state in states_of(engine, kind).items()}
@@ -320,7 +344,7 @@ def in_fp16(topology: Topology, zero: dict[str, Any], **settings: Any) -> ZeroEn
 
 def resumed(topology: Topology, zero: dict[str, Any], directory: str) -> list[dict[str, dict[str, list]]]:
     """States after two steps; after four; and after four of which two follow a checkpoint."""
-    engine, other = (in_fp16(topology, zero) for _ in range(2))
+    engine, other = (in_fp16(topology, zero, **(COMPACT if zero else {})) for _ in range(2))
     train(engine, range(2))
     found = [lists(engine)]
     path = save(Path(directory), engine, Progress(iteration=2))
