@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.exchange.route import CodeFormat
@@ -107,7 +108,7 @@ def encode_with(
     for row, message in zip(rows.neg_(), messages, strict=True):
         codec.sum_into(message[None], row, rotation, first, add=True)
         first += len(row)
-    lost.copy_(rows.div_(-divisor))
+    torch.div(rows, -divisor, out=lost)
 
 
 def decode_each(

@@ -48,6 +48,8 @@ from megatron_zpp.plan.hardware import (
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import Pass, total
 
+_FEEDBACK = 18  # bytes that kernels read and write for each byte of residuals and its fp32 sum
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -189,6 +191,8 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
             nbytes += one.summed * (itemsize + sent_bytes)
         if one.reduced != SentBytes():
             nbytes += one.summed * _reduced_bytes(job, sent_bytes)
+        if one.reduced.inter:  # what codes have lost is added, decoded, and kept
+            nbytes += _FEEDBACK * plan.residual_bytes
     return nbytes / machine.memory_rate
 
 
