@@ -33,6 +33,11 @@ def test_updates_are_those_of_float64(stage: int) -> None:
         cases.check(rank, *cases.expected(3, nesterov=True))
 
 
+def test_what_four_bits_lose_of_gradients_arrives_later() -> None:
+    for arrived, owed in on_gpus(2, 1, cases.telescoped, cases.FOUR, "cuda"):
+        cases.check_owed(arrived, owed)
+
+
 def beside_products(topology: Topology) -> tuple[int, int]:
     """Exchanges of matrices in a step of four rounds, and how many of them run beside other kernels."""
     model = ModelConfig(num_layers=4, hidden_size=2048, num_attention_heads=16, seq_length=64)
