@@ -6,12 +6,15 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._dynamo import register_backend
 
 from megatron_zpp.config.compilation import Compilation, CompilationConfig, resolve_compilation
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.attention import PackedFlash
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
 from megatron_zpp.train.setup.compiling import compile_parts, prepare_compiler
@@ -117,9 +120,35 @@ def test_a_text_without_documents_beside_batches_with_them() -> None:
     assert "again" in said[0]  # a further graph
 
 
-@pytest.mark.parametrize(("model", "recompute"), [("gpt2", "full"), ("llama", "selective")])
+class Packed(PackedFlash):
+    """With attention in torch's operations in place of the kernel for GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attend = self._in_memory
+
+    @staticmethod
+    def _in_memory(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *_: Any, **options: Any) -> Tensor:
+        """Each (B · T, N, H), as one row."""
+        places = torch.arange(len(q), dtype=ends.dtype)
+        document = torch.bucketize(places, ends, right=True)
+        seen = (document == document[:, None]) & (places <= places[:, None])
+        q, k, v = (part.transpose(0, 1) for part in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, seen).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute"), [("gpt2", "full"), ("llama", "selective"), ("packed", "stored")]
+)
 def test_documents_in_compiled_layers(recompute: str, model: str) -> None:
-    """Masks are arguments of one graph, which gives the gradients of plain layers for any documents."""
+    """Masks are arguments of one graph, which gives the gradients of plain layers for any documents.
+
+    However many they are, also of a kernel that takes their ends.
+    """
+    kernel = None
+    if model == "packed":
+        pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 brought it")
+        model, kernel = "gpt2", Packed()
     if model == "llama" and not GROUPED_FLASH:
         pytest.skip("this torch's attention for CPUs adds the scores of queries in groups in another order")
     config = ModelConfig(
@@ -135,11 +164,13 @@ def test_documents_in_compiled_layers(recompute: str, model: str) -> None:
     found, said = [], []
     for compiled in (False, True):
         torch._dynamo.reset()
-        gpt = GPT(config, VOCABULARY, RecomputeConfig(**RECOMPUTED[recompute])).initialize(3)
+        gpt = GPT(config, VOCABULARY, RecomputeConfig(**RECOMPUTED[recompute]), kernel).initialize(3)
         if compiled:
             compile_parts(gpt, (BATCH, LENGTH), said.append, "aot_eager", masked=True)
-        for ends in ((0, 5, 32, 64, 64), (0, 32, 40, 41, 64)):
+        for ends in ((0, 5, 32, 64, 64), (0, 32, 40, 41, 64), (0, 32, 64), (0, 9, 32, 33, 34, 39, 64)):
             gpt(tokens, tokens, documents=torch.tensor(ends, dtype=torch.int32)).backward()
+            with torch.no_grad():
+                gpt(tokens, tokens, documents=torch.tensor(ends, dtype=torch.int32))
         found.append(torch.cat([parameter.grad.flatten() for parameter in gpt.parameters()]))
     assert torch.equal(*found)
     assert said == []

@@ -108,7 +108,8 @@ def _graph(
     It takes the unit's module and its inputs. `whole`: nothing of it may be outside of the graph. `ready` as
     in `compile_parts`; `recomputed` as in `_without_graph`.
     """
-    from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
+    from torch._dynamo import maybe_mark_dynamic  # takes seconds: only runs that compile import it
+    from torch._dynamo.exc import TorchDynamoException
 
     compiled = torch.compile(plain, backend=maker, fullgraph=whole, dynamic=False)
 
@@ -117,6 +118,9 @@ def _graph(
             return plain(module, x, *others)
         if not ready():
             return _without_graph(plain, module, x, *others, recomputed=recomputed)
+        for ends in map(_ends, others[:1]):
+            if ends is not None:
+                maybe_mark_dynamic(ends, 0)  # one graph, whether the documents are few or many
         try:
             out = compiled(module, x, *others[:2])  # mask and rotation, where there are any
         except TorchDynamoException as error:
@@ -127,6 +131,12 @@ def _graph(
         return out
 
     return run
+
+
+def _ends(mask: Mask) -> Tensor | None:
+    """The ends of documents (E) of a kernel that takes them as they are."""
+    listed = isinstance(mask, InsideDocuments) and isinstance(mask.bounds, Tensor) and mask.bounds.dim() == 1
+    return mask.bounds if listed else None
 
 
 def _without_graph(
