@@ -135,8 +135,8 @@ def _graph(
 
 def _ends(mask: Mask) -> Tensor | None:
     """The ends of documents (E) of a kernel that takes them as they are."""
-    listed = isinstance(mask, InsideDocuments) and isinstance(mask.bounds, Tensor) and mask.bounds.dim() == 1
-    return mask.bounds if listed else None
+    bounds = mask.bounds if isinstance(mask, InsideDocuments) else None
+    return bounds if isinstance(bounds, Tensor) and bounds.dim() == 1 else None
 
 
 def _without_graph(
