@@ -19,8 +19,8 @@ from megatron_zpp.data.indexed import IndexedDataset, tokens_path
 from megatron_zpp.data.samples import Epochs, Samples
 
 NOT_COUNTED = -100  # the target that cross_entropy ignores
-# Capacities in documents per row: the smallest sufficient one is used, or else the number of tokens. Few,
-# because torch.compile may compile each with and without gradients, and gives up after eight graphs.
+# Capacities in documents per row: the smallest sufficient one is used, or else the number of tokens, because
+# kernels start blocks for empty documents too. Few, for compilers that make a graph for each size.
 _CAPACITIES = (8, 32, 128)
 _SEARCHED = 1 << 20  # tokens of a data set: few documents are longer
 

@@ -33,6 +33,7 @@ MODEL = [
     bad("--hidden-dropout 1", "--hidden-dropout 1.0: must be below 1"),
     bad("--norm-epsilon 0", "--norm-epsilon 0.0: must be above 0"),
     bad("--model-preset 9b", "--model-preset 9b: is neither a file nor a preset; use one of … 13b"),
+    bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
     bad("--rotary-base 500", "--rotary-base 500.0: needs --position-embedding-type rope"),
     bad(
         "--position-embedding-type rope --rope-scaling-factor 8",

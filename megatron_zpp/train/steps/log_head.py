@@ -32,6 +32,8 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     assert isinstance(engine.model, GPT)
     if windows := [window for window in model.layer_windows if window]:
         lines.append(f" windows of {windows[0]} tokens in {len(windows)} of {model.num_layers} layers")
+    if 0 < (rotated := sum(model.layers_with_rope)) < model.num_layers:
+        lines.append(f" rope in {rotated} of {model.num_layers} layers")
     if attention := engine.model.attention.describe():
         lines.append(f" attention: {attention}")
     if spare := engine.spare.count:
