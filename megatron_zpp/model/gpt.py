@@ -160,7 +160,13 @@ class GPT(nn.Module):
         self.embedding = (PositionedEmbedding if learned else Embedding)(config, padded)
         self.rotary, self.rotary_local = rotary_embeddings(config)
         self.layers = nn.ModuleList(
-            Layer(config, self.attention, recompute_scores=selective, cut=cut_layers)
+            Layer(
+                config,
+                self.attention,
+                recompute_scores=selective,
+                cut=cut_layers,
+                mlp_chunks=self.recompute.mlp_chunks_for_training,
+            )
             for _ in range(config.num_layers)
         )
         output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)

@@ -14,6 +14,8 @@ Tensor ranks divide all of a layer, by tokens between its linear maps and by hea
 them, and the logits by entries of the vocabulary. Each has the norm's output of all tokens in the head, and
 for the length of a product the gathered rows of a linear map. 8-bit products keep these rows.
 
+Where the MLP is in chunks, a layer saves the residual between attention and MLP, and of the MLP nothing more.
+
 With delayed scaling the outputs of norms and activations are there as codes only, a byte each; attention's
 output is kept beside its codes. Other 8-bit products are planned like those of bf16.
 
@@ -23,6 +25,7 @@ Ids and the temporary memory of kernels do not count.
 from dataclasses import dataclass
 from itertools import accumulate
 
+from megatron_zpp.model.chunks import chunk_rows as rows_of_a_chunk
 from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
 from megatron_zpp.model.recomputation import segments
 from megatron_zpp.model.shape import LayerShape, layer_shape
@@ -46,6 +49,13 @@ class LayerBackward:
 
 def layer_bytes(job: Job) -> int:
     """Return the bytes that one layer saves on a rank for its backward if it is not recomputed."""
+    if job.recompute.mlp_chunks_for_training > 1:
+        return attention_bytes(job) + _input(job)
+    return _whole_layer_bytes(job)
+
+
+def _whole_layer_bytes(job: Job) -> int:
+    """The same if its MLP is not in chunks."""
     shape, delayed = layer_shape(job.model), job.precision.fp8_delayed
     numbers = _norms_and_sums(shape) + shape.mlp_input.outputs + shape.mlp_output.inputs
     if job.model.gated and not job.compiled:
@@ -58,11 +68,14 @@ def layer_bytes(job: Job) -> int:
 
 
 def attention_bytes(job: Job) -> int:
-    """Return those bytes of the layer's first half, its attention, without delayed scaling."""
-    shape = layer_shape(job.model)
+    """Return those bytes of the layer's first half, its attention."""
+    shape, delayed = layer_shape(job.model), job.precision.fp8_delayed
     statistics = len(shape.norms) // 2 * _norm_bytes(job) + _masks(job)
-    numbers = _norms_and_sums(shape) // 2 * job.dtype.itemsize
-    return job.rows * (_heads_bytes(job) + numbers + statistics) + _gathered_codes(job) // 2
+    numbers = _norms_and_sums(shape) // 2 - (shape.qkv.inputs if delayed else 0)
+    codes = _gathered_codes(job) // 2
+    if delayed:
+        codes = shape.qkv.inputs * job.tokens + shape.output.inputs * job.rows
+    return job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes
 
 
 def _norms_and_sums(shape: LayerShape) -> int:
@@ -206,20 +219,53 @@ def backward(job: Job) -> list[LayerBackward]:
 
 
 def working_bytes(job: Job) -> int:
-    """Return bytes of gradients in a layer's backward: of the activation, the residual, one MLP matrix.
+    """Return bytes of gradients in the backward of a layer's MLP: activation, residual, one MLP matrix.
+
+    Of an MLP in chunks there are the gradients of a chunk, what it saves, the gradients of the residual on
+    both sides of the half, and of both matrices the sums over chunks in fp32 and those of the chunk.
+    """
+    rows, itemsize = chunk_rows(job), job.dtype.itemsize
+    working = _mlp_gradients(job, rows)
+    if rows < job.rows:
+        shape = layer_shape(job.model)
+        matrices = (shape.mlp_input.weights + shape.mlp_output.weights) // job.tensor
+        saved = _whole_layer_bytes(job) - layer_bytes(job)
+        working += saved * rows // job.rows + 2 * _input(job) + (4 + itemsize) * matrices
+        working -= itemsize * shape.mlp_input.weights // job.tensor  # counted twice
+    return working
+
+
+def chunk_rows(job: Job) -> int:
+    """Rows of this rank that its MLPs compute at a time."""
+    return rows_of_a_chunk(job.rows, job.recompute.mlp_chunks_for_training)
+
+
+def _mlp_gradients(job: Job, rows: int) -> int:
+    """Bytes of the gradients of `rows` rows of each rank: of the activation, the residual, one MLP matrix.
 
     Tensor ranks gather the residual's gradient for the MLP's second map. For its first map they gather the
     input and have their part of a product for all tokens, when what the second map and the activation had
     saved is gone.
     """
     hidden, tensor = job.model.hidden_size, job.tensor
-    inner = layer_shape(job.model).mlp_input.outputs
-    second = job.rows * hidden + (job.tokens + hidden) * inner // tensor
+    inner, tokens = layer_shape(job.model).mlp_input.outputs, rows * tensor
+    second = rows * hidden + (tokens + hidden) * inner // tensor
     if tensor > 1:
-        saved = job.tokens * (inner + job.model.ffn_hidden_size) // tensor
-        first = second + (2 * job.tokens + job.rows) * hidden + hidden * inner // tensor - saved
-        second = max(second + job.tokens * hidden, first)
+        saved = tokens * (inner + job.model.ffn_hidden_size) // tensor
+        first = second + (2 * tokens + rows) * hidden + hidden * inner // tensor - saved
+        second = max(second + tokens * hidden, first)
     return job.dtype.itemsize * second
+
+
+def attention_working_bytes(job: Job) -> int:
+    """Return bytes of gradients in the backward of attention: residual, output, q, k, v.
+
+    GPUs sum the gradient of q in fp32 before it gets its format.
+    """
+    shape, itemsize = layer_shape(job.model), job.dtype.itemsize
+    heads = itemsize * (shape.output.inputs + shape.qkv.outputs)
+    sums = 4 * shape.output.inputs if job.device == "cuda" and itemsize < 4 else 0
+    return _input(job) + job.rows * (heads + sums)
 
 
 def offloaded_bytes(job: Job) -> int:

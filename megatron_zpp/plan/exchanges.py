@@ -6,7 +6,7 @@ makes each rank send (T - 1) / T of their bytes over NVLink:
     a layer         forward    an all-gather before each of two linear maps, a reduce-scatter after two others
                     backward   the transposes of these four, and the two inputs gathered again for the
                                gradients of weights, unless 8-bit products have kept them; with
-                               recomputation also what the forward sends
+                               recomputation, or an MLP in chunks, also what the forward sends
                     norms across heads sum an fp32 number per token, of a LayerNorm two, in the forward, and
                     as many in the backward
     the embedding   a reduce-scatter, and in the backward an all-gather
@@ -22,7 +22,8 @@ copies between GPUs the other exchanges of maps are beside products too, of all 
 from dataclasses import dataclass
 
 from megatron_zpp.exchange.route import SentBytes
-from megatron_zpp.model.recomputation import segments
+from megatron_zpp.model.flops import layer_matrices
+from megatron_zpp.model.recomputation import mlps_again, segments
 from megatron_zpp.model.shape import layer_shape
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.job import Job
@@ -53,7 +54,8 @@ def exchanged(job: Job, forward: bool) -> Exchanged:
     else:
         ends = 2 * one + 2 * others * 4 * sum(job.replicated) // job.tensor
         ends += _norm_bytes(job, layers + recomputed_layers(job))
-        of_maps = (4 * recomputed_layers(job) + (4 if job.precision.fp8 else 2) * layers) * one
+        again = 4 * recomputed_layers(job) + 2 * recomputed_mlps(job)
+        of_maps = (again + (4 if job.precision.fp8 else 2) * layers) * one
         beside = 0 if job.precision.fp8 else 4 * layers * one
     if job.overlapped:
         return Exchanged(ends, beside + of_maps)
@@ -103,6 +105,21 @@ def recomputed_layers(job: Job) -> int:
     return sum(stop - first for first, stop, again in runs if again)
 
 
+def recomputed_mlps(job: Job) -> int:
+    """Layers beside these whose MLP is computed again in the backward, because it is in chunks.
+
+    A recomputation that leaves out an MLP, which its chunks compute, counts as one of the whole layer.
+    """
+    return len(mlps_again(job.model.num_layers, job.recompute))
+
+
+def recomputed_matrices(job: Job) -> int:
+    """Parameters of the matrices of layers with which a backward repeats a forward."""
+    shape = layer_shape(job.model)
+    of_mlp = shape.mlp_input.weights + shape.mlp_output.weights
+    return recomputed_layers(job) * layer_matrices(job.model) + recomputed_mlps(job) * of_mlp
+
+
 def _products(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of the products beside which one forward or backward exchanges.
 
@@ -115,5 +132,7 @@ def _products(job: Job, machine: Machine, forward: bool) -> float:
     if forward:
         width = others * (column + row) * layers
     else:
-        width = 2 * column * layers + others * (row * layers + (column + row) * recomputed_layers(job))
+        again = (column + row) * recomputed_layers(job)
+        again += (shape.mlp_input.outputs + shape.mlp_output.inputs) * recomputed_mlps(job)
+        width = 2 * column * layers + others * (row * layers + again)
     return 2.0 * job.tokens * model.hidden_size * width / job.tensor / machine.flops

@@ -8,8 +8,10 @@ points of a step where it can be: in the loss, along the backward, in the optimi
 from dataclasses import dataclass
 
 from megatron_zpp.distributed.peer_rows import region_bytes
+from megatron_zpp.model.shape import layer_shape
 from megatron_zpp.plan.activations import (
     attention_bytes,
+    attention_working_bytes,
     backward,
     ends_bytes,
     loss_bytes,
@@ -116,14 +118,15 @@ def _peak_candidates(job: Job) -> dict[str, int]:
         from_before = on_their_way + embedding
     candidates = {"the loss": accumulated + from_before + activations + loss_bytes(job)}
     working, reduces_as_made = working_bytes(job), job.reduces_as_made
+    attention, mlp = attention_working_bytes(job), job.dtype.itemsize * _mlp_numel(job)
     for one in backward(job):
         points = [
             (one.layer + 1, one.stored + working),
             (one.layer, one.left + job.dtype.itemsize * of_layer[0]),  # before the reduction takes them
         ]
-        if len(of_layer) > 1:  # those of the MLP
-            left = one.left + attention_bytes(job)
-            points.append((one.layer + 1, left + job.dtype.itemsize * of_layer[1]))
+        # In the backward of attention the unit of a whole layer has the gradients of its MLP.
+        beside = max(attention, mlp) if len(of_layer) > 1 else attention + mlp
+        points.append((one.layer + 1, one.left + attention_bytes(job) + beside))
         for layers, live in points:
             done = by_loss + int(others * (1 - layers / job.model.num_layers))
             beside = on_their_way
@@ -142,6 +145,14 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     candidates["the end of the backward"] = end + on_their_way + summing
     candidates["the optimizer's step"] = final + min(job.dtype.itemsize, 4) * job.muon.working
     return candidates
+
+
+def _mlp_numel(job: Job) -> int:
+    """Elements of the gradients of a layer's MLP, those of a whole layer without its vectors."""
+    if len(job.layer_layouts) > 1:
+        return job.layer_layouts[1].numel
+    shape = layer_shape(job.model)
+    return (shape.mlp_input.weights + shape.mlp_output.weights) // job.tensor
 
 
 @dataclass(frozen=True)

@@ -179,8 +179,9 @@ class _Tried:
         partly: list[tuple[float, Job]] = []
         for job in families:
             sizes = sizes_of(job, space)
-            given = [job.recompute, FULL] if space.others else [job.recompute]
-            recomputes = dict.fromkeys([*given, OFF, SELECTIVE] if space.others else given)
+            off, selective, full = (_in_chunks_as(job, each) for each in (OFF, SELECTIVE, FULL))
+            given = [job.recompute, full] if space.others else [job.recompute]
+            recomputes = dict.fromkeys([*given, off, selective] if space.others else given)
             count = job.micro_batches * job.micro_batch_size // sizes[-1]
             large = replace(job, micro_batch_size=sizes[-1], micro_batches=count)
             if min(self._least_seconds(replace(large, recompute=each)) for each in recomputes) > self.bound:
@@ -210,7 +211,7 @@ class _Tried:
                 self.plans.append(Plan(each, memory, total(passes.of(each)), time))
             else:
                 too_large = min(too_large, each.micro_batch_size)
-                if job.recompute == OFF:
+                if job.recompute.recompute_granularity is None:
                     yield time.seconds, each
 
     def _least_seconds(self, job: Job) -> float:
@@ -255,7 +256,12 @@ def _peak(job: Job) -> int:
 
 def _in_first_layers(job: Job, count: int) -> Job:
     some = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=count)
-    return job.varied(recompute=some)
+    return job.varied(recompute=_in_chunks_as(job, some))
+
+
+def _in_chunks_as(job: Job, recompute: RecomputeConfig) -> RecomputeConfig:
+    """The recomputation, with the MLP in as many chunks as the job has it."""
+    return replace(recompute, mlp_chunks_for_training=job.recompute.mlp_chunks_for_training)
 
 
 def _bases(run: Job) -> Iterator[Job]:
@@ -326,7 +332,7 @@ def _neighbours(job: Job) -> Iterator[Job]:
     for size in sizes_of(job, Space()):
         yield in_micro_batches_of(job, size)
     for recompute in (OFF, FULL):
-        yield job.varied(recompute=recompute)
+        yield job.varied(recompute=_in_chunks_as(job, recompute))
     for zero in _zeros(job, Space()):
         yield job.varied(zero=zero)
     for other in _with_tensor_ranks(job, set(divisors(job.local)) - {job.tensor}):
