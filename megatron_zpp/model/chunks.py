@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MULTIPLE = 16  # rows of which 8-bit products take multiples
 
 
-def chunk_rows(rows: int, chunks: int) -> int:
+def rows_of_chunk(rows: int, chunks: int) -> int:
     """Rows of each of `chunks` chunks but the last, which may be smaller. There may be fewer chunks."""
     return min(rows, -(-rows // (chunks * _MULTIPLE)) * _MULTIPLE)
 
@@ -31,7 +31,7 @@ def chunk_rows(rows: int, chunks: int) -> int:
 def chunk_shape(hidden: tuple[int, ...], chunks: int) -> tuple[int, ...]:
     """The shape of chunks of hidden states (B, T, D), which is (1, rows, D), or of (N, D)."""
     *others, width = hidden
-    return *(1,) * (len(others) - 1), chunk_rows(math.prod(others), chunks), width
+    return *(1,) * (len(others) - 1), rows_of_chunk(math.prod(others), chunks), width
 
 
 class ChunkedHalf(Half):
@@ -43,7 +43,7 @@ class ChunkedHalf(Half):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) or (R, D) -> the same."""
-        size = chunk_rows(x.shape[:-1].numel(), self.chunks)
+        size = rows_of_chunk(x.shape[:-1].numel(), self.chunks)
         if not torch.is_grad_enabled():
             return self.outputs(x, size)
         return _Forward.apply(_Backward.apply(x, self, size, *self.parameters()), self, size)

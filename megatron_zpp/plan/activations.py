@@ -25,7 +25,7 @@ Ids and the temporary memory of kernels do not count.
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_zpp.model.chunks import chunk_rows as rows_of_a_chunk
+from megatron_zpp.model.chunks import rows_of_chunk
 from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
 from megatron_zpp.model.recomputation import segments
 from megatron_zpp.model.shape import LayerShape, layer_shape
@@ -224,20 +224,16 @@ def working_bytes(job: Job) -> int:
     Of an MLP in chunks there are the gradients of a chunk, what it saves, the gradients of the residual on
     both sides of the half, and of both matrices the sums over chunks in fp32 and those of the chunk.
     """
-    rows, itemsize = chunk_rows(job), job.dtype.itemsize
+    chunks, itemsize = job.recompute.mlp_chunks_for_training, job.dtype.itemsize
+    rows = rows_of_chunk(job.rows, chunks)
     working = _mlp_gradients(job, rows)
-    if rows < job.rows:
+    if chunks > 1:
         shape = layer_shape(job.model)
         matrices = (shape.mlp_input.weights + shape.mlp_output.weights) // job.tensor
         saved = _whole_layer_bytes(job) - layer_bytes(job)
         working += saved * rows // job.rows + 2 * _input(job) + (4 + itemsize) * matrices
         working -= itemsize * shape.mlp_input.weights // job.tensor  # counted twice
     return working
-
-
-def chunk_rows(job: Job) -> int:
-    """Rows of this rank that its MLPs compute at a time."""
-    return rows_of_a_chunk(job.rows, job.recompute.mlp_chunks_for_training)
 
 
 def _mlp_gradients(job: Job, rows: int) -> int:

@@ -172,7 +172,7 @@ def overlap_slowdown(job: Job) -> float:
 
 
 def _recomputed_flops(job: Job) -> float:
-    """Recomputed FLOPs per token: of whole layers, MLPs, or attention's scores with `selective`; of logits."""
+    """FLOPs per token of recomputed layers, MLPs and logits, and with `selective` of attention's scores."""
     model = job.model
     logits = 0.0 if job.zero.zero_table_rows is None else 2.0 * model.hidden_size * job.padded_vocab_size
     attended = attended_tokens(model) / model.num_layers
