@@ -49,10 +49,11 @@ class ChunkedHalf(Half):
         return _Forward.apply(_Backward.apply(x, self, size, *self.parameters()), self, size)
 
     def outputs(self, x: Tensor, size: int) -> Tensor:
-        """The output for x, in chunks of `size` rows."""
+        """The output for x, in chunks of `size` rows, without its gradient."""
         out = x.new_empty(x.shape)
         for part, of_part in zip(_parts(x, size), _parts(out, size), strict=True):
-            of_part.copy_(self.compute(self, part))
+            own = part.detach().requires_grad_(torch.is_grad_enabled())
+            of_part.copy_(self.compute(self, own).detach())
         return out
 
     @property
@@ -72,7 +73,10 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, half: ChunkedHalf, size: int) -> Tensor:
-        return half.outputs(x, size)
+        # As the backward computes it, so that a compiler makes one graph for both. What a chunk saves is no
+        # concern of those who recompute or offload what layers save.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            return half.outputs(x, size)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -115,6 +119,10 @@ class _Backward(torch.autograd.Function):
         summed = iter([total.to(one.dtype) for total, one in zip(sums, trained, strict=True)])
         of_parameters = (next(summed) if wanted else None for wanted in needed[3:])
         return of_x if needed[0] else None, None, None, *of_parameters
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _random_state(device: torch.device) -> Tensor:

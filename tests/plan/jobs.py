@@ -45,6 +45,7 @@ def job_of(
     tensor: int = 1,
     copy_engines: bool = True,
     optimizer: OptimizerConfig | None = None,
+    device: str = "cuda",
 ) -> Job:
     """A job of bf16 and one rank by default; `tensor` ranks of `local` share each layer."""
     settings = ZeroConfig(**(zero or {}))
@@ -68,6 +69,7 @@ def job_of(
         ),
         tensor=tensor,
         copy_engines=copy_engines,
+        device=device,
     )
 
 

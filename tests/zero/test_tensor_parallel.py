@@ -75,6 +75,10 @@ RECOMPUTE = {
     "selective": RecomputeConfig(recompute_activations=True),
     "full": RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
 }
+RECOMPUTE |= {
+    f"{kind}, MLPs in chunks": replace(RECOMPUTE[kind], mlp_chunks_for_training=2)
+    for kind in ("stored", "full")
+}
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,8 @@ def test_recomputation_accumulation_and_overlap_change_nothing() -> None:
         Case("llama", 2, 3, "full", 2),
         Case("llama", 2, 3, documents=True),
         Case("scores", 2, 1, "selective", documents=True),
-        Case("gpt2", 2, 0, documents=True, overlapped=True),
+        Case("gpt2", 2, 0, "stored, MLPs in chunks", documents=True, overlapped=True),
+        Case("llama", 2, 3, "full, MLPs in chunks", 2),
         Case("llama", 2, 3, "full", 2, overlapped=True),
         Case("olmo2", 2, 2, "full", 2, documents=True, overlapped=True),
     )
