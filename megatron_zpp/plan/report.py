@@ -17,6 +17,7 @@ from megatron_zpp.plan.hardware import (
     Machine,
 )
 from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.longest_sample import longest_sample
 from megatron_zpp.plan.save_copies import copies_bytes
 from megatron_zpp.plan.search import WORTH, Found, Plan, search
 from megatron_zpp.plan.step_time import overlap_slowdown, product_time
@@ -42,7 +43,7 @@ def report(job: Job, gpu: Gpu, machine: Machine, iterations: int) -> list[str]:
     plans = [found.run]
     if found.best is not None and changed_flags(job, found.best.job):
         plans.append(found.best)
-    lines = [*_head(found.run, gpu, iterations), "", *_answer(found, gpu), ""]
+    lines = [*_head(found.run, gpu, iterations), "", *_answer(found, gpu), _longest(job, gpu), ""]
     lines += [*_memory(plans), "", *_time(plans, iterations), *_traffic(plans), ""]
     return [*lines, *_assumptions(plans, gpu, machine)]
 
@@ -95,6 +96,12 @@ def _answer(found: Found, gpu: Gpu) -> Iterator[str]:
         yield f"this run: {_figures(run)}; {_why(run, best)}"
     else:
         yield f"this run fits: {run.memory.peak / _GIB:.2f}, in {run.memory.peak_at}, of {usable}"
+
+
+def _longest(job: Job, gpu: Gpu) -> str:
+    """A line on the longest sample that fits with this run's settings."""
+    tokens = longest_sample(job, gpu.memory)
+    return f"longest sample: {f'{tokens:,}' if tokens else 'fewer than 1,024'} tokens"
 
 
 def _figures(plan: Plan) -> str:
