@@ -1,6 +1,7 @@
 """Builds a model with the modules of a run: norms, matmuls, tables in blocks, those of tensor ranks."""
 
 from collections.abc import Iterator, Mapping
+from itertools import count
 
 from torch import nn
 
@@ -84,8 +85,8 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
 
         more = exchanges_of_attention(model)
         halves = units_of_a_layer(model.cut_layers)
-        for unit in range(first := units.index("layers.0"), first + halves * len(model.layers), halves):
-            sent[unit] = sent[unit][0] + more[0], sent[unit][1] + more[1]
+        for unit, (forward, backward) in zip(count(units.index("layers.0"), halves), more, strict=False):
+            sent[unit] = sent[unit][0] + forward, sent[unit][1] + backward
     return sent
 
 

@@ -28,7 +28,7 @@ from tests.zero.test_tensor_parallel import (
 )
 
 LONG: dict[str, Any] = {"tokens": 16, "layers": 2}
-COMMS = ("a2a",)
+COMMS = ("a2a", "p2p")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -105,7 +105,7 @@ def test_zeropp_and_16_bits_act_over_context_ranks() -> None:
         for (zero, model), comm in product(kinds, COMMS)
     )
     for precision in (BF16, FP16):
-        cases += (Case("llama", 1, 2, 2, COMMS[-1], precision=precision, **LONG),)
+        cases += (Case("llama", 1, 2, 2, "p2p", precision=precision, **LONG),)
     first = same_on_all(on_ranks(4, train, cases, ranks_per_node=2))
     for case, found in zip(cases, first, strict=True):
         expected = one_process(Case(case.model, **LONG))

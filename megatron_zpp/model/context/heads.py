@@ -52,11 +52,19 @@ class AllToAllHeads:
         kernel = self._kernel.describe()
         return f"all-to-all of heads among {self.context_ranks} context ranks{kernel and f', {kernel}'}"
 
-    def sent(self, heads: int, groups: int, head_width: int) -> tuple[int, int]:
-        """Return the elements that a forward and a backward send per token of this rank."""
-        elements = 2 * (heads + math.lcm(groups, self.context_ranks)) * head_width
-        elements = elements // self.context_ranks * (self.context_ranks - 1)
+    def sent(
+        self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
+    ) -> tuple[int, int]:
+        """Return the elements that a forward and a backward send per token of this rank, of any window."""
+        elements = self._to_others(2 * (heads + math.lcm(groups, self.context_ranks)) * head_width)
         return elements, elements
+
+    def sent_behind(self, heads: int, head_width: int) -> int:
+        """Return those that a forward sends behind all that its backward needs: the result."""
+        return self._to_others(heads * head_width)
+
+    def _to_others(self, elements: int) -> int:
+        return elements // self.context_ranks * (self.context_ranks - 1)
 
     def causal(self, x: Tensor) -> Causal:
         """As the kernel, of whole samples; x (B, S / C, …)."""

@@ -1,6 +1,7 @@
 """A model whose samples context ranks share: each rank has some tokens of every sample."""
 
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -11,6 +12,22 @@ from megatron_zpp.model.context.heads import AllToAllHeads
 from megatron_zpp.model.context.parts import from_parts, own_part
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Layer
+
+
+@runtime_checkable
+class ContextKernel(AttentionKernel, Protocol):
+    """Attention of context ranks."""
+
+    def sent(
+        self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
+    ) -> tuple[int, int]:
+        """Return the elements that a forward and a backward send per token of this rank.
+
+        For samples of `tokens`, in a layer with the `window`.
+        """
+
+    def sent_behind(self, heads: int, head_width: int) -> int:
+        """Return those that a forward sends behind all that its backward needs."""
 
 
 def share_samples(model: GPT, group: TensorGroup, tensor_rank: int = 0) -> None:
@@ -29,30 +46,40 @@ def share_samples(model: GPT, group: TensorGroup, tensor_rank: int = 0) -> None:
             owner.dropout = dropout
 
 
-def context_kernel(
-    kernel: AttentionKernel, group: TensorGroup, comm_type: str, heads: int
-) -> AttentionKernel:
+def context_kernel(kernel: AttentionKernel, group: TensorGroup, comm_type: str, heads: int) -> ContextKernel:
     """Attention by `kernel` among the ranks of `group`, which have so many heads of their tokens.
 
-    `comm_type` is a2a, p2p, or auto: a2a where the ranks divide the heads.
+    `comm_type` is a2a, p2p, or auto, as --cp-comm-type.
     """
-    return AllToAllHeads(kernel, group)
+    if exchanges_heads(comm_type, group.size, heads):
+        return AllToAllHeads(kernel, group)
+    from megatron_zpp.model.context.ring import Ring
+
+    return Ring(kernel, group)
 
 
-def exchanges_of_attention(model: GPT) -> tuple[int, int]:
+def exchanges_heads(comm_type: str, ranks: int, heads: int) -> bool:
+    """Whether `ranks` exchange heads, and not keys and values around a ring."""
+    return comm_type == "a2a" or (comm_type == "auto" and heads % ranks == 0)
+
+
+def exchanges_of_attention(model: GPT) -> list[tuple[int, int]]:
     """Elements that forward and backward of each layer's attention send per row of a rank.
 
-    A selective recomputation sends those of the forward again.
+    A selective recomputation sends them again until it has what the backward needs, which is behind all
+    exchanges but that of results.
     """
-    first = model.layers[0]
-    assert isinstance(first, Layer)
-    attention, kernel = first.attention, first.attention.kernel
-    assert isinstance(kernel, AllToAllHeads)
-    forward, backward = (
-        model.tensor_ranks * each
-        for each in kernel.sent(attention.heads, attention.groups, attention.head_width)
-    )
-    return forward, backward + (forward if attention.recompute_scores else 0)
+    found = []
+    for layer, window in zip(model.layers, model.windows, strict=True):
+        assert isinstance(layer, Layer)
+        attention, kernel = layer.attention, layer.attention.kernel
+        assert isinstance(kernel, ContextKernel)
+        heads = attention.heads, attention.groups, attention.head_width
+        forward, backward = kernel.sent(*heads, model.config.seq_length, window)
+        if attention.recompute_scores:
+            backward += forward - kernel.sent_behind(attention.heads, attention.head_width)
+        found.append((model.tensor_ranks * forward, model.tensor_ranks * backward))
+    return found
 
 
 def _joined(own: Tensor, *, group: TensorGroup) -> Tensor:
