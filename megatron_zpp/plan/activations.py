@@ -19,9 +19,13 @@ Where the MLP is in chunks, a layer saves the residual between attention and MLP
 With delayed scaling the outputs of norms and activations are there as codes only, a byte each; attention's
 output is kept beside its codes. Other 8-bit products are planned like those of bf16.
 
+Context ranks that exchange heads keep attention's output twice, before its exchange and behind it, and where
+they do not divide groups of heads, repeated keys and values.
+
 Ids and the temporary memory of kernels do not count.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -85,11 +89,16 @@ def _norms_and_sums(shape: LayerShape) -> int:
 
 def _heads_bytes(job: Job) -> int:
     """Return bytes per token of heads: q, k, v and attention's output, their norms, and a number per row."""
-    shape = layer_shape(job.model)
+    shape, selective = layer_shape(job.model), job.recompute.recompute_granularity == "selective"
     normalised = sum(count * width for count, width in shape.head_norms)
     statistics = sum(count for count, _ in shape.head_norms) * _norm_bytes(job)
-    rows = 0 if job.recompute.recompute_granularity == "selective" else 4 * job.model.num_attention_heads
-    return (shape.qkv.outputs + shape.output.inputs + normalised) * job.dtype.itemsize + statistics + rows
+    rows = 0 if selective else 4 * job.model.num_attention_heads
+    numbers = shape.qkv.outputs + shape.output.inputs + normalised
+    if job.context > 1 and job.exchanges_heads and not selective:
+        groups, tensor = job.model.num_query_groups, job.tensor
+        repeated = tensor * math.lcm(groups // tensor, job.context) - groups
+        numbers += shape.output.inputs + 2 * repeated * job.model.kv_channels
+    return numbers * job.dtype.itemsize + statistics + rows
 
 
 def ends_bytes(job: Job) -> int:
@@ -256,12 +265,16 @@ def _mlp_gradients(job: Job, rows: int) -> int:
 def attention_working_bytes(job: Job) -> int:
     """Return bytes of gradients in the backward of attention: residual, output, q, k, v.
 
-    GPUs sum the gradient of q in fp32 before it gets its format.
+    GPUs sum the gradient of q in fp32 before it gets its format. In a ring of context ranks the gradients of
+    q, k and v are such sums, beside keys and values of another rank and their gradients.
     """
     shape, itemsize = layer_shape(job.model), job.dtype.itemsize
-    heads = itemsize * (shape.output.inputs + shape.qkv.outputs)
-    sums = 4 * shape.output.inputs if job.device == "cuda" and itemsize < 4 else 0
-    return _input(job) + job.rows * (heads + sums)
+    queries, heads = shape.output.inputs, shape.qkv.outputs
+    if job.context > 1 and not job.exchanges_heads:
+        around = max(2 * (heads - queries), heads)  # these, or the gradients in their format
+        return _input(job) + job.rows * (itemsize * (queries + around) + 4 * heads)
+    sums = 4 * queries if job.device == "cuda" and itemsize < 4 else 0
+    return _input(job) + job.rows * (itemsize * (queries + heads) + sums)
 
 
 def offloaded_bytes(job: Job) -> int:

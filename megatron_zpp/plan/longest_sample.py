@@ -14,7 +14,7 @@ def longest_sample(job: Job, gibibytes: float) -> int:
     A multiple of 1,024 tokens per rank that shares samples or layers. Where positions are learned, their
     table is as long.
     """
-    step = _STEP * job.tensor
+    step = _STEP * job.context * job.tensor
     few, many = 0, 1  # steps: those that fit, and those that do not
     while many * step <= _MOST and _fits(job, many * step, gibibytes):
         few, many = many, 2 * many

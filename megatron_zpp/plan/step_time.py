@@ -166,7 +166,7 @@ def product_time(job: Job) -> float:
 
 def overlap_slowdown(job: Job) -> float:
     """The factor by which compute takes longer beside what data ranks send each other."""
-    if job.mesh.data_ranks == 1:
+    if job.mesh.shard_ranks == 1:
         return 1.0
     return KERNEL_SLOWDOWN if job.nodes == 1 and not job.copy_engines else SLOWDOWN
 
@@ -206,7 +206,7 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
 def _reduced_bytes(job: Job, sent_bytes: int) -> float:
     """Bytes per element of the whole gradient that a reduction reads and writes in memory."""
     plan = job.communication
-    nbytes = sent_bytes + 8 / job.mesh.data_ranks
+    nbytes = sent_bytes + 8 / job.mesh.shard_ranks
     first, last = plan.gradients[0].format, plan.gradients[-1].format
     if not isinstance(first, torch.dtype):
         nbytes += 2 * first.bytes_per_element

@@ -54,7 +54,7 @@ def _sharing_ranks(mesh: Mesh) -> str:
 
 def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine) -> list[str]:
     """On rank 0, the planned memory of each GPU. That of a CPU is not planned; it is assumed to suffice."""
-    if engine.topology.rank != 0 or engine.device.type != "cuda" or engine.mesh.context_ranks > 1:
+    if engine.topology.rank != 0 or engine.device.type != "cuda":
         return []
     from megatron_zpp.plan.memory import memory_of
     from megatron_zpp.train.plan_job import job_of
