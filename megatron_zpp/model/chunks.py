@@ -73,9 +73,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, half: ChunkedHalf, size: int) -> Tensor:
-        # As the backward computes it, so that a compiler makes one graph for both. What a chunk saves is no
-        # concern of those who recompute or offload what layers save.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        with _of_its_own():  # as the backward computes it, so that a compiler makes one graph for both
             return half.outputs(x, size)
 
     @staticmethod
@@ -107,7 +105,7 @@ class _Backward(torch.autograd.Function):
         with _drawing_again(ctx.state, x.device):
             for own, of_out, of_part in parts:
                 part = own.detach().requires_grad_()
-                with torch.enable_grad():
+                with _of_its_own():
                     out = half.compute(half, part)
                 found, *others = torch.autograd.grad(out, (part, *trained), of_out)
                 of_part.copy_(found)
@@ -119,6 +117,13 @@ class _Backward(torch.autograd.Function):
         summed = iter([total.to(one.dtype) for total, one in zip(sums, trained, strict=True)])
         of_parameters = (next(summed) if wanted else None for wanted in needed[3:])
         return of_x if needed[0] else None, None, None, *of_parameters
+
+
+@contextmanager
+def _of_its_own() -> Iterator[None]:
+    """Record what a chunk saves, unseen by those who recompute or offload what layers save."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -89,16 +89,22 @@ def _norms_and_sums(shape: LayerShape) -> int:
 
 def _heads_bytes(job: Job) -> int:
     """Return bytes per token of heads: q, k, v and attention's output, their norms, and a number per row."""
-    shape, selective = layer_shape(job.model), job.recompute.recompute_granularity == "selective"
+    shape = layer_shape(job.model)
     normalised = sum(count * width for count, width in shape.head_norms)
     statistics = sum(count for count, _ in shape.head_norms) * _norm_bytes(job)
-    rows = 0 if selective else 4 * job.model.num_attention_heads
+    rows = 0 if job.recompute.recompute_granularity == "selective" else 4 * job.model.num_attention_heads
     numbers = shape.qkv.outputs + shape.output.inputs + normalised
-    if job.context > 1 and job.exchanges_heads and not selective:
+    if _has_two_outputs(job):
         groups, tensor = job.model.num_query_groups, job.tensor
         repeated = tensor * math.lcm(groups // tensor, job.context) - groups
         numbers += shape.output.inputs + 2 * repeated * job.model.kv_channels
     return numbers * job.dtype.itemsize + statistics + rows
+
+
+def _has_two_outputs(job: Job) -> bool:
+    """Whether attention's output is kept on both sides of an exchange."""
+    selective = job.recompute.recompute_granularity == "selective"
+    return job.context > 1 and job.exchanges_heads and not selective
 
 
 def ends_bytes(job: Job) -> int:
@@ -230,19 +236,19 @@ def backward(job: Job) -> list[LayerBackward]:
 def working_bytes(job: Job) -> int:
     """Return bytes of gradients in the backward of a layer's MLP: activation, residual, one MLP matrix.
 
-    Of an MLP in chunks there are the gradients of a chunk, what it saves, the gradients of the residual on
-    both sides of the half, and of both matrices the sums over chunks in fp32 and those of the chunk.
+    Of an MLP in chunks there are the gradients of the residual on both sides of the half, and of both
+    matrices the sums over chunks in fp32. Beside them are the gradients of a chunk, and either what it has
+    saved or its gradient of the other matrix; or at the end the gradients of both matrices in their format.
     """
     chunks, itemsize = job.recompute.mlp_chunks_for_training, job.dtype.itemsize
-    rows = rows_of_chunk(job.rows, chunks)
-    working = _mlp_gradients(job, rows)
-    if chunks > 1:
-        shape = layer_shape(job.model)
-        matrices = (shape.mlp_input.weights + shape.mlp_output.weights) // job.tensor
-        saved = _whole_layer_bytes(job) - layer_bytes(job)
-        working += saved * rows // job.rows + 2 * _input(job) + (4 + itemsize) * matrices
-        working -= itemsize * shape.mlp_input.weights // job.tensor  # counted twice
-    return working
+    if chunks == 1:
+        return _mlp_gradients(job, job.rows)
+    shape, rows = layer_shape(job.model), rows_of_chunk(job.rows, chunks)
+    saved = (_whole_layer_bytes(job) - layer_bytes(job)) * rows // job.rows
+    first, second = (each.weights // job.tensor for each in (shape.mlp_input, shape.mlp_output))
+    of_a_chunk = _mlp_gradients(job, rows) + max(saved, itemsize * second)
+    made = itemsize * (first + second) if itemsize < 4 else 0
+    return 2 * _input(job) + 4 * (first + second) + max(of_a_chunk, made)
 
 
 def _mlp_gradients(job: Job, rows: int) -> int:
@@ -266,7 +272,8 @@ def attention_working_bytes(job: Job) -> int:
     """Return bytes of gradients in the backward of attention: residual, output, q, k, v.
 
     GPUs sum the gradient of q in fp32 before it gets its format. In a ring of context ranks the gradients of
-    q, k and v are such sums, beside keys and values of another rank and their gradients.
+    q, k and v are such sums, beside keys and values of another rank and their gradients. Of outputs that are
+    there twice one is gone.
     """
     shape, itemsize = layer_shape(job.model), job.dtype.itemsize
     queries, heads = shape.output.inputs, shape.qkv.outputs
@@ -274,7 +281,8 @@ def attention_working_bytes(job: Job) -> int:
         around = max(2 * (heads - queries), heads)  # these, or the gradients in their format
         return _input(job) + job.rows * (itemsize * (queries + around) + 4 * heads)
     sums = 4 * queries if job.device == "cuda" and itemsize < 4 else 0
-    return _input(job) + job.rows * (itemsize * (queries + heads) + sums)
+    gone = queries if _has_two_outputs(job) else 0
+    return _input(job) + job.rows * (itemsize * (queries + heads - gone) + sums)
 
 
 def offloaded_bytes(job: Job) -> int:

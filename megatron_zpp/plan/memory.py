@@ -117,7 +117,7 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     if job.reduces_as_made and job.micro_batches > 1:
         from_before = on_their_way + embedding
     candidates = {"the loss": accumulated + from_before + activations + loss_bytes(job)}
-    working, reduces_as_made = working_bytes(job), job.reduces_as_made
+    working = working_bytes(job)
     attention, mlp = attention_working_bytes(job), job.dtype.itemsize * _mlp_numel(job)
     for one in backward(job):
         points = [
@@ -125,14 +125,12 @@ def _peak_candidates(job: Job) -> dict[str, int]:
             (one.layer, one.left + job.dtype.itemsize * of_layer[0]),  # before the reduction takes them
         ]
         # In the backward of attention the unit of a whole layer has the gradients of its MLP.
-        beside = max(attention, mlp) if len(of_layer) > 1 else attention + mlp
-        points.append((one.layer + 1, one.left + attention_bytes(job) + beside))
+        both = max(attention, mlp) if len(of_layer) > 1 else attention + mlp
+        points.append((one.layer + 1, one.left + attention_bytes(job) + both))
         for layers, live in points:
             done = by_loss + int(others * (1 - layers / job.model.num_layers))
-            beside = on_their_way
-            if accumulated and not reduces_as_made:  # only from this backward, so none when it starts
-                later = min(job.model.num_layers - layers, most)
-                beside = int(sent * (later * sum(of_layer) + head))
+            later = min(job.model.num_layers - layers, most)  # from this backward: none when it starts
+            beside = int(sent * (later * sum(of_layer) + head))
             candidates.setdefault("the backward", 0)
             candidates["the backward"] = max(
                 candidates["the backward"], max(accumulated, done) + live + tied + beside
