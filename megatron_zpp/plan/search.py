@@ -2,7 +2,7 @@
 
 Tried together: micro-batches of every size that divides the batch, recomputation (as given, off, selective,
 full, or full in the first layers), ZeRO's stages, hpZ and gradient groups of whole nodes or as given, and all
-numbers of tensor ranks. Where one sample does not fit, or fits only with recomputation, also context ranks,
+numbers of tensor ranks. Where a long sample does not fit, or fits only with recomputation, also context ranks,
 and the MLP in chunks. What makes a step slower than other ways to save memory is tried only where nothing
 fits without it: units of sublayers, tables in blocks, then the optimizer in CPU memory.
 
@@ -39,6 +39,7 @@ from megatron_zpp.plan.traffic import Pass, repeated, total, traffic_of
 WORTH = 0.01  # of a step's time: the model is not accurate enough for smaller differences
 _NEAR = 1.25  # times as long as the best: what the second best may take
 _CHUNK = 8192  # tokens of a chunk of an MLP: products of these read their weights in little of their time
+_LONG = 8192  # tokens of a sample: of shorter ones context ranks would have too few
 _MULTIPLE = 64  # rows of a block: whole tiles of matrix products
 
 OFF, SELECTIVE = RecomputeConfig(), RecomputeConfig(recompute_granularity="selective")
@@ -112,7 +113,8 @@ def search(run: Job, machine: Machine, gibibytes: float) -> Found:
     tried = _Tried(run, machine, gibibytes)
     if own.fits(gibibytes):
         tried.plans.append(own)
-    space = Space(long=run.context > 1 or not _fits_as_it_is(run, gibibytes))
+    long = run.model.seq_length >= _LONG and not _fits_as_it_is(run, gibibytes)
+    space = Space(long=run.context > 1 or long)
     for base in _bases(run):
         tried.families(families(base, space), space)
         if tried.plans:
