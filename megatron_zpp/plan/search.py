@@ -2,9 +2,9 @@
 
 Tried together: micro-batches of every size that divides the batch, recomputation (as given, off, selective,
 full, or full in the first layers), ZeRO's stages, hpZ and gradient groups of whole nodes or as given, and all
-numbers of tensor ranks. Where a long sample does not fit, or fits only with recomputation, also context ranks,
-and the MLP in chunks. What makes a step slower than other ways to save memory is tried only where nothing
-fits without it: units of sublayers, tables in blocks, then the optimizer in CPU memory.
+numbers of tensor ranks. Where a long sample does not fit, or fits only with recomputation, also context
+ranks, and the MLP in chunks. What makes a step slower than other ways to save memory is tried only where
+nothing fits without it: units of sublayers, tables in blocks, then the optimizer in CPU memory.
 
 These settings leave the numerics alone: they move the same numbers, and at most add them in another order.
 Formats of 8 and 4 bits do not, and are searched by themselves (`rounded`).
