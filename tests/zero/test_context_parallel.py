@@ -81,7 +81,7 @@ def test_documents_windows_scores_and_recomputation_change_nothing(other: bool) 
         ("wide", 1, "a2a", "stored", 1, False),
         ("scores", 1, "a2a", "selective", 1, False),
         ("scores", 3, "p2p", "full", 2, True),
-        ("llama", 2, "p2p", "stored", 2, True),
+        ("llama", 2, "p2p", "full, MLPs in chunks", 2, True),
     )
     cases = tuple(
         Case(model, 1, stage, 2, comm, recompute=recompute, accumulate=times, documents=documents, **LONG)
