@@ -14,7 +14,7 @@ itself, they run between two graphs.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +90,7 @@ class Ring(DotProduct):
         else:
             self._flex = kernel if kernel.compiled else None
         self._kernel, self._group = kernel, group
+        self._backend = _CHOOSES if kernel.backend is None else int(kernel.backend.value)
         self.compiled, self.splits_graphs, self.context_ranks = kernel.compiled, bool(self._flex), group.size
         self._known: dict[tuple[Any, ...], Seen] = {}
 
@@ -149,18 +150,20 @@ class Ring(DotProduct):
         assert dropout == 0.0, "check_ring refuses it"
         causal = isinstance(mask, Causal)
         plain = causal and scores.softcap is None and scores.slopes is None
-        backend = _MATH
-        if plain:
-            backend = _CHOOSES if self._kernel.backend is None else self._kernel.backend.value
-        ring = _Passes(
-            self._group.name, None if causal else mask.window, scores.scale, scores.softcap, backend
-        )
-        first = None if causal else mask.bounds.first
+        backend, window = self._backend if plain else _MATH, None if causal else mask.window
         if backend == _MATH and self._flex is not None:
-            seen = mask.bounds
-            ring = replace(ring, kernel=FlexBlocks(self._flex, scores, seen.first, seen.blocks))
-            return _outside_of_graphs(q, k, v, scores.sinks, None, None, ring)
+            return self._by_flex(q, k, v, mask.bounds, window, scores)
+        ring = _Passes(self._group.name, window, scores.scale, scores.softcap, backend)
+        first = None if causal else mask.bounds.first
         return _Attention.apply(q, k, v, scores.sinks, scores.slopes, first, ring)
+
+    @torch.compiler.disable
+    def _by_flex(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, window: int | None, scores: Scores
+    ) -> Tensor:
+        kernel = FlexBlocks(self._flex, scores, seen.first, seen.blocks)
+        ring = _Passes(self._group.name, window, scores.scale, scores.softcap, _MATH, kernel)
+        return _Attention.apply(q, k, v, scores.sinks, None, None, ring)
 
 
 def _newest(places: Tensor, window: int) -> Tensor:
@@ -273,18 +276,19 @@ class _Passes:
 
 
 class _Transfer:
-    """Rows of two tensors on their way to one rank of a group, and those of another rank on their way here.
+    """Rows of two tensors, on their way to the rank `distance` places behind, and those that come here.
 
     All ranks of the group must make it. It owns its buffers until `wait` has returned.
     """
 
-    def __init__(self, sent: Tensor, to: int, received: Tensor, source: int, group: TensorGroup) -> None:
-        """Contiguous (2, B, rows, G, H), of as many rows as the ranks send each other."""
+    def __init__(self, sent: Tensor, received: Tensor, distance: int, group: TensorGroup) -> None:
+        """Contiguous (2, B, rows, G, H); ranks may send each other different numbers of rows, or none."""
         self._sent, self._received = sent, received
-        counts = [[0] * group.size, [0] * group.size]
-        counts[0][source], counts[1][to] = received.numel(), sent.numel()
+        taken, given = [0] * group.size, [0] * group.size
+        taken[(group.rank - distance) % group.size] = received.numel()
+        given[(group.rank + distance) % group.size] = sent.numel()
         self._work = dist.all_to_all_single(
-            *(received.view(-1), sent.view(-1), *counts), group=group.process_group, async_op=True
+            received.view(-1), sent.view(-1), taken, given, group=group.process_group, async_op=True
         )
 
     def wait(self) -> Tensor:
@@ -299,13 +303,12 @@ def _travelling(k: Tensor, v: Tensor, group: TensorGroup, window: int | None) ->
     each, *others = rounds(group.size, group.rank, k.shape[1] * group.size, window)
     keys: tuple[Tensor, ...] = k, v
     for following in others:
-        sent = torch.stack([of_chunks(part, following.sent, size) for part in (k, v)])
-        received = _rows(k, following.received)
-        to, source = (
-            (group.rank + following.distance) % group.size,
-            (group.rank - following.distance) % group.size,
+        coming = _Transfer(
+            torch.stack([of_chunks(part, following.sent, size) for part in (k, v)]),
+            _rows(k, following.received),
+            following.distance,
+            group,
         )
-        coming = _Transfer(sent, to, received, source, group)
         yield each, *keys
         each, keys = following, coming.wait().unbind()
     yield each, *keys
@@ -329,8 +332,7 @@ def _return(each: Round, sums: Sequence[Sums], k: Tensor, group: TensorGroup) ->
     sent, received = _rows(k, each.received), _rows(k, each.sent)
     for total, part in zip(sums, sent, strict=True):
         total.into(part, each.received)
-    to, source = ((group.rank + places) % group.size for places in (-each.distance, each.distance))
-    return _Returning(_Transfer(sent, to, received, source, group), each.sent)
+    return _Returning(_Transfer(sent, received, -each.distance, group), each.sent)
 
 
 def _rows(k: Tensor, chunks: range) -> Tensor:
@@ -371,9 +373,6 @@ class _Attention(torch.autograd.Function):
             found = ring.backward(*inputs)
         lost = of_sinks(gradient, out, log_sum, sinks) if ctx.needs_input_grad[3] else None
         return *found, lost, None, None, None
-
-
-_outside_of_graphs = torch.compiler.disable(_Attention.apply)
 
 
 @custom_op("megatron_zpp_model::ring_attention", mutates_args=())
