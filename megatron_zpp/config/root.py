@@ -31,8 +31,8 @@ from megatron_zpp.config.run import (
     LoggingConfig,
     TrainingConfig,
 )
+from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG, check_context_ranks, check_tensor_ranks
 from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
-from megatron_zpp.config.shapes.tensor_parallel import check_tensor_ranks
 from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.sources.settings_file import (
@@ -97,7 +97,7 @@ class Config:
         self._check_auto()
         self.optimizer.check_weights(zero, precision.compute_dtype("cuda"), coded=precision.fp8_param_gather)
         if precision.fp8:
-            _check_fp8(model, training)
+            _check_fp8(model, training, self.distributed.context_parallel_size)
         if precision.fp8_param_gather:
             _check_param_gather(precision, zero)
         tensor_ranks = self.distributed.tensor_model_parallel_size
@@ -108,6 +108,8 @@ class Config:
             fix = f"must be a multiple of {TENSOR_RANKS} {tensor_ranks}, which share each block"
             raise zero.error("zero_table_rows", fix)
         check_tensor_ranks(model, tensor_ranks, fp8=precision.fp8)
+        context_ranks, comm_type = self.distributed.context_parallel_size, self.distributed.cp_comm_type
+        check_context_ranks(model, context_ranks, tensor_ranks, comm_type)
         if self.tokenizer.tokenizer_type is None:
             raise self.tokenizer.error("tokenizer_type", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
@@ -322,10 +324,9 @@ def _divide_batch(provided: Provided, stages: int, ranks: Callable[[PlanConfig],
     """Return a note on the micro-batch where ranks of a pipeline become data ranks."""
     from megatron_zpp.config.legacy.pipeline import divide_batch
 
-    tensor_ranks = DistributedConfig(**provided.values["distributed"]).tensor_model_parallel_size
-    return divide_batch(
-        provided, stages, max(1, ranks(PlanConfig(**provided.values["plan"])) // tensor_ranks)
-    )
+    distributed = DistributedConfig(**provided.values["distributed"])
+    sharing = distributed.tensor_model_parallel_size * distributed.context_parallel_size
+    return divide_batch(provided, stages, max(1, ranks(PlanConfig(**provided.values["plan"])) // sharing))
 
 
 def _drop_loss_scale(provided: Provided) -> tuple[str, ...]:
@@ -382,17 +383,22 @@ def _check_lengths(training: TrainingConfig, learning_rate: LearningRateConfig) 
             raise option_error(flag, value, f"the run's length is given by --train-{own}; use {right}")
 
 
-def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
+def _check_fp8(model: ModelConfig, training: TrainingConfig, context_ranks: int) -> None:
     """Require multiples of 16 in every dimension of an 8-bit product; weight gradients sum over tokens."""
     heads = model.num_attention_heads * model.kv_channels
     keys = model.num_query_groups * model.kv_channels
-    tokens = training.micro_batch_size * model.seq_length
+    tokens = training.micro_batch_size * model.seq_length // context_ranks
+    shared = f" / {CONTEXT_FLAG} {context_ranks}" if context_ranks > 1 else ""
     for flag, value, width in (
         ("--hidden-size", model.hidden_size, model.hidden_size),
         ("--ffn-hidden-size", model.ffn_hidden_size, model.ffn_hidden_size),
         ("--kv-channels", f"{model.kv_channels} × --num-attention-heads {model.num_attention_heads}", heads),
         ("--kv-channels", f"{model.kv_channels} × --num-query-groups {model.num_query_groups}", keys),
-        ("--micro-batch-size", f"{training.micro_batch_size} × --seq-length {model.seq_length}", tokens),
+        (
+            "--micro-batch-size",
+            f"{training.micro_batch_size} × --seq-length {model.seq_length}{shared}",
+            tokens,
+        ),
     ):
         if width % 16:
             raise option_error(flag, value, f"is {width}; must be a multiple of 16 with --fp8")

@@ -215,7 +215,7 @@ class Job:
         The other tensor ranks, and the ranks of other nodes, send and hold the same. Routes, slots and reads
         are those of rank 0 on all ranks.
         """
-        meshes = [self.mesh.at(rank) for rank in self.mesh.ranks(self.mesh.local)]
+        meshes = [self.mesh.at(rank) for rank in self.mesh.ranks(self.mesh.replicas)]
         plan = self.communication
         return [
             replace(plan, mesh=mesh, weights=tuple(replace(each, mesh=mesh) for each in plan.weights))

@@ -200,7 +200,7 @@ def _reduced_bytes(job: Job, sent_bytes: int) -> float:
     if not isinstance(first, torch.dtype):
         nbytes += 2 * first.bytes_per_element
     elif _in_turn(job):
-        nbytes += 2 * plain(last).itemsize / job.mesh.local_ranks
+        nbytes += 2 * plain(last).itemsize / job.mesh.replicas.size
     return nbytes
 
 

@@ -4,13 +4,20 @@ import math
 
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.optimizer import OptimizerConfig
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.job import Job, units_of
 
 
 def job_of(config: Config, vocab_size: int, mesh: Mesh, device: str = "cuda") -> Job:
-    """The values that a plan of a run on the ranks of `mesh` is made from."""
+    """The values that a plan of a run on the ranks of `mesh` is made from.
+
+    Raises ValueError for context ranks, which are not planned.
+    """
+    if mesh.context_ranks > 1:
+        raise option_error(CONTEXT_FLAG, mesh.context_ranks, "is not planned; use 1, or give all settings")
     training = config.training
     batch = training.global_batch_size or training.micro_batch_size * mesh.data_ranks
     return Job(

@@ -161,7 +161,7 @@ class ZeroEngine:
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
         )
         self._sums = StepSums(trained, self._gradients, mesh, sections)
-        self._exchanges = ExchangeCounter(share, self._ledger, self.plan.made)
+        self._exchanges = ExchangeCounter(share.exchanges, self._ledger, mesh, self.plan.made)
         self._hooks = register_hooks(
             [module_of(unit) for _, unit in modules],
             self.units,
@@ -207,7 +207,7 @@ class ZeroEngine:
             last = index == micro_batches - 1
             self._gradients.begin(first=index == 0, last=last, iteration=self.iteration)
         if index == 0:
-            self._summed_gradients = micro_batches * self.mesh.data_ranks
+            self._summed_gradients = micro_batches * self.mesh.shard_ranks
             self._weight = None if weight is None else 0.0
         scale = self.loss_scale.scale
         if weight is not None:
@@ -306,9 +306,9 @@ class ZeroEngine:
         return sum_over_ranks(value, self.mesh)
 
     def mean_over_ranks(self, value: Tensor) -> Tensor:
-        """The mean of a small tensor over data ranks, whose tensor ranks have the same value."""
+        """The mean of a small tensor over ranks with different tokens; tensor ranks have the same value."""
         counted = value if self.mesh.tensor_rank == 0 else torch.zeros_like(value)
-        return sum_over_ranks(counted, self.mesh) / self.mesh.data_ranks
+        return sum_over_ranks(counted, self.mesh) / self.mesh.shard_ranks
 
     def weights_norm(self) -> Tensor:
         """The norm () fp64 of the master weights that are trained; every rank must call it."""

@@ -70,6 +70,7 @@ ALL = (
 FOUR_BITS = (("zero_quantized_weights_format", "delta4"), ("zero_quantized_gradients_format", "rotated4"))
 PLAIN = {"gpt2": GPT_2, "llama": LLAMA}
 MODELS = PLAIN | {"olmo2": OLMO_2, "gpt2-across": GPT_2_ACROSS, "scores": SCORES}
+MODELS |= {"windows": replace(LLAMA, window_size="2,0"), "wide": replace(GPT_2, window_size="9,0")}
 RECOMPUTE = {
     "stored": RecomputeConfig(),
     "selective": RecomputeConfig(recompute_activations=True),
@@ -84,6 +85,9 @@ class Case:
     model: str = "gpt2"
     tensor: int = 1
     stage: int = 0
+    context: int = 1
+    comm: str = "auto"
+    tokens: int = 12  # of a sample
     recompute: str = "stored"
     accumulate: int = 1
     precision: PrecisionConfig = FP32
@@ -102,7 +106,9 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
             MODELS[case.model],
             num_layers=case.layers,
             hidden_dropout=case.dropout,
-            attention_dropout=case.dropout,
+            attention_dropout=case.dropout if case.context == 1 else 0.0,
+            seq_length=case.tokens,
+            max_position_embeddings=case.tokens,
         ),
         VOCAB,
         zero=ZeroConfig(**{"zero_stage": case.stage} | dict(case.zero)),
@@ -110,6 +116,8 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
         precision=case.precision,
         topology=topology,
         tensor=case.tensor,
+        context=case.context,
+        comm_type=case.comm,
         overlapped=case.overlapped,
         operations=operations() if case.zero or case.kernels else None,
     )
@@ -131,7 +139,8 @@ def train(topology: Topology, cases: tuple[Case, ...]) -> list[Trained]:
 
 def train_engine(engine: ZeroEngine, case: Case) -> Trained:
     """Train an engine of a case, and close it."""
-    data = torch.randint(VOCAB, (case.steps, SAMPLES, 13), generator=torch.Generator().manual_seed(8))
+    shape = case.steps, SAMPLES, case.tokens + 1
+    data = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(8))
     mine = slice(engine.mesh.data_rank, None, engine.mesh.data_ranks)
     losses, norms, gradient = [], [], {}
     for step, samples in enumerate(data):
@@ -149,7 +158,7 @@ def train_engine(engine: ZeroEngine, case: Case) -> Trained:
         if step == 0:  # (1 - beta1) times the clipped gradient
             first = states_of(engine, "exp_avg")
             gradient = {name: state.flatten().tolist() for name, state in first.items()}
-    losses.append(engine.evaluate(data[0]).item())
+    losses.append(engine.mean_over_ranks(engine.evaluate(data[0])).item())
     weights_of(engine)  # asserts that replicated parameters have the same bits on all tensor ranks
     engine.close()
     return Trained(losses, (norms[0], norms[-1]), gradient if engine.topology.rank == 0 else {})
@@ -171,7 +180,8 @@ def one_process(case: Case) -> Trained:
 
 def check(case: Case, found: Trained, *, rel: float) -> None:
     """Losses, norms and the first gradient, which is compared by its norm as a whole."""
-    expected = one_process(Case(case.model, documents=case.documents, layers=case.layers, steps=case.steps))
+    same = {name: getattr(case, name) for name in ("documents", "tokens", "layers", "steps")}
+    expected = one_process(Case(case.model, **same))
     assert found.losses == pytest.approx(expected.losses, rel=rel), case
     assert found.norms == pytest.approx(expected.norms, rel=10 * rel), case
     assert found.gradient.keys() == expected.gradient.keys()

@@ -111,6 +111,10 @@ class Ring(DotProduct):
         sent, returned = sum(len(each.sent) for each in others), sum(len(each.received) for each in others)
         return sent * groups * head_width, (sent + returned) * groups * head_width
 
+    def sent_behind(self, heads: int, head_width: int) -> int:
+        """Return the elements that a forward sends behind all that its backward needs: none."""
+        return 0
+
     def causal(self, x: Tensor) -> Causal:
         """(B, T, …) -> the mask of whole samples."""
         return Causal(self._seen_in_rows(x, None)) if self._flex else CAUSAL

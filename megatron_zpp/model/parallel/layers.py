@@ -47,7 +47,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the ranks of `group` share the layers of a model, whose samples have `tokens` tokens.
+    """How the ranks of `group` share the layers of a model, and the `tokens` of each sample that they have.
 
     `product` returns what one linear map computes: F.linear, or the same in 8 bits. `overlapped`: products
     run beside exchanges, in training and only with F.linear.
@@ -119,12 +119,13 @@ def splits_of(units: Sequence[tuple[str, nn.Module]]) -> dict[str, Split]:
     }
 
 
-def exchanges_of(model: GPT) -> list[tuple[int, int]]:
-    """How often forward and backward of each unit gather or scatter hidden states, in the order of units.
+def exchanges_of_rows(model: GPT) -> list[tuple[int, int]]:
+    """Elements that forward and backward of each unit send per row of a rank, in the order of units.
 
-    A layer has two pairs of a gather and a scatter. The backward of a pair scatters and gathers their
-    gradients, and gathers the input of the first map again, unless products are of 8-bit floats, which keep
-    it whole. Of the units of the embedding, and of those of the head, the first one stands for all.
+    A layer has two pairs of a gather of hidden states and a scatter. The backward of a pair scatters and
+    gathers their gradients, and gathers the input of the first map again, unless products are of 8-bit
+    floats, which keep it whole. Of the units of the embedding, and of those of the head, the first one stands
+    for all.
     """
     first = model.layers[0]
     assert isinstance(first, Layer)
@@ -134,7 +135,9 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
     layers, units = layer * len(model.layers), [name for name, _ in model.units()]
     before = units.index("layers.0")
     after = len(units) - before - len(layers)
-    return [(1, 1), *[(0, 0)] * (before - 1), *layers, (1, 1), *[(0, 0)] * (after - 1)]
+    times = [(1, 1), *[(0, 0)] * (before - 1), *layers, (1, 1), *[(0, 0)] * (after - 1)]
+    sent = (model.tensor_ranks - 1) * model.config.hidden_size  # in one gather or scatter
+    return [(forward * sent, backward * sent) for forward, backward in times]
 
 
 class ColumnParallel(nn.Linear):

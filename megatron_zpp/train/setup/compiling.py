@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Half, Layer
 from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
@@ -64,10 +63,10 @@ def compile_parts(
     of batches (`masked`: inside documents). So do all inputs until the layers are `ready`: 8-bit products may
     lack scales in a run's first step. A layer raises RuntimeError if torch cannot compile it.
     """
-    whole = not isinstance(model.attention, FlashAttention3)
+    whole = not model.attention.splits_graphs
     passes = matmuls.fuse(model) if on_gpu else None
     hidden = model.hidden_shape(*shape)
-    graph = partial(_graph, ready=ready, recomputed=model.tensor_ranks == 1)
+    graph = partial(_graph, ready=ready, recomputed=model.tensor_ranks * model.attention.context_ranks == 1)
     run = Half.run if model.cut_layers else Layer.run
 
     def attending(window: int | None) -> Callable[..., Tensor]:
@@ -134,7 +133,7 @@ def _without_graph(
 ) -> Tensor:
     """The unit for a step with gradients, in no more memory than a graph takes.
 
-    Where tensor ranks share it, it is not recomputed: exchanges of a recomputation would not be counted.
+    Where ranks share it, it is not recomputed: exchanges of a recomputation would not be counted.
     """
     if recomputed and torch.is_grad_enabled():
         return checkpoint(plain, module, x, *others, use_reentrant=False)
