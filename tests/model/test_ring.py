@@ -123,12 +123,18 @@ def test_a_ring_attends_as_one_process_does(ranks: int, every: int) -> None:
     assert on_ranks(ranks, errors, CASES[::every]) == [[]] * ranks
 
 
-def flex_errors(topology: Topology, cases: list[tuple]) -> list[tuple]:
-    """As `errors`, of FlexAttention, by torch's oracle for it; CPUs have its gradients but refuse them."""
+def plain_flex() -> Flex:
+    """By torch's oracle for it. CPUs have its gradients, but they are refused before anything else."""
     flex_attention._validate_device = lambda *tensors: None
-    group, flex = TensorGroup(range(topology.world_size), topology.rank), Flex()
+    flex = Flex()
     flex._outside = flex_attention.flex_attention
-    ring = Ring(flex, group)
+    return flex
+
+
+def flex_errors(topology: Topology, cases: list[tuple]) -> list[tuple]:
+    """As `errors`, of FlexAttention."""
+    group = TensorGroup(range(topology.world_size), topology.rank)
+    ring = Ring(plain_flex(), group)
     found = [(case, error(ring, group, case)) for case in cases]
     return [(case, of_case) for case, of_case in found if not of_case < 1e-5]
 
@@ -141,13 +147,17 @@ def test_blocks_of_flex_attention_have_the_positions_of_their_tokens(cases: list
 
 
 def compiled_and_recomputed(topology: Topology) -> list[tuple]:
-    """Cases of which a graph, or a recomputation, does not make the same bits."""
+    """Cases of which graphs, or a recomputation, do not make the same bits."""
     group, wrong = TensorGroup(range(topology.world_size), topology.rank), []
-    for case in (((3, 3), None, "sinks"), ((6, 2), 15, "cap slopes")):
-        (heads, groups), window, kind = case
+    for case in (
+        ((3, 3), None, "sinks", DotProduct()),
+        ((6, 2), 15, "cap slopes", DotProduct()),
+        ((6, 2), 15, "sinks", plain_flex()),
+    ):
+        (heads, groups), window, kind, kernel = case
         *parts, sinks = drawn(group.size, heads, groups, torch.float32)
         inputs = [*(own_part(part, group.size, group.rank) for part in parts), sinks]
-        ring = Ring(DotProduct(), group)
+        ring = Ring(kernel, group)
         mask = ring.sliding_window(window, inputs[0]) if window else ring.causal(inputs[0])
 
         def attend(
@@ -155,7 +165,7 @@ def compiled_and_recomputed(topology: Topology) -> list[tuple]:
         ) -> Tensor:
             return ring(2 * q, k, v, 0.0, mask, scores) * 3
 
-        graph = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        graph = torch.compile(attend, backend="aot_eager", fullgraph=not ring.splits_graphs)
         expected = results(attend, inputs, kind)
         for other in (graph, partial(checkpoint, attend, use_reentrant=False)):
             if not all(map(torch.equal, results(other, inputs, kind), expected)):
@@ -163,7 +173,7 @@ def compiled_and_recomputed(topology: Topology) -> list[tuple]:
     return wrong
 
 
-def test_graphs_take_a_ring_whole_and_recompute_the_same() -> None:
+def test_graphs_and_recomputations_make_the_same_bits() -> None:
     assert on_ranks(2, compiled_and_recomputed) == [[]] * 2
 
 

@@ -72,7 +72,7 @@ class Seen:
     blocks: "dict[Block, BlockMask]" = field(default_factory=dict)
 
 
-class Ring(DotProduct):
+class Ring:
     """Attention over samples of which each rank of `group` has two chunks; `kernel` is that of one rank.
 
     Causal attention to plain scores takes flash attention or cuDNN's kernel. Windows, documents and other
@@ -82,7 +82,6 @@ class Ring(DotProduct):
     def __init__(self, kernel: AttentionKernel, group: TensorGroup) -> None:
         """`check_ring` tells which kernels are possible."""
         assert isinstance(kernel, DotProduct), "check_ring refuses it"
-        super().__init__()
         if isinstance(kernel, PackedFlash):
             from megatron_zpp.model.flex import Flex
 
