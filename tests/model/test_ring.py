@@ -14,7 +14,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import DotProduct, mask_of
 from megatron_zpp.model.context import ring as ring_module
 from megatron_zpp.model.context.parts import own_part, places
-from megatron_zpp.model.context.ring import Ring, check_ring
+from megatron_zpp.model.context.ring import Ring
 from megatron_zpp.model.context.rounds import rounds
 from megatron_zpp.model.flex import Flex
 from megatron_zpp.model.scores import Scores, alibi_slopes
@@ -43,17 +43,19 @@ def scores_of(kind: str, heads: int, sinks: Tensor) -> Scores:
     )
 
 
-def drawn(ranks: int, heads: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
+def drawn(
+    ranks: int, heads: int, groups: int, dtype: torch.dtype, chunk: int = CHUNK, width: int = WIDTH
+) -> list[Tensor]:
     """Queries, keys, values and what the outputs are multiplied by, (B, S, …), and sinks."""
-    draw, tokens = torch.Generator().manual_seed(7), 2 * ranks * CHUNK
+    draw, tokens = torch.Generator().manual_seed(7), 2 * ranks * chunk
     counts = (heads, groups, groups, heads)
-    shapes = [(BATCH, tokens, count, WIDTH) for count in counts] + [(heads,)]
+    shapes = [(BATCH, tokens, count, width) for count in counts] + [(heads,)]
     return [torch.randn(shape, generator=draw, dtype=torch.double).to(dtype) for shape in shapes]
 
 
-def ends_of(tokens: int) -> Tensor:
+def ends_of(tokens: int, chunk: int) -> Tensor:
     """Of documents that begin and end around ends of chunks and rows, one of which is a token long."""
-    ends = [0, 3, CHUNK, CHUNK + 1, tokens - 1, tokens, tokens + 5 * CHUNK // 2, 2 * tokens, 2 * tokens]
+    ends = [0, 3, chunk, chunk + 1, tokens - 1, tokens, tokens + 5 * chunk // 2, 2 * tokens, 2 * tokens]
     return torch.tensor(ends, dtype=torch.int32)
 
 
@@ -67,11 +69,23 @@ def results(attend: Any, inputs: list[Tensor], kind: str) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, wanted, weights.to(out.dtype))]
 
 
-def error(ring: Ring, group: TensorGroup, case: tuple, dtype: torch.dtype = torch.double) -> float:
-    """The largest difference to attention of whole samples, relative where elements are above 1."""
+def error(
+    ring: Ring,
+    group: TensorGroup,
+    case: tuple,
+    dtype: torch.dtype = torch.double,
+    chunk: int = CHUNK,
+    width: int = WIDTH,
+    device: str = "cpu",
+    around: Any = lambda attend: attend,
+) -> float:
+    """The largest difference to attention of whole samples, relative where elements are above 1.
+
+    `around` makes another function of the ring's, for instance a graph.
+    """
     (heads, groups), window, documents, kind = case
-    inputs, oracle = drawn(group.size, heads, groups, dtype), DotProduct("math")
-    ends = ends_of(inputs[0].shape[1]) if documents else None
+    inputs = [part.to(device) for part in drawn(group.size, heads, groups, dtype, chunk, width)]
+    oracle, ends = DotProduct("math"), ends_of(inputs[0].shape[1], chunk).to(device) if documents else None
     whole = [part.double() for part in inputs]
     mask = mask_of(oracle, whole[0], window, ends)
     expected = results(partial(oracle, dropout=0.0, mask=mask), whole, kind)
@@ -81,7 +95,7 @@ def error(ring: Ring, group: TensorGroup, case: tuple, dtype: torch.dtype = torc
     mask = ring.documents(ends, parts[0], window) if documents else ring.causal(parts[0])
     if window and not documents:
         mask = ring.sliding_window(window, parts[0])
-    found = results(partial(ring, dropout=0.0, mask=mask), [*parts, sinks], kind)
+    found = results(around(partial(ring, dropout=0.0, mask=mask)), [*parts, sinks], kind)
     found[4:] = [group.sum(part) for part in found[4:]]  # of sinks, each rank has the part of its tokens
     expected[:4] = [own(part) for part in expected[:4]]
     pairs = zip(found, expected, strict=True)
@@ -212,19 +226,6 @@ def test_ranks_get_chunks_in_which_a_query_sees_a_key(ranks: int) -> None:
             )
 
 
-@pytest.mark.parametrize(
-    ("backend", "dropout", "said"),
-    [
-        ("auto", 0.1, "--attention-dropout 0.1: a ring of context ranks has none; use 0"),
-        ("flash3", 0.0, "--attention-backend flash3: cannot attend in a ring of context ranks; use auto"),
-        (
-            "efficient",
-            0.0,
-            "--attention-backend efficient: cannot attend in a ring of context ranks; use auto",
-        ),
-    ],
-)
-def test_what_no_ring_computes_is_refused(backend: str, dropout: float, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        check_ring(backend, dropout)
-    check_ring("auto", 0.0)
+def test_kernels_without_sums_of_exponentials_are_refused() -> None:
+    with pytest.raises(ValueError, match="efficient: has no blocks for --cp-comm-type p2p"):
+        Ring(DotProduct("efficient"), None)

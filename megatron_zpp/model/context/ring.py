@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.model.attention import FLAG, TORCH_BACKENDS, AttentionKernel, DotProduct, PackedFlash
+from megatron_zpp.model.attention import FLAG, AttentionKernel, DotProduct, PackedFlash
 from megatron_zpp.model.context.blocks import (
     BlockKernel,
     BlocksInMemory,
@@ -51,16 +51,6 @@ _FUSED = {SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION}
 _CHOOSES, _MATH = -1, 0  # torch's choice of a backend, and its number of math
 
 
-def check_ring(backend: str, dropout: float) -> None:
-    """Raises ValueError for an --attention-backend or a dropout with which no ring attends."""
-    if dropout:
-        fix = "a ring of context ranks has none; use 0, or --cp-comm-type a2a"
-        raise option_error("--attention-dropout", dropout, fix)
-    if backend == "flash3" or TORCH_BACKENDS.get(backend) is SDPBackend.EFFICIENT_ATTENTION:
-        fix = "cannot attend in a ring of context ranks; use auto, flash or cudnn, or --cp-comm-type a2a"
-        raise option_error(FLAG, backend, fix)
-
-
 @dataclass(frozen=True)
 class Seen:
     """The first key (B, T) int32 of a sample that each own token sees; it sees those from there up to itself.
@@ -80,8 +70,11 @@ class Ring:
     """
 
     def __init__(self, kernel: AttentionKernel, group: TensorGroup) -> None:
-        """`check_ring` tells which kernels are possible."""
-        assert isinstance(kernel, DotProduct), "check_ring refuses it"
+        """Raises ValueError for a kernel that tells no sums of exponentials."""
+        if not isinstance(kernel, DotProduct) or kernel.backend is SDPBackend.EFFICIENT_ATTENTION:
+            name = "efficient" if isinstance(kernel, DotProduct) else "flash3"
+            fix = "has no blocks for --cp-comm-type p2p; use auto, flash or cudnn, or --cp-comm-type a2a"
+            raise option_error(FLAG, name, fix)
         if isinstance(kernel, PackedFlash):
             from megatron_zpp.model.flex import Flex
 
@@ -150,7 +143,7 @@ class Ring:
         """Queries (B, T, N, H), keys and values (B, T, G, H) -> (B, T, N, H); a cache is of whole samples."""
         if isinstance(mask, CachedPrefix):
             return self._kernel(q, k, v, dropout, mask, scores)
-        assert dropout == 0.0, "check_ring refuses it"
+        assert dropout == 0.0, "check_context_ranks refuses it"
         causal = isinstance(mask, Causal)
         plain = causal and scores.softcap is None and scores.slopes is None
         backend, window = self._backend if plain else _MATH, None if causal else mask.window
