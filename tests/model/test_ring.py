@@ -126,7 +126,7 @@ def errors(topology: Topology, cases: list[tuple]) -> list[tuple]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for backend in (None, "math"):
             found = error(Ring(DotProduct(backend), group), group, (HEADS[0], None, False, "sinks"), dtype)
-            if not found < 4 * torch.finfo(dtype).eps:
+            if not found < 8 * torch.finfo(dtype).eps:
                 wrong.append((backend, dtype, found))
     return wrong
 

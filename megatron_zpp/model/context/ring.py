@@ -144,13 +144,13 @@ class Ring:
         if isinstance(mask, CachedPrefix):
             return self._kernel(q, k, v, dropout, mask, scores)
         assert dropout == 0.0, "check_context_ranks refuses it"
-        causal = isinstance(mask, Causal)
-        plain = causal and scores.softcap is None and scores.slopes is None
-        backend, window = self._backend if plain else _MATH, None if causal else mask.window
+        plain = isinstance(mask, Causal) and scores.softcap is None and scores.slopes is None
+        backend = self._backend if plain else _MATH
+        window = None if isinstance(mask, Causal) else mask.window
         if backend == _MATH and self._flex is not None:
             return self._by_flex(q, k, v, mask.bounds, window, scores)
         ring = _Passes(self._group.name, window, scores.scale, scores.softcap, backend)
-        first = None if causal else mask.bounds.first
+        first = None if isinstance(mask, Causal) else mask.bounds.first
         return _Attention.apply(q, k, v, scores.sinks, scores.slopes, first, ring)
 
     @torch.compiler.disable
@@ -199,7 +199,7 @@ class _Passes:
             for block in each.blocks(each.pairs, joined=kernel.joins):
                 queries = of_chunks(q, block.queries, size)
                 seen = (of_chunks(part, block.keys, size, each.received.start) for part in (keys, values))
-                merged.add(block.queries, *kernel.forward(queries, *seen, block))
+                merged.add(block.queries, *kernel.forward(block, queries, *seen))
         return merged.result(q, sinks)
 
     def backward(
@@ -231,7 +231,7 @@ class _Passes:
                 seen = [of_chunks(part, block.keys, size, each.received.start) for part in keys]
                 made = of_chunks(out, block.queries, size)
                 made_sum = of_chunks(log_sum.mT, block.queries, size).mT.contiguous()
-                found = kernel.backward(*queries, *seen, made, made_sum, block)
+                found = kernel.backward(block, *queries, *seen, made, made_sum)
                 for total, part in zip((of_q, *sums), found, strict=True):
                     total.add(block.queries if total is of_q else block.keys, part)
 
@@ -261,9 +261,9 @@ class _Passes:
         if self.backend != _MATH and not q.is_cuda:
             backend = SDPBackend.MATH if grouped else SDPBackend.FLASH_ATTENTION  # torch 2.8's has no groups
         elif self.backend == _CHOOSES:
-            inputs = [part.transpose(1, 2) for part in (q, k, v)]
-            options = {"scale": self.scale, "enable_gqa": grouped}
-            backend = SDPBackend(torch._fused_sdp_choice(*inputs, None, 0.0, True, **options))
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            choose: Any = torch._fused_sdp_choice  # whose stub is wrong
+            backend = SDPBackend(choose(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped))
         elif self.backend != _MATH:
             backend = SDPBackend(self.backend)
         if backend in _FUSED and q.shape[-1] % 8 == 0:
