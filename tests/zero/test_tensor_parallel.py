@@ -211,16 +211,16 @@ def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> Non
 def test_recomputation_accumulation_and_overlap_change_nothing() -> None:
     """Also where documents end inside samples."""
     cases = (
-        Case("gpt2", 2, 0, "full", 2),
-        Case("llama", 2, 2, "selective", 2),
-        Case("gpt2", 2, 3, "full", 1),
-        Case("llama", 2, 3, "full", 2),
+        Case("gpt2", 2, 0, recompute="full", accumulate=2),
+        Case("llama", 2, 2, recompute="selective", accumulate=2),
+        Case("gpt2", 2, 3, recompute="full"),
+        Case("llama", 2, 3, recompute="full", accumulate=2),
         Case("llama", 2, 3, documents=True),
-        Case("scores", 2, 1, "selective", documents=True),
-        Case("gpt2", 2, 0, "stored, MLPs in chunks", documents=True, overlapped=True),
-        Case("llama", 2, 3, "full, MLPs in chunks", 2),
-        Case("llama", 2, 3, "full", 2, overlapped=True),
-        Case("olmo2", 2, 2, "full", 2, documents=True, overlapped=True),
+        Case("scores", 2, 1, recompute="selective", documents=True),
+        Case("gpt2", 2, 0, recompute="stored, MLPs in chunks", documents=True, overlapped=True),
+        Case("llama", 2, 3, recompute="full, MLPs in chunks", accumulate=2),
+        Case("llama", 2, 3, recompute="full", accumulate=2, overlapped=True),
+        Case("olmo2", 2, 2, recompute="full", accumulate=2, documents=True, overlapped=True),
     )
     for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):
         check(case, found, rel=1e-6)
@@ -244,7 +244,7 @@ def test_tensor_ranks_drop_out_of_tokens_of_their_own_and_recomputation_repeats_
     model: str, stage: int, overlapped: bool
 ) -> None:
     stored, again, without = (
-        Case(model, 2, stage, recompute, dropout=dropout, overlapped=overlapped)
+        Case(model, 2, stage, recompute=recompute, dropout=dropout, overlapped=overlapped)
         for recompute, dropout in (("stored", 0.1), ("full", 0.1), ("stored", 0.0))
     )
     for kept, recomputed, whole in on_ranks(2, train, (stored, again, without)):
@@ -257,7 +257,8 @@ def test_zeropp_acts_over_data_ranks(ranks: int, ranks_per_node: int) -> None:
     """Two nodes of one or two data ranks each, two tensor ranks per data rank; all ranks see the same."""
     kinds = (("llama", ALL, False), ("llama", ALL, True), ("gpt2", ALL + FOUR_BITS, False))
     cases = tuple(
-        Case(model, 2, 3, "full", zero=zero, overlapped=overlapped) for model, zero, overlapped in kinds
+        Case(model, 2, 3, recompute="full", zero=zero, overlapped=overlapped)
+        for model, zero, overlapped in kinds
     )
     first, *others = on_ranks(ranks, train, cases, ranks_per_node=ranks_per_node)
     assert all([each.losses for each in other] == [each.losses for each in first] for other in others)
@@ -321,7 +322,7 @@ def test_replicated_gradients_are_summed_beside_the_rest_of_the_backward() -> No
 def _traffic(topology: Topology) -> list[tuple[int, int]]:
     """Of one step without ZeRO, waiting for exchanges or beside them, with each kind of recomputation."""
     kinds = [(recompute, overlapped) for recompute in RECOMPUTE for overlapped in (False, True)]
-    return [_sent(topology, Case("llama", 2, 0, kind, overlapped=beside)) for kind, beside in kinds]
+    return [_sent(topology, Case("llama", 2, 0, recompute=kind, overlapped=beside)) for kind, beside in kinds]
 
 
 def _sent(topology: Topology, case: Case) -> tuple[int, int]:

@@ -32,11 +32,11 @@ class BlockKernel(Protocol):
 
     joins: bool
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (B, Q, N, H), keys and values (B, K, G, H)."""
 
     def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, block: Block
+        self, block: Block, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
     ) -> Gradients:
         """Gradient and result (B, Q, N, H) and logarithms (B, N, Q) of all keys."""
 
@@ -49,7 +49,7 @@ class FusedBlocks:
     def __init__(self, backend: SDPBackend, scale: float | None) -> None:
         self._backend, self._scale = backend, scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
         inputs, scale = [part.transpose(1, 2) for part in (q, k, v)], self._scale
         if not q.is_cuda:
@@ -63,7 +63,7 @@ class FusedBlocks:
         return made[0].transpose(1, 2), made[1].view(made[1].shape[:3])  # cuDNN's are (B, N, Q, 1)
 
     def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, block: Block
+        self, block: Block, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
     ) -> Gradients:
         """See BlockKernel."""
         inputs = [part.transpose(1, 2) for part in (gradient, q, k, v, out)]
@@ -92,7 +92,7 @@ class BlocksInMemory:
     def __init__(self, scores: Scores, first: Tensor | None) -> None:
         self._scores, self._first = scores, first
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
         q, k, v = _by_group(q, k.shape[2]), _exact(k), _exact(v)
         scores, _ = self._scores_of(q, k, block)
@@ -101,7 +101,7 @@ class BlocksInMemory:
         return out.flatten(2, 3), log_sum.flatten(1, 2)
 
     def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, block: Block
+        self, block: Block, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
     ) -> Gradients:
         """See BlockKernel."""
         groups = k.shape[2]
@@ -143,7 +143,7 @@ class FlexBlocks:
         """`first` (B, T): see Ring; `masks` keeps those of blocks for further layers."""
         self._flex, self._scores, self._first, self._masks = flex, scores, first, masks
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
         shift = block.query_start - block.key_start
         if block not in self._masks:
@@ -153,12 +153,12 @@ class FlexBlocks:
         return self._flex.with_log_sum(q, k, v, self._masks[block], self._scores, shift)
 
     def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, block: Block
+        self, block: Block, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
     ) -> Gradients:
         """See BlockKernel. Computes the block's forward again, which it merged with others."""
-        inputs = tuple(part.detach().requires_grad_() for part in (q, k, v))
+        inputs = [part.detach().requires_grad_() for part in (q, k, v)]
         with torch.enable_grad():
-            own, own_sum = self.forward(*inputs, block)
+            own, own_sum = self.forward(block, *inputs)
         share = torch.exp(own_sum - log_sum).detach()  # (B, N, Q), 0 for a query that sees no key
         of_share = (gradient * (own.detach() - out)).sum(-1, dtype=share.dtype).transpose(1, 2)
         of_own = (gradient * _by_head(share)).to(own.dtype)

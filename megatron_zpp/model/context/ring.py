@@ -14,7 +14,7 @@ itself, they run between two graphs.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.model.attention import FLAG, TORCH_BACKENDS, AttentionKernel, DotProduct, PackedFlash
+from megatron_zpp.model.attention import FLAG, AttentionKernel, DotProduct, PackedFlash
 from megatron_zpp.model.context.blocks import (
     BlockKernel,
     BlocksInMemory,
@@ -51,16 +51,6 @@ _FUSED = {SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION}
 _CHOOSES, _MATH = -1, 0  # torch's choice of a backend, and its number of math
 
 
-def check_ring(backend: str, dropout: float) -> None:
-    """Raises ValueError for an --attention-backend or a dropout with which no ring attends."""
-    if dropout:
-        fix = "a ring of context ranks has none; use 0, or --cp-comm-type a2a"
-        raise option_error("--attention-dropout", dropout, fix)
-    if backend == "flash3" or TORCH_BACKENDS.get(backend) is SDPBackend.EFFICIENT_ATTENTION:
-        fix = "cannot attend in a ring of context ranks; use auto, flash or cudnn, or --cp-comm-type a2a"
-        raise option_error(FLAG, backend, fix)
-
-
 @dataclass(frozen=True)
 class Seen:
     """The first key (B, T) int32 of a sample that each own token sees; it sees those from there up to itself.
@@ -72,7 +62,7 @@ class Seen:
     blocks: "dict[Block, BlockMask]" = field(default_factory=dict)
 
 
-class Ring(DotProduct):
+class Ring:
     """Attention over samples of which each rank of `group` has two chunks; `kernel` is that of one rank.
 
     Causal attention to plain scores takes flash attention or cuDNN's kernel. Windows, documents and other
@@ -80,9 +70,11 @@ class Ring(DotProduct):
     """
 
     def __init__(self, kernel: AttentionKernel, group: TensorGroup) -> None:
-        """`check_ring` tells which kernels are possible."""
-        assert isinstance(kernel, DotProduct), "check_ring refuses it"
-        super().__init__()
+        """Raises ValueError for a kernel that tells no sums of exponentials."""
+        if not isinstance(kernel, DotProduct) or kernel.backend is SDPBackend.EFFICIENT_ATTENTION:
+            name = "efficient" if isinstance(kernel, DotProduct) else "flash3"
+            fix = "has no blocks for --cp-comm-type p2p; use auto, flash or cudnn, or --cp-comm-type a2a"
+            raise option_error(FLAG, name, fix)
         if isinstance(kernel, PackedFlash):
             from megatron_zpp.model.flex import Flex
 
@@ -90,6 +82,7 @@ class Ring(DotProduct):
         else:
             self._flex = kernel if kernel.compiled else None
         self._kernel, self._group = kernel, group
+        self._backend = _CHOOSES if kernel.backend is None else int(kernel.backend.value)
         self.compiled, self.splits_graphs, self.context_ranks = kernel.compiled, bool(self._flex), group.size
         self._known: dict[tuple[Any, ...], Seen] = {}
 
@@ -150,21 +143,23 @@ class Ring(DotProduct):
         """Queries (B, T, N, H), keys and values (B, T, G, H) -> (B, T, N, H); a cache is of whole samples."""
         if isinstance(mask, CachedPrefix):
             return self._kernel(q, k, v, dropout, mask, scores)
-        assert dropout == 0.0, "check_ring refuses it"
-        causal = isinstance(mask, Causal)
-        plain = causal and scores.softcap is None and scores.slopes is None
-        backend = _MATH
-        if plain:
-            backend = _CHOOSES if self._kernel.backend is None else self._kernel.backend.value
-        ring = _Passes(
-            self._group.name, None if causal else mask.window, scores.scale, scores.softcap, backend
-        )
-        first = None if causal else mask.bounds.first
+        assert dropout == 0.0, "check_context_ranks refuses it"
+        plain = isinstance(mask, Causal) and scores.softcap is None and scores.slopes is None
+        backend = self._backend if plain else _MATH
+        window = None if isinstance(mask, Causal) else mask.window
         if backend == _MATH and self._flex is not None:
-            seen = mask.bounds
-            ring = replace(ring, kernel=FlexBlocks(self._flex, scores, seen.first, seen.blocks))
-            return _outside_of_graphs(q, k, v, scores.sinks, None, None, ring)
+            return self._by_flex(q, k, v, mask.bounds, window, scores)
+        ring = _Passes(self._group.name, window, scores.scale, scores.softcap, backend)
+        first = None if isinstance(mask, Causal) else mask.bounds.first
         return _Attention.apply(q, k, v, scores.sinks, scores.slopes, first, ring)
+
+    @torch.compiler.disable
+    def _by_flex(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, window: int | None, scores: Scores
+    ) -> Tensor:
+        kernel = FlexBlocks(self._flex, scores, seen.first, seen.blocks)
+        ring = _Passes(self._group.name, window, scores.scale, scores.softcap, _MATH, kernel)
+        return _Attention.apply(q, k, v, scores.sinks, None, None, ring)
 
 
 def _newest(places: Tensor, window: int) -> Tensor:
@@ -204,7 +199,7 @@ class _Passes:
             for block in each.blocks(each.pairs, joined=kernel.joins):
                 queries = of_chunks(q, block.queries, size)
                 seen = (of_chunks(part, block.keys, size, each.received.start) for part in (keys, values))
-                merged.add(block.queries, *kernel.forward(queries, *seen, block))
+                merged.add(block.queries, *kernel.forward(block, queries, *seen))
         return merged.result(q, sinks)
 
     def backward(
@@ -236,7 +231,7 @@ class _Passes:
                 seen = [of_chunks(part, block.keys, size, each.received.start) for part in keys]
                 made = of_chunks(out, block.queries, size)
                 made_sum = of_chunks(log_sum.mT, block.queries, size).mT.contiguous()
-                found = kernel.backward(*queries, *seen, made, made_sum, block)
+                found = kernel.backward(block, *queries, *seen, made, made_sum)
                 for total, part in zip((of_q, *sums), found, strict=True):
                     total.add(block.queries if total is of_q else block.keys, part)
 
@@ -266,9 +261,9 @@ class _Passes:
         if self.backend != _MATH and not q.is_cuda:
             backend = SDPBackend.MATH if grouped else SDPBackend.FLASH_ATTENTION  # torch 2.8's has no groups
         elif self.backend == _CHOOSES:
-            inputs = [part.transpose(1, 2) for part in (q, k, v)]
-            options = {"scale": self.scale, "enable_gqa": grouped}
-            backend = SDPBackend(torch._fused_sdp_choice(*inputs, None, 0.0, True, **options))
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            choose: Any = torch._fused_sdp_choice  # whose stub is wrong
+            backend = SDPBackend(choose(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped))
         elif self.backend != _MATH:
             backend = SDPBackend(self.backend)
         if backend in _FUSED and q.shape[-1] % 8 == 0:
@@ -277,18 +272,19 @@ class _Passes:
 
 
 class _Transfer:
-    """Rows of two tensors on their way to one rank of a group, and those of another rank on their way here.
+    """Rows of two tensors, on their way to the rank `distance` places behind, and those that come here.
 
     All ranks of the group must make it. It owns its buffers until `wait` has returned.
     """
 
-    def __init__(self, sent: Tensor, to: int, received: Tensor, source: int, group: TensorGroup) -> None:
-        """Contiguous (2, B, rows, G, H), of as many rows as the ranks send each other."""
+    def __init__(self, sent: Tensor, received: Tensor, distance: int, group: TensorGroup) -> None:
+        """Contiguous (2, B, rows, G, H); ranks may send each other different numbers of rows, or none."""
         self._sent, self._received = sent, received
-        counts = [[0] * group.size, [0] * group.size]
-        counts[0][source], counts[1][to] = received.numel(), sent.numel()
+        taken, given = [0] * group.size, [0] * group.size
+        taken[(group.rank - distance) % group.size] = received.numel()
+        given[(group.rank + distance) % group.size] = sent.numel()
         self._work = dist.all_to_all_single(
-            *(received.view(-1), sent.view(-1), *counts), group=group.process_group, async_op=True
+            received.view(-1), sent.view(-1), taken, given, group=group.process_group, async_op=True
         )
 
     def wait(self) -> Tensor:
@@ -303,13 +299,12 @@ def _travelling(k: Tensor, v: Tensor, group: TensorGroup, window: int | None) ->
     each, *others = rounds(group.size, group.rank, k.shape[1] * group.size, window)
     keys: tuple[Tensor, ...] = k, v
     for following in others:
-        sent = torch.stack([of_chunks(part, following.sent, size) for part in (k, v)])
-        received = _rows(k, following.received)
-        to, source = (
-            (group.rank + following.distance) % group.size,
-            (group.rank - following.distance) % group.size,
+        coming = _Transfer(
+            torch.stack([of_chunks(part, following.sent, size) for part in (k, v)]),
+            _rows(k, following.received),
+            following.distance,
+            group,
         )
-        coming = _Transfer(sent, to, received, source, group)
         yield each, *keys
         each, keys = following, coming.wait().unbind()
     yield each, *keys
@@ -333,8 +328,7 @@ def _return(each: Round, sums: Sequence[Sums], k: Tensor, group: TensorGroup) ->
     sent, received = _rows(k, each.received), _rows(k, each.sent)
     for total, part in zip(sums, sent, strict=True):
         total.into(part, each.received)
-    to, source = ((group.rank + places) % group.size for places in (-each.distance, each.distance))
-    return _Returning(_Transfer(sent, to, received, source, group), each.sent)
+    return _Returning(_Transfer(sent, received, -each.distance, group), each.sent)
 
 
 def _rows(k: Tensor, chunks: range) -> Tensor:
@@ -375,9 +369,6 @@ class _Attention(torch.autograd.Function):
             found = ring.backward(*inputs)
         lost = of_sinks(gradient, out, log_sum, sinks) if ctx.needs_input_grad[3] else None
         return *found, lost, None, None, None
-
-
-_outside_of_graphs = torch.compiler.disable(_Attention.apply)
 
 
 @custom_op("megatron_zpp_model::ring_attention", mutates_args=())
