@@ -18,6 +18,7 @@ BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
 THEIR_FLAGS = Path(__file__).with_name("megatron_deepspeed_flags.txt").read_text().split()
 FULL = "--recompute-granularity full --recompute-method uniform"
 ROPE = "--position-embedding-type rope"
+PLAIN = "--attention-dropout 0"
 OLD = [  # what was typed, and what says the same today
     ("--batch-size 2", "--micro-batch-size 2"),
     ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
@@ -34,6 +35,10 @@ OLD = [  # what was typed, and what says the same today
     ("--cpu-optimizer", "--zero-offload-optimizer"),
     ("--optimizer-cpu-offload", "--zero-offload-optimizer"),
     ("--model-parallel-size 1", "--tensor-model-parallel-size 1"),
+    (
+        "--attention-dropout 0 --ds-sequence-parallel-size 2",
+        "--attention-dropout 0 --context-parallel-size 2",
+    ),
     ("--use-distributed-optimizer", "--zero-stage 1"),
     ("--load a --use-checkpoint-lr-scheduler", "--load a --use-checkpoint-opt-param-scheduler"),
     ("--load a --use-checkpoint-opt_param-scheduler", "--load a --use-checkpoint-opt-param-scheduler"),
