@@ -18,7 +18,6 @@ BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
 THEIR_FLAGS = Path(__file__).with_name("megatron_deepspeed_flags.txt").read_text().split()
 FULL = "--recompute-granularity full --recompute-method uniform"
 ROPE = "--position-embedding-type rope"
-PLAIN = "--attention-dropout 0"
 OLD = [  # what was typed, and what says the same today
     ("--batch-size 2", "--micro-batch-size 2"),
     ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
