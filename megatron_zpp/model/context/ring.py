@@ -262,8 +262,8 @@ class _Passes:
             backend = SDPBackend.MATH if grouped else SDPBackend.FLASH_ATTENTION  # torch 2.8's has no groups
         elif self.backend == _CHOOSES:
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-            choose: Any = torch._fused_sdp_choice  # whose stub is wrong
-            backend = SDPBackend(choose(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped))
+            number = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped)
+            backend = SDPBackend(number)
         elif self.backend != _MATH:
             backend = SDPBackend(self.backend)
         if backend in _FUSED and q.shape[-1] % 8 == 0:
