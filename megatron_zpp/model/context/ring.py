@@ -227,11 +227,12 @@ class _Passes:
         ) -> None:
             """Add what `pairs` of a round make to the gradients of q and to `sums`, those of its keys."""
             for block in each.blocks(pairs, joined=joined):
-                queries = [of_chunks(part, block.queries, size) for part in (gradient, q)]
-                seen = [of_chunks(part, block.keys, size, each.received.start) for part in keys]
-                made = of_chunks(out, block.queries, size)
-                made_sum = of_chunks(log_sum.mT, block.queries, size).mT.contiguous()
-                found = kernel.backward(block, *queries, *seen, made, made_sum)
+                of_made, queries, made, made_sum = (
+                    of_chunks(part, block.queries, size) for part in (gradient, q, out, log_sum.mT)
+                )
+                seen, weighed = (of_chunks(part, block.keys, size, each.received.start) for part in keys)
+                made_sum = made_sum.mT.contiguous()
+                found = kernel.backward(block, of_made, queries, seen, weighed, made, made_sum)
                 for total, part in zip((of_q, *sums), found, strict=True):
                     total.add(block.queries if total is of_q else block.keys, part)
 
