@@ -357,6 +357,12 @@ class RecomputeConfig(Options):
         "Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.",
         needs=_FULL,
     )
+    mlp_chunks_for_training: int = option(
+        1,
+        "Compute norm and MLP of each layer in so many chunks of tokens, and again in the backward, chunk by "
+        "chunk (TiledMLP of ALST): only the MLP's input is stored. For long samples.",
+        at_least=1,
+    )
 
     def check(self) -> None:
         """Resolve --recompute-activations to selective, and require a method of full."""

@@ -32,7 +32,7 @@ from megatron_zpp.config.run import (
     TrainingConfig,
 )
 from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
-from megatron_zpp.config.shapes.tensor_parallel import check_tensor_ranks
+from megatron_zpp.config.shapes.tensor_parallel import check_context_ranks, check_tensor_ranks
 from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.sources.settings_file import (
@@ -98,7 +98,7 @@ class Config:
         if precision.fp8:
             from megatron_zpp.config.shapes.eight_bits import check_fp8
 
-            check_fp8(model, training, precision, zero)
+            check_fp8(model, training, precision, zero, self.distributed.context_parallel_size)
         tensor_ranks = self.distributed.tensor_model_parallel_size
         if precision.fp8_output_layer and zero.zero_table_rows is not None:
             fix = f"multiplies all entries at once; omit it or --zero-table-rows {zero.zero_table_rows}"
@@ -107,6 +107,8 @@ class Config:
             fix = f"must be a multiple of {TENSOR_RANKS} {tensor_ranks}, which share each block"
             raise zero.error("zero_table_rows", fix)
         check_tensor_ranks(model, tensor_ranks, fp8=precision.fp8)
+        context_ranks, comm_type = self.distributed.context_parallel_size, self.distributed.cp_comm_type
+        check_context_ranks(model, context_ranks, tensor_ranks, comm_type)
         if self.tokenizer.tokenizer_type is None:
             raise self.tokenizer.error("tokenizer_type", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
@@ -321,10 +323,9 @@ def _divide_batch(provided: Provided, stages: int, ranks: Callable[[PlanConfig],
     """Return a note on the micro-batch where ranks of a pipeline become data ranks."""
     from megatron_zpp.config.legacy.pipeline import divide_batch
 
-    tensor_ranks = DistributedConfig(**provided.values["distributed"]).tensor_model_parallel_size
-    return divide_batch(
-        provided, stages, max(1, ranks(PlanConfig(**provided.values["plan"])) // tensor_ranks)
-    )
+    distributed = DistributedConfig(**provided.values["distributed"])
+    sharing = distributed.tensor_model_parallel_size * distributed.context_parallel_size
+    return divide_batch(provided, stages, max(1, ranks(PlanConfig(**provided.values["plan"])) // sharing))
 
 
 def _drop_loss_scale(provided: Provided) -> tuple[str, ...]:

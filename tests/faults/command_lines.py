@@ -74,6 +74,15 @@ MODEL = [
         "--tensor-model-parallel-size 2: leaves 1 × --kv-channels 8 outputs of keys per rank; must be a "
         "multiple of 16 with --fp8; possible: 1, or --kv-channels in multiples of 16",
     ),
+    bad("--context-parallel-size 2", "--context-parallel-size 2: needs --attention-dropout 0, not 0.1"),
+    bad(
+        "--context-parallel-size 2 --attention-dropout 0 --seq-length 30",
+        "--context-parallel-size 2: needs --seq-length in multiples of 4, not 30",
+    ),
+    bad(
+        "--context-parallel-size 4 --attention-dropout 0 --cp-comm-type a2a",
+        "--context-parallel-size 4: must divide --num-attention-heads 2 with --cp-comm-type a2a; use p2p",
+    ),
     bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
     bad("--recompute-method block", "--recompute-method block: needs --recompute-granularity full"),

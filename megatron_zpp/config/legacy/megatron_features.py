@@ -52,7 +52,7 @@ _REASONS = {
 _IDLE = {
     "training generates no text; megatron-zpp sample has flags of its own": """--inference-*
         --decode-only-* --enable-chunked-prefill --num-speculative-tokens --use-same-sampling-seed-*
-        --mlp-chunks-*""",
+        --mlp-chunks-for-prefill""",
     "only reports": """--log-*-to-tensorboard --profile-* --timing-* --codecarbon-* --record-memory-*
         --memory-snapshot-* --run-workload-inspector-server*""",
 }

@@ -4,11 +4,16 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import TrainingConfig
+from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG
 from megatron_zpp.config.zero import ZeroConfig
 
 
 def check_fp8(
-    model: ModelConfig, training: TrainingConfig, precision: PrecisionConfig, zero: ZeroConfig
+    model: ModelConfig,
+    training: TrainingConfig,
+    precision: PrecisionConfig,
+    zero: ZeroConfig,
+    context_ranks: int,
 ) -> None:
     """Raise ValueError for settings that contradict --fp8.
 
@@ -16,13 +21,18 @@ def check_fp8(
     """
     heads = model.num_attention_heads * model.kv_channels
     keys = model.num_query_groups * model.kv_channels
-    tokens = training.micro_batch_size * model.seq_length
+    tokens = training.micro_batch_size * model.seq_length // context_ranks
+    shared = f" / {CONTEXT_FLAG} {context_ranks}" if context_ranks > 1 else ""
     for flag, value, width in (
         ("--hidden-size", model.hidden_size, model.hidden_size),
         ("--ffn-hidden-size", model.ffn_hidden_size, model.ffn_hidden_size),
         ("--kv-channels", f"{model.kv_channels} × --num-attention-heads {model.num_attention_heads}", heads),
         ("--kv-channels", f"{model.kv_channels} × --num-query-groups {model.num_query_groups}", keys),
-        ("--micro-batch-size", f"{training.micro_batch_size} × --seq-length {model.seq_length}", tokens),
+        (
+            "--micro-batch-size",
+            f"{training.micro_batch_size} × --seq-length {model.seq_length}{shared}",
+            tokens,
+        ),
     ):
         if width % 16:
             raise option_error(flag, value, f"is {width}; must be a multiple of 16 with --fp8")
