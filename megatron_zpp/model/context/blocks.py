@@ -212,9 +212,15 @@ class Sums:
             self._chunks[chunk] = part if before is None else _exact(before).add_(part)
 
     def into(self, out: Tensor, chunks: range) -> None:
-        """Write those of `chunks`, one behind the other."""
+        """Move those of `chunks` to `out`, one behind the other."""
         for chunk, part in zip(chunks, _chunks(out, len(chunks)), strict=True):
-            part.copy_(self._chunks[chunk])
+            part.copy_(self._chunks.pop(chunk))
+
+    def result(self, like: Tensor) -> Tensor:
+        """Those of both chunks, in the shape and format of `like`."""
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        self.into(out, range(2))
+        return out
 
 
 def of_sinks(gradient: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
