@@ -72,8 +72,10 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
     """Elements that forward and backward of each unit send per token of a rank, in the order of units.
 
     Tensor and context ranks divide the tokens of a micro-batch among them. Recomputed layers send those of
-    their forward once more, which their units' forwards count.
+    their forward once more, which their units' forwards count. Empty where no ranks share the model.
     """
+    if model.tensor_ranks * model.attention.context_ranks == 1:
+        return []
     units = [name for name, _ in model.units()]
     sent = [(0, 0)] * len(units)
     if model.tensor_ranks > 1:

@@ -26,7 +26,7 @@ class PlacedDropout(nn.Dropout):
         width = input.shape[-1]
         rows = _mix(self._places(input.numel() // width, input.device) * _GOLDEN + seed)
         columns = torch.arange(width, device=input.device)
-        bits = _mix(rows[:, None] + columns * _GOLDEN) & 0xFFFFFF
+        bits = _mix(rows[:, None] ^ columns) & 0xFFFFFF
         kept = (bits >= int(self.p * 2**24)).view(input.shape)
         return torch.where(kept, input * (1 / (1 - self.p)), 0.0)
 
