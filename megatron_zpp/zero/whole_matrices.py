@@ -200,7 +200,7 @@ class Round:
             for rank in ranks
         ]
         self.batches = _batches(self.matrices[ranks.index(mesh.rank)], room)
-        by_shape = {batch.shape[1:]: iter(batch) for batch in self.batches}
+        wholes = {tuple(batch.shape[1:]): iter(batch) for batch in self.batches}
         places = list[Place]()
         # By other rank: parts of this rank, and views of `batches`; first those that are sent both ways.
         # Of this rank itself: parts that are no run of elements of their matrix.
@@ -209,7 +209,7 @@ class Round:
         for matrix, owner in zip(matrices, owners, strict=True):
             unit = held[matrix.unit]
             senders = unit.senders(matrix, mesh, owner)
-            whole = next(by_shape[matrix.shape]) if owner == mesh.rank else None
+            whole = next(wholes[matrix.shape]) if owner == mesh.rank else None
             for rank in ranks if owner == mesh.rank else (mesh.rank,):
                 for part in unit.parts(matrix, mesh.at(rank)):
                     view = None if whole is None else whole[part.box]
