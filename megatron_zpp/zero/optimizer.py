@@ -32,7 +32,7 @@ class Optimizer(Protocol):
     states: list[dict[str, Tensor]]
     steps: Tensor  # (); steps taken so far, skipped ones not included
     accepts_16bit_gradients: bool
-    row_moments: Mapping[str, Sequence[Tensor]]  # by parameter, of all its rows, in parts; on every rank
+    row_moments: Mapping[str, Sequence[Tensor]]  # by parameter: NorMuon's, of all its rows, in parts
 
     def elements(self, unit: Unit, name: str) -> range:
         """The elements of a unit's buffer that have the state `name` on some rank."""

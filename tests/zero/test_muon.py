@@ -195,9 +195,7 @@ def found(
     return {name: weight.tolist() for name, weight in weights.items()}
 
 
-@pytest.mark.parametrize(
-    ("stage", "beta2"), [*((stage, None) for stage in range(4)), (0, 0.75), (2, 0.75), (3, 0.75)]
-)
+@pytest.mark.parametrize(("stage", "beta2"), [*((stage, None) for stage in range(4)), (0, 0.75), (3, 0.75)])
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (4, 2)])
 def test_updates_are_those_of_float64(stage: int, beta2: float | None, ranks: int, per_node: int) -> None:
     zero, nesterov = {"zero_stage": stage}, stage == 2
