@@ -27,10 +27,10 @@ from tests.zero.quantizing import operations
 DEVICE, HALF = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_updates_are_those_of_float64(stage: int) -> None:
-    for rank in on_gpus(1, 2, cases.found, {"zero_stage": stage}, True, "cuda", share_one_gpu=True):
-        cases.check(rank, *cases.expected(3, nesterov=True))
+@pytest.mark.parametrize(("stage", "beta2"), [(0, None), (3, None), (3, 0.75)])
+def test_updates_are_those_of_float64(stage: int, beta2: float | None) -> None:
+    for rank in on_gpus(1, 2, cases.found, {"zero_stage": stage}, True, "cuda", beta2, share_one_gpu=True):
+        cases.check(rank, *cases.expected(3, nesterov=True, beta2=beta2))
 
 
 def test_what_four_bits_lose_of_gradients_arrives_later() -> None:
