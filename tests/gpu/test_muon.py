@@ -137,7 +137,7 @@ def test_half_of_a_symmetric_product_is_the_whole(shape: tuple[int, ...], turned
         assert torch.equal(found.tril(-1), found.mT.tril(-1))
 
 
-@pytest.mark.parametrize("shape", [(2, 1024, 4096), (2, 4096, 1024)])
+@pytest.mark.parametrize("shape", [(2, 2048, 4096), (2, 4096, 2048)])
 def test_singular_values_are_near_one(shape: tuple[int, ...]) -> None:
     from megatron_zpp.zero.fused import symmetric
 
