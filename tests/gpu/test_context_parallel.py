@@ -92,9 +92,10 @@ def losses(topology: Topology, context: int, comm_type: str, compiled: bool) -> 
     data = torch.randint(VOCAB, (10, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
     found = []
     for batch in data:
-        found.append(engine.accumulate(batch, index=0, micro_batches=1).item())
+        loss = engine.accumulate(batch, index=0, micro_batches=1)  # of this rank's tokens
+        found.append(engine.mean_over_ranks(loss).item())
         engine.step(1e-3)
-    found.append(engine.evaluate(data[0]).item())
+    found.append(engine.mean_over_ranks(engine.evaluate(data[0])).item())
     engine.close()
     return found
 

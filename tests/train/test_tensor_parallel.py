@@ -16,6 +16,7 @@ from megatron_zpp.train.setup.device import prepare_device
 from tests.support import nightly, pretrain
 from tests.train.in_process import of
 from tests.zero.ranks import on_ranks
+from tests.zero.test_context_parallel import case_of
 from tests.zero.test_tensor_parallel import GPT_2, VOCAB, Case, Trained, build, check, train_engine
 
 BATCH, LENGTH, WIDTH = 4, GPT_2.seq_length, GPT_2.hidden_size
@@ -65,7 +66,7 @@ def compiled(topology: Topology, case: Case) -> Trained:
     engine = build(case, topology)
     said: list[str] = []
     backend = "aot_eager_decomp_partition"
-    compile_parts(engine.model, (BATCH, LENGTH), said.append, backend, masked=case.documents)
+    compile_parts(engine.model, (BATCH, case.tokens), said.append, backend, masked=case.documents)
     found = train_engine(engine, case)
     assert said == []
     return found
@@ -76,11 +77,11 @@ def compiled(topology: Topology, case: Case) -> Trained:
     [
         Case("gpt2", 2, 0, overlapped=True),
         Case("olmo2", 2, 0, overlapped=True),
-        Case("gpt2", 1, 0, 2, "a2a"),
-        nightly(Case("scores", 1, 3, 2, "a2a")),
-        nightly(Case("wide", 1, 1, 2, "p2p", recompute="full")),
-        nightly(Case("scores", 1, 1, 2, "p2p", documents=True)),
-        nightly(Case("llama", 2, 0, 2, "a2a", documents=True, overlapped=True)),
+        case_of("gpt2", 1, 0, 2, "a2a"),
+        nightly(case_of("scores", 1, 3, 2, "a2a")),
+        nightly(case_of("wide", 1, 1, 2, "p2p", recompute="full")),
+        nightly(case_of("scores", 1, 1, 2, "p2p", documents=True)),
+        nightly(case_of("llama", 2, 0, 2, "a2a", documents=True, overlapped=True)),
     ],
     ids=lambda case: f"{case.model}-{case.tensor}-{case.comm}",
 )

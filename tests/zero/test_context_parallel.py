@@ -44,6 +44,10 @@ def test_parts_of_samples(ranks: int) -> None:
         assert len(first) == len(last) == 12 // ranks
 
 
+def case_of(model: str, tensor: int, stage: int, context: int, comm: str, **more: Any) -> Case:
+    return Case(model, tensor, stage, context=context, comm=comm, **(LONG | more))
+
+
 def same_on_all(found: list[list[Any]]) -> list[Any]:
     """What the first rank found, if all have the same losses and norms."""
     first, *others = found
@@ -63,7 +67,7 @@ def test_every_stage_learns_what_one_process_does(context: int, tensor: int, dat
     """Within what the order of fp32 sums leaves; nightly with both ways to communicate at each stage."""
     models = ("llama", "gpt2") if 4 % (context * tensor) == 0 else ("llama", "llama")
     cases = tuple(
-        Case(models[stage % 2], tensor, stage, context, comm, steps=20 if both else 6, **LONG)
+        case_of(models[stage % 2], tensor, stage, context, comm, steps=20 if both else 6)
         for stage in range(4)
         for comm in (COMMS if both else COMMS[stage // 2 :][:1])
     )
@@ -84,7 +88,7 @@ def test_documents_windows_scores_and_recomputation_change_nothing(other: bool) 
         ("llama", 2, "p2p", "full, MLPs in chunks", 2, True),
     )
     cases = tuple(
-        Case(model, 1, stage, 2, comm, recompute=recompute, accumulate=times, documents=documents, **LONG)
+        case_of(model, 1, stage, 2, comm, recompute=recompute, accumulate=times, documents=documents)
         for model, stage, comm, recompute, times, documents in kinds
     )
     if other:
@@ -97,7 +101,7 @@ def test_documents_windows_scores_and_recomputation_change_nothing(other: bool) 
 def test_more_ranks_than_groups_of_keys() -> None:
     """Four context ranks of two tensor ranks, which have two groups; heads are repeated."""
     cases = tuple(
-        Case(model, 2, 3, 4, comm, recompute="selective", documents=documents, **LONG)
+        case_of(model, 2, 3, 4, comm, recompute="selective", documents=documents)
         for model, documents, comm in product(("windows", "llama"), (False, True), COMMS)
     )
     for case, found in zip(cases, same_on_all(on_ranks(8, train, cases)), strict=True):
@@ -108,11 +112,9 @@ def test_zeropp_and_16_bits_act_over_context_ranks() -> None:
     """Two nodes of two context ranks, between and inside which states are sharded."""
     hpz = (("zero_hpz_partition_size", "auto"),)
     kinds = ((ALL, "gpt2", "a2a"), (ALL + FOUR_BITS, "llama", "p2p"), (hpz, "llama", "a2a"))
-    cases = tuple(
-        Case(model, 1, 3, 2, comm, recompute="full", zero=zero, **LONG) for zero, model, comm in kinds
-    )
+    cases = tuple(case_of(model, 1, 3, 2, comm, recompute="full", zero=zero) for zero, model, comm in kinds)
     for precision in (BF16, FP16):
-        cases += (Case("llama", 1, 2, 2, "p2p", precision=precision, **LONG),)
+        cases += (case_of("llama", 1, 2, 2, "p2p", precision=precision),)
     first = same_on_all(on_ranks(4, train, cases, ranks_per_node=2))
     for case, found in zip(cases, first, strict=True):
         expected = one_process(Case(case.model, **LONG))
@@ -143,7 +145,7 @@ def test_masks_of_dropout_do_not_depend_on_the_ranks() -> None:
 
 
 def test_recomputation_repeats_dropout_and_grids_draw_alike() -> None:
-    case = Case("gpt2", 1, 3, 2, "a2a", dropout=0.1, **LONG)
+    case = case_of("gpt2", 1, 3, 2, "a2a", dropout=0.1)
     two = on_ranks(2, train, (case, replace(case, recompute="full"), replace(case, dropout=0.0)))
     for kept, recomputed, whole in two:
         assert kept == recomputed
@@ -164,7 +166,7 @@ def _traffic(topology: Topology) -> list[tuple[int, int]]:
     torch.set_num_threads(1)
     found = []
     for model, recompute in product(("llama", "scores"), ("stored", "selective", "full")):
-        engine = build(Case(model, 1, 0, 2, "a2a", recompute=recompute, **LONG), topology)
+        engine = build(case_of(model, 1, 0, 2, "a2a", recompute=recompute), topology)
         group, sent = engine.model.attention._group, []
         engine._exchanges._ledger = ledger = TrafficLedger(engine.mesh)
 

@@ -89,9 +89,6 @@ class Case:
     model: str = "gpt2"
     tensor: int = 1
     stage: int = 0
-    context: int = 1
-    comm: str = "auto"
-    tokens: int = 12  # of a sample
     recompute: str = "stored"
     accumulate: int = 1
     precision: PrecisionConfig = FP32
@@ -102,6 +99,9 @@ class Case:
     kernels: bool = False  # of csrc/, which AdamW has on GPUs
     layers: int = 3
     steps: int = 4
+    context: int = 1
+    comm: str = "auto"
+    tokens: int = 12  # of a sample
 
 
 def build(case: Case, topology: Topology) -> ZeroEngine:

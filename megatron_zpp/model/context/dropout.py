@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor, nn
+from torch.library import custom_op
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as a signed number
+_ELEMENTS = 2**22  # elements of a mask that are made at a time, in 64 bits each
 
 
 class PlacedDropout(nn.Dropout):
@@ -24,20 +25,34 @@ class PlacedDropout(nn.Dropout):
             return input
         seed = torch.randint(2**31 - 1, (1,), device=input.device)
         width = input.shape[-1]
-        rows = _mix(self._places(input.numel() // width, input.device) * _GOLDEN + seed)
-        columns = torch.arange(width, device=input.device)
-        bits = _mix(rows[:, None] ^ columns) & 0xFFFFFF
-        kept = (bits >= int(self.p * 2**24)).view(input.shape)
+        rows = input.numel() // width
+        place = self._tokens, self._ranks, self._rank, self._tensor_rank * rows
+        kept = _kept(seed, rows, width, self.p, *place).view(input.shape)
         return torch.where(kept, input * (1 / (1 - self.p)), 0.0)
 
-    def _places(self, count: int, device: torch.device) -> Tensor:
-        """The places of this rank's rows, of which there are so many, among all tokens of the micro-batch."""
-        own, chunk = self._tokens // self._ranks, self._tokens // (2 * self._ranks)
-        rows = torch.arange(count, device=device) + self._tensor_rank * count
-        at = rows % own
-        first, last = self._rank * chunk, (2 * self._ranks - 1 - self._rank) * chunk
-        inside = torch.where(at < chunk, first + at, last - chunk + at)
-        return rows // own * self._tokens + inside
+
+# An operator of its own: torch 2.13's compiler makes kernels of these products on CPUs that are wrong.
+@custom_op("megatron_zpp_model::placed_mask", mutates_args=())
+def _kept(
+    seed: Tensor, rows: int, width: int, p: float, tokens: int, ranks: int, rank: int, first: int
+) -> Tensor:
+    """(1) int64 -> which elements stay of so many `rows` of a context rank, from the `first` on: (R, D)."""
+    own, chunk, last = tokens // ranks, tokens // (2 * ranks), 2 * ranks - 1 - rank
+    at = torch.arange(first, first + rows, device=seed.device)
+    inside = at % own
+    inside += torch.where(inside < chunk, rank * chunk, (last - 1) * chunk)
+    keys = _mix((at // own * tokens + inside) ^ _mix(seed))
+    columns = torch.arange(width, device=seed.device)
+    kept = torch.empty(rows, width, dtype=torch.bool, device=seed.device)
+    each = max(1, _ELEMENTS // width)
+    for part, key in zip(kept.split(each), keys.split(each), strict=True):
+        torch.ge(_mix(key[:, None] ^ columns) & 0xFFFFFF, int(p * 2**24), out=part)
+    return kept
+
+
+@_kept.register_fake
+def _(seed: Tensor, rows: int, width: int, *others: float) -> Tensor:
+    return seed.new_empty(rows, width, dtype=torch.bool)
 
 
 def _mix(bits: Tensor) -> Tensor:
