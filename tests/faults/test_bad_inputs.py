@@ -25,10 +25,10 @@ from tests.faults.programs import PROGRAMS
 from tests.faults.server import Done, run_program, run_ranks
 from tests.faults.site import COMMANDS, make_site
 from tests.faults.tools import TOOLS
-from tests.support import ROOT, free_port, run
+from tests.support import ROOT, free_port, nightly, run
 
 CASES = [*COMMAND_LINES[:3], *CHECKED, *LAUNCHERS, *FILES, *TOOLS, *PROGRAMS]
-AS_PROGRAMS = [COMMAND_LINES[0], FILES[0], TOOLS[0], LAUNCHERS[0]]
+AS_PROGRAMS = [COMMAND_LINES[0], *map(nightly, (FILES[0], TOOLS[0], LAUNCHERS[0]))]
 PROMPT = 60  # seconds on a machine that is busy; ranks that wait for others do so for three minutes
 PROCESSOR = 5  # seconds, which do not depend on what else the machine does
 
@@ -106,7 +106,7 @@ def test_a_bad_input_is_refused(site: Path, case: Case) -> None:
     assert contents(site) == before
 
 
-@pytest.mark.parametrize("case", AS_PROGRAMS, ids=[case.name for case in AS_PROGRAMS])
+@pytest.mark.parametrize("case", AS_PROGRAMS, ids=lambda case: case.name)
 def test_a_bad_input_is_refused_by_a_separate_process(site: Path, case: Case) -> None:
     script, *argv = case.command
     before = contents(site)
