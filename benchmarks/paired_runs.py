@@ -58,8 +58,7 @@ class PairedRuns:
         `wanted` is asked again when runs have ended. A seed is begun only if all of its runs can end in time,
         so calls end with whole pairs.
         """
-        names = {name for name, _ in wanted()}
-        longest = max((run["seconds"] for (name, _), run in done.items() if name in names), default=0.0)
+        longest = max((run["seconds"] for run in done.values()), default=0.0)
         under_way: dict[Future[dict[str, Any]], Job] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")

@@ -275,9 +275,9 @@ template <bool FIRST_FP8, bool SECOND_FP8>
 void launch_split(const AdamwCompact& op, CUstream_st* stream) {
   const int64_t tiles = (index_of(op.elements / kStateBlock) + kBlocksAtOnce - 1) / kBlocksAtOnce;
   if (op.split)
-    launch<adamw_compact_kernel<FIRST_FP8, SECOND_FP8, true>>(tiles, stream, op, kGridsForAll);
+    launch<adamw_compact_kernel<FIRST_FP8, SECOND_FP8, true>>(tiles, stream, op);
   else
-    launch<adamw_compact_kernel<FIRST_FP8, SECOND_FP8, false>>(tiles, stream, op, kGridsForAll);
+    launch<adamw_compact_kernel<FIRST_FP8, SECOND_FP8, false>>(tiles, stream, op);
 }
 
 }  // namespace

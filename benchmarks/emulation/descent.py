@@ -47,6 +47,11 @@ SEARCHES: dict[str, dict[str, Ladder]] = {
         "muon.weight_decay": Ladder(_DECAYS, 2),
         "muon.scalar_lr": Ladder(_SCALARS, 4),
     },
+    "islands": {  # the outer optimizer, and the rate of the inner one
+        "islands.lr": Ladder((0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2), 5, 2),
+        "islands.momentum": Ladder((0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95), 8, 2),
+        "lr": Ladder(_RATES, 6),
+    },
 }
 
 
@@ -114,9 +119,12 @@ def start_of(optimizer: str, settings: Mapping[str, Any] | None) -> Point:
     if settings is None:
         return tuple(ladder.start for ladder in SEARCHES[optimizer].values())
     values = dict(settings)
-    for group in ("adamw", "muon"):
+    for group in SEARCHES:
         values |= {f"{group}.{leaf}": value for leaf, value in settings.get(group, {}).items()}
-    return tuple(ladder.values.index(values[name]) for name, ladder in SEARCHES[optimizer].items())
+    return tuple(
+        ladder.values.index(values[name]) if name in values else ladder.start
+        for name, ladder in SEARCHES[optimizer].items()
+    )
 
 
 def name_of(optimizer: str, point: Point, **others: Any) -> str:

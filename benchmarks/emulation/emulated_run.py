@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.emulation.flat_model import FlatModel
+from benchmarks.emulation.flat_model import FlatModel, Graphed
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
+from benchmarks.emulation.islands import Islands, IslandSettings
 from benchmarks.emulation.muon import Muon, MuonSettings
 from benchmarks.emulation.rungs import MLP, TABLES, Rung, Travel
 from benchmarks.emulation.source import Source
@@ -55,9 +56,11 @@ class RunSettings:
     eval_samples: int = 512
     evaluations: int = 4  # in the last tenth of the steps: their mean is the final loss
     compile: bool = False
+    graphs: bool = False  # a forward and its backward are one CUDA graph
     text: Mapping[str, Any] | None = None  # Text.described, or the synthetic language
     adamw: Mapping[str, float] = field(default_factory=dict)  # AdamWSettings that are not the defaults
     muon: Mapping[str, Any] | None = None  # MuonSettings that are not the defaults; without it AdamW alone
+    islands: Mapping[str, Any] | None = None  # IslandSettings that are not the defaults; None: one job
 
     @property
     def samples_per_step(self) -> int:
@@ -149,15 +152,12 @@ class EmulatedRanks:
 
     def accumulate(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Forward and backward of each rank's (B, T + 1) tokens; returns the mean loss."""
-        model, total = self.flat.model, torch.zeros((), device=self.flat.master.device)
-        model.train()
+        total = torch.zeros((), device=self.flat.master.device)
+        self.flat.model.train()
         for node, node_sum in enumerate(self._node_sums):
             for rank in range(self._local):
                 tokens = micro_batches[node * self._local + rank]
-                self.flat.gradient.zero_()
-                loss = model(tokens[:, :-1], tokens[:, 1:])
-                loss.backward()
-                total += loss.detach()
+                total += self.flat.backward(tokens)
                 node_sum.add(self.flat.gradient)
             node_sum.end_micro_batch()
         return total / len(micro_batches)
@@ -273,7 +273,11 @@ def train(
     losses = torch.zeros(settings.steps, device=device)
     curve, lags, finals = [], [], []
     eval_size = max(settings.micro_batch_size, 16)
+    halfway = started
     for step in range(settings.steps):
+        if step == settings.steps // 2:
+            losses.sum().item()  # waits for the GPU
+            halfway = time.perf_counter()
         for micro_batches in tokens[step]:
             losses[step] += ranks.accumulate(micro_batches) / settings.micro_batches
         reported = (step + 1) % max(1, settings.steps // 20) == 0
@@ -285,6 +289,7 @@ def train(
             progress(*curve[-1])
         if step + 1 in evaluated_at:
             finals.append(ranks.evaluate(held_out, eval_size))
+    rate_of_second_half = (settings.steps - settings.steps // 2) / (time.perf_counter() - halfway)
     return {
         "loss": sum(finals) / len(finals),
         "evaluations": finals,
@@ -294,16 +299,24 @@ def train(
         "skipped": int(ranks.skipped.item()),
         "raised_units": ranks.raised,
         "sha256": hashlib.sha256(ranks.flat.master.cpu().numpy().tobytes()).hexdigest()[:16],
-        "bytes_per_parameter": round(rung.bytes_per_parameter(ranks.flat.numels), 4),
-        "bytes_per_parameter_in_layers": round(rung.bytes_per_parameter({MLP: 1}), 4),
+        "bytes_per_parameter": round(bytes_of(settings, rung, ranks.flat.numels), 4),
+        "bytes_per_parameter_in_layers": round(bytes_of(settings, rung, {MLP: 1}), 4),
         "parameters": sum(ranks.flat.numels.values()),
+        "tokens_per_second": round(rate_of_second_half * per_step * (length - 1)),
         "seconds": round(time.perf_counter() - started, 1),
     }
 
 
+def bytes_of(settings: RunSettings, rung: Rung, numels: Mapping[str, int]) -> float:
+    """Sent per step and parameter between nodes, or between islands."""
+    if settings.islands is None:
+        return rung.bytes_per_parameter(numels)
+    return IslandSettings(**settings.islands).bytes_per_parameter
+
+
 def _ranks(
     settings: RunSettings, rung: Rung, seed: int, device: torch.device, operations: Operations
-) -> EmulatedRanks:
+) -> EmulatedRanks | Islands:
     """The ranks with their initial weights."""
     config, vocab = settings.model()
     flat = FlatModel(
@@ -317,16 +330,31 @@ def _ranks(
     )
     if settings.compile:
         _compile(flat, settings, config.seq_length, device)
+    if settings.graphs:
+        flat.backward = Graphed(flat.backward).replay  # type: ignore[method-assign]
     if rung.nudged:
         flat.master[0] *= 1 + 2**-8
-    return EmulatedRanks(
+
+    def ranks(flat: FlatModel, nodes: int, ranks_per_node: int) -> EmulatedRanks:
+        return EmulatedRanks(
+            flat,
+            rung,
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            operations=operations,
+            adamw=AdamWSettings(**settings.adamw),
+            muon=None if settings.muon is None else MuonSettings(**settings.muon),
+            seed=seed,
+        )
+
+    if settings.islands is None:
+        return ranks(flat, settings.nodes, settings.ranks_per_node)
+    return Islands(
         flat,
-        rung,
-        nodes=settings.nodes,
-        ranks_per_node=settings.ranks_per_node,
-        operations=operations,
-        adamw=AdamWSettings(**settings.adamw),
-        muon=None if settings.muon is None else MuonSettings(**settings.muon),
+        lambda flat, count: ranks(flat, 1, count),
+        IslandSettings(**settings.islands),
+        ranks=settings.nodes * settings.ranks_per_node,
+        steps=settings.steps,
         seed=seed,
     )
 
@@ -366,5 +394,7 @@ def _compile(flat: FlatModel, settings: RunSettings, tokens: int, device: torch.
     from megatron_zpp.train.setup.compiling import compile_parts
 
     torch._dynamo.reset()
-    shape = settings.micro_batch_size, tokens
+    ranks = settings.nodes * settings.ranks_per_node
+    forwards = max(ranks, (settings.islands or {}).get("count", 1))
+    shape = settings.micro_batch_size * ranks // forwards, tokens
     compile_parts(flat.model, shape, lambda line: None, on_gpu=device.type == "cuda")

@@ -1,5 +1,6 @@
 """A GPT whose parameters are views of one flat buffer, sorted by kind: codecs run over ranges of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +88,13 @@ class FlatModel:
         """Parameters by kind, gaps not counted."""
         return {kind: int((~self.gaps[here]).sum()) for kind, here in self.kinds.items()}
 
+    def backward(self, tokens: Tensor) -> Tensor:
+        """Make `gradient` that of (B, T + 1) tokens; returns their mean loss ()."""
+        self.gradient.zero_()
+        loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        return loss.detach()
+
     def counters_of(self, here: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Philox's counter words of a range."""
         first, last = here.start // SIGNS_PER_COUNTER, here.stop // SIGNS_PER_COUNTER
@@ -127,6 +135,33 @@ class FlatModel:
             place.name: flat[place.start : place.start + place.numel].view(place.shape)
             for place in self._places
         }
+
+
+class Graphed:
+    """A function of tokens as a CUDA graph: processes that share a GPU take turns on whole graphs."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._function, self._graph = function, torch.cuda.CUDAGraph()
+        self._input: Tensor | None = None
+
+    def replay(self, tokens: Tensor) -> Tensor:
+        """The result, which the next call overwrites. All tokens have the shape of the first ones."""
+        if self._input is None:
+            self._input = tokens.clone()
+            self._capture(self._input)
+        self._input.copy_(tokens)
+        self._graph.replay()
+        return self._output
+
+    def _capture(self, tokens: Tensor) -> None:
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            for _ in range(3):  # libraries allocate what they need
+                self._function(tokens)
+        here.wait_stream(aside)
+        with torch.cuda.graph(self._graph):
+            self._output = self._function(tokens)
 
 
 def _placed(model: GPT, alignment: int) -> tuple[list[_Place], dict[str, slice], int]:

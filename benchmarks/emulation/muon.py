@@ -5,7 +5,6 @@ Names, coefficients and scales are Megatron-LM's (emerging_optimizers, orthogona
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,13 +12,13 @@ from torch import Tensor
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
 
 EPS = 1e-7  # of the norm of scaled rows
+SCALE = 0.2  # times √ of the longer side: updates then have the root mean square of AdamW's (2502.16982)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonSettings:
     """Muon for matrices; `scalar_lr` is AdamW's rate of everything else, in multiples of the matrices'.
 
-    `extra_scale` 0.2 with scale `spectral` gives updates the root mean square of AdamW's (2502.16982).
     `beta2` is that of NorMuon's row scales (2510.05491); without it there are none.
     """
 
@@ -27,21 +26,10 @@ class MuonSettings:
     nesterov: bool = True
     weight_decay: float = 0.1
     scalar_lr: float = 1.0
-    scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    extra_scale: float = 0.2
     coefficient_type: str = "quintic"
     num_ns_steps: int = 5
     split_qkv: bool = True
     beta2: float | None = None
-
-    def scale(self, rows: int, columns: int) -> float:
-        """By what an orthogonalised matrix is multiplied."""
-        squares = {
-            "spectral": max(rows, columns),
-            "unit_rms_norm": rows / columns,
-            "shape_scaling": max(1, rows / columns),
-        }
-        return self.extra_scale * squares[self.scale_mode] ** 0.5
 
 
 class Muon:
@@ -71,7 +59,7 @@ class Muon:
             matrices = orthogonalised(matrices, settings, self._dtype)
             if settings.beta2 is not None:
                 matrices = self._row_scaled(matrices, shape, settings.beta2, skipped)
-            for here, matrix in zip(places, matrices * settings.scale(*shape), strict=True):
+            for here, matrix in zip(places, matrices * (SCALE * max(shape) ** 0.5), strict=True):
                 update[here] = matrix.flatten()
         changed = master * (1 - learning_rate * settings.weight_decay) - learning_rate * update
         self._momentum.copy_(torch.where(skipped, self._momentum, momentum))

@@ -1,8 +1,9 @@
-"""Real text for pairs of runs: samples of the token files of corpus/make_tokens.py, none of them twice.
+"""Real text for pairs of runs: samples of the token files of corpus/make_tokens.py.
 
 The training tokens are cut into samples, which lie in one fixed random order. Run after run takes the next
 ones: those of a run are distinct, and runs of neighbouring seeds share none until all have been taken. Then
-they lie in another order.
+they lie in another order. A run of more samples than there are takes all of them, in an order of its seed,
+and then some of them once more.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from megatron_zpp.storage.files import write_text
 
 TRAINING, HELD_OUT = "training-*_text_document.idx", "held_out-*_text_document.idx"
 ORDER = 0x7E87  # the key of the order
+EPOCHS = 2  # in which a run reads a sample at most once each
 
 
 class Text:
@@ -43,9 +45,14 @@ class Text:
 
     def training(self, seed: int, count: int) -> Tensor:
         """(count, length) int64 on the CPU, equal for equal seeds and counts."""
-        if count > self._training.windows:
-            raise SystemExit(f"{count} samples of {self._length} tokens: there are {self._training.windows}")
-        turn, place = divmod(seed, self._training.windows // count)
+        windows = self._training.windows
+        if count > EPOCHS * windows:
+            raise SystemExit(f"{count} samples of {self._length} tokens: there are {EPOCHS} × {windows}")
+        if count > windows:
+            turns = EPOCHS * seed, EPOCHS * seed + 1
+            parts = zip((windows, count - windows), turns, strict=True)
+            return torch.cat([self._training.samples(0, part, turn) for part, turn in parts])
+        turn, place = divmod(seed, windows // count)
         return self._training.samples(place * count, count, turn)
 
     def held_out(self, count: int) -> Tensor:

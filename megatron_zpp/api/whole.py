@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from megatron_zpp.placement import Placement, within
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.model_states import MOMENTUM, REFERENCE, WEIGHTS
+from megatron_zpp.zero.model_states import (
+    MOMENTUM,
+    REFERENCE,
+    WEIGHTS,
+    is_residual,
+    owners_of,
+    residuals_from,
+)
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside
 
 State = dict[str, Any]
@@ -95,7 +102,12 @@ def load_state(
     if not optimizer:
         return
     for kind in engine.states.kinds[1:]:
-        if kind in saved:
+        if is_residual(kind):
+            summed = residuals_from(kind, engine.states.kinds, saved)
+            parts = [state["optimizer"].get(each, {}) for each in summed] if first else []
+            names_of = {name for part in parts for name in part}
+            _load(engine, kind, {name: torch.stack([p[name] for p in parts]).sum(0) for name in names_of})
+        elif kind in saved:
             _load(engine, kind, state["optimizer"][kind] if first else {})
         elif kind == MOMENTUM:  # of AdamW's states; and a reference begins as the weights
             _load(engine, kind, {})
@@ -109,21 +121,24 @@ def load_state(
 def _gathered(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
     """One kind of states by the units' names, whole and on the CPU of rank 0; empty on other ranks."""
     mesh, found = engine.mesh, dict[str, Tensor]()
+    owners = owners_of(kind, mesh)
     shards_of, elements_of = engine.states.shards(kind), engine.states.shard_elements(kind)
     for unit, part, elements, every in zip(
         engine.units, shards_of, elements_of, engine.states.elements(kind), strict=True
     ):
         if not every:
             continue
-        shards = [torch.zeros(unit.layout.shard_numel, device=engine.device)]
-        shards[0][within(elements, unit.plan.shard)] = part.to(engine.device)
+        numel = unit.layout.numel // len(owners)
+        shards = [torch.zeros(numel, device=engine.device)]
+        if mesh.rank in owners:
+            first = owners.index(mesh.rank) * numel
+            shards[0][within(elements, range(first, first + numel))] = part.to(engine.device)
         if mesh.world_size > 1:
             own, count = shards[0], mesh.world_size if mesh.rank == 0 else 0
             shards = [torch.empty_like(own) for _ in range(count)]
             dist.gather(own, shards or None)
         for tensor_rank in range(mesh.tensor_ranks if mesh.rank == 0 else 0):
-            owners = mesh.at(tensor_rank).ranks(*mesh.shards)
-            flat = torch.cat([shards[owner] for owner in owners]).cpu()
+            flat = torch.cat([shards[owner] for owner in owners_of(kind, mesh.at(tensor_rank))]).cpu()
             for placement, offset in zip(unit.layout.placements, unit.layout.offsets, strict=True):
                 whole = found.setdefault(placement.name, torch.empty(placement.shape))
                 part = flat[offset : offset + placement.numel].view(placement.local_shape)
@@ -172,7 +187,8 @@ def _problem(
     if optimizer and MOMENTUM in state["optimizer"] and MOMENTUM not in engine.states.kinds:
         return f"{MOMENTUM}: the state is Muon's, and has no moments of matrices; optimizer=False leaves it"
     for kind in engine.states.kinds[1:] if optimizer else ():
-        if kind not in state["optimizer"] and kind not in (REFERENCE, MOMENTUM):
+        begins = kind in (REFERENCE, MOMENTUM) or is_residual(kind)  # without being saved
+        if kind not in state["optimizer"] and not begins:
             there = ", ".join(state["optimizer"]) or "nothing"
             return f"{kind}: missing from the state, whose optimizer has {there}"
     return None

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.model_states import MOMENTUM, REFERENCE, WEIGHTS
+from megatron_zpp.zero.model_states import MOMENTUM, REFERENCE, WEIGHTS, is_residual, residuals_from
 
 
 def load_checkpoint(
@@ -60,6 +61,8 @@ def load_checkpoint(
                 if kind == REFERENCE:
                     if kind in saved:  # otherwise the reference starts as the weights
                         _load(kind, reader, engine, padded)
+                elif is_residual(kind):
+                    _load_residual(kind, reader, engine, padded)
                 elif reader.state["with_optimizer"] and not (kind == MOMENTUM and kind not in saved):
                     check_states(path, kind, reader.state.get("kinds"))
                     _load(kind, reader, engine, padded)
@@ -78,10 +81,13 @@ def load_checkpoint(
         return progress
 
 
-def saved_settings(path: Location) -> tuple[dict[str, Any], int]:
-    """(settings by part and field, data ranks) of the run that saved a checkpoint, after it was loaded."""
+def saved_settings(path: Location) -> tuple[dict[str, Any], int, list[str]]:
+    """Of the run that saved a checkpoint, after it was loaded.
+
+    Settings by part and field, data ranks, and the kinds of states that were saved.
+    """
     state = saved_state(path)
-    return state["config"], saved_mesh(state).data_ranks
+    return state["config"], saved_mesh(state).data_ranks, state.get("kinds", [])
 
 
 def saved_state(path: Location) -> dict[str, Any]:
@@ -107,12 +113,34 @@ def _load_buffers(reader: CheckpointReader, engine: ZeroEngine) -> None:
 
 def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Collection[str]) -> None:
     """Read one kind of states; tables of `padded` may have more rows than saved, which are zero, or fewer."""
+    engine.states.fill(kind, partial(_fill, kind, reader, engine, padded))
+
+
+def _load_residual(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Collection[str]) -> None:
+    """Read what codes had lost, in one kind or several; what was not saved is zero."""
+    saved = residuals_from(kind, engine.states.kinds, reader.state.get("kinds", ()))
 
     def fill(index: int, elements: range, target: Tensor) -> None:
-        layout = engine.units[index].layout
-        for piece in layout.pieces_in(elements):
-            if piece.placement.name in padded:
-                target[within(piece.at, elements)].zero_()
-        reader.read_shard(kind, layout, elements, target, engine.mesh)
+        part = torch.empty_like(target)
+        target.zero_()
+        for each in saved:
+            _fill(each, reader, engine, padded, index, elements, part)
+            target.add_(part)
 
     engine.states.fill(kind, fill)
+
+
+def _fill(
+    kind: str,
+    reader: CheckpointReader,
+    engine: ZeroEngine,
+    padded: Collection[str],
+    index: int,
+    elements: range,
+    target: Tensor,
+) -> None:
+    layout = engine.units[index].layout
+    for piece in layout.pieces_in(elements):
+        if piece.placement.name in padded:
+            target[within(piece.at, elements)].zero_()
+    reader.read_shard(kind, layout, elements, target, engine.mesh)

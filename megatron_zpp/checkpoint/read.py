@@ -33,7 +33,7 @@ from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
-from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, name_beside
+from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, name_beside, owners_of
 
 _RECENT = (
     16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
@@ -81,8 +81,8 @@ class CheckpointReader:
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
         if self.mesh.world_size > len(self._entries):
             raise DamagedFile(f"{path}: its manifest does not name the files of {self.mesh.world_size} ranks")
-        tensor_ranks = self.mesh.ranks(self.mesh.tensor)
-        self._owners = [self.mesh.at(rank).ranks(*self.mesh.shards) for rank in tensor_ranks]
+        self._tensor_ranks = self.mesh.ranks(self.mesh.tensor)
+        self._shards = len(self.mesh.ranks(*self.mesh.shards))
         self._files: dict[int, ShardFile] = {}
         self._recent = RecentChunks(_RECENT)
         threads = thread_count() if isinstance(path, Path) else _REQUESTS
@@ -151,7 +151,8 @@ class CheckpointReader:
         self, kind: str, unit: int, offset: int, tensor_rank: int, first: int, target: Tensor
     ) -> None:
         """Fill `target` with elements of a tensor rank's flat buffer of a unit, from offset + `first` on."""
-        shard, owners = self.units[unit]["shard_numel"], self._owners[tensor_rank]
+        owners = owners_of(kind, self.mesh.at(self._tensor_ranks[tensor_rank]))
+        shard = self.units[unit]["shard_numel"] * self._shards // len(owners)
         wanted, held = range(offset + first, offset + first + len(target)), self._held(kind, unit)
         if first < 0 or offset < 0 or wanted.stop > shard * len(owners):
             raise DamagedFile(f"{self.path / STATE}: unit {unit} has no shard {len(owners)}")
@@ -188,7 +189,7 @@ class CheckpointReader:
         entry = self.units[unit]
         if entry.get("frozen") and kind not in (WEIGHTS, REFERENCE):
             return range(0)
-        numel = entry["shard_numel"] * len(self._owners[0])
+        numel = entry["shard_numel"] * self._shards
         return range(*entry.get("states", {}).get(kind, (0, numel)))
 
     def _find_places(self) -> dict[str, list[_Place]]:

@@ -64,7 +64,8 @@ class OptimizerConfig(Options):
     )
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = option(
         "fp32",
-        "First moment, rounded stochastically. fp8 and fp16: blocks of 128 elements with one scale.",
+        "First moment, rounded stochastically. fp8 and fp16: blocks of 128 elements with one scale. fp32 and "
+        "bf16 also for Muon's momentum.",
         needs=_PRECISION_AWARE,
     )
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = option(
@@ -81,9 +82,11 @@ class OptimizerConfig(Options):
     )
 
     def check(self) -> None:
-        """Refuse other optimizers than the project's AdamW with states in fewer bytes."""
-        if self.compact and self.optimizer != "adam":
-            raise self.error("use_precision_aware_optimizer", "needs --optimizer adam")
+        """Refuse other optimizers than the project's with states in fewer bytes."""
+        if self.optimizer == "muon" and self.exp_avg_dtype not in ("fp32", "bf16"):
+            raise self.error("exp_avg_dtype", "must be fp32 or bf16 with --optimizer muon")
+        if self.optimizer == "muon" and self.splits_weights:
+            raise self.error("main_params_dtype", "needs --optimizer adam")
         if self.compact and self.fused_backend == "apex":
             raise self.error("use_precision_aware_optimizer", "needs --fused-backend torch")
 

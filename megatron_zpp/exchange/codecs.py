@@ -1,8 +1,9 @@
 """How gradients become messages and sums: block codes, or rotated Lloyd-Max codes."""
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.exchange.route import CodeFormat
@@ -77,6 +78,37 @@ class RotatedCodec:
         assert rotation is not None
         signs = rotation.signs_from(first)
         self._operations.sum_rotated(messages, target, self.format, signs, add=add)
+
+
+class Feedback(NamedTuple):
+    """What codes have lost of some elements of a gradient so far: the next message has it too (1901.09847).
+
+    It is divided by `divisor`, as the gradient is for the optimizer: the loss scale and the number of
+    gradients in a sum may change from step to step.
+    """
+
+    lost: Tensor  # (R, n) bf16
+    divisor: Tensor  # ()
+    gaps: tuple[slice, ...]  # of all elements, those that belong to no parameter
+
+    def clear_gaps(self) -> None:
+        """Nothing is owed of what belongs to no parameter."""
+        clear(self.lost.view(-1), self.gaps)
+
+
+def encode_with(
+    feedback: Feedback, codec: "Codec", rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int
+) -> None:
+    """Encode `rows` (R, n) fp32 and what earlier codes lost of them into `messages` (R, bytes).
+
+    The rows are overwritten.
+    """
+    lost, divisor, _ = feedback
+    codec.encode(rows.addcmul_(lost, divisor), messages, rotation, first)
+    for row, message in zip(rows.neg_(), messages, strict=True):
+        codec.sum_into(message[None], row, rotation, first, add=True)
+        first += len(row)
+    torch.div(rows, -divisor, out=lost)
 
 
 def decode_each(

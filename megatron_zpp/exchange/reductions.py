@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of
-from megatron_zpp.exchange.codecs import Rotation, build_codec
+from megatron_zpp.exchange.codecs import Feedback, Rotation, build_codec, encode_with
 from megatron_zpp.exchange.plain import Exchange, build_exchange
 from megatron_zpp.exchange.rooms import HopRoom, accumulating, fused, reduction_rooms
 from megatron_zpp.exchange.route import Route, Stage, axes_of, chunks, nbytes, plain
@@ -37,16 +37,21 @@ class Target(NamedTuple):
 
     `squares` (n / SQUARES_BLOCK,) get what `sum_squares` finds in `total` (n,) afterwards; given only if no
     stage sends codes. `rotation` is that of the unit in this step; given only if the last stage rotates.
+    `feedback` is that of the last stage, of what this rank sends: a row for each rank of the stage.
     """
 
     total: Tensor  # (n,) fp32
     add: bool = False  # to what is there; else it is overwritten
     squares: Tensor | None = None
     rotation: Rotation | None = None
+    feedback: Feedback | None = None
 
     def chunk(self, elements: range) -> "Target":
         """The target of these elements of the shard."""
-        return self._replace(total=self.total[elements.start : elements.stop])
+        here, feedback = slice(elements.start, elements.stop), self.feedback
+        if feedback is not None:
+            feedback = feedback._replace(lost=feedback.lost[:, here])
+        return self._replace(total=self.total[here], feedback=feedback)
 
 
 @dataclass
@@ -56,12 +61,14 @@ class Lane:
     stream: CommStream
     sent: Tensor
     received: Tensor
+    exact: Tensor  # fp32: what is encoded
     sending: Pending = field(default_factory=Pending)  # the work that reads `sent`
 
     @classmethod
-    def of(cls, stream: CommStream, room: HopRoom) -> "Lane":
-        """A lane with so much room."""
-        return cls(stream, stream.zeros(room.sent, torch.uint8), stream.zeros(room.received, torch.uint8))
+    def of(cls, stream: CommStream, room: HopRoom, exact: int = 0) -> "Lane":
+        """A lane with so much room, and for so many exact sums."""
+        sent, received = (stream.zeros(nbytes, torch.uint8) for nbytes in room)
+        return cls(stream, sent, received, stream.zeros(exact, torch.float32))
 
 
 class Hop:
@@ -87,21 +94,28 @@ class Hop:
             assert operations is not None, "codes need kernels"
             self.codec = build_codec(stage.format, operations)
 
-    def exchange(self, lane: Lane, shards: Tensor, rotation: Rotation | None) -> Tensor:
+    def exchange(
+        self, lane: Lane, shards: Tensor, rotation: Rotation | None, feedback: Feedback | None = None
+    ) -> Tensor:
         """Encode `shards` (ranks · p, n), and return the messages for this rank: (ranks, bytes)."""
         assert self.codec is not None
         size = nbytes(self.stage.format, shards.numel() // self.ranks)
         sent, received = (buffer[: self.ranks * size] for buffer in (lane.sent, lane.received))
-        self.codec.encode(shards, sent.view(self.ranks, size), rotation, 0)
+        messages = sent.view(self.ranks, size)
+        if feedback is None:
+            self.codec.encode(shards, messages, rotation, 0)
+        else:
+            exact = lane.exact[: shards.numel()].view(shards.shape).copy_(shards)
+            encode_with(feedback, self.codec, exact, messages, rotation, 0)
         lane.stream.all_to_all(received, sent)
         return received.view(self.ranks, size)
 
     def sum(self, lane: Lane, shards: Tensor, target: Target) -> None:
         """Sum this rank's part of `shards` (rows · ranks · p, n) to the `target` (rows · p · n,)."""
-        total, add, squares, rotation = target
+        total, add, squares, rotation, feedback = target
         for row, part in zip(shards.chunk(self.rows), total.chunk(self.rows), strict=True):
             if self.codec is not None:
-                messages = self.exchange(lane, row, rotation)
+                messages = self.exchange(lane, row, rotation, feedback)
                 self.codec.sum_into(messages, part, rotation, self.place * len(part), add=add)
                 continue
             received = lane.received[: row.nbytes].view(row.dtype)
@@ -157,9 +171,9 @@ class Reduction:
         self._turns: deque[tuple[Tensor, list[Lane]]] = deque()
         for first in streams[0][: rooms.turns]:
             near = [first, *(lanes[0] for lanes in streams[1:])]
-            lanes_of_turn = [Lane.of(stream, room) for stream, room in zip(near, rooms.near, strict=False)]
+            exact = [rooms.exact, *[0] * len(rooms.near)]  # the first lane has that of the turn
+            lanes_of_turn = list(map(Lane.of, near, rooms.near, exact))
             self._turns.append((first.zeros(rooms.joined, rooms.dtype), lanes_of_turn))
-        self._exact = streams[0][0].zeros(rooms.exact, torch.float32)
 
     @property
     def at_once(self) -> bool:
@@ -172,7 +186,7 @@ class Reduction:
         Gradients stay where they are until the sum is waited for.
         """
         if (alone := self._alone) is not None:
-            total, add, squares, _ = target
+            total, add, squares, *_ = target
             return self._clearing.submit(lambda: alone.sum(sent, total, add=add, squares=squares))
         assert self.at_once or not accumulating(self._route), "accumulate, then reduce_accumulated"
         joined, lanes = self._next_turn()
@@ -247,7 +261,7 @@ class Reduction:
 
         def inside() -> None:
             sent_before.wait()
-            self._encode(part, sent, target.rotation)
+            self._encode(part, sent, target)
 
         summed = near.submit(inside)
 
@@ -268,12 +282,12 @@ class Reduction:
         """Sum a chunk inside the node: to the target, or to memory of its own; (shards, n)."""
         source, numel = part.source, part.source.shape[1]
         for lane, hop in zip(part.lanes[part.start :], self._hops[part.start :], strict=False):  # one at most
-            sums = Target(self._exact[: hop.part * numel]) if target is None else target
+            sums = Target(part.lanes[0].exact[: hop.part * numel]) if target is None else target
             hop.sum(lane, source, sums)
             return sums.total.view(-1, numel)
         return source
 
-    def _encode(self, part: Part, messages: Tensor, rotation: Rotation | None) -> None:
+    def _encode(self, part: Part, messages: Tensor, target: Target) -> None:
         """Sum a chunk inside the node, and write the sums as the other nodes get them: (nodes, bytes)."""
         far, first = self._far, self._hops[0]
         assert far is not None
@@ -288,12 +302,15 @@ class Reduction:
             assert isinstance(far.stage.format, QuantFormat)
             received = first.exchange(part.lanes[0], part.source, None)
             self._operations.sum_quantize(received, messages, far.stage.format)  # never in fp32 memory
+        elif target.feedback is not None:
+            sums = self._sum(part).view(far.ranks, -1)
+            encode_with(target.feedback, far.codec, sums, messages, target.rotation, part.first)
         else:
-            far.codec.encode(self._sum(part).view(far.ranks, -1), messages, rotation, part.first)
+            far.codec.encode(self._sum(part).view(far.ranks, -1), messages, target.rotation, part.first)
 
     def _cleared(self, pending: list[Pending], target: Target) -> Pending:
         """The same work; rotated codes are not zero in the gaps between parameters, where sums must be."""
-        total, rotation = target.total, target.rotation
+        total, rotation, feedback = target.total, target.rotation, target.feedback
         if rotation is None:
             return all_of(pending)
         summed = all_of(pending)
@@ -301,5 +318,7 @@ class Reduction:
         def clear_gaps() -> None:
             summed.wait()
             rotation.clear_gaps(total)
+            if feedback is not None:
+                feedback.clear_gaps()
 
         return all_of([*pending, self._clearing.submit(clear_gaps)])

@@ -55,13 +55,13 @@ class ReductionRooms:
     turns: int
     near: tuple[HopRoom, ...]
     far: HopRoom | None
-    exact: int  # fp32 elements: the sums of a node, where they are encoded or rounded to travel
+    exact: int  # fp32 elements of a turn: the sums of a node, where they are encoded or rounded to travel
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
         once = self.joined * self.dtype.itemsize + sum(map(sum, self.near))
-        return self.turns * once + 2 * sum(self.far or ()) + 4 * self.exact
+        return self.turns * (once + 4 * self.exact) + 2 * sum(self.far or ())
 
 
 def reduction_rooms(
@@ -75,13 +75,14 @@ def reduction_rooms(
     hops = [_hop_room(route, at, layouts, mesh) for at in range(len(route))]
     far = hops.pop() if len(route) > 1 and lanes(route, len(route) - 1, mesh) > 1 else None
     held = max(len(chunks(route, layout.shard_numel)[0]) for layout in layouts)
+    in_memory = route[-1].feedback or (far is not None and sums_in_memory(route))
     return ReductionRooms(
         joined=0 if peer_writes else numel,
         dtype=first if isinstance(first, torch.dtype) else made,
         turns=lanes(route, 0, mesh) if len(route) == 1 else 1,
         near=tuple(hops),
         far=far,
-        exact=held * route[-1].ranks if far is not None and sums_in_memory(route) else 0,
+        exact=held * route[-1].ranks if in_memory else 0,
     )
 
 
@@ -92,7 +93,8 @@ def sums_in_memory(route: Route) -> bool:
 
 def fused(route: Route) -> bool:
     """Whether the messages of a node are decoded, summed and encoded again in one pass."""
-    return len(route) == 2 and all(isinstance(stage.format, QuantFormat) for stage in route)
+    coded = all(isinstance(stage.format, QuantFormat) for stage in route)
+    return len(route) == 2 and coded and not route[-1].feedback
 
 
 def accumulating(route: Route) -> int:

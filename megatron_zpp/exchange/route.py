@@ -43,12 +43,14 @@ class Stage:
     """One exchange among the ranks of `axes`, of elements in one format.
 
     difference: an all-gather of codes of what weights have changed by, which are added to a reference.
+    `feedback`: what codes lose of units with residuals is sent with the next message (codecs.Feedback).
     """
 
     verb: Literal["gather", "difference", "reduce"]
     axes: tuple[Axis, ...]
     format: Format
     when: When
+    feedback: bool = False
 
     @property
     def ranks(self) -> int:
@@ -164,16 +166,19 @@ def gradient_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, *, in_bf16:
     return _live(stages)
 
 
-def sum_route(zero: ZeroConfig, mesh: Mesh, axes: Sequence[Axis]) -> Route:
+def sum_route(zero: ZeroConfig, mesh: Mesh, axes: Sequence[Axis], *, of_matrices: bool) -> Route:
     """How the sums of gradients reach ranks that hold the same states, which are cut over `axes` alone.
 
-    Between nodes that hold a unit by themselves they travel in the format of quantised gradients.
+    Between nodes that hold a unit by themselves they travel in the format of quantised gradients. Four bits
+    have error feedback where the unit is `of_matrices`: Muon enlarges what codes do to small singular values.
     """
     others = [axis for axis in (mesh.node, mesh.local) if axis not in axes]
     format: Format = torch.float32
+    feedback = False
     if axes and zero.zero_quantized_gradients:
         format = gradient_format(zero)
-    return _live([Stage("gather", (axis,), format, When.STEP) for axis in others])
+        feedback = of_matrices and format.bits == 4
+    return _live([Stage("gather", (axis,), format, When.STEP, feedback) for axis in others])
 
 
 def gradient_format(zero: ZeroConfig) -> CodeFormat:

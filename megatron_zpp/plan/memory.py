@@ -30,7 +30,7 @@ class Memory:
     weights: int  # as the compute reads them and as they are sent
     optimizer: int  # master weights and moments
     buffers: int  # gathers and reductions
-    zeropp: int  # secondary shards, or the references of weight differences
+    zeropp: int  # secondary shards, references of weight differences, residuals of gradients
     gradients: int
     activations: int
     loss: int
@@ -58,7 +58,9 @@ def memory_of(job: Job) -> Memory:
         master_bytes = 1
     muon, matmul_bytes = job.muon, min(job.dtype.itemsize, 4)
     moments = job.optimizer.moment_bytes
-    optimizer = int((moments + master_bytes) * owned) - 4 * muon.elements + matmul_bytes * muon.room
+    second = sum(job.optimizer.saved_bytes[2])  # which matrices under Muon do not have
+    optimizer = int((moments + master_bytes) * owned - second * muon.elements)
+    optimizer += matmul_bytes * muon.rooms * muon.room
     staged = 0
     if offloaded and differences:
         staged = 4 * owned
@@ -68,7 +70,7 @@ def memory_of(job: Job) -> Memory:
         "weights": communication.weight_bytes + staged,
         "optimizer": 0 if offloaded else optimizer,
         "buffers": communication.arena_bytes + _peer_rows_bytes(job),
-        "zeropp": communication.kept_bytes,
+        "zeropp": communication.kept_bytes + communication.residual_bytes,
     }
     candidates = _peak_candidates(job)
     peak_at, highest = max(candidates.items(), key=lambda item: item[1])

@@ -362,7 +362,7 @@ def _with_tensor_ranks(job: Job, sizes: set[int]) -> Iterator[Job]:
 def _divides(job: Job, size: int) -> bool:
     """Whether `size` ranks of a node can share each layer, and a run with so many is not refused."""
     try:
-        check_tensor_ranks(job.model, size, fp8=job.precision.fp8, on_gpus=job.device == "cuda")
+        check_tensor_ranks(job.model, size, fp8=job.precision.fp8)
         check_vocabulary(job.model, job.vocab_size, size)
         job.precision.check_vocabulary(job.padded_vocab_size, size)
     except ValueError:

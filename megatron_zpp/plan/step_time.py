@@ -48,6 +48,8 @@ from megatron_zpp.plan.hardware import (
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import Pass, total
 
+_FEEDBACK = 18  # bytes that kernels read and write for each byte of residuals and its fp32 sum
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -189,6 +191,8 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
             nbytes += one.summed * (itemsize + sent_bytes)
         if one.reduced != SentBytes():
             nbytes += one.summed * _reduced_bytes(job, sent_bytes)
+        if one.reduced.inter:  # what codes have lost is added, decoded, and kept
+            nbytes += _FEEDBACK * plan.residual_bytes
     return nbytes / machine.memory_rate
 
 
@@ -233,12 +237,18 @@ def _optimizer_seconds(job: Job, machine: Machine) -> float:
 
 
 def _muon_seconds(job: Job, machine: Machine) -> float:
-    """Seconds that Muon takes more than AdamW: Newton-Schulz and its exchanges, less a state of 4 bytes."""
+    """Seconds that Muon takes more than AdamW: Newton-Schulz and its exchanges, less a state of 4 bytes.
+
+    Where rounds take turns in two rooms, the first exchange of each is hidden by the work of the one before.
+    """
     share = job.muon
     if not share.elements:
         return 0.0
-    saved = 4 * share.elements / machine.memory_rate  # two passes, which read and write an update too
-    return share.flops / machine.flops + job.dtype.itemsize * share.sent / machine.inside - saved
+    # Two passes, which read and write an update too, in place of the second moment's bytes.
+    saved = (2 * sum(job.optimizer.saved_bytes[2]) - 4) * share.elements / machine.memory_rate
+    work, exchange = share.flops / machine.flops, job.dtype.itemsize * share.sent / machine.inside
+    hidden = min(work, exchange / 2) if share.rooms > 1 else 0.0
+    return work + exchange - hidden - saved
 
 
 def _link_seconds(job: Job, machine: Machine, sent: SentBytes) -> float:

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.communication_plan import CommunicationPlan
+from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.optimizer import (
     DeviceOptimizer,
     OffloadedOptimizer,
@@ -32,20 +31,18 @@ MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # the states of AdamW, as 
 def build_optimizer(
     config: OptimizerConfig,
     units: list[Unit],
-    plan: CommunicationPlan,
+    communication: Communication,
     backend: Literal["apex", "torch"],
     operations: Operations | None,
     sources: GatherSources,
     rule: UpdateRule | None = None,
-    inside_node: CommStream | None = None,
 ) -> Optimizer:
     """The optimizer of `rule`; without one, AdamW of the fused backend, or of torch without `operations`.
-
-    Muon exchanges matrices among the ranks of `inside_node`.
 
     Raises ValueError for several learning rates where the optimizer has one, and for states in fewer bytes
     where they are not AdamW's, or without operations.
     """
+    plan = communication.plan
     if config.compact and (rule is not None or operations is None or backend == "apex"):
         fix = "needs the project's AdamW, on its operations (ops/library.py)"
         raise option_error("--use-precision-aware-optimizer", "(given)", fix)
@@ -71,9 +68,9 @@ def build_optimizer(
     if config.optimizer == "muon":
         from megatron_zpp.zero.muon import MuonOptimizer
 
-        assert inside_node is not None
+        assert communication.matrices is not None
         dtype = torch.float32 if plan.made == torch.float32 else torch.bfloat16
-        return MuonOptimizer(config, rule_of, units, sources, plan.mesh, inside_node, dtype)
+        return MuonOptimizer(config, rule_of, units, sources, plan.mesh, communication.matrices, dtype)
     offloaded = units[0].master.device != units[0].gather_source.device
     forms = {} if rule is not None else config.forms_of_moments
     return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule_of, units, sources, forms)

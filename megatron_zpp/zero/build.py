@@ -27,7 +27,7 @@ from megatron_zpp.zero.reads import (
     parts_of,
     reads_of,
 )
-from megatron_zpp.zero.sharded_unit import Encoded, Unit
+from megatron_zpp.zero.sharded_unit import Encoded, Residuals, Unit
 from megatron_zpp.zero.tensor_parallel import TensorShare
 from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder
 from megatron_zpp.zero.weight_plan import WeightPlan
@@ -55,19 +55,16 @@ class UnitBuilder:
         self,
         communication: Communication,
         device: torch.device,
-        *,
-        offload_optimizer: bool,
-        splits_weights: bool,
+        config: EngineConfig,
         sources: GatherSources,
-        codes: WeightEncoder | None = None,
+        codes: WeightEncoder | None,
     ) -> None:
-        """`splits_weights`: trained master weights are the gather sources and a byte beside each weight.
-
-        `codes`: what encodes the weights that are held as codes, where some are.
-        """
-        self._sources, self._splits = sources, splits_weights
+        """`codes`: what encodes the weights that are held as codes, where some are."""
         self._communication, self._plan = communication, communication.plan
-        self._device, self._offload, self._codes = device, offload_optimizer, codes
+        self._device, self._sources, self._codes = device, sources, codes
+        self._offload = config.zero.zero_offload_optimizer
+        # Trained master weights are the gather sources and a byte beside each weight.
+        self._splits = config.optimizer.splits_weights
 
     def build(self, modules: NamedUnits, initialize: Initialize) -> list[Unit]:
         """The units of modules in forward order. `initialize(name, tensor)` fills one whole fp32 parameter.
@@ -168,6 +165,7 @@ class UnitBuilder:
             own_kept=own_kept,
             message=memory(weights.bring, weights.message) if differs else None,
             encoded=self._encoded(weights, Encoded(owned, master, gather_source), kept, full),
+            residuals=self._residuals(weights),
             gaps=tuple(within(gap, elements) for gap in layout.gaps_in(elements)),
             wide_dtype=plan.made,
         )
@@ -203,6 +201,12 @@ class UnitBuilder:
         weights = torch.zeros(len(unit.owned), device=self._device)
         unit.fill(weights, unit.owned, drawn.values)
         unit.replace_split(weights)
+
+    def _residuals(self, weights: WeightPlan) -> Residuals | None:
+        if not weights.residuals:
+            return None
+        zeros = [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in weights.residuals]
+        return Residuals(*zeros)
 
     def _encoded(
         self, weights: WeightPlan, shard: Encoded, reference: Tensor | None, full: Tensor

@@ -1,6 +1,7 @@
 """Makes what a communication plan names: streams, the gathers of weights, the reduction of gradients."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from megatron_zpp.mesh import Axis
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 
-_WEIGHTS, _GRADIENTS, _SUMS = "weights", "gradients", "sums"
+_WEIGHTS, _GRADIENTS, _SUMS, _MATRICES = "weights", "gradients", "sums", "matrices"
 
 
 class Legs(NamedTuple):
@@ -29,7 +30,8 @@ class Legs(NamedTuple):
 class Communication:
     """What a run's weights and gradients go through.
 
-    `legs` has those of each unit. `reduction` sums gradients to shards.
+    `legs` has those of each unit. `reduction` sums gradients to shards. Matrices that Muon trains come
+    together inside nodes on the stream `matrices`, None where there are none.
     """
 
     def __init__(
@@ -41,7 +43,6 @@ class Communication:
         """Every rank makes the same streams in the same order. Codes need `operations`."""
         self.plan, self._make_comm_stream = plan, make_comm_stream
         self._streams: dict[tuple[str, tuple[Axis, ...]], list[CommStream]] = {}
-        self._others: list[CommStream] = []
         made: dict[tuple[str, Route], Leg] = {}
         for each in plan.weights:
             for leg in filter(
@@ -62,17 +63,15 @@ class Communication:
         if not route:
             streams = [self._streams.setdefault((_GRADIENTS, ()), [make_comm_stream([plan.mesh.rank])])]
         self.reduction = Reduction(route, plan.trained, plan.mesh, streams, operations, plan.made)
-
-    def inside_node(self) -> CommStream:
-        """A stream of its own among the ranks of a node. Every rank must make it."""
-        stream = self._make_comm_stream(self.plan.mesh.ranks(*self.plan.mesh.inside_node))
-        self._others.append(stream)
-        return stream
+        self.matrices: CommStream | None = None
+        if any(layout.hull(of_matrices=True) for layout in plan.trained):
+            self.matrices = make_comm_stream(plan.mesh.ranks(*plan.mesh.inside_node))
+            self._streams[_MATRICES, plan.mesh.inside_node] = [self.matrices]
 
     @property
     def comm_streams(self) -> list[CommStream]:
         """All streams."""
-        return [*(stream for streams in self._streams.values() for stream in streams), *self._others]
+        return list(chain.from_iterable(self._streams.values()))
 
     def sent_memory(self, stages: Route, buffer: Buffer) -> Tensor:
         """Memory for what the first of `stages` sends. Every rank must make the same."""

@@ -7,7 +7,7 @@ traffic ledger with it.
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 
@@ -194,6 +194,11 @@ class CommunicationPlan:
         """Bytes of secondary shards, or of this rank's parts of the references."""
         return sum(each.kept.nbytes for each in self.weights)
 
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of what codes have lost of gradients, where that is sent with later ones."""
+        return sum(residual.nbytes for each in self.weights for residual in each.residuals)
+
     @cached_property
     def accumulator_bytes(self) -> int:
         """Bytes of the sums of gradients over micro-batches that this rank keeps during a step."""
@@ -256,14 +261,17 @@ def plan_communication(
     numbers = [first[kind] for kind in kinds]  # of kinds, because layouts take long to compare
     slots = tuple(_slots(numbers, orders, zero.prefetched_units if zero.zero_stage >= 3 else None))
     units, slots_of = Counter(numbers), Counter(number for number, _ in {*zip(numbers, slots, strict=True)})
+    weights = tuple(
+        weight_plan(
+            zero, mesh, kind[0], compute_dtype, axes=kind[1], in_turn=slots_of[number] < units[number]
+        )
+        for kind, number in zip(kinds, numbers, strict=True)
+    )
+    if any(each.residuals for each in weights):
+        gradients = (*gradients[:-1], replace(gradients[-1], feedback=True))
     return CommunicationPlan(
         mesh=mesh,
-        weights=tuple(
-            weight_plan(
-                zero, mesh, kind[0], compute_dtype, axes=kind[1], in_turn=slots_of[number] < units[number]
-            )
-            for kind, number in zip(kinds, numbers, strict=True)
-        ),
+        weights=weights,
         gradients=gradients,
         made=compute_dtype,
         gradient_dtype=gradient_dtype,

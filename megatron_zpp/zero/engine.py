@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
@@ -30,7 +29,7 @@ from megatron_zpp.zero.model_states import ModelStates
 from megatron_zpp.zero.optimizer import UpdateRule
 from megatron_zpp.zero.prefetch import Phase
 from megatron_zpp.zero.product_scaling import ProductScaling
-from megatron_zpp.zero.reads import module_of, without_inner
+from megatron_zpp.zero.reads import without_inner
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
@@ -107,9 +106,7 @@ class ZeroEngine:
     ) -> None:
         units = units or cast(ModelOfUnits, model)  # torch declares no protocol that includes nn.Module
         modules = without_inner(units.units())
-        _check_settings(config.zero, mesh, share, operations, device)
-        dtype = config.precision.compute_dtype(device.type)
-        config.optimizer.check_weights(config.zero, dtype, coded=codes is not None)
+        _check_settings(config, mesh, share, operations, device, coded=codes is not None)
         self.model, self.mesh, self.device, self.share = model, mesh, device, share
         self.topology, self.scaling, self.sections = Topology.of(mesh), scaling, sections
         self._clip_grad, self._decouples = config.optimizer.clip_grad, bool(decoupled)
@@ -133,18 +130,8 @@ class ZeroEngine:
         )
         self.plan = communication.plan
         sources = GatherSources(operations, codes)
-        offloads = config.zero.zero_offload_optimizer
-        builder = UnitBuilder(
-            communication,
-            device,
-            offload_optimizer=offloads,
-            splits_weights=config.optimizer.splits_weights,
-            sources=sources,
-            codes=codes,
-        )
-        self.units = builder.build(modules, initialize)
+        self.units = UnitBuilder(communication, device, config, sources, codes).build(modules, initialize)
         self.buffers = Buffers(model, initialize, device, mesh, say)
-        node = communication.inside_node() if config.optimizer.optimizer == "muon" else None
         self._trained = [index for index, unit in enumerate(self.units) if not unit.frozen]
         trained = [self.units[index] for index in self._trained]
         for comm_stream in communication.comm_streams:
@@ -153,7 +140,7 @@ class ZeroEngine:
             self.units, communication, sections, sources, operations=operations, codes=codes
         )
         self._optimizer = build_optimizer(
-            config.optimizer, trained, self.plan, fused_backend, operations, sources, rule, node
+            config.optimizer, trained, communication, fused_backend, operations, sources, rule
         )
         self.states = ModelStates(self.units, self.weights, self._optimizer, mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
@@ -163,12 +150,7 @@ class ZeroEngine:
         self._sums = StepSums(trained, self._gradients, mesh, sections)
         self._exchanges = ExchangeCounter(share, self._ledger, self.plan.made)
         self._hooks = register_hooks(
-            [module_of(unit) for _, unit in modules],
-            self.units,
-            self.plan.reads,
-            self.weights.prefetcher,
-            self._gradients,
-            self._exchanges,
+            modules, self.units, self.plan.reads, self.weights.prefetcher, self._gradients, self._exchanges
         )
         self.loss_scale = LossScale(config.precision, device)
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
@@ -205,9 +187,16 @@ class ZeroEngine:
         self.weights.prefetcher.begin(Phase.BACKWARD)
         with self.sections(WAIT_REDUCTIONS):
             last = index == micro_batches - 1
-            self._gradients.begin(first=index == 0, last=last, iteration=self.iteration)
+            count = micro_batches * self.mesh.data_ranks
+            self._gradients.begin(
+                first=index == 0,
+                last=last,
+                iteration=self.iteration,
+                scale=self.loss_scale.scale,
+                count=count,
+            )
         if index == 0:
-            self._summed_gradients = micro_batches * self.mesh.data_ranks
+            self._summed_gradients = count
             self._weight = None if weight is None else 0.0
         scale = self.loss_scale.scale
         if weight is not None:
@@ -255,7 +244,7 @@ class ZeroEngine:
         for number, index in enumerate(self._trained):
             self._optimizer.update(number)
             self.weights.updated(index, found_inf)
-        self._gradients.release()
+        self._gradients.end_step(found_inf)
         self.iteration += 1
         self.loss_scale.update(found_inf)
         raised = None if formats is None else formats.raised
@@ -327,9 +316,17 @@ class ZeroEngine:
 
 
 def _check_settings(
-    zero: ZeroConfig, mesh: Mesh, share: TensorShare, operations: Operations | None, device: torch.device
+    config: EngineConfig,
+    mesh: Mesh,
+    share: TensorShare,
+    operations: Operations | None,
+    device: torch.device,
+    *,
+    coded: bool,
 ) -> None:
-    """Raise ValueError for settings that these ranks cannot obey."""
+    """Raise ValueError for settings that these ranks cannot obey. `coded`: some weights are held as codes."""
+    zero, dtype = config.zero, config.precision.compute_dtype(device.type)
+    config.optimizer.check_weights(zero, dtype, coded=coded)
     check_routes(zero, mesh)
     sharing = 1 if share.group is None else share.group.size
     if mesh.tensor_ranks != sharing:

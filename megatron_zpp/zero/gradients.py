@@ -1,10 +1,12 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
+from itertools import chain
+
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
-from megatron_zpp.exchange.codecs import Rotation, build_codec, decode_each
+from megatron_zpp.exchange.codecs import Feedback, Rotation, build_codec, decode_each, encode_with
 from megatron_zpp.exchange.reductions import Target
 from megatron_zpp.exchange.route import nbytes
 from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
@@ -54,6 +56,7 @@ class Gradients:
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self._first = self._last = True
         self._iteration = 0
+        self._feeds_back = plan.residual_bytes > 0
         shards = {layout: layout.shard(plan.mesh) for layout in set(plan.layouts)}
         self._owned_gaps = {
             unit: tuple(within(gap, unit.owned) for gap in unit.layout.gaps_in(unit.owned))
@@ -72,16 +75,18 @@ class Gradients:
             unit: share.counted_elsewhere(unit.layout, unit.plan.shard) for unit in units
         }
 
-    def begin(self, *, first: bool, last: bool, iteration: int) -> None:
+    def begin(self, *, first: bool, last: bool, iteration: int, scale: Tensor, count: int) -> None:
         """Prepare for the backward of step `iteration`'s first, last or another micro-batch.
 
-        Waits for the reductions of the previous micro-batch, which the forward hid. The first micro-batch
-        drops what an abandoned step left.
+        The step sums `count` gradients of losses times `scale` (). Waits for the reductions of the previous
+        micro-batch, which the forward hid. The first micro-batch drops what an abandoned step left.
         """
         self.wait()
         if first:
             self.release()
         self._first, self._last, self._iteration = first, last, iteration
+        if first and self._feeds_back:
+            self._divisor = scale * count
         for unit in self._units:
             unit.grad.arrived, unit.grad.taken = [0] * len(unit.by_place), 0
 
@@ -130,6 +135,16 @@ class Gradients:
         """The elements of this rank's shard that another tensor rank counts in sums over ranks."""
         blocks = self._counted_elsewhere[unit]
         return [range(each.start * SQUARES_BLOCK, each.stop * SQUARES_BLOCK) for each in blocks]
+
+    def end_step(self, found_inf: Tensor) -> None:
+        """Release all gradients.
+
+        A step that was skipped, because `found_inf` () is 1, has dropped what its messages had of residuals,
+        which begin at zero again.
+        """
+        self.release()
+        for residual in chain.from_iterable(unit.residuals or () for unit in self._units):
+            residual.masked_fill_(found_inf != 0, 0.0)
 
     def release(self) -> None:
         """Give the memory of all gradients to the next forward, for activations: any state -> EMPTY."""
@@ -205,7 +220,7 @@ class Gradients:
         if last:
             total = torch.empty(len(unit.owned), device=accumulated.device)
             squares = self._new_squares(unit, last=True)
-            target = Target(total[unit.shard], squares=squares, rotation=self._rotation_of(unit))
+            target = self._target(unit, total, squares)
             reduced, message = self._to_all(unit, total, reduction.reduce_accumulated(accumulated, target))
             unit.grad.reduce(all_of([pending, reduced]), sent + message, total, squares, accumulated)
         else:
@@ -231,13 +246,20 @@ class Gradients:
         elif total is None:
             total = torch.empty(len(unit.owned), device=sent[0].flat.device)
         squares = self._new_squares(unit, last=last)
-        target = Target(total[unit.shard], add, squares, self._rotation_of(unit))
-        pending = self._reduction.reduce(sent, target)
+        pending = self._reduction.reduce(sent, self._target(unit, total, squares, add=add))
         message: tuple[GradSegment, ...] = ()
         if last:
             pending, message = self._to_all(unit, total, pending)
         unit.grad.reduce(pending, sent + message, total, squares)
         self._reducing[self._slots[unit]] = unit
+
+    def _target(self, unit: Unit, total: Tensor, squares: Tensor | None, *, add: bool = False) -> Target:
+        """Where the sum of a unit's shard goes, in a buffer (n,) like `unit.master`."""
+        feedback = None
+        if unit.residuals is not None:
+            lost = unit.residuals.sent.view(-1, unit.layout.shard_numel)
+            feedback = Feedback(lost, self._divisor, self._owned_gaps[unit])
+        return Target(total[unit.shard], add, squares, self._rotation_of(unit), feedback)
 
     def _rotation_of(self, unit: Unit) -> Rotation | None:
         """The rotation of a unit's gradient between nodes in this step; None where there is none."""
@@ -267,7 +289,14 @@ class Gradients:
 
         def encode() -> None:
             reduced.wait()
-            codec.encode(shard[None], message[None], rotation, unit.plan.shard.start)
+            sums = shard[None], message[None], rotation, unit.plan.shard.start
+            if unit.residuals is None:
+                codec.encode(*sums)
+                return
+            lost = unit.residuals.returned[None]
+            feedback = Feedback(lost, self._divisor, self._gaps[unit.layout])
+            encode_with(feedback, codec, *sums)
+            feedback.clear_gaps()
 
         def decode(messages: Tensor) -> None:
             decode_each(codec, messages.view(-1, len(message)), total, rotation, unit.owned.start)

@@ -10,13 +10,13 @@ from torch.utils.hooks import RemovableHandle
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.prefetch import Prefetcher
 from megatron_zpp.zero.read_guard import tensors_in
-from megatron_zpp.zero.reads import Reads
+from megatron_zpp.zero.reads import NamedUnits, Reads, module_of
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ExchangeCounter
 
 
 def register_hooks(
-    modules: list[nn.Module],
+    modules: NamedUnits,
     units: list[Unit],
     reads: Reads,
     prefetcher: Prefetcher,
@@ -30,7 +30,8 @@ def register_hooks(
     parameter no more.
     """
     handles = []
-    for place, (module, read) in enumerate(zip(modules, reads.units, strict=True)):
+    for place, ((_, reader), read) in enumerate(zip(modules, reads.units, strict=True)):
+        module = module_of(reader)
         handles += _hook_passes(module, place, [units[index] for index in read], prefetcher, exchanges)
     for unit in units:
         if unit.frozen:

@@ -1,7 +1,7 @@
 """The states of an engine that a checkpoint saves and loads."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +11,54 @@ from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Placement, overlap, within
 from megatron_zpp.zero.optimizer import SCALES, Optimizer
-from megatron_zpp.zero.sharded_unit import Unit
+from megatron_zpp.zero.sharded_unit import Residuals, Unit
 from megatron_zpp.zero.weights import Weights
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 MOMENTUM = "momentum_buffer"  # of the matrices that Muon trains, as torch calls it
 SECOND_MOMENT = "exp_avg_sq"
+SENT_RESIDUAL, SUM_RESIDUAL = "residual_of_node_", "residual_of_sums"  # see Residuals; the first of each node
 CORRECTIONS = "_corrections"  # at the end of a name; see `name_beside`
 
 
 def name_beside(kind: str) -> str:
     """What checkpoints call the bytes beside one of `kinds` that is not fp32."""
     return kind + (CORRECTIONS if kind == WEIGHTS else SCALES)
+
+
+def residual_of(node: int) -> str:
+    """What checkpoints call the residuals of what the ranks of a node have sent."""
+    return f"{SENT_RESIDUAL}{node}"
+
+
+def is_residual(kind: str) -> bool:
+    """Whether one of `kinds` is what codes have lost of gradients."""
+    return kind == SUM_RESIDUAL or kind.startswith(SENT_RESIDUAL)
+
+
+@cache
+def owners_of(kind: str, mesh: Mesh) -> Sequence[int]:
+    """The ranks that have the equal parts of one of `kinds`, in their order; those of this tensor rank.
+
+    Nodes have the residuals of what they sent by themselves; what ranks of other nodes have lies between.
+    """
+    ranks = mesh.ranks(*mesh.shards)
+    if kind.startswith(SENT_RESIDUAL):
+        return ranks[int(kind.removeprefix(SENT_RESIDUAL)) :: mesh.nodes]
+    return ranks
+
+
+def residuals_from(kind: str, present: Collection[str], saved: Collection[str]) -> list[str]:
+    """The kinds in a checkpoint whose sum is one of the `present` kinds, a residual.
+
+    With as many nodes as saved it is the same one. Otherwise the sums over nodes take all that is owed.
+    """
+    of_nodes, theirs = (
+        [each for each in kinds if each.startswith(SENT_RESIDUAL)] for kinds in (present, saved)
+    )
+    if len(of_nodes) == len(theirs):
+        return [kind]
+    return [each for each in saved if is_residual(each)] if kind == SUM_RESIDUAL else []
 
 
 class Held(NamedTuple):
@@ -94,8 +130,11 @@ class ModelStates:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What a checkpoint saves per unit: weights, optimizer states, the reference of differences."""
-        kinds = (WEIGHTS, *self._optimizer.state_names)
-        return (*kinds, REFERENCE) if self._weights.have_references else kinds
+        kinds = [WEIGHTS, *self._optimizer.state_names]
+        kinds += [REFERENCE] if self._weights.have_references else []
+        if any(unit.residuals for unit in self._units):
+            kinds += [*map(residual_of, range(self._mesh.nodes)), SUM_RESIDUAL]
+        return tuple(kinds)
 
     def elements(self, kind: str) -> list[range]:
         """The elements of each unit that have one of `kinds`, on any rank.
@@ -104,6 +143,8 @@ class ModelStates:
         """
         if kind in (WEIGHTS, REFERENCE):
             return [range(unit.layout.numel) for unit in self._units]
+        if is_residual(kind):
+            return [range(unit.layout.numel if unit.residuals else 0) for unit in self._units]
         return [range(0) if unit.frozen else self._optimizer.elements(unit, kind) for unit in self._units]
 
     def shards(self, kind: str) -> list[Tensor]:
@@ -136,12 +177,8 @@ class ModelStates:
 
     def _held_shards(self, kind: str) -> list["Held"]:
         """What this rank holds of `shard_elements` of each unit."""
-        return [
-            held.part(within(elements, overlap(unit.owned, whole)))
-            for unit, held, elements, whole in zip(
-                self._units, self._held(kind), self.shard_elements(kind), self.elements(kind), strict=True
-            )
-        ]
+        parts = zip(self._held(kind), self.shard_elements(kind), self._elements_here(kind), strict=True)
+        return [held.part(within(elements, here)) for held, elements, here in parts]
 
     def shard_elements(self, kind: str) -> list[range]:
         """Those of `elements` that are in this rank's shard of each unit.
@@ -149,7 +186,18 @@ class ModelStates:
         At stage 0, where every rank has the whole, that is the shard that it would have at other stages.
         """
         wholes = self.elements(kind)
+        if kind.startswith(SENT_RESIDUAL):
+            return self._elements_here(kind)
         return [overlap(unit.plan.shard, whole) for unit, whole in zip(self._units, wholes, strict=True)]
+
+    def _elements_here(self, kind: str) -> list[range]:
+        """Those of `elements` that this rank has."""
+        wholes = self.elements(kind)
+        if kind == SUM_RESIDUAL:
+            return self.shard_elements(kind)
+        if kind.startswith(SENT_RESIDUAL) and self._mesh.rank not in owners_of(kind, self._mesh):
+            return [range(0)] * len(wholes)
+        return [overlap(unit.owned, whole) for unit, whole in zip(self._units, wholes, strict=True)]
 
     def load(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
         """Load one of `kinds`; `read(unit, elements)` returns a part of a unit's flat buffer.
@@ -198,10 +246,12 @@ class ModelStates:
 
         None: no rank has some of the unit.
         """
-        wholes = self.elements(kind)
-        for index, (unit, whole, held) in enumerate(zip(self._units, wholes, self._held(kind), strict=True)):
+        parts = zip(
+            self._units, self.elements(kind), self._elements_here(kind), self._held(kind), strict=True
+        )
+        for index, (unit, whole, here, held) in enumerate(parts):
             self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
-            elements = overlap(unit.owned, whole) if whole else None
+            elements = here if whole else None
             if held.is_plain:
                 yield unit, elements, held.values
             else:
@@ -244,6 +294,13 @@ class ModelStates:
             ]
         if kind == REFERENCE:
             return [Held(reference) for reference in self._weights.own_references()]
+        if is_residual(kind):
+            nothing = torch.empty(0, dtype=torch.bfloat16)
+            tensors = [unit.residuals or Residuals(nothing, nothing) for unit in self._units]
+            if kind == SUM_RESIDUAL:
+                return [Held(each.returned) for each in tensors]
+            here = self._mesh.rank in owners_of(kind, self._mesh)
+            return [Held(each.sent if here else nothing) for each in tensors]
         states, none = iter(self._optimizer.states), dict[str, Tensor]()
         of_units = [none if unit.frozen else next(states) for unit in self._units]
         return [Held(each.get(kind, torch.empty(0)), each.get(kind + SCALES)) for each in of_units]

@@ -3,17 +3,19 @@
 The momentum of a matrix is an exponential average of its gradients; Newton-Schulz iteration makes all its
 singular values about 1, and a factor by its shape makes the update. Rules and names are those of Megatron-LM.
 Momentum is a state of this rank's shard; whole_matrices.py brings matrices together inside nodes.
+What crosses between nodes, and why: docs/internals/measurements/muon.md.
 """
 
 import math
+from itertools import cycle, pairwise
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
-from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import Placement
+from megatron_zpp.placement import ALIGNMENT, Placement
 from megatron_zpp.zero.model_states import MOMENTUM
 from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers, muon_passes
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
@@ -37,7 +39,8 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         dtype: torch.dtype,
     ) -> None:
         """`rule_of`: of what is no matrix. `stream`: among the ranks of a node. `dtype`: of matmuls."""
-        super().__init__(rule_of, units, sources)
+        super().__init__(rule_of, units, sources, config.forms_of_moments)
+        forms = {} if config.exp_avg_dtype == "fp32" else {MOMENTUM: config.exp_avg_dtype}
         self._config, self._stream, self._dtype = config, stream, dtype
         self._coefficients = coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
         self.state_names = (MOMENTUM, *self.state_names)
@@ -45,17 +48,23 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         held = {index: Held(unit.layout, unit.plan.axes) for index, unit in enumerate(units) if every[index]}
         works = rounds(every, len(mesh.ranks(*mesh.inside_node)))
         share = muon_share(held, mesh, config.muon_num_ns_steps)
-        room = torch.empty(share.room, dtype=dtype, device=units[0].full.device)
-        self._rounds = {work[0].unit: Round(work, held, mesh, Room(room)) for work in works}
+        device = units[0].full.device
+        rooms = cycle([torch.empty(share.room, dtype=dtype, device=device) for _ in range(share.rooms)])
+        made = [Round(work, held, mesh, Room(room)) for work, room in zip(works, rooms, strict=False)]
+        self._rounds = {work[0].unit: one for work, one in zip(works, made, strict=True)}
+        # What follows in another room can be brought together while a round is worked on.
+        self._following = dict(pairwise(made)) if share.rooms > 1 else {}
+        self._bringing: dict[Round, Pending] = {}
         states = {index: each.elements(mesh) for index, each in held.items()}
         self._passes = {
             index: muon_passes(
                 MuonElements(
                     places=places,
                     scales=[self._scale(place.matrix) for place in places],
-                    room=room,
+                    room=work.room.flat,
                     owned=units[index].owned,
                     states=states[index],
+                    unit=index,
                     momentum=config.muon_momentum,
                     nesterov=config.muon_nesterov,
                 )
@@ -64,14 +73,17 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
             for index, places in work.places.items()
         }
         for index, (unit, of_unit) in enumerate(zip(units, self.states, strict=True)):
-            of_unit |= zero_states(unit, (MOMENTUM,), states.get(index, range(0)))
+            of_unit |= zero_states(unit, (MOMENTUM,), states.get(index, range(0)), forms)
 
     def elements(self, unit: Unit, name: str) -> range:
         """See Optimizer.elements."""
         matrices = unit.layout.hull(of_matrices=True)
         if name == MOMENTUM:
             return matrices
-        return unit.layout.hull(of_matrices=False) if matrices else whole_unit(unit, name)
+        if not matrices:
+            return whole_unit(unit, name)
+        others = unit.layout.hull(of_matrices=False)
+        return range(others.start, -(-others.stop // ALIGNMENT) * ALIGNMENT)  # whole blocks of states
 
     def _changes(self, placement: Placement) -> bool:
         return not placement.matrices
@@ -80,16 +92,16 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         """See Optimizer.begin_step."""
         super().begin_step(rates, divisor, found_inf)
         shrink = 1 - rates[0] * self._config.weight_decay
-        self._numbers = StepNumbers(divisor, found_inf, shrink, -rates[0])
+        self._numbers = StepNumbers(divisor, found_inf, shrink, -rates[0], self.steps)
 
     def update(self, index: int) -> None:
         """See Optimizer.update."""
         if index in self._rounds:
             work = self._rounds[index]
-            for each in work.places:
-                gradients, momentum = self._units[each].gradients, self.states[each][MOMENTUM]
-                self._passes[each].average(gradients, momentum, self._numbers)
-            work.gather(self._stream)
+            brought = self._bringing.pop(work, None) or self._bring(work)
+            if following := self._following.get(work):
+                self._bringing[following] = self._bring(following)
+            brought.wait()
             for batch in work.batches:
                 orthogonalize_(batch, self._coefficients)
             work.scatter(self._stream)
@@ -104,6 +116,13 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         self._change(index, unit.gradients, source)
         if later:
             self._sources.write(unit)
+
+    def _bring(self, work: Round) -> Pending:
+        """Let the momentum of a round's units take in their gradients, and bring its matrices together."""
+        for each in work.places:
+            gradients, momentum = self._units[each].gradients, self.states[each][MOMENTUM]
+            self._passes[each].average(gradients, momentum, self._numbers)
+        return work.gather(self._stream)
 
     def _scale(self, matrix: Matrix) -> float:
         """The factor of an update by the shape of its matrix, as --muon-scale-mode says."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.exchange.segments import GradSegment, segments_inside
@@ -18,6 +19,7 @@ class MuonElements(NamedTuple):
     room: Tensor  # of the places
     owned: range  # elements of the unit that have a master weight
     states: range  # those that have momentum
+    unit: int  # which trained unit of the model it is
     momentum: float
     nesterov: bool
 
@@ -29,13 +31,17 @@ class StepNumbers(NamedTuple):
     found_inf: Tensor  # (); nothing changes unless it is 0
     shrink: float  # times the weights
     step: float  # times updates, to be added to the weights
+    steps: Tensor  # (); the number of the step, for random bits
 
 
 class MuonPasses(Protocol):
     """The two passes over a unit's elements."""
 
     def average(self, gradients: Sequence[GradSegment], momentum: Tensor, numbers: StepNumbers) -> None:
-        """Let the momentum take in the gradient, and write what is made orthogonal to the room."""
+        """Let the momentum take in the gradient, and write what is made orthogonal to the room.
+
+        Momentum is fp32, or bf16 that is rounded stochastically as ops/state_codes.py says.
+        """
 
     def apply(self, master: Tensor, source: Tensor | None, numbers: StepNumbers) -> None:
         """Change the master weights by what has become of it, and write them to `source` too."""
@@ -60,12 +66,15 @@ class PlainPasses:
         """See MuonPasses."""
         if numbers.found_inf.item():
             return
-        places, _, room, owned, states, decay, nesterov = self._given
+        places, _, room, owned, states, unit, decay, nesterov = self._given
         for place in places:
             shard = within(place.elements, owned)
             for segment in segments_inside(gradients, range(shard.start, shard.stop)):
                 gradient = segment.flat.float() / numbers.divisor
-                average = segment.of(momentum[within(place.elements, states)]).lerp_(gradient, 1 - decay)
+                kept = segment.of(momentum[within(place.elements, states)])
+                average = kept.float().lerp_(gradient, 1 - decay)
+                if kept.dtype == torch.bfloat16:
+                    kept.copy_(_rounded(average, place.elements.start + segment.start, unit, numbers.steps))
                 if place.there is not None:
                     used = gradient.lerp(average, decay) if nesterov else average
                     segment.of(room[place.there :]).copy_(used)
@@ -80,3 +89,12 @@ class PlainPasses:
             master[part].mul_(numbers.shrink).add_(update.float(), alpha=numbers.step * scale)
             if source is not None:
                 source[part].copy_(master[part])
+
+
+def _rounded(average: Tensor, first: int, unit: int, steps: Tensor) -> Tensor:
+    """Momentum (n,) fp32 in bf16, from element `first` of a unit on."""
+    from megatron_zpp.ops.state_codes import Rounding, draws_of, encode
+
+    begin, end = first // 4 * 4, first + len(average)  # four numbers have one counter
+    draws = draws_of(Rounding(steps, unit), slice(begin, -(-end // 4) * 4)).first
+    return encode(average, "bf16", second=False, draws=draws[first - begin : end - begin])[0]

@@ -102,7 +102,7 @@ class _Steps(Generic[Scalars]):
         """
         self._units, self._sources = units, sources
         self._rule = rule = rule_of(1.0)
-        self.state_names = rule.state_names
+        self.state_names, self.accepts_16bit_gradients = rule.state_names, rule.accepts_16bit_gradients
         self._changed = [overlap(unit.owned, self.elements(unit, rule.state_names[0])) for unit in units]
         self._runs = [self._runs_of(*each) for each in zip(units, self._changed, strict=True)]
         groups = {run.group for runs in self._runs for run in runs}
@@ -113,6 +113,10 @@ class _Steps(Generic[Scalars]):
         ]
         self.steps = torch.zeros((), device=units[0].master.device)
         self._scalars: dict[_Group, Scalars] = {}  # of the present step; none if it is skipped
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Allocate what a step needs beside the states."""
 
     def elements(self, unit: Unit, name: str) -> range:
         """See Optimizer.elements."""
@@ -174,16 +178,6 @@ class _Steps(Generic[Scalars]):
 class DeviceOptimizer(_Steps[Scalars]):
     """Steps on the device of the gradients, and never waits for it."""
 
-    def __init__(
-        self,
-        rule_of: RuleOf[Scalars],
-        units: list[Unit],
-        sources: GatherSources,
-        forms: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        super().__init__(rule_of, units, sources, forms)
-        self.accepts_16bit_gradients = self._rule.accepts_16bit_gradients
-
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """See Optimizer.begin_step."""
         self.steps += 1 - found_inf
@@ -205,21 +199,13 @@ class OffloadedOptimizer(_Steps[Scalars]):
     other units. The host waits for the device: for the divisor, then for the gradients of each unit.
     """
 
-    accepts_16bit_gradients = False
-
-    def __init__(
-        self,
-        rule_of: RuleOf[Scalars],
-        units: list[Unit],
-        sources: GatherSources,
-        forms: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        super().__init__(rule_of, units, sources, forms)
-        self._stream = torch.cuda.Stream(units[0].gather_source.device)
-        self._gradients = [_pinned_like(unit.master) for unit in units]
+    def _allocate(self) -> None:
+        self.accepts_16bit_gradients = False
+        self._stream = torch.cuda.Stream(self._units[0].gather_source.device)
+        self._gradients = [_pinned_like(unit.master) for unit in self._units]
         self._gather_sources = [
             None if _is_fp32(unit) or unit.layout.coded else _pinned_like(unit.gather_source)
-            for unit in units
+            for unit in self._units
         ]
         self._arrived: list[torch.cuda.Event] = []  # the gradients of the present step
 

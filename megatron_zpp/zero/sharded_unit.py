@@ -21,6 +21,7 @@ The tensors of a unit of n elements (padding included) on d ranks:
     encoded        weights     where weights are held as codes: the bytes that this rank writes of the unit,
                                and what they are codes of. `gather_source` and `master`; where differences
                                are sent, the bytes that its group gathers from it, and the reference
+    residuals      gradients   what codes have lost of gradients, where that is sent later: see Residuals
     accumulated    gradients   fp32, the sum over micro-batches from a step's first to its last: (n,) where
                                gradients accumulate whole, (n / N,) where groups of N ranks accumulate them
     segments       gradients   the gradient that the optimizer takes, like `master`, in one part or several:
@@ -128,6 +129,13 @@ class UnitGradient:
         self.state, self.accumulated, self.segments, self.squares = GradientState.EMPTY, None, (), None
 
 
+class Residuals(NamedTuple):
+    """What codes have lost of a unit's gradient, in bf16, which later messages have too (codecs.Feedback)."""
+
+    sent: Tensor  # of the sums of this rank's node, of the elements that this rank sends: `owned`
+    returned: Tensor  # of the sum over nodes, of this rank's shard
+
+
 class Encoded(NamedTuple):
     """What a rank encodes of a unit whose weights are held as codes. An element stands for a byte."""
 
@@ -150,6 +158,7 @@ class Unit:
     own_kept: Tensor | None  # this rank's shard in it
     message: Tensor | None
     encoded: Encoded | None
+    residuals: Residuals | None
     gaps: tuple[slice, ...]  # elements of `kept` that belong to no parameter
     wide_dtype: torch.dtype  # of the parameters that are not held as codes
     # The parameters of each place whose gradients are reduced by themselves; those of the first place first.

@@ -126,6 +126,16 @@ class WeightPlan:
         return Buffer(numel, torch.uint8)
 
     @property
+    def residuals(self) -> tuple[Buffer, ...]:
+        """What codes have lost of gradients: of what this rank sends, and of the sum of its shard.
+
+        Empty without error feedback.
+        """
+        if not any(stage.feedback for stage in self.sums):
+            return ()
+        return tuple(Buffer(len(elements), torch.bfloat16) for elements in (self.owned, self.shard))
+
+    @property
     def slot(self) -> Buffer:
         """The memory of a slot."""
         return Buffer(self.layout.numel, self.dtype)
@@ -174,6 +184,5 @@ def weight_plan(
     route = weight_route(zero, mesh, dtype, axes)
     kept = kept_after(route)
     assert len(legs_of(route[:kept])) <= 1 >= len(legs_of(route[kept:])), route
-    return WeightPlan(
-        layout, mesh, axes, sum_route(zero, mesh, axes), route[:kept], route[kept:], dtype, in_turn
-    )
+    sums = sum_route(zero, mesh, axes, of_matrices=bool(layout.hull(of_matrices=True)))
+    return WeightPlan(layout, mesh, axes, sums, route[:kept], route[kept:], dtype, in_turn)

@@ -2,9 +2,10 @@
 
 Muon looks at whole matrices. Each is the work of one rank of the node, by `balanced`, in rounds of units that
 follow each other: an exchange brings the parts of a round's matrices to these ranks, and another brings back
-what has become of them. Ranks that have the same states (stage 0, and what tensor ranks have whole) send
-nothing on the way there: the rank that works has them too. Parts are written where they are sent from, or
-in their matrix if this rank works on it, and used where they arrive.
+what has become of them. A round's first exchange runs while the matrices of the round before are worked on,
+so rounds take turns in two rooms. Ranks that have the same states (stage 0, and what tensor ranks have whole)
+send nothing on the way there: the rank that works has them too. Parts are written where they are sent from,
+or in their matrix if this rank works on it, and used where they arrive.
 """
 
 import math
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.placement import ALIGNMENT, Box, Layout, Placement, overlap
 from megatron_zpp.zero.newton_schulz import flops, working_numel
@@ -114,14 +115,14 @@ def imbalance(costs: Sequence[int], places: Sequence[int], ranks: int) -> float:
     return max(load) * ranks / max(1, sum(load))
 
 
-def rounds(units: Sequence[Sequence[Matrix]], ranks: int, least: int = _LEAST) -> list[list[Matrix]]:
+def rounds(units: Sequence[Sequence[Matrix]], ranks: int) -> list[list[Matrix]]:
     """Matrices that are worked on at the same time: of as few units in a row as balance the ranks."""
     found: list[list[Matrix]] = []
     newest: list[Matrix] = []
     for matrices in units:
         newest = newest + list(matrices)
         costs, numel = [each.cost for each in newest], sum(each.shape[0] * each.shape[1] for each in newest)
-        if numel >= least * ranks and imbalance(costs, balanced(costs, ranks), ranks) <= _IMBALANCE:
+        if numel >= _LEAST * ranks and imbalance(costs, balanced(costs, ranks), ranks) <= _IMBALANCE:
             found.append(newest)
             newest = []
     return [*found, newest] if newest else found
@@ -132,7 +133,8 @@ class MuonShare(NamedTuple):
 
     elements: int
     flops: int
-    room: int
+    rooms: int  # in which rounds take turns: two where there is something to exchange ahead
+    room: int  # elements of one of them
     working: int  # elements of what Newton-Schulz makes beside them
     sent: int  # elements that it sends to other ranks of its node
 
@@ -149,6 +151,7 @@ def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
         sum(
             len(batch) * flops(batch.shape[1], batch.shape[2], steps) for one in made for batch in one.batches
         ),
+        2 if len(made) > 1 and ranks > 1 else 1,
         max((one.room.used for one in made), default=0),
         max((working_numel(batch) for one in made for batch in one.batches), default=0),
         sum(one.sent for one in made),
@@ -156,16 +159,16 @@ def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
 
 
 class Room:
-    """Memory of the buffers of one round, which those of the next one use too."""
+    """Memory of the buffers of one round, which those of later ones use too."""
 
     def __init__(self, flat: Tensor) -> None:
-        self._flat, self.used = flat, 0
+        self.flat, self.used = flat, 0
 
     def take(self, numel: int) -> Tensor:
         """A buffer (numel,) of its own."""
         start = self.used
         self.used += -(-numel // ALIGNMENT) * ALIGNMENT
-        return self._flat[start : start + numel]
+        return self.flat[start : start + numel]
 
 
 class Place(NamedTuple):
@@ -238,19 +241,23 @@ class Round:
         """Elements that this rank sends to others, both ways."""
         return self._there.sent.numel() + self._back.sent.numel()
 
-    def gather(self, stream: CommStream) -> None:
-        """Fill `batches` from what all ranks of the node have written to the `there` of their places."""
-        self._there.run(stream)
-        if self._unpacked[0]:
-            views, flats = self._unpacked
-            torch._foreach_copy_(views, flats)
+    def gather(self, stream: CommStream) -> Pending:
+        """Bring what all ranks of the node have written to the `there` of their places to their matrices."""
+
+        def bring() -> None:
+            self._there.run(stream)
+            if self._unpacked[0]:
+                views, flats = self._unpacked
+                torch._foreach_copy_(views, flats)
+
+        return stream.submit(bring)
 
     def scatter(self, stream: CommStream) -> None:
         """Fill the `back` of the places of all ranks of the node from `batches`."""
         if self._packed[0]:
             views, flats = self._packed
             torch._foreach_copy_(flats, views)
-        self._back.run(stream)
+        stream.submit(lambda: self._back.run(stream)).wait()
 
 
 _Cut = dict[int, list[Tensor]]  # memory in consecutive parts, by the rank that they come from or go to
@@ -264,8 +271,7 @@ class _Exchange:
         self.sent, self._received = _of_others(sent, sent_parts, rank), _of_others(received, parts, rank)
 
     def run(self, stream: CommStream) -> None:
-        received, sent = self._received.view(torch.uint8), self.sent.view(torch.uint8)
-        stream.submit(lambda: stream.exchange(received, sent, self._counts)).wait()
+        stream.exchange(self._received.view(torch.uint8), self.sent.view(torch.uint8), self._counts)
 
 
 def _start(part: Tensor) -> int:

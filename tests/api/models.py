@@ -1,6 +1,7 @@
 """A small model as users write it, and its training by ZeroEngine and by plain torch."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,13 +53,14 @@ def engine_of(
     initialize: Callable[[str, Tensor], None] | None = None,
     precision: PrecisionConfig | None = None,
     optimizer: Any = None,
+    muon: bool = False,
     device: str = "cpu",
     **zero: Any,
 ) -> ZeroEngine:
     """In fp32, at stage 3."""
     config = EngineConfig(
         zero=ZeroConfig(**({"zero_stage": 3} | zero)),
-        optimizer=OPTIMIZER,
+        optimizer=replace(OPTIMIZER, optimizer="muon" if muon else "adam"),
         precision=precision or PrecisionConfig(fp32=True),
     )
     silent: dict[str, Any] = {"say": lambda line: None, "device": torch.device(device)}

@@ -61,8 +61,8 @@ def test_an_engine_continues_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_two_nodes_continue_bit_for_bit(tmp_path: Path) -> None:
-    """With the loss scale, the signs of rotated gradients, and the references of weight differences."""
-    cases = [{"zero_stage": 1, **FP32}, FOUR_BITS]
+    """With loss scale, signs of rotated gradients, references of differences, and what codes have lost."""
+    cases = [{"zero_stage": 1, **FP32}, FOUR_BITS, {"muon": True, **FOUR_BITS}]
     assert all(on_ranks(4, continued, str(tmp_path), cases, ranks_per_node=2))
 
 

@@ -175,7 +175,8 @@ def test_no_gradient_is_lost_where_only_one_path_is_used(path: int) -> None:
 def test_swiglu(rows: int, inner: int, dtype: torch.dtype, compiles: bool) -> None:
     from megatron_zpp.model.fused.swiglu import swiglu as fused
 
-    x = 3 * torch.randn(2, rows, 2 * inner, device="cuda")
+    draw = torch.Generator("cuda").manual_seed(inner)  # the errors of few elements vary by more than twice
+    x = 3 * torch.randn(2, rows, 2 * inner, generator=draw, device="cuda")
     given = [x.to(dtype).requires_grad_()], []
     check(lambda x: [fused(x)], lambda x: [swiglu(x)], given, compiles)
 

@@ -1,18 +1,27 @@
 """Muon on GPUs, over NCCL: the CPU's cases, and its kernels against plain torch."""
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.segments import GradSegment
+from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.placement import Placement
-from megatron_zpp.zero import newton_schulz
+from megatron_zpp.zero import newton_schulz, whole_matrices
 from megatron_zpp.zero.muon_passes import MuonElements, MuonPasses, PlainPasses, StepNumbers
 from megatron_zpp.zero.whole_matrices import Matrix, Place
 from tests.gpu.ranks import on_gpus
 from tests.zero import test_muon as cases
+from tests.zero.engines import engine_of
+from tests.zero.quantizing import operations
 
 # Where there is no GPU, tests/zero/test_muon.py runs kernels in Triton's interpreter, which has no bf16.
 DEVICE, HALF = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)
@@ -22,6 +31,50 @@ DEVICE, HALF = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu"
 def test_updates_are_those_of_float64(stage: int) -> None:
     for rank in on_gpus(1, 2, cases.found, {"zero_stage": stage}, True, "cuda", share_one_gpu=True):
         cases.check(rank, *cases.expected(3, nesterov=True))
+
+
+def test_what_four_bits_lose_of_gradients_arrives_later() -> None:
+    for arrived, owed in on_gpus(2, 1, cases.telescoped, cases.FOUR, "cuda"):
+        cases.check_owed(arrived, owed)
+
+
+def beside_products(topology: Topology) -> tuple[int, int]:
+    """Exchanges of matrices in a step of four rounds, and how many of them run beside other kernels."""
+    model = ModelConfig(num_layers=4, hidden_size=2048, num_attention_heads=16, seq_length=64)
+    optimizer = OptimizerConfig(optimizer="muon", weight_decay=0.1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(whole_matrices, "_LEAST", 1)
+        patched.setattr(whole_matrices, "_IMBALANCE", math.inf)
+        engine = engine_of(
+            model,
+            512,
+            zero=ZeroConfig(zero_stage=1),
+            optimizer=optimizer,
+            precision=PrecisionConfig(bf16=True),
+            topology=topology,
+            device="cuda",
+            operations=operations(),
+            matrices=trained_matrices(model, optimizer),
+        )
+    for _ in range(3):
+        engine.accumulate(torch.zeros(1, 65, dtype=torch.long, device="cuda"))
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            engine.step(1e-3)
+            torch.cuda.synchronize()
+    engine.close()
+    kernels = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    sent = [kernel.time_range for kernel in kernels if "SendRecv" in kernel.name]
+    others = [kernel.time_range for kernel in kernels if "nccl" not in kernel.name]
+    beside = [one for one in sent if any(one.start < each.end and each.start < one.end for each in others)]
+    return len(sent), len(beside)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_matrices_of_the_next_round_come_together_beside_products() -> None:
+    for sent, beside in on_gpus(1, 2, beside_products):
+        assert sent == 8
+        assert beside >= 3
 
 
 @pytest.mark.parametrize("unit", [16, 4, 1], ids=lambda unit: f"multiples of {unit}")
@@ -40,7 +93,8 @@ def test_passes_are_those_of_plain_torch(unit: int, made: torch.dtype, found_inf
         Place(matrix, range(start, start + size), *both)
         for start, size, both in zip(starts, sizes, zip(there, back, strict=True), strict=True)
     ]
-    numbers = StepNumbers(*torch.tensor([3.0, found_inf], device=DEVICE), 0.99, -0.02)
+    divisor, skipped, steps = torch.tensor([3.0, found_inf, 7.0], device=DEVICE)
+    numbers = StepNumbers(divisor, skipped, 0.99, -0.02, steps)
 
     def results(kind: Callable[[MuonElements], MuonPasses]) -> list[Tensor]:
         draw = torch.Generator(DEVICE).manual_seed(1)
@@ -49,7 +103,8 @@ def test_passes_are_those_of_plain_torch(unit: int, made: torch.dtype, found_inf
             for numel in (len(owned), 2**16, len(states), len(owned), len(owned))
         )
         gradient, room, source = gradient.to(made), room.to(made), source.to(HALF)
-        given = MuonElements(places, [0.5, 1.5, 2.0], room, owned, states, 0.9, nesterov=unit > 1)
+        momentum = momentum if made == torch.float32 else momentum.bfloat16()
+        given = MuonElements(places, [0.5, 1.5, 2.0], room, owned, states, 2, 0.9, nesterov=unit > 1)
         passes = kind(given)
         passes.average(
             [GradSegment(0, gradient[:10048]), GradSegment(10048, gradient[10048:])], momentum, numbers

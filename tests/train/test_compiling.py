@@ -6,14 +6,16 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo import register_backend
 
 from megatron_zpp.config.compilation import Compilation, CompilationConfig, resolve_compilation
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.masks import InsideDocuments
+from megatron_zpp.model.masks import InsideDocuments, Mask
 from megatron_zpp.train.setup.compiling import compile_parts, prepare_compiler
 from tests.model.variants import LLAMA, MODELS
 from tests.support import GROUPED_FLASH, logged, pretrain
@@ -117,8 +119,19 @@ def test_a_text_without_documents_beside_batches_with_them() -> None:
     assert "again" in said[0]  # a further graph
 
 
+class ReadsEnds(DotProduct):
+    """A kernel that takes documents as their ends, as flash attention does."""
+
+    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
+        return InsideDocuments(ends, window)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, **more: Any) -> Tensor:
+        return super().__call__(q, k, v, dropout, super().documents(mask.bounds, q), **more)
+
+
+@pytest.mark.parametrize("kernel", [DotProduct(), ReadsEnds()], ids=["dense", "ends"])
 @pytest.mark.parametrize(("model", "recompute"), [("gpt2", "full"), ("llama", "selective")])
-def test_documents_in_compiled_layers(recompute: str, model: str) -> None:
+def test_documents_in_compiled_layers(recompute: str, model: str, kernel: DotProduct) -> None:
     """Masks are arguments of one graph, which gives the gradients of plain layers for any documents."""
     if model == "llama" and not GROUPED_FLASH:
         pytest.skip("this torch's attention for CPUs adds the scores of queries in groups in another order")
@@ -135,10 +148,10 @@ def test_documents_in_compiled_layers(recompute: str, model: str) -> None:
     found, said = [], []
     for compiled in (False, True):
         torch._dynamo.reset()
-        gpt = GPT(config, VOCABULARY, RecomputeConfig(**RECOMPUTED[recompute])).initialize(3)
+        gpt = GPT(config, VOCABULARY, RecomputeConfig(**RECOMPUTED[recompute]), kernel).initialize(3)
         if compiled:
             compile_parts(gpt, (BATCH, LENGTH), said.append, "aot_eager", masked=True)
-        for ends in ((0, 5, 32, 64, 64), (0, 32, 40, 41, 64)):
+        for ends in ((0, 5, 32, 64, 64), (0, 32, 40, 41, 64), (0, 32, *range(33, 64), 64)):
             gpt(tokens, tokens, documents=torch.tensor(ends, dtype=torch.int32)).backward()
         found.append(torch.cat([parameter.grad.flatten() for parameter in gpt.parameters()]))
     assert torch.equal(*found)

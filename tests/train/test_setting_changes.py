@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.train.resume.changes import matmul_changes, numbering_changes, setting_changes
+from megatron_zpp.train.resume.changes import (
+    matmul_changes,
+    numbering_changes,
+    residual_changes,
+    setting_changes,
+)
+from megatron_zpp.zero.model_states import SUM_RESIDUAL, residual_of
 from tests.config.command_line import MINIMAL
 from tests.train.in_process import Resumed, of
 
@@ -89,3 +95,10 @@ def test_a_run_without_its_moments_says_that_the_schedule_goes_on(
     records = resume(*steps)
     assert line not in capsys.readouterr().out
     assert of(records, "learning_rate") == pytest.approx([0.0, 1.5e-3, 3e-3, 1.5e-3])
+
+
+def test_what_codes_have_lost_of_gradients_is_sent_summed_or_dropped() -> None:
+    two, four = (["weights", *map(residual_of, range(nodes)), SUM_RESIDUAL] for nodes in (2, 4))
+    assert residual_changes(two, two) == residual_changes(["weights"], two) == []
+    assert "is summed" in residual_changes(two, four)[0]
+    assert "is dropped" in residual_changes(two, ["weights"])[0]

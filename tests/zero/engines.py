@@ -19,6 +19,7 @@ from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import within
 from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.model_states import owners_of
 from megatron_zpp.zero.optimizer import UpdateRule
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
@@ -95,18 +96,20 @@ def engine_of(
 
 def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
     """A copy of the whole weights, or of a moment, by name. Every rank must call it."""
-    mesh, states = engine.mesh, {}
+    mesh, states, owners = engine.mesh, {}, owners_of(kind, engine.mesh)
     parts, elements = engine.states.shards(kind), engine.states.shard_elements(kind)
     for unit, part, there in zip(engine.units, parts, elements, strict=True):
-        shard = torch.zeros(unit.layout.shard_numel, device=part.device)
-        shard[within(there, unit.plan.shard)] = part
+        shard = torch.zeros(unit.layout.numel // len(owners), device=part.device)
+        if mesh.rank in owners:
+            first = owners.index(mesh.rank) * len(shard)
+            shard[within(there, range(first, first + len(shard)))] = part
         shards = [torch.empty_like(shard, device=engine.device) for _ in range(mesh.world_size)]
         if mesh.world_size > 1:
             dist.all_gather(shards, shard.to(engine.device))
         else:
             shards = [shard]
         for rank in range(mesh.tensor_ranks):
-            flat = torch.cat([shards[owner] for owner in mesh.at(rank).ranks(*mesh.shards)])
+            flat = torch.cat([shards[owner] for owner in owners_of(kind, mesh.at(rank))])
             for placement, part in zip(unit.layout.placements, unit.views(flat), strict=True):
                 if placement.name not in states:
                     states[placement.name] = torch.full(placement.shape, torch.nan, device=flat.device)

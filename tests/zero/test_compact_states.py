@@ -267,7 +267,9 @@ def test_what_cannot_be_right_is_refused() -> None:
             engine_of(
                 MODEL, 101, optimizer=split, **{"precision": BF16, "operations": operations()} | options
             )
-    with pytest.raises(ValueError, match=r"--use-precision-aware-optimizer .given.: needs --optimizer adam"):
+    with pytest.raises(ValueError, match=r"--main-params-dtype bf16.8: needs --optimizer adam"):
         replace(split, optimizer="muon")
+    with pytest.raises(ValueError, match=r"--exp-avg-dtype fp8: must be fp32 or bf16 with --optimizer muon"):
+        replace(optimizer("fp8", "fp8", "fp32"), optimizer="muon")
     with pytest.raises(ValueError, match=r"--exp-avg-dtype fp8: needs --use-precision-aware-optimizer"):
         OptimizerConfig(exp_avg_dtype="fp8")

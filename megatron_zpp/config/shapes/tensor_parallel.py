@@ -10,17 +10,13 @@ FLAG = "--tensor-model-parallel-size"
 _DIVIDED = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "seq_length")
 
 
-def check_tensor_ranks(
-    model: ModelConfig, ranks: int, *, fp8: bool, node_ranks: int | None = None, on_gpus: bool = False
-) -> None:
+def check_tensor_ranks(model: ModelConfig, ranks: int, *, fp8: bool, node_ranks: int | None = None) -> None:
     """Raise ValueError, with the numbers of ranks that would do, unless `ranks` can share every layer.
 
     `node_ranks` are the ranks of a node, which `ranks` must divide too; None if they are not known.
     """
     if ranks == 1:
         return
-    if on_gpus and model.qk_layernorm_across_heads:  # two GPUs did not learn what one did; CPUs do
-        raise option_error(FLAG, ranks, "must be 1 on GPUs with --qk-layernorm-across-heads")
     sizes = {f"{flag_name(name)} {getattr(model, name)}": getattr(model, name) for name in _DIVIDED}
     if fp8:  # a local width is a multiple of 16
         sizes[f"--ffn-hidden-size {model.ffn_hidden_size} / 16 (--fp8)"] = model.ffn_hidden_size // 16

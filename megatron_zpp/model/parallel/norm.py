@@ -57,7 +57,9 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.norm = norm
         out = wide * scale * (weight.to(wide.dtype) + norm.offset)
-        return (out if bias is None else out + bias).to(x.dtype)
+        out = out if bias is None else out + bias
+        # torch 2.11 compiles a forward that ends with a cast to the format it has without its gradients.
+        return out if out.dtype == x.dtype else out.to(x.dtype)
 
     @staticmethod
     @once_differentiable

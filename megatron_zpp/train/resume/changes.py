@@ -19,6 +19,7 @@ from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.config.sources.settings_file import retired_fields
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
+from megatron_zpp.zero.model_states import is_residual
 
 Settings: TypeAlias = Mapping[str, Any]  # of a run, by part and name, as Config.to_json returns them
 
@@ -78,6 +79,18 @@ def matmul_changes(saved: Settings, present: Settings) -> list[str]:
     if saved.get("compilation", {}).get("gemm_algorithms") == "measured":
         lines.append(" WARNING: --gemm-algorithms was measured and is retired: bits may differ")
     return lines
+
+
+def residual_changes(saved: Iterable[str], present: Iterable[str]) -> list[str]:
+    """A log line if this run does not send what each node's codes lost of gradients, by kinds of states."""
+    theirs, ours = (list(filter(is_residual, kinds)) for kinds in (saved, present))
+    if not theirs or theirs == ours:
+        return []
+    if not ours:
+        return [
+            " WARNING: what 4-bit codes have lost of gradients is dropped: this run has no error feedback"
+        ]
+    return [" what 4-bit codes have lost of gradients is summed: the number of nodes differs"]
 
 
 def numbering_changes(saved: Settings, present: Settings) -> list[str]:

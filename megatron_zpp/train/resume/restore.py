@@ -28,6 +28,7 @@ from megatron_zpp.train.resume.changes import (
     order_change,
     ordered_samples,
     rate_change,
+    residual_changes,
     setting_changes,
 )
 from megatron_zpp.train.resume.start import Start, named
@@ -98,7 +99,7 @@ def _load(
         progress = load_checkpoint(
             path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
         )
-    (saved, ranks), present = saved_settings(path), config.to_json()
+    (saved, ranks, kinds), present = saved_settings(path), config.to_json()
     changes = model_changes(saved, config.model)
     if settings.finetune:
         engine.iteration = 0  # the signs of rotated gradients and the first 4-bit iterations are a new run's
@@ -107,7 +108,9 @@ def _load(
         changes += matmul_changes(saved, present)
         if with_optimizer and config.optimizer.optimizer != saved["optimizer"].get("optimizer", "adam"):
             changes += [" WARNING: the checkpoint is AdamW's: the momentum of Muon's matrices begins at zero"]
-        if not with_optimizer:
+        if with_optimizer:
+            changes += residual_changes(kinds, engine.states.kinds)
+        else:
             changes += [_SCHEDULE_GOES_ON]
     without = "" if with_optimizer else " without the optimizer's state"
     line = (

@@ -117,6 +117,8 @@ def _graph(
             return plain(module, x, *others)
         if not ready():
             return _without_graph(plain, module, x, *others, recomputed=recomputed)
+        if others and isinstance(others[0], InsideDocuments):
+            _any_number_of(others[0])
         try:
             out = compiled(module, x, *others[:2])  # mask and rotation, where there are any
         except TorchDynamoException as error:
@@ -127,6 +129,12 @@ def _graph(
         return out
 
     return run
+
+
+def _any_number_of(documents: InsideDocuments) -> None:
+    """Let one graph compute batches with few documents and with many, where their ends are the mask."""
+    if isinstance(documents.bounds, Tensor) and documents.bounds.dim() == 1:
+        torch._dynamo.maybe_mark_dynamic(documents.bounds, 0)
 
 
 def _without_graph(

@@ -12,7 +12,6 @@ from megatron_zpp.config.compilation import resolve_compilation
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
-from megatron_zpp.config.shapes.tensor_parallel import check_tensor_ranks
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.checks import check_routes
@@ -55,8 +54,6 @@ def prepare_device(config: Config, topology: Topology) -> Device:
     with usage_errors():
         check_routes(config.zero, topology.mesh(tensor_ranks))
         config.timing.check_ranks(topology.world_size)
-        on_gpus = device.type == "cuda"
-        check_tensor_ranks(config.model, tensor_ranks, fp8=config.precision.fp8, on_gpus=on_gpus)
     config.recompute.check_device(device.type)
     on_gpu = config.precision.fp8 and device.type == "cuda"
     config.precision.check_device(device.type, torch.cuda.get_device_capability(device) if on_gpu else None)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_zpp.exchange.segments import GradSegment
+from megatron_zpp.ops.state_codes import SEED
 from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers
 
 _BLOCK, _WARPS = 4096, 8
@@ -46,9 +47,13 @@ class FusedPasses:
             first = given.owned.start + start
             rows = slice(*(bisect_left(self._starts, at) for at in (first, first + len(flat))))
             if programs := rows.stop - rows.start:
+                halves = momentum.dtype == torch.bfloat16
+                kept = momentum.view(torch.int16) if halves else momentum  # Triton's interpreter has no bf16
                 _average_kernel[(programs,)](
-                    *(flat, momentum, given.room, self._table[rows], numbers.divisor, numbers.found_inf),
-                    *(first, given.states.start, given.momentum),
+                    *(flat, kept, given.room, self._table[rows], numbers.divisor, numbers.found_inf),
+                    *(numbers.steps, first, given.states.start, given.unit, given.momentum),
+                    HALVES=halves,
+                    SEED=SEED,
                     NESTEROV=given.nesterov,
                     ALIGNED=math.gcd(self._aligned, start),
                     BLOCK=_BLOCK,
@@ -70,17 +75,41 @@ class FusedPasses:
             )
 
 
-@triton.jit(do_not_specialize=["gradient_first", "momentum_first"])
+@triton.jit
+def _draws(elements, unit, step, SEED: tl.constexpr):
+    """12 random bits of each element of a unit: `draws_of` (ops/state_codes.py), first moments."""
+    quads, zero = (elements // 4).to(tl.uint32), (elements * 0).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(SEED, quads, zero, zero + unit, zero + step, n_rounds=7)
+    at = elements % 4
+    return tl.where(at < 2, tl.where(at == 0, w0, w1), tl.where(at == 2, w2, w3)).to(tl.int32) & 0xFFF
+
+
+@triton.jit
+def _rounded_bf16(x, draws):
+    """The bits (int16) of bf16 numbers: `_rounded_bf16` (ops/state_codes.py)."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitudes = bits & 0x7FFFFFFF
+    rounded = tl.minimum((tl.minimum(magnitudes, 0x7F800000) + ((2 * draws + 1) << 3)) >> 16, 0x7F7F)
+    rounded = tl.where(magnitudes < 0x7F800000, rounded, 0x7F80)
+    rounded = tl.where(magnitudes > 0x7F800000, 0x7FC0, rounded)
+    return (rounded | (bits >> 16 & 0x8000)).to(tl.int16)
+
+
+@triton.jit(do_not_specialize=["gradient_first", "momentum_first", "unit"])
 def _average_kernel(
     gradient_ptr,
-    momentum_ptr,  # fp32
+    momentum_ptr,  # fp32, or the bits of bf16
     room_ptr,
     table_ptr,  # (P, 4): first element in the unit, in the room before and after Newton-Schulz; elements
     divisor_ptr,  # () fp32, as is found_inf
     found_inf_ptr,
+    steps_ptr,
     gradient_first,  # element of the unit
     momentum_first,
+    unit,
     momentum,
+    HALVES: tl.constexpr,
+    SEED: tl.constexpr,
     NESTEROV: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -95,8 +124,14 @@ def _average_kernel(
     of_momentum = momentum_ptr + tl.multiple_of(start - momentum_first, ALIGNED) + columns
     gradient = tl.load(of_gradient, mask=inside).to(tl.float32) / tl.load(divisor_ptr)
     average = tl.load(of_momentum, mask=inside)
+    if HALVES:
+        average = (average.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     average += (1 - momentum) * (gradient - average)
-    tl.store(of_momentum, average, mask=inside)
+    if HALVES:
+        draws = _draws(start + columns, unit, tl.load(steps_ptr).to(tl.uint32), SEED)
+        tl.store(of_momentum, _rounded_bf16(average, draws), mask=inside)
+    else:
+        tl.store(of_momentum, average, mask=inside)
     if NESTEROV:
         average = gradient + momentum * (average - gradient)
     if there >= 0:
