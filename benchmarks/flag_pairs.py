@@ -70,6 +70,7 @@ SETTINGS: dict[str, dict[str, str]] = {  # by kind, of which a pair has one each
         "recomputed layers": WHOLE,
         "recomputed pairs": f"{WHOLE} --recompute-num-layers 2",
         "recomputed block": "--recompute-granularity full --recompute-method block",
+        "MLPs in chunks": "--mlp-chunks-for-training 2",
         "offloaded inputs": f"{WHOLE} --recompute-offload",
     },
     "attention": {

@@ -13,6 +13,7 @@ fsdp2-torchao  the same with torchao's tensorwise 8-bit matmuls; all scales are 
 fsdp2-our-gpt  FSDP2 around megatron_zpp's GPT, with its kernels, which tells the sharding from the model
 dtensor     torch's tensor parallelism of all ranks, see plain_tensor_parallel.py; else as plain
 dtensor-async  the same in its asynchronous form
+context-parallel  fsdp2, with torch's context_parallel of all ranks around it; samples are theirs together
 
 The loss is a graph too, whatever the kind.
 Shares only shapes with megatron_zpp, but for its GPT in fsdp2-our-gpt. Random tokens come from pinned memory;
@@ -25,6 +26,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -40,11 +43,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.plain_llama import PlainLlama, cross_entropy
 from benchmarks.plain_tensor_parallel import TensorParallelGPT, parallelize
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.context.parts import own_part
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.setup.compiling import compile_parts
 
 TENSOR_PARALLEL = ("dtensor", "dtensor-async")
-FSDP2 = ("fsdp2", "fsdp2-torchao", "fsdp2-our-gpt")
+CONTEXT_PARALLEL = "context-parallel"
+FSDP2 = ("fsdp2", "fsdp2-torchao", "fsdp2-our-gpt", CONTEXT_PARALLEL)
+RECOMPUTED = ("plain", "fsdp2", CONTEXT_PARALLEL)
 KINDS = ("plain", "torchao-tensorwise", "torchao-rowwise", "whole", "whole-bf16", *FSDP2, *TENSOR_PARALLEL)
 BF16_WEIGHTS = (*FSDP2, "whole-bf16")  # the others compute in bf16 by autocast
 
@@ -80,20 +86,30 @@ class PlainGPT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(width, config.num_attention_heads, config.ffn_hidden_size) for _ in range(config.num_layers)
         )
+        self.register_buffer("places", torch.arange(config.seq_length))
         self.norm = nn.LayerNorm(width)
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # or a compiled one
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        whole = tokens.shape[1] == len(self.positions.weight)
+        x = self.tokens(tokens) + (self.positions.weight if whole else self.positions(self.places))
         for block in self.blocks:
             x = block(x)
         return self.loss(F.linear(self.norm(x), self.tokens.weight), targets)
 
 
 def build(
-    kind: str, config: ModelConfig, vocabulary: int, micro_batch: int, device: torch.device
+    kind: str,
+    config: ModelConfig,
+    vocabulary: int,
+    micro_batch: int,
+    device: torch.device,
+    recompute: bool = False,
 ) -> nn.Module:
-    """The model as a user of this kind would set it up, for micro-batches of one size."""
+    """The model as a user of this kind would set it up, for micro-batches of one size.
+
+    `recompute`: the backward computes layers again, in the kinds with a graph for each.
+    """
     torch.manual_seed(1)
     if kind in TENSOR_PARALLEL:
         with device:
@@ -119,8 +135,10 @@ def build(
             recipe = Float8LinearConfig.from_recipe_name(kind.removeprefix("torchao-"))
         for block in model.blocks:
             convert_to_float8_training(block, config=recipe)
-    for block in model.blocks:
+    for index, block in enumerate(model.blocks):
         block.compile(dynamic=False)
+        if recompute:
+            model.blocks[index] = checkpoint_wrapper(block)
     return shard(model, "blocks") if kind in FSDP2 else model
 
 
@@ -155,7 +173,8 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
         num_attention_heads=options.num_attention_heads,
         seq_length=options.seq_length,
     )
-    model = build(options.kind, config, options.vocab_size, options.micro_batch_size, device)
+    kind, micro_batch = options.kind, options.micro_batch_size
+    model = build(kind, config, options.vocab_size, micro_batch, device, options.recompute)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.kind not in BF16_WEIGHTS)
     scales_of_all: Callable[[nn.Module], None] | None = None
@@ -163,19 +182,25 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         scales_of_all = precompute_float8_dynamic_scale_for_fsdp
-    shared = (
-        options.kind in TENSOR_PARALLEL
-    )  # all ranks have the same tokens, and the model runs its backward
-    draw, shape = (
-        torch.Generator().manual_seed(0 if shared else rank),
-        (options.micro_batch_size, options.seq_length + 1),
-    )
+    shared = kind in TENSOR_PARALLEL  # all ranks have the same tokens, and the model runs its backward
+    in_parts, sharing = kind == CONTEXT_PARALLEL, ExitStack()
+    if in_parts:  # once, because each entry would compile the layers again
+        from torch.distributed.tensor.experimental import context_parallel
+
+        mesh, buffers = init_device_mesh(device.type, (dist.get_world_size(),)), list(model.buffers())
+        parts = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0] * len(buffers))
+        sharing.enter_context(parts)
+    draw = torch.Generator().manual_seed(0 if shared or in_parts else rank)
+    shape = micro_batch, options.seq_length + 1
     on_gpu, started = device.type == "cuda", time.perf_counter()
     for step in range(1, options.steps + 1):
         tokens = torch.randint(options.vocab_size, shape, generator=draw)
         tokens = (tokens.pin_memory() if on_gpu else tokens).to(device, non_blocking=True)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if in_parts:  # as context_parallel shards its buffers
+            inputs, targets = (own_part(part, dist.get_world_size(), rank) for part in (inputs, targets))
         with autocast:
-            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss = model(inputs, targets)
         if not shared:
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -196,6 +221,7 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
                     record["memory_peak_bytes"] = torch.cuda.max_memory_allocated()
                 with open(options.metrics_file, "a") as file:
                     file.write(json.dumps(record) + "\n")
+    sharing.close()
 
 
 def main() -> None:
@@ -210,10 +236,13 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--vocab-size", type=int, default=50304)
     parser.add_argument("--micro-batch-size", type=int, required=True)
+    parser.add_argument("--recompute", action="store_true", help="compute layers again in the backward")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--log-interval", type=int, default=10)
     parser.add_argument("--metrics-file", required=True)
     options = parser.parse_args()
+    if options.recompute and options.kind not in RECOMPUTED:
+        parser.error(f"--recompute: of {', '.join(RECOMPUTED)} alone, not {options.kind}")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

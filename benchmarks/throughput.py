@@ -6,6 +6,8 @@ python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage
 python benchmarks/throughput.py --shapes 345m:16 --runs "stage 3" --against ../old --rounds 6
 python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 \\
     --runs tensor dtensor dtensor-async "stage 3"
+python benchmarks/throughput.py --gpus 2 --shapes 1.3b:1 --seq-length 131072 --recompute \\
+    --runs "context a2a" "context p2p" context-parallel
 
 Every run is a separate process (several with --gpus above 1), so that it inherits no memory, graphs or warm
 cache. Runs take turns, --rounds times; the best interval of ten steps counts, which includes data loading,
@@ -14,7 +16,8 @@ peak memory, seconds from the start of the program to its first line, with and w
 ratios of a GPU's rate to the peers' of the same shape: mean over the rounds and half-width of its 95%
 interval. With --against, each run of ours also runs from another checkout, in turn; `over_against` is such a
 ratio of times. With --parts a trace of three steps of ours is split by kind of kernel: idle is the rest of a
-step that is not traced, because tracing slows the host down.
+step that is not traced, because tracing slows the host down. With --recompute the backward computes layers
+again.
 """
 
 import argparse
@@ -58,6 +61,14 @@ OURS = {  # flags of pretrain_gpt.py
     "sinks": ["--softmax-type", "learnable"],
     "selective": ["--recompute-activations"],
     "tensor": ["--zero-stage", "0", "--tensor-model-parallel-size", "2"],
+    **{
+        f"context {comm_type}": [
+            *("--zero-stage", "2", "--context-parallel-size", "2"),
+            "--cp-comm-type",
+            comm_type,
+        ]
+        for comm_type in ("a2a", "p2p")
+    },
     "tensor, row blocks": ["--zero-stage", "0", "--tensor-model-parallel-size", "2", *ROWS],
     **{f"stage {stage}, row blocks": ["--zero-stage", str(stage), *ROWS] for stage in (0, 3)},
     "zeropp": [
@@ -69,8 +80,11 @@ AGAINST = ", against"  # behind the name of a run of ours in another checkout
 SHARED = {
     "tensor": 2,
     "tensor, row blocks": 2,
+    "context a2a": 2,
+    "context p2p": 2,
     "dtensor": None,
     "dtensor-async": None,
+    "context-parallel": None,
 }  # GPUs that share a micro-batch; None: all
 
 
@@ -81,12 +95,13 @@ def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metric
     common += ["--metrics-file", str(metrics), "--log-interval", str(options.log_interval)]
     if run in KINDS:
         program = ["benchmarks/plain_training.py", "--kind", run, "--steps", str(options.steps)]
+        program += ["--recompute"] * options.recompute
         common = ["--preset" if part == "--model-preset" else part for part in common]
     else:
         program = ["pretrain_gpt.py", *OURS[run], "--train-iters", str(options.steps)]
         program += "--bf16 --mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4".split()
         program += "--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-beta2 0.95".split()
-        program += options.extra
+        program += [*OURS["recompute"] * options.recompute, *options.extra]
     launcher = (
         [] if options.gpus == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(options.gpus)]
     )
@@ -176,6 +191,7 @@ def main() -> None:
     parser.add_argument("--log-interval", type=int, default=10)
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--recompute", action="store_true", help="all runs compute layers again")
     parser.add_argument(
         "--extra", nargs="*", default=[], help="more flags for pretrain_gpt.py, as FLAG=VALUE"
     )

@@ -3,7 +3,7 @@
     axis       ranks along it                          what they do
     node       one of each node                        exchange over the slow link
     local      data ranks of a node                    read different samples, exchange over the fast link
-    context    ranks of a node with the same samples   have consecutive parts of each sample
+    context    ranks of a node with the same samples   have parts of the tokens of each sample
     tensor     ranks of a node with the same tokens    have parts of each matrix
 
 The axes are in this order from the outermost to the innermost: rank r of a job with N nodes of L local,
@@ -91,9 +91,14 @@ class Mesh:
         return Axis(1, self.tensor_ranks)
 
     @property
+    def replicas(self) -> Axis:
+        """Ranks of a node that compute different tokens with the same weights: data and context ranks."""
+        return Axis(self.tensor_ranks, self.local_ranks * self.context_ranks)
+
+    @property
     def inside_node(self) -> tuple[Axis, ...]:
         """The ranks of a node."""
-        return self.local, self.context, self.tensor
+        return self.replicas, self.tensor
 
     @property
     def samples(self) -> tuple[Axis, ...]:
@@ -123,7 +128,12 @@ class Mesh:
         unit, and so is what one rank of a node sums for all of them: no hop of a gather or of a reduction has
         to reorder anything.
         """
-        return self.local, self.context, self.node
+        return self.replicas, self.node
+
+    @property
+    def shard_ranks(self) -> int:
+        """How many places `shards` has: as many ranks have different tokens."""
+        return self.data_ranks * self.context_ranks
 
     def index(self, *axes: Axis) -> int:
         """This rank's place in the product of `axes`."""

@@ -32,6 +32,9 @@ def test_groups_are_slices_of_the_array_of_ranks(sizes: tuple[int, ...]) -> None
             assert wanted[mesh.index(*axes)] == mesh.rank
             nodes = {np.argwhere(array == rank)[0][0] for rank in wanted}
             assert mesh.share_a_node(wanted) == (len(nodes) == 1)
+        assert mesh.ranks(mesh.replicas) == mesh.ranks(mesh.local, mesh.context)
+        assert mesh.ranks(*mesh.shards) == mesh.ranks(mesh.local, mesh.context, mesh.node)
+        assert len(mesh.ranks(*mesh.shards)) == mesh.shard_ranks
         assert mesh.ranks(*mesh.samples)[mesh.data_rank] == mesh.rank
         assert mesh.ranks(mesh.tensor)[mesh.tensor_rank] == mesh.rank
         assert len(mesh.ranks(*mesh.samples)) == mesh.data_ranks

@@ -72,7 +72,7 @@ def _index(directory: Path) -> Execute:
         data = IndexedDataset(path)
         assert data.num_tokens == data.tokens.size == int(data.lengths[:].astype(np.int64).sum())
         if data.num_tokens > 1:
-            WindowDataset(data, 0, data.num_tokens, 1, 2**62, 1).batch(np.arange(4))
+            WindowDataset(data, 0, data.num_tokens, 1, 2**62, seed=1).batch(np.arange(4))
 
     return execute
 

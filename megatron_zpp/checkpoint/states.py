@@ -8,9 +8,9 @@ Of a split parameter, a flat buffer has one tensor rank's part; of others each t
 
 state.json contains the rest:
     progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config
-    ranks, nodes, tensor   the mesh of the run: ranks of the job, each with a file, and tensor ranks. Its
-             ranks of `shards` have a tensor rank's shards in this order. Without `tensor`, in older
-             versions, it is 1; without `nodes`, in still older ones, rank r owns shard r
+    ranks, nodes, context, tensor   the mesh of the run: ranks of the job, each with a file, context and
+             tensor ranks. Its ranks of `shards` have a tensor rank's shards in this order. What older
+             versions lack is 1; without `nodes` rank r owns shard r
     buffers  `shape` and `dtype`, as safetensors calls it, of each persistent buffer by name; rank 0's file
              has them as `buffer/NAME`. Absent in older versions
     units    for each unit: `shard_numel`, elements of a shard; by name `parameters`: `shape` of the whole
@@ -31,6 +31,7 @@ state.json contains the rest:
              null with other recipes and before the first step, absent in older versions
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -59,10 +60,14 @@ def saved_mesh(state: dict[str, Any]) -> Mesh:
 
     Raises ValueError, or KeyError without `ranks`.
     """
-    ranks, nodes, tensor = sizes = state["ranks"], state.get("nodes", 1), state.get("tensor", 1)
-    if any(type(size) is not int or size < 1 for size in sizes) or ranks % (nodes * tensor):
-        raise ValueError(f"{ranks!r} ranks are not {nodes!r} nodes of groups of {tensor!r} ranks")
-    return Mesh(nodes=nodes, local_ranks=ranks // (nodes * tensor), tensor_ranks=tensor)
+    ranks = state["ranks"]
+    nodes, context, tensor = sizes = [state.get(name, 1) for name in ("nodes", "context", "tensor")]
+    if any(type(size) is not int or size < 1 for size in (ranks, *sizes)) or ranks % math.prod(sizes):
+        raise ValueError(
+            f"{ranks!r} ranks are not {nodes!r} nodes of {context!r} × groups of {tensor!r} ranks"
+        )
+    local = ranks // math.prod(sizes)
+    return Mesh(nodes=nodes, local_ranks=local, context_ranks=context, tensor_ranks=tensor)
 
 
 def saved_kinds(engine: ZeroEngine, *, with_optimizer: bool) -> tuple[str, ...]:
@@ -100,6 +105,7 @@ def describe_state(
         loss_scale=engine.loss_scale.state(),
         ranks=engine.mesh.world_size,
         nodes=engine.mesh.nodes,
+        context=engine.mesh.context_ranks,
         tensor=engine.mesh.tensor_ranks,
         units=describe_units(engine),
         buffers=describe_buffers(engine),
@@ -126,6 +132,7 @@ def describe_state_of(
     config: dict[str, Any],
     difference_formats: dict[str, Any] | None = None,
     product_scaling: dict[str, Any] | None = None,
+    context: int = 1,
     tensor: int = 1,
     buffers: dict[str, dict[str, Any]] | None = None,
     forms: dict[str, str] | None = None,
@@ -138,6 +145,7 @@ def describe_state_of(
         "loss_scale": loss_scale,
         "ranks": ranks,
         "nodes": nodes,
+        "context": context,
         "tensor": tensor,
         "units": units,
         "buffers": buffers or {},

@@ -54,7 +54,10 @@ def main() -> None:
         )
         config, notes = command_line.config, [*command_line.notes, *untested_torch(torch.__version__)]
         with usage_errors():
-            mesh = planned(config.plan, topology).mesh(config.distributed.tensor_model_parallel_size)
+            distributed = config.distributed
+            mesh = planned(config.plan, topology).mesh(
+                distributed.tensor_model_parallel_size, distributed.context_parallel_size
+            )
         inputs = check_inputs(config, mesh, partial(tell, prog))
         config = inputs.config
         if config.plan.dry_run:

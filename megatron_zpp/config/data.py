@@ -177,6 +177,20 @@ class DataConfig(Options):
         named = [weighted_prefixes("--" + flag.replace("_", "-"), getattr(self, flag)) for flag in flags]
         return tuple(source for sources in named for source in sources)
 
+    def without_effect(self) -> tuple[str, ...]:
+        """Return notes on flags, common in Megatron-LM's command lines, that have no effect on these data."""
+        if self.mock_data:
+            given = [("--split", self.split), ("--data-cache-path", self.data_cache_path)]
+            return tuple(
+                f"{flag} {value}: no effect: --mock-data reads no files" for flag, value in given if value
+            )
+        text = any(is_text(path) for _, path in self.sources())
+        if self.data_cache_path is None or self.dataset_order == "megatron" or text:
+            return ()
+        return (
+            f"--data-cache-path {self.data_cache_path}: no effect: --dataset-order windows caches nothing",
+        )
+
     @property
     def packs(self) -> bool:
         """Whether samples are packed of documents."""

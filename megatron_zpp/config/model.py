@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, flag_name, option, option_error
 from megatron_zpp.config.positions import OF_ONE_ROTARY, OF_ROTARY, ROTARY, PositionConfig
 from megatron_zpp.config.shapes.presets import PRESETS, preset_names
 from megatron_zpp.config.sizes import WIDEST
@@ -36,6 +36,7 @@ NOT_SHAPE = (
 )
 
 _OTHER_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # names that Megatron-DeepSpeed has
+_ACTIVATIONS = ("swiglu", "geglu", "squared_relu")  # of the MLP, of which a model has one, or GELU
 REQUIRED_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
@@ -182,10 +183,8 @@ class ModelConfig(PositionConfig):
             self._fill(name, value)
         self._fill("max_position_embeddings", self.seq_length)
         self._fill("ffn_hidden_size", self._inner_width())
-        if self.geglu and self.swiglu:
-            raise self.error("geglu", "contradicts --swiglu; give one")
-        if self.squared_relu and self.gated:
-            raise self.error("squared_relu", f"contradicts --{self.activation}; give one")
+        if len(given := self._given_activations()) > 1:
+            raise self.error(given[1], f"contradicts {flag_name(given[0])}; give one")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise self.error(
                 "num_attention_heads",
@@ -201,7 +200,7 @@ class ModelConfig(PositionConfig):
     @property
     def activation(self) -> str:
         """The MLP's activation function, by the name of its flag; "gelu" without one."""
-        return next((name for name in ("swiglu", "geglu", "squared_relu") if getattr(self, name)), "gelu")
+        return next(iter(self._given_activations()), "gelu")
 
     @property
     def gated(self) -> bool:
@@ -261,8 +260,13 @@ class ModelConfig(PositionConfig):
         if kind not in (None, values.get("position_embedding_type")):
             other = OF_ONE_ROTARY if kind in ROTARY else OF_ONE_ROTARY + OF_ROTARY
             values = {name: value for name, value in values.items() if name not in other}
+        if self._given_activations():
+            values = {name: value for name, value in values.items() if name not in _ACTIVATIONS}
         for name, value in values.items():
             self._fill(name, value)
+
+    def _given_activations(self) -> list[str]:
+        return [name for name in _ACTIVATIONS if getattr(self, name)]
 
     def _inner_width(self) -> int:
         width = 4 * self.hidden_size
@@ -352,6 +356,12 @@ class RecomputeConfig(Options):
         False,
         "Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.",
         needs=_FULL,
+    )
+    mlp_chunks_for_training: int = option(
+        1,
+        "Compute norm and MLP of each layer in so many chunks of tokens, and again in the backward, chunk by "
+        "chunk (TiledMLP of ALST): only the MLP's input is stored. For long samples.",
+        at_least=1,
     )
 
     def check(self) -> None:

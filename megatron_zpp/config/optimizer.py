@@ -194,6 +194,14 @@ class LearningRateConfig(Options):
         if self.lr_decay_style == "WSD" and wsd_lengths.count(None) != 1:
             raise self.error("lr_decay_style", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples")
 
+    def check_unit(self, own: str) -> None:
+        """Raise ValueError unless the schedule is in the unit of the run: iters or samples."""
+        other = "samples" if own == "iters" else "iters"
+        for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+            if getattr(self, name):
+                right = "--" + name.replace("_", "-").replace(other, own)
+                raise self.error(name, f"the run's length is given by --train-{own}; use {right}")
+
     def _check_decoupled(self) -> None:
         """Refuse floors and starts above the peak."""
         if self.decoupled_lr is None:

@@ -32,7 +32,7 @@ from megatron_zpp.config.run import (
     TrainingConfig,
 )
 from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
-from megatron_zpp.config.shapes.tensor_parallel import check_tensor_ranks
+from megatron_zpp.config.shapes.tensor_parallel import check_context_ranks, check_tensor_ranks
 from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.sources.settings_file import (
@@ -43,7 +43,6 @@ from megatron_zpp.config.sources.settings_file import (
 )
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig, resolved_type
-from megatron_zpp.config.values.text import is_text
 from megatron_zpp.config.zero import ZeroConfig
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class Config:
     def __post_init__(self) -> None:
         """Raise ValueError if settings of different parts contradict each other."""
         model, training, precision, zero = self.model, self.training, self.precision, self.zero
-        _check_lengths(training, self.learning_rate)
+        self.learning_rate.check_unit("iters" if training.train_samples is None else "samples")
         if (self.recompute.recompute_num_layers or 0) > model.num_layers:
             raise self.recompute.error(
                 "recompute_num_layers", f"must be at most --num-layers {model.num_layers}"
@@ -97,9 +96,9 @@ class Config:
         self._check_auto()
         self.optimizer.check_weights(zero, precision.compute_dtype("cuda"), coded=precision.fp8_param_gather)
         if precision.fp8:
-            _check_fp8(model, training)
-        if precision.fp8_param_gather:
-            _check_param_gather(precision, zero)
+            from megatron_zpp.config.shapes.eight_bits import check_fp8
+
+            check_fp8(model, training, precision, zero, self.distributed.context_parallel_size)
         tensor_ranks = self.distributed.tensor_model_parallel_size
         if precision.fp8_output_layer and zero.zero_table_rows is not None:
             fix = f"multiplies all entries at once; omit it or --zero-table-rows {zero.zero_table_rows}"
@@ -108,6 +107,8 @@ class Config:
             fix = f"must be a multiple of {TENSOR_RANKS} {tensor_ranks}, which share each block"
             raise zero.error("zero_table_rows", fix)
         check_tensor_ranks(model, tensor_ranks, fp8=precision.fp8)
+        context_ranks, comm_type = self.distributed.context_parallel_size, self.distributed.cp_comm_type
+        check_context_ranks(model, context_ranks, tensor_ranks, comm_type)
         if self.tokenizer.tokenizer_type is None:
             raise self.tokenizer.error("tokenizer_type", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
@@ -289,7 +290,7 @@ def parse_command_line(
             fp8=parsed["precision"].fp8,
             node_ranks=node_ranks(parsed["plan"]),
         )
-        return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]), stages)
+        return CommandLine(Config(**parsed), notes + parsed["data"].without_effect(), stages)
 
 
 @contextmanager
@@ -322,10 +323,9 @@ def _divide_batch(provided: Provided, stages: int, ranks: Callable[[PlanConfig],
     """Return a note on the micro-batch where ranks of a pipeline become data ranks."""
     from megatron_zpp.config.legacy.pipeline import divide_batch
 
-    tensor_ranks = DistributedConfig(**provided.values["distributed"]).tensor_model_parallel_size
-    return divide_batch(
-        provided, stages, max(1, ranks(PlanConfig(**provided.values["plan"])) // tensor_ranks)
-    )
+    distributed = DistributedConfig(**provided.values["distributed"])
+    sharing = distributed.tensor_model_parallel_size * distributed.context_parallel_size
+    return divide_batch(provided, stages, max(1, ranks(PlanConfig(**provided.values["plan"])) // sharing))
 
 
 def _drop_loss_scale(provided: Provided) -> tuple[str, ...]:
@@ -353,59 +353,3 @@ def _drop_vocab_size(provided: Provided, *, padded: bool) -> tuple[str, ...]:
         raise option_error(flag, size, fix)
     provided.drop(_VOCAB_SIZE)
     return (f"{flag} {size}: no effect: the vocabulary is that of the {kind}",)
-
-
-def _without_effect(data: DataConfig) -> tuple[str, ...]:
-    """Return notes on flags, common in Megatron-LM's command lines, that have no effect on these data."""
-    if data.mock_data:
-        given = [("--split", data.split), ("--data-cache-path", data.data_cache_path)]
-        return tuple(
-            f"{flag} {value}: no effect: --mock-data reads no files" for flag, value in given if value
-        )
-    text = any(is_text(path) for _, path in data.sources())
-    if data.data_cache_path is None or data.dataset_order == "megatron" or text:
-        return ()
-    return (f"--data-cache-path {data.data_cache_path}: no effect: --dataset-order windows caches nothing",)
-
-
-def _check_lengths(training: TrainingConfig, learning_rate: LearningRateConfig) -> None:
-    """Require the schedule in the unit of the run: iterations or samples."""
-    if training.train_samples is None:
-        own, other = "iters", "samples"
-    else:
-        own, other = "samples", "iters"
-    for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
-        value = getattr(learning_rate, name)
-        if value:
-            flag = "--" + name.replace("_", "-")
-            right = flag.replace(other, own)
-            raise option_error(flag, value, f"the run's length is given by --train-{own}; use {right}")
-
-
-def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
-    """Require multiples of 16 in every dimension of an 8-bit product; weight gradients sum over tokens."""
-    heads = model.num_attention_heads * model.kv_channels
-    keys = model.num_query_groups * model.kv_channels
-    tokens = training.micro_batch_size * model.seq_length
-    for flag, value, width in (
-        ("--hidden-size", model.hidden_size, model.hidden_size),
-        ("--ffn-hidden-size", model.ffn_hidden_size, model.ffn_hidden_size),
-        ("--kv-channels", f"{model.kv_channels} × --num-attention-heads {model.num_attention_heads}", heads),
-        ("--kv-channels", f"{model.kv_channels} × --num-query-groups {model.num_query_groups}", keys),
-        ("--micro-batch-size", f"{training.micro_batch_size} × --seq-length {model.seq_length}", tokens),
-    ):
-        if width % 16:
-            raise option_error(flag, value, f"is {width}; must be a multiple of 16 with --fp8")
-
-
-def _check_param_gather(precision: PrecisionConfig, zero: ZeroConfig) -> None:
-    """Refuse other codes of whole weights that travel."""
-    flag, name = "--fp8-param-gather", "fp8_param_gather"
-    if zero.zero_quantized_weights and not zero.sends_differences:
-        other = f"--zero-quantized-weights in {zero.zero_quantized_weights_format}"
-        fix = (
-            f"gathers the 8-bit codes that are multiplied, and {other} would gather other codes; use "
-            "--zero-quantized-weights-format delta4, or omit --zero-quantized-weights to gather a "
-            f"byte per weight, or omit {flag}"
-        )
-        raise precision.error(name, fix)

@@ -236,6 +236,18 @@ class DistributedConfig(Options):
         at_least=1,
         at_most=1024,
     )
+    context_parallel_size: int = option(
+        1,
+        "Ranks of a node that share every sample, each with 1 / N of its tokens: for samples too long for "
+        "one rank. Model states are sharded over them as over data ranks.",
+        at_least=1,
+        at_most=1024,
+    )
+    cp_comm_type: Literal["auto", "a2a", "p2p"] = option(
+        "auto",
+        "How context ranks exchange what attention needs. a2a: queries, keys and values of some heads; p2p: "
+        "keys and values, around a ring; auto: a2a where N divides the heads of a rank.",
+    )
     distributed_timeout_minutes: float = option(
         10,
         "Minutes for ranks to start, and after which an unfinished collective is an error; missing ranks are "

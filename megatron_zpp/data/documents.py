@@ -19,8 +19,8 @@ from megatron_zpp.data.indexed import IndexedDataset, tokens_path
 from megatron_zpp.data.samples import Epochs, Samples
 
 NOT_COUNTED = -100  # the target that cross_entropy ignores
-# Capacities in documents per row: the smallest sufficient one is used, or else the number of tokens. Few,
-# because torch.compile may compile each with and without gradients, and gives up after eight graphs.
+# Capacities in documents per row: the smallest sufficient one is used, or else the number of tokens, because
+# kernels start blocks for empty documents too. Few, for compilers that make a graph for each size.
 _CAPACITIES = (8, 32, 128)
 _SEARCHED = 1 << 20  # tokens of a data set: few documents are longer
 
@@ -116,13 +116,17 @@ def as_tensors(batch: np.ndarray | ModelInputs) -> torch.Tensor | tuple[torch.Te
     return tuple(None if part is None else torch.from_numpy(part) for part in batch)
 
 
-def counted_share(batch: torch.Tensor | Sequence[torch.Tensor | None]) -> float:
-    """Return the share of a batch's targets that have a loss; the batch is on the CPU."""
+def counted_share(batch: torch.Tensor | Sequence[torch.Tensor | None], places: Sequence[range] = ()) -> float:
+    """Return the share of a batch's targets that have a loss; the batch is on the CPU.
+
+    With `places`, that of the targets there in each sample.
+    """
     if isinstance(batch, torch.Tensor):
         return 1.0
     targets = batch[1]
     assert targets is not None, "see ModelInputs"
-    return (targets != NOT_COUNTED).sum().item() / targets.numel()
+    parts = [targets[:, part.start : part.stop] for part in places] or [targets]
+    return sum((part != NOT_COUNTED).sum().item() for part in parts) / sum(part.numel() for part in parts)
 
 
 def _positions(begins: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,23 @@ def _open(path: str, shown: str) -> AnyFile:
     if not file.size:
         raise ValueError(f"{shown}: the file is empty (0 bytes)")
     return file
+
+
+@dataclass(frozen=True)
+class IndexedSamples:
+    """Samples of an indexed data set, by which a resumed run recognises it."""
+
+    source: IndexedDataset
+
+    @property
+    def name(self) -> str:
+        """The data set, as given on the command line."""
+        return self.source.prefix
+
+    def fingerprint(self) -> str:
+        """An identifier of the whole data set's contents."""
+        return self.source.fingerprint()
+
+    def older_fingerprints(self) -> tuple[str, ...]:
+        """The identifiers of the same contents in checkpoints of earlier versions."""
+        return self.source.older_fingerprints()

@@ -164,7 +164,7 @@ class _Opening:
 
     def _windows(self, split: str, part: DatasetSlice, seed: int) -> WindowDataset:
         part.check_tokens(split, self.seq_length, self.seq_length + 1, self.config)
-        samples = WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed)
+        samples = WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed=seed)
         samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
         return samples
 

@@ -10,7 +10,7 @@ order, which is a closed form of (seed, e), as that of windows.
 
 import bisect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,12 +18,12 @@ from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.documents import NOT_COUNTED
-from megatron_zpp.data.indexed import IndexedDataset, index_path
+from megatron_zpp.data.indexed import index_path
 from megatron_zpp.data.npy_files import NpyWriter
 from megatron_zpp.data.order_cache import CachedArrays, OrderCache, contents_of
-from megatron_zpp.data.samples import Epochs
 from megatron_zpp.data.split import DatasetSlice
 from megatron_zpp.data.stateless_random import permute, random_bits
+from megatron_zpp.data.windows import RandomOrder
 
 _INDEXES = ("starts", "lengths", "samples", "counts")
 _VERSION = 1  # of the cached indexes
@@ -31,7 +31,7 @@ _ORDER = 1  # a use of an epoch's random bits, as in windows.py
 
 
 @dataclass(frozen=True)
-class PackedDataset:
+class PackedDataset(RandomOrder):
     """Samples of packed documents of an indexed data set.
 
     `indexes` has, in the order of the samples, the first token and the predictions of each piece, starts (P,)
@@ -39,29 +39,10 @@ class PackedDataset:
     numbers of documents, of documents that are cut and of predictions, counts (3,) int64.
     """
 
-    source: IndexedDataset
     indexes: CachedArrays
     seq_length: int
     vocab_size: int
-    seed: int
     filler: int  # the token of padding
-
-    @property
-    def name(self) -> str:
-        """The data set, as given on the command line."""
-        return self.source.prefix
-
-    def fingerprint(self) -> str:
-        """An identifier of the whole data set's contents."""
-        return self.source.fingerprint()
-
-    def older_fingerprints(self) -> tuple[str, ...]:
-        """The identifiers of the same contents in checkpoints of earlier versions."""
-        return self.source.older_fingerprints()
-
-    def with_seed(self, seed: int) -> "PackedDataset":
-        """The same samples in the order of another seed."""
-        return replace(self, seed=seed)
 
     @property
     def windows_per_epoch(self) -> int:
@@ -82,10 +63,6 @@ class PackedDataset:
             f"cut, packed into {self.windows_per_epoch:,} samples of {self.seq_length} with "
             f"{self.padding:.2%} padding"
         )
-
-    def epochs(self, samples: int) -> list[Epochs]:
-        """How often the first `samples` samples read the data set."""
-        return [Epochs(self.name, samples / self.windows_per_epoch)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
         """Samples by number: (len,) integers of 0 or more to (len, 3, S) int64.
@@ -160,7 +137,7 @@ def pack(
 
     cache = OrderCache.of(config, source.local, say)
     indexes = cache.get(made_of, _INDEXES, build, f"the {split} packing of {source.prefix}")
-    packed = PackedDataset(source, indexes, seq_length, vocab_size, seed, filler)
+    packed = PackedDataset(source, indexes, seq_length, vocab_size, filler, seed=seed)
     if not packed.windows_per_epoch:
         fix = f"the {split} split of {source.prefix} has no document of two tokens; give more data"
         raise option_error("--dataset-packing", "best-fit", fix)

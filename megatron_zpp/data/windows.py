@@ -6,16 +6,19 @@ closed form of (seed, i): there is no index to build or to cache, and any sample
 first.
 """
 
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
 from megatron_zpp.data.file_array import FileArray
-from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed import IndexedSamples
 from megatron_zpp.data.samples import Epochs
 from megatron_zpp.data.stateless_random import permute, random_bits
 
-_OFFSET, _ORDER = 0, 1  # uses of an epoch's random bits
+_OFFSET, _PERMUTATION = 0, 1  # uses of an epoch's random bits
+_Order = TypeVar("_Order", bound="RandomOrder")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class WindowOrder:
         """Return the first token of each sample, in [0, T): (len,) integers of 0 or more to (len,) int64."""
         epochs, positions = np.divmod(np.asarray(indices, np.int64), self.windows_per_epoch)
         offsets = random_bits(self.seed, epochs, _OFFSET) % np.uint64(self.tokens)
-        windows = permute(positions, self.windows_per_epoch, random_bits(self.seed, epochs, _ORDER))
+        windows = permute(positions, self.windows_per_epoch, random_bits(self.seed, epochs, _PERMUTATION))
         return (offsets.astype(np.int64) + windows * self.seq_length) % self.tokens
 
 
@@ -51,32 +54,33 @@ def order_seed(split_seed: int, stream: int) -> int:
 
 
 @dataclass(frozen=True)
-class WindowDataset:
+class RandomOrder(IndexedSamples, ABC):
+    """Samples of an indexed data set in a random order, another one in each epoch."""
+
+    seed: int = field(kw_only=True)
+
+    def with_seed(self: _Order, seed: int) -> _Order:
+        """The same samples in the order of another seed."""
+        return replace(self, seed=seed)
+
+    @property
+    @abstractmethod
+    def windows_per_epoch(self) -> int:
+        """Samples before text repeats."""
+
+    def epochs(self, samples: int) -> list[Epochs]:
+        """How often the first `samples` samples read the data set."""
+        return [Epochs(self.name, samples / self.windows_per_epoch)]
+
+
+@dataclass(frozen=True)
+class WindowDataset(RandomOrder):
     """Samples of the tokens [first, last) of an indexed data set, in the order of `WindowOrder`."""
 
-    source: IndexedDataset
     first: int
     last: int
     seq_length: int
     vocab_size: int
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """The data set, as given on the command line."""
-        return self.source.prefix
-
-    def fingerprint(self) -> str:
-        """An identifier of the whole data set's contents."""
-        return self.source.fingerprint()
-
-    def older_fingerprints(self) -> tuple[str, ...]:
-        """The identifiers of the same contents in checkpoints of earlier versions."""
-        return self.source.older_fingerprints()
-
-    def with_seed(self, seed: int) -> "WindowDataset":
-        """The same tokens in the order of another seed."""
-        return replace(self, seed=seed)
 
     @property
     def order(self) -> WindowOrder:
@@ -94,10 +98,6 @@ class WindowDataset:
             f"{self.source.prefix}: {self.last - self.first:,} tokens, "
             f"{self.windows_per_epoch:,} samples of {self.seq_length}"
         )
-
-    def epochs(self, samples: int) -> list[Epochs]:
-        """How often the first `samples` samples read the data set."""
-        return [Epochs(self.name, samples / self.windows_per_epoch)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
         """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64.

@@ -25,7 +25,7 @@ _FIRST_NCCL = (2, 28)
 
 def may_have_copy_engines(mesh: Mesh, device: torch.device) -> bool:
     """Return whether copy engines could move what the ranks send; the same on all ranks."""
-    return device.type == "cuda" and mesh.local_ranks > 1 and dist.get_backend() == "nccl"
+    return device.type == "cuda" and mesh.replicas.size > 1 and dist.get_backend() == "nccl"
 
 
 def check_nccl() -> None:

@@ -1,4 +1,4 @@
-"""The tensor ranks of one group, and their collectives, which torch.compile takes into its graphs."""
+"""Tensor or context ranks of one group, and their collectives, which torch.compile takes into its graphs."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,7 +14,7 @@ _COLLECTIVES = torch.ops._c10d_functional  # asynchronous: `wait_tensor` makes t
 
 
 class TensorGroup:
-    """A communicator of the `ranks` of a job that share every layer."""
+    """A communicator of the `ranks` of a job that share every layer, or the tokens of every sample."""
 
     def __init__(self, ranks: Sequence[int], rank: int, timeout: timedelta | None = None) -> None:
         """Create the communicator. All of `ranks`, this rank `rank` among them, must do so."""
@@ -60,9 +60,8 @@ class TensorGroup:
 
     def exchange_parts(self, parts: Tensor) -> Tensor:
         """(ranks, …), a part for each rank -> what each rank has for this one."""
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=self._group)
-        return received
+        sizes = [1] * self.size
+        return self.wait(_COLLECTIVES.all_to_all_single(parts.contiguous(), sizes, sizes, self._name))
 
     def gather(self, rows: Tensor) -> Tensor:
         """(R, …) on each rank -> (ranks · R, …)."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.plan import PlanConfig
-from megatron_zpp.config.shapes.tensor_parallel import FLAG, divisors, listed
+from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG, FLAG, divisors, listed
 from megatron_zpp.config.words import counted
 from megatron_zpp.distributed.slurm import TORCHRUN_VARIABLES, launcher_variables
 from megatron_zpp.mesh import Mesh
@@ -39,19 +39,27 @@ class Topology:
         """The number of nodes."""
         return self.world_size // self.local_world_size
 
-    def mesh(self, tensor_ranks: int = 1) -> Mesh:
+    def mesh(self, tensor_ranks: int = 1, context_ranks: int = 1) -> Mesh:
         """The mesh of the job, in which groups of `tensor_ranks` share every layer.
 
-        Launchers number ranks node by node. A tensor group is inside a node, because its ranks exchange
-        activations in every layer. Raises ValueError if it would cross nodes.
+        Of such groups, `context_ranks` share every sample. Launchers number ranks node by node. Ranks that
+        share are inside a node, because they exchange activations in every layer. Raises ValueError if they
+        would cross nodes.
         """
         local = self.local_world_size
-        if local % tensor_ranks:
-            possible = listed(divisors(local))
-            fix = f"must divide the {counted(local, 'rank')} of a node; possible: {possible}"
-            raise option_error(FLAG, tensor_ranks, fix)
+        for flag, ranks in ((FLAG, tensor_ranks), (CONTEXT_FLAG, context_ranks)):
+            if local % ranks:
+                shared = f" / {FLAG} {tensor_ranks}" if flag == CONTEXT_FLAG and tensor_ranks > 1 else ""
+                possible = listed(divisors(local))
+                fix = f"must divide the {counted(local, 'rank')} of a node{shared}; possible: {possible}"
+                raise option_error(flag, ranks, fix)
+            local //= ranks
         return Mesh(
-            nodes=self.nodes, local_ranks=local // tensor_ranks, tensor_ranks=tensor_ranks, rank=self.rank
+            nodes=self.nodes,
+            local_ranks=local,
+            context_ranks=context_ranks,
+            tensor_ranks=tensor_ranks,
+            rank=self.rank,
         )
 
     @classmethod

@@ -7,7 +7,7 @@ from megatron_zpp.mesh import Mesh
 
 def check_routes(zero: ZeroConfig, mesh: Mesh) -> None:
     """Raise ValueError, with the sizes that would be valid, for flags for which `mesh` has no route."""
-    local = mesh.local.size
+    local = mesh.replicas.size
     zero.hpz_ranks(local)
     zero.gradient_ranks(local)
     if not zero.sends_differences:

@@ -116,10 +116,12 @@ def weight_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequenc
     use = When.USE if zero.zero_stage == 3 else When.STEP
     differs = isinstance(format, LloydMaxFormat)
     if not (differs or (zero.hpz and zero.zero_stage == 3 and mesh.node in axes)):
-        stages = [Stage("gather", (axis,), format, use) for axis in (mesh.node, mesh.local) if axis in axes]
+        stages = [
+            Stage("gather", (axis,), format, use) for axis in (mesh.node, mesh.replicas) if axis in axes
+        ]
         return _live(stages) or tuple(stages[-1:] if use is When.USE else [])
-    group = zero.hpz_ranks(mesh.local.size) if zero.zero_stage == 3 else mesh.local.size
-    members, between = mesh.local.cut(mesh.local.size // group)
+    group = zero.hpz_ranks(mesh.replicas.size) if zero.zero_stage == 3 else mesh.replicas.size
+    members, between = mesh.replicas.cut(mesh.replicas.size // group)
     verb: Literal["gather", "difference"] = "difference" if differs else "gather"
     kept = [Stage(verb, (axis,), format, When.STEP) for axis in (mesh.node, between)]
     rounded = kept[:1] if zero.zero_quantized_weights else []  # by one rank too, so that bits are the same
@@ -140,7 +142,7 @@ def gradient_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, *, in_bf16:
 
     Their formats are the largest of any step: see `as_made`.
     """
-    group = zero.gradient_ranks(mesh.local.size)
+    group = zero.gradient_ranks(mesh.replicas.size)
     whole = (group is None and zero.zero_stage < 2) or group == 1  # accumulates on every rank
     first, last = When.STEP if whole else When.MICRO_BATCH, When.STEP
     if group is None or group == math.prod(axis.size for axis in mesh.shards):
@@ -151,17 +153,17 @@ def gradient_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, *, in_bf16:
         inside = between = gradient_format(zero)
         if zero.rotates_gradients:
             inside = QuantFormat("int8", GRADIENT_BLOCK)
-    places: Axis = mesh.local
+    places: Axis = mesh.replicas
     stages = []
-    if group not in (None, 1, mesh.local.size):
-        groups, places = mesh.local.cut(group)
+    if group not in (None, 1, mesh.replicas.size):
+        groups, places = mesh.replicas.cut(group)
         stages = [Stage("reduce", (groups,), torch.float32, When.STEP)]
     stages = [
         Stage("reduce", (places,), inside, first),
         *stages,
         Stage("reduce", (mesh.node,), between, last),
     ]
-    if mesh.local.size == 1 and not zero.zero_quantized_gradients:
+    if mesh.replicas.size == 1 and not zero.zero_quantized_gradients:
         stages[-1] = replace(stages[-1], format=inside)  # nothing has been summed before
     return _live(stages)
 
@@ -172,7 +174,7 @@ def sum_route(zero: ZeroConfig, mesh: Mesh, axes: Sequence[Axis], *, of_matrices
     Between nodes that hold a unit by themselves they travel in the format of quantised gradients. Four bits
     have error feedback where the unit is `of_matrices`: Muon enlarges what codes do to small singular values.
     """
-    others = [axis for axis in (mesh.node, mesh.local) if axis not in axes]
+    others = [axis for axis in (mesh.node, mesh.replicas) if axis not in axes]
     format: Format = torch.float32
     feedback = False
     if axes and zero.zero_quantized_gradients:

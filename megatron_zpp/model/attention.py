@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,13 +39,44 @@ TORCH_BACKENDS = {
 }
 
 
+class AttentionKernel(Protocol):
+    """What computes attention, and makes the masks that it takes, for texts like x (B, T, …).
+
+    compiled        whether torch.compile makes the kernel, so that one trial tells that it runs
+    splits_graphs   whether torch.compile leaves the kernel as it is, between two graphs
+    context_ranks   ranks that have T tokens each of every sample
+    """
+
+    compiled: bool
+    splits_graphs: bool
+    context_ranks: int
+
+    def describe(self) -> str:
+        """Return the kernel's description for the log."""
+
+    def causal(self, x: Tensor) -> Causal:
+        """The mask of whole samples."""
+
+    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
+        """The same with a window, of fewer tokens than a sample."""
+
+    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
+        """The mask inside documents, whose ends (E) are places among the tokens of whole samples."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
+    ) -> Tensor:
+        """Queries (B, T, N, H), keys and values (B, T, G, H) -> (B, T, N, H)."""
+
+
 class DotProduct:
     """torch's scaled_dot_product_attention by one backend, or by its choice; documents as a dense mask.
 
     Scores that it cannot make are in memory, as the mask is.
     """
 
-    compiled = False  # whether torch.compile makes the kernel, so that one trial tells that it runs
+    compiled = splits_graphs = False
+    context_ranks = 1
 
     def __init__(self, backend: str | None = None, remark: str = "") -> None:
         self.backend, self.remark = TORCH_BACKENDS[backend] if backend else None, remark
@@ -157,9 +188,10 @@ class PackedFlash(DotProduct):
 
 
 class FlashAttention3:
-    """Dao's flash_attn_interface, for Hopper. torch.compile leaves it as it is, between two graphs."""
+    """Dao's flash_attn_interface, for Hopper."""
 
-    compiled = False
+    compiled, splits_graphs = False, True
+    context_ranks = 1
 
     def __init__(self) -> None:
         from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
@@ -204,9 +236,6 @@ class FlashAttention3:
             window_size=reach,
         )
         return _first(mixed).unflatten(0, (batch, tokens))
-
-
-AttentionKernel: TypeAlias = DotProduct | FlashAttention3
 
 
 def choose_attention(
@@ -306,10 +335,10 @@ def check_runs(
 
 
 def mask_of(kernel: AttentionKernel, x: Tensor, window: int | None, documents: Tensor | None) -> Mask:
-    """The mask of layers with this window for texts (B, T, …): inside documents (E), or causal."""
+    """The mask of layers with this window for texts like x (B, T, …): inside documents (E), or causal."""
     if documents is not None:
         return kernel.documents(documents, x, window)
-    if window is None or x.shape[1] <= window:
+    if window is None or x.shape[1] * kernel.context_ranks <= window:
         return kernel.causal(x)
     return kernel.sliding_window(window, x)
 

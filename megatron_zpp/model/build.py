@@ -1,15 +1,17 @@
 """Builds a model with the modules of a run: norms, matmuls, tables in blocks, those of tensor ranks."""
 
 from collections.abc import Iterator, Mapping
+from itertools import count
 
 from torch import nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.model.attention import AttentionKernel
+from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import TORCH_NORMS, Layer, Norm
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
+from megatron_zpp.model.recomputation import units_of_a_layer
 
 
 def build_model(
@@ -24,12 +26,24 @@ def build_model(
     matmuls: Matmuls = PLAIN_MATMULS,
     group: TensorGroup | None = None,
     overlapped: bool = False,
+    context: TensorGroup | None = None,
+    comm_type: str = "auto",
 ) -> GPT:
     """The model of a run, or one rank's part of it if a `group` of tensor ranks shares it.
 
-    `norms` by --normalization. `overlapped`: tensor ranks compute beside their exchanges.
+    `norms` by --normalization. `overlapped`: tensor ranks compute beside their exchanges. The ranks of
+    `context` share samples, and exchange what attention needs as `comm_type` (--cp-comm-type) says.
     """
+    tokens = config.seq_length
+    if context is not None:
+        from megatron_zpp.model.context.sharing import context_kernel, share_samples
+
+        heads = config.num_attention_heads // (1 if group is None else group.size)
+        attention = context_kernel(attention or DotProduct(), context, comm_type, heads)
+        tokens //= context.size
     model = GPT(config, entries, recompute, attention, cut_layers=cut_layers)
+    if context is not None:
+        share_samples(model, context, 0 if group is None else group.rank)
     if norms is not TORCH_NORMS:
         use_norms(model, norms)
     if table_rows is not None:
@@ -41,19 +55,41 @@ def build_model(
     else:
         from megatron_zpp.model.parallel.layers import Sharing, share_layers, share_tables
 
-        sharing = Sharing(
-            group=group, tokens=config.seq_length, product=matmuls.product, overlapped=overlapped
-        )
+        sharing = Sharing(group=group, tokens=tokens, product=matmuls.product, overlapped=overlapped)
         share_layers(model, sharing)
         if table_rows is None:
             share_tables(model, sharing)
         else:
             from megatron_zpp.model.parallel.row_blocks import share_row_blocks
 
-            share_row_blocks(model, group)
+            share_row_blocks(model, group, tokens)
     if matmuls.output is not None:
         model.head.product = matmuls.output()
     return model
+
+
+def exchanges_of(model: GPT) -> list[tuple[int, int]]:
+    """Elements that forward and backward of each unit send per token of a rank, in the order of units.
+
+    Tensor and context ranks divide the tokens of a micro-batch among them. Recomputed layers send those of
+    their forward once more, which their units' forwards count. Empty where no ranks share the model.
+    """
+    if model.tensor_ranks * model.attention.context_ranks == 1:
+        return []
+    units = [name for name, _ in model.units()]
+    sent = [(0, 0)] * len(units)
+    if model.tensor_ranks > 1:
+        from megatron_zpp.model.parallel.layers import exchanges_of_rows
+
+        sent = exchanges_of_rows(model)
+    if model.attention.context_ranks > 1:
+        from megatron_zpp.model.context.sharing import exchanges_of_attention
+
+        more = exchanges_of_attention(model)
+        halves = units_of_a_layer(model.cut_layers)
+        for unit, (forward, backward) in zip(count(units.index("layers.0"), halves), more, strict=False):
+            sent[unit] = sent[unit][0] + forward, sent[unit][1] + backward
+    return sent
 
 
 def norm_classes(backend: str) -> Mapping[str, type[Norm]]:

@@ -5,6 +5,7 @@ blocks of queries, K of keys (as many).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,38 +80,67 @@ class Flex(DotProduct):
             return super().__call__(q, k, v, dropout, mask, scores)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         assert mask.bounds is not None, "a mask of another kernel"
+        attend = self._attention(mask.bounds, scores, q.shape[2] != k.shape[2])
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # each (B, N or G, T, H)
+        if scores.sinks is None:
+            return attend(q, k, v).transpose(1, 2)
+        mixed, log_sum = _with_log_sum(attend, q, k, v)  # (B, N, T, H) and (B, N, T)
+        # A sink joins the sum of exponentials that the values were divided by.
+        share = torch.sigmoid(log_sum - scores.sinks.to(log_sum.dtype)[:, None])
+        return (mixed * share[..., None]).to(mixed.dtype).transpose(1, 2)
+
+    def block_mask(self, first: Tensor, shift: int) -> BlockMask:
+        """The blocks of T keys that T queries, `shift` tokens after them, see: from `first` (B, T) on."""
+        moved = _moved(shift, first.device)
+
+        def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query + moved) & (key >= first[b, query])
+
+        return _blocks(first, visible, shift)
+
+    def with_log_sum(
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, scores: Scores, shift: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attention without sinks to keys under a `block_mask`, and the logarithms of its sums (B, N, T)."""
+        attend = self._attention(blocks, scores, q.shape[2] != k.shape[2], _moved(shift, q.device))
+        mixed, log_sum = _with_log_sum(attend, *(part.transpose(1, 2) for part in (q, k, v)))
+        return mixed.transpose(1, 2), log_sum
+
+    def _attention(
+        self, blocks: BlockMask, scores: Scores, grouped: bool, moved: Tensor | None = None
+    ) -> Callable[..., Any]:
+        """FlexAttention of queries (B, N, T, H), which are `moved` () tokens after the keys."""
         softcap, slopes = scores.softcap, scores.slopes
 
         def change(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             if softcap is not None:
                 score = softcap * torch.tanh(score / softcap)
-            return score if slopes is None else score + slopes[h] * (key - query)
+            if slopes is None:
+                return score
+            distance = key - query if moved is None else key - query - moved
+            return score + slopes[h] * distance
 
-        attend = flex.flex_attention if torch.compiler.is_compiling() else self._outside
-        options: dict[str, Any] = {
-            "score_mod": None if softcap is None and slopes is None else change,
-            "block_mask": mask.bounds,
-            "scale": scores.scale,
-            "enable_gqa": q.shape[2] != k.shape[2],
-            "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True},  # the kernel for few queries knows less
-        }
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # each (B, N or G, T, H)
-        if scores.sinks is None:
-            return attend(q, k, v, **options).transpose(1, 2)
-        mixed, log_sum = _with_log_sum(attend, q, k, v, options)  # (B, N, T, H) and (B, N, T)
-        # A sink joins the sum of exponentials that the values were divided by.
-        share = torch.sigmoid(log_sum - scores.sinks.to(log_sum.dtype)[:, None])
-        return (mixed * share[..., None]).to(mixed.dtype).transpose(1, 2)
+        return partial(
+            flex.flex_attention if torch.compiler.is_compiling() else self._outside,
+            score_mod=None if softcap is None and slopes is None else change,
+            block_mask=blocks,
+            scale=scores.scale,
+            enable_gqa=grouped,
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # the kernel for few queries knows less
+        )
 
 
-def _with_log_sum(
-    attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
+def _with_log_sum(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """What attention makes, and the logarithms of the sums of its exponentials."""
     if not hasattr(flex, "AuxRequest"):  # before torch 2.9
-        return attend(q, k, v, return_lse=True, **options)
-    mixed, more = attend(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
+        return attend(q, k, v, return_lse=True)
+    mixed, more = attend(q, k, v, return_aux=flex.AuxRequest(lse=True))
     return mixed, more.lse
+
+
+def _moved(shift: int, device: torch.device) -> Tensor:
+    """`shift` () as a tensor, because a graph would be compiled anew for each number."""
+    return torch.full((), shift, dtype=torch.int32, device=device)
 
 
 def _newest(x: Tensor, window: int) -> Tensor:
@@ -119,14 +149,17 @@ def _newest(x: Tensor, window: int) -> Tensor:
     return (places - window + 1).clamp(min=0)
 
 
-def _blocks(first: Tensor, visible: _Visible) -> BlockMask:
-    """Those where each token attends to all from `first` (B or 1, T), which never falls, up to itself."""
+def _blocks(first: Tensor, visible: _Visible, shift: int = 0) -> BlockMask:
+    """Those where each token attends to all from `first` (B or 1, T), which never falls, up to itself.
+
+    Queries are `shift` tokens after the keys.
+    """
     tokens = first.shape[1]
     begins = torch.arange(0, tokens, _BLOCK, device=first.device)  # (Q), or (K)
     lasts = (begins + _BLOCK - 1).clamp(max=tokens - 1)
-    seen = (begins <= lasts[:, None]) & (lasts >= first[:, begins, None])  # (B, Q, K): by any query
+    seen = (begins <= lasts[:, None] + shift) & (lasts >= first[:, begins, None])  # (B, Q, K): by any query
     # By all queries, all of its keys; a last block that is not full never is.
-    whole = (lasts < begins[:, None]) & (begins >= first[:, lasts, None])
+    whole = (lasts < begins[:, None] + shift) & (begins >= first[:, lasts, None])
     whole &= (begins + _BLOCK <= tokens)[:, None]
     return BlockMask.from_kv_blocks(
         *_listed(seen & ~whole),

@@ -3,7 +3,8 @@
 This file has the model from tokens to loss; model/layer.py has one layer.
 Shapes: B batch, T tokens, D hidden size, V padded vocabulary.
 The model knows nothing of ranks: `GPT(config, entries)` trains on a laptop as it is. model/build.py replaces
-its modules by those of a run; where tensor ranks share it, V is one rank's part.
+its modules by those of a run; where tensor ranks share it, V is one rank's part. Where context ranks share
+samples, T are all tokens of a sample outside of the model, and this rank's inside.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from megatron_zpp.model.loss import (
 )
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
-from megatron_zpp.model.rotary import UNROTATED, Rotation, rotary_embeddings
+from megatron_zpp.model.rotary import UNROTATED, Part, Rotation, rotary_embeddings, whole
 
 if TYPE_CHECKING:
     from megatron_zpp.model.offload import ActivationOffload
@@ -137,6 +138,8 @@ class GPT(nn.Module):
 
     tensor_ranks = 1  # that share each layer
     table_rows: int | None = None  # of the blocks that the tables of the vocabulary consist of; None: whole
+    part: Part = staticmethod(whole)  # what this rank has of samples (B, T, …)
+    joined: Part = staticmethod(whole)  # the inverse of `part`, which all ranks must call
 
     def __init__(
         self,
@@ -160,7 +163,13 @@ class GPT(nn.Module):
         self.embedding = (PositionedEmbedding if learned else Embedding)(config, padded)
         self.rotary, self.rotary_local = rotary_embeddings(config)
         self.layers = nn.ModuleList(
-            Layer(config, self.attention, recompute_scores=selective, cut=cut_layers)
+            Layer(
+                config,
+                self.attention,
+                recompute_scores=selective,
+                cut=cut_layers,
+                mlp_chunks=self.recompute.mlp_chunks_for_training,
+            )
             for _ in range(config.num_layers)
         )
         output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)
@@ -178,13 +187,14 @@ class GPT(nn.Module):
     ) -> Tensor:
         """(B, T) ids -> logits (B, T, vocab_size); with targets (B, T) their mean cross-entropy, fp32.
 
-        A target of -100 is not counted. `positions` (B, T) are 0 to T - 1 by default. Attention is causal
-        over the row, or inside documents that `documents` (E) ends, as in model/attention.py.
+        A target of -100 is not counted, nor one of another context rank. `positions` (B, T) are 0 to T - 1 by
+        default. Attention is causal over the row, or inside documents that `documents` (E) ends, as in
+        model/attention.py.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
-        x = self.embedding(tokens, positions)  # (B, T, D)
-        rotations = self.rotations(positions)
+        tokens, rotations = self.part(tokens), self.rotations(positions)
+        x = self.embedding(tokens, self.part(positions))  # (B, T, D)
         shaped = x.new_empty(1).expand(*tokens.shape, 1)  # x itself may be of some of the tokens only
         masks = {window: mask_of(self.attention, shaped, window, documents) for window in set(self.windows)}
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
@@ -195,16 +205,16 @@ class GPT(nn.Module):
             else:
                 x = run(x)
         if targets is not None:
-            return self.head(x, self.embedding.tokens.weight, targets)
-        return self.head(x, self.embedding.tokens.weight)[..., : self.vocab_size]
+            return self.head(x, self.embedding.tokens.weight, self.part(targets))
+        return self.joined(self.head(x, self.embedding.tokens.weight)[..., : self.vocab_size])
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
-        """Return what rotates queries and keys of each layer at positions (B or 1, T)."""
+        """Return what rotates this rank's queries and keys of each layer; positions (B or 1, T) are whole."""
         if self.rotary is None:
             return [UNROTATED] * len(self.layers)
-        usual = local = self.rotary.rotation(positions)
+        usual = local = self.rotary.rotation(positions, self.part)
         if self.rotary_local is not None:
-            local = self.rotary_local.rotation(positions)
+            local = self.rotary_local.rotation(positions, self.part)
         return [
             (usual if window is None else local) if rotated else UNROTATED
             for window, rotated in zip(self.windows, self.config.layers_with_rope, strict=True)
@@ -219,7 +229,7 @@ class GPT(nn.Module):
 
     def hidden_shape(self, batch: int, tokens: int) -> tuple[int, ...]:
         """The shape of hidden states between linear maps."""
-        width = self.config.hidden_size
+        width, tokens = self.config.hidden_size, tokens // self.attention.context_ranks
         if self.tensor_ranks == 1:
             return batch, tokens, width
         return batch * tokens // self.tensor_ranks, width

@@ -226,7 +226,13 @@ class Layer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, kernel: AttentionKernel, *, recompute_scores: bool, cut: bool
+        self,
+        config: ModelConfig,
+        kernel: AttentionKernel,
+        *,
+        recompute_scores: bool,
+        cut: bool,
+        mlp_chunks: int = 1,
     ) -> None:
         super().__init__()
         before, after = (config.norm_placement in (place, "both") for place in ("before", "after"))
@@ -239,6 +245,11 @@ class Layer(nn.Module):
         self.mlp_output_norm = norm_of(config, hidden) if after else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.halves, self.cut = (Half(self, "attention", multiplier), Half(self, "mlp", multiplier)), cut
+        self.mlp_in_chunks = mlp_chunks > 1
+        if self.mlp_in_chunks:
+            from megatron_zpp.model.chunks import ChunkedHalf
+
+            self.halves = (self.halves[0], ChunkedHalf(self, "mlp", multiplier, mlp_chunks))
         self.compute = Layer.run  # or a compiled one; hooks on this module stay outside of the graph
 
     def forward(
@@ -259,6 +270,11 @@ class Layer(nn.Module):
     def units(self) -> tuple[nn.Module, ...]:
         """The modules whose parameters are gathered together, in the order of the forward pass."""
         return self.halves if self.cut else (self,)
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether one graph cannot compute the layer, because something happens between its halves."""
+        return self.cut or self.mlp_in_chunks
 
     @property
     def compiled(self) -> bool:

@@ -17,6 +17,17 @@ def segments(layers: int, plan: RecomputeConfig) -> Iterator[tuple[int, int, boo
     yield recomputed, layers, False
 
 
+def mlps_again(layers: int, plan: RecomputeConfig) -> list[int]:
+    """Layers whose MLP the backward computes again in chunks (model/chunks.py), beside recomputed layers.
+
+    The recomputation of layers leaves out the last one's MLP: its chunks follow at once.
+    """
+    if plan.mlp_chunks_for_training == 1:
+        return []
+    runs = segments(layers, plan)
+    return [layer for first, stop, again in runs for layer in range(first, stop - 1 if again else stop)]
+
+
 def units_of_a_layer(cut_layers: bool) -> int:
     """How many units a layer consists of."""
     return 2 if cut_layers else 1

@@ -8,6 +8,7 @@ Channels i and i + R/2 of a head form a pair, as in Megatron-LM and Hugging Face
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,6 +19,12 @@ from megatron_zpp.config.model import ModelConfig
 
 # In all published models of Llama 3.
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
+Part: TypeAlias = Callable[[Tensor], Tensor]  # (B, S, …) of whole texts -> of some of their tokens, (B, T, …)
+
+
+def whole(x: Tensor) -> Tensor:
+    """All tokens."""
+    return x
 
 
 @dataclass(frozen=True)
@@ -151,16 +158,16 @@ class RotaryEmbedding:
         self.frequencies = frequencies(rotated, base, scaling)
         self.interleaved, self.attention_factor = interleaved, attention_factor
 
-    def rotation(self, positions: Tensor) -> Rotation:
-        """Return the rotation of positions (B or 1, T)."""
-        angles = positions[..., None, None].float() * self.frequencies_at(positions)
+    def rotation(self, positions: Tensor, part: Part = whole) -> Rotation:
+        """Return the rotation of a `part` of positions (B or 1, T)."""
+        angles = part(positions)[..., None, None].float() * self.frequencies_at(positions, part)
         cos, sin = angles.cos(), angles.sin()  # each (B or 1, T, 1, R / 2)
         if self.attention_factor != 1:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return Rotation(cos, sin, self.interleaved)
 
-    def frequencies_at(self, positions: Tensor) -> Tensor:
-        """The frequencies of positions, in a shape that broadcasts to (B or 1, T, 1, R / 2)."""
+    def frequencies_at(self, positions: Tensor, part: Part) -> Tensor:
+        """The frequencies of a `part` of positions, in a shape that broadcasts to (B or 1, T, 1, R / 2)."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
         return self.frequencies
@@ -188,10 +195,10 @@ class LongRotaryEmbedding(RotaryEmbedding):
         self.frequencies = 1.0 / (factors * positions_per_radian(rotated, base))
         self.original = original
 
-    def frequencies_at(self, positions: Tensor) -> Tensor:
+    def frequencies_at(self, positions: Tensor, part: Part) -> Tensor:
         """(B or 1, T) -> (B or 1, T, 1, R / 2)."""
-        short, long = super().frequencies_at(positions)
-        return torch.where((_text_lengths(positions) > self.original)[..., None, None], long, short)
+        short, long = super().frequencies_at(positions, part)
+        return torch.where(part(_text_lengths(positions) > self.original)[..., None, None], long, short)
 
 
 def _text_lengths(positions: Tensor) -> Tensor:

@@ -14,15 +14,22 @@ Tensor ranks divide all of a layer, by tokens between its linear maps and by hea
 them, and the logits by entries of the vocabulary. Each has the norm's output of all tokens in the head, and
 for the length of a product the gathered rows of a linear map. 8-bit products keep these rows.
 
+Where the MLP is in chunks, a layer saves the residual between attention and MLP, and of the MLP nothing more.
+
 With delayed scaling the outputs of norms and activations are there as codes only, a byte each; attention's
 output is kept beside its codes. Other 8-bit products are planned like those of bf16.
+
+Context ranks that exchange heads keep attention's output twice, before its exchange and behind it, and where
+they do not divide groups of heads, repeated keys and values.
 
 Ids and the temporary memory of kernels do not count.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
+from megatron_zpp.model.chunks import rows_of_chunk
 from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
 from megatron_zpp.model.recomputation import segments
 from megatron_zpp.model.shape import LayerShape, layer_shape
@@ -46,6 +53,13 @@ class LayerBackward:
 
 def layer_bytes(job: Job) -> int:
     """Return the bytes that one layer saves on a rank for its backward if it is not recomputed."""
+    if job.recompute.mlp_chunks_for_training > 1:
+        return attention_bytes(job) + _input(job)
+    return _whole_layer_bytes(job)
+
+
+def _whole_layer_bytes(job: Job) -> int:
+    """The same if its MLP is not in chunks."""
     shape, delayed = layer_shape(job.model), job.precision.fp8_delayed
     numbers = _norms_and_sums(shape) + shape.mlp_input.outputs + shape.mlp_output.inputs
     if job.model.gated and not job.compiled:
@@ -58,11 +72,14 @@ def layer_bytes(job: Job) -> int:
 
 
 def attention_bytes(job: Job) -> int:
-    """Return those bytes of the layer's first half, its attention, without delayed scaling."""
-    shape = layer_shape(job.model)
+    """Return those bytes of the layer's first half, its attention."""
+    shape, delayed = layer_shape(job.model), job.precision.fp8_delayed
     statistics = len(shape.norms) // 2 * _norm_bytes(job) + _masks(job)
-    numbers = _norms_and_sums(shape) // 2 * job.dtype.itemsize
-    return job.rows * (_heads_bytes(job) + numbers + statistics) + _gathered_codes(job) // 2
+    numbers = _norms_and_sums(shape) // 2 - (shape.qkv.inputs if delayed else 0)
+    codes = _gathered_codes(job) // 2
+    if delayed:
+        codes = shape.qkv.inputs * job.tokens + shape.output.inputs * job.rows
+    return job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes
 
 
 def _norms_and_sums(shape: LayerShape) -> int:
@@ -76,7 +93,18 @@ def _heads_bytes(job: Job) -> int:
     normalised = sum(count * width for count, width in shape.head_norms)
     statistics = sum(count for count, _ in shape.head_norms) * _norm_bytes(job)
     rows = 0 if job.recompute.recompute_granularity == "selective" else 4 * job.model.num_attention_heads
-    return (shape.qkv.outputs + shape.output.inputs + normalised) * job.dtype.itemsize + statistics + rows
+    numbers = shape.qkv.outputs + shape.output.inputs + normalised
+    if _has_two_outputs(job):
+        groups, tensor = job.model.num_query_groups, job.tensor
+        repeated = tensor * math.lcm(groups // tensor, job.context) - groups
+        numbers += shape.output.inputs + 2 * repeated * job.model.kv_channels
+    return numbers * job.dtype.itemsize + statistics + rows
+
+
+def _has_two_outputs(job: Job) -> bool:
+    """Whether attention's output is kept on both sides of an exchange."""
+    selective = job.recompute.recompute_granularity == "selective"
+    return job.context > 1 and job.exchanges_heads and not selective
 
 
 def ends_bytes(job: Job) -> int:
@@ -206,20 +234,55 @@ def backward(job: Job) -> list[LayerBackward]:
 
 
 def working_bytes(job: Job) -> int:
-    """Return bytes of gradients in a layer's backward: of the activation, the residual, one MLP matrix.
+    """Return bytes of gradients in the backward of a layer's MLP: activation, residual, one MLP matrix.
+
+    Of an MLP in chunks there are the gradients of the residual on both sides of the half, and of both
+    matrices the sums over chunks in fp32. Beside them are the gradients of a chunk, and either what it has
+    saved or its gradient of the other matrix; or at the end the gradients of both matrices in their format.
+    """
+    chunks, itemsize = job.recompute.mlp_chunks_for_training, job.dtype.itemsize
+    if chunks == 1:
+        return _mlp_gradients(job, job.rows)
+    shape, rows = layer_shape(job.model), rows_of_chunk(job.rows, chunks)
+    saved = (_whole_layer_bytes(job) - layer_bytes(job)) * rows // job.rows
+    first, second = (each.weights // job.tensor for each in (shape.mlp_input, shape.mlp_output))
+    of_a_chunk = _mlp_gradients(job, rows) + max(saved, itemsize * second)
+    made = itemsize * (first + second) if itemsize < 4 else 0
+    return 2 * _input(job) + 4 * (first + second) + max(of_a_chunk, made)
+
+
+def _mlp_gradients(job: Job, rows: int) -> int:
+    """Bytes of the gradients of `rows` rows of each rank: of the activation, the residual, one MLP matrix.
 
     Tensor ranks gather the residual's gradient for the MLP's second map. For its first map they gather the
     input and have their part of a product for all tokens, when what the second map and the activation had
     saved is gone.
     """
     hidden, tensor = job.model.hidden_size, job.tensor
-    inner = layer_shape(job.model).mlp_input.outputs
-    second = job.rows * hidden + (job.tokens + hidden) * inner // tensor
+    inner, tokens = layer_shape(job.model).mlp_input.outputs, rows * tensor
+    second = rows * hidden + (tokens + hidden) * inner // tensor
     if tensor > 1:
-        saved = job.tokens * (inner + job.model.ffn_hidden_size) // tensor
-        first = second + (2 * job.tokens + job.rows) * hidden + hidden * inner // tensor - saved
-        second = max(second + job.tokens * hidden, first)
+        saved = tokens * (inner + job.model.ffn_hidden_size) // tensor
+        first = second + (2 * tokens + rows) * hidden + hidden * inner // tensor - saved
+        second = max(second + tokens * hidden, first)
     return job.dtype.itemsize * second
+
+
+def attention_working_bytes(job: Job) -> int:
+    """Return bytes of gradients in the backward of attention: residual, output, q, k, v.
+
+    GPUs sum the gradient of q in fp32 before it gets its format. In a ring of context ranks the gradients of
+    q, k and v are such sums, beside keys and values of another rank and their gradients. Of outputs that are
+    there twice one is gone.
+    """
+    shape, itemsize = layer_shape(job.model), job.dtype.itemsize
+    queries, heads = shape.output.inputs, shape.qkv.outputs
+    if job.context > 1 and not job.exchanges_heads:
+        around = max(2 * (heads - queries), heads)  # these, or the gradients in their format
+        return _input(job) + job.rows * (itemsize * (queries + around) + 4 * heads)
+    sums = 4 * queries if job.device == "cuda" and itemsize < 4 else 0
+    gone = queries if _has_two_outputs(job) else 0
+    return _input(job) + job.rows * (itemsize * (queries + heads - gone) + sums)
 
 
 def offloaded_bytes(job: Job) -> int:

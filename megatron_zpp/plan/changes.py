@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_zpp.config.options import flag_name
+from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG as CONTEXT_RANKS
 from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
 from megatron_zpp.plan.job import Job
 
@@ -32,9 +33,11 @@ def changed_flags(run: Job, other: Job) -> list[tuple[str, Any]]:
     flags: list[tuple[str, Any]] = []
     if run.tensor != other.tensor:
         flags.append((TENSOR_RANKS, other.tensor))
+    if run.context != other.context:
+        flags.append((CONTEXT_RANKS, other.context))
     if run.micro_batch_size != other.micro_batch_size:
         flags.append(("--micro-batch-size", other.micro_batch_size))
-    if flags and not run.batch_given:  # its default depends on both
+    if flags and not run.batch_given:  # its default depends on all three
         flags.append(("--global-batch-size", run.samples_per_step))
     for name, after, default in _differences(run, other):
         option = _OF_AN_OPTION.get(name)

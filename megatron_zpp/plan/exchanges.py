@@ -1,4 +1,4 @@
-"""What a rank sends to the ranks that share its layers, and how long it waits for them.
+"""What a rank sends to the ranks that share its layers or samples, and how long it waits for them.
 
 model/parallel/layers.py has the collectives. For T ranks, one of them on the hidden states of a micro-batch
 makes each rank send (T - 1) / T of their bytes over NVLink:
@@ -6,7 +6,7 @@ makes each rank send (T - 1) / T of their bytes over NVLink:
     a layer         forward    an all-gather before each of two linear maps, a reduce-scatter after two others
                     backward   the transposes of these four, and the two inputs gathered again for the
                                gradients of weights, unless 8-bit products have kept them; with
-                               recomputation also what the forward sends
+                               recomputation, or an MLP in chunks, also what the forward sends
                     norms across heads sum an fp32 number per token, of a LayerNorm two, in the forward, and
                     as many in the backward
     the embedding   a reduce-scatter, and in the backward an all-gather
@@ -17,34 +17,42 @@ makes each rank send (T - 1) / T of their bytes over NVLink:
 A rank waits for all of these, except in the backward of a map whose input is gathered: the input arrives
 beside the product for the input's gradient, which is scattered beside the product for the weight's. With
 copies between GPUs the other exchanges of maps are beside products too, of all tokens but 1 / T.
+
+Context ranks exchange what attention needs, in each layer's forward and backward, and once more where either
+is recomputed (model/context/): heads by all-to-all, for which a rank waits, or keys and values around a ring,
+beside attention to those that have arrived.
 """
 
 from dataclasses import dataclass
 
 from megatron_zpp.exchange.route import SentBytes
-from megatron_zpp.model.recomputation import segments
+from megatron_zpp.model.attention import DotProduct
+from megatron_zpp.model.context.sharing import context_kernel
+from megatron_zpp.model.flops import attended_tokens, layer_matrices
+from megatron_zpp.model.recomputation import mlps_again, segments
 from megatron_zpp.model.shape import layer_shape
 from megatron_zpp.plan.hardware import Machine
-from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.job import Job, UnconnectedGroup
 
 _STATISTICS = 3 * 4  # bytes per token: fp32 maximum, sum of exponentials, target's logit
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Bytes that one rank sends to its tensor ranks in a forward or a backward of a micro-batch."""
+    """Bytes that one rank sends to tensor and context ranks in a forward or a backward of a micro-batch."""
 
     waited: int  # while it has nothing to compute
     beside: int  # beside products
+    around: int = 0  # beside attention
 
     @property
     def nbytes(self) -> int:
         """All of them."""
-        return self.waited + self.beside
+        return self.waited + self.beside + self.around
 
 
 def exchanged(job: Job, forward: bool) -> Exchanged:
-    """What one forward or backward exchanges; nothing without tensor ranks."""
+    """What one forward or backward exchanges; nothing without tensor and context ranks."""
     others, layers = job.tensor - 1, job.model.num_layers
     one = others * job.rows * job.model.hidden_size * job.dtype.itemsize  # a collective on hidden states
     if forward:
@@ -53,20 +61,49 @@ def exchanged(job: Job, forward: bool) -> Exchanged:
     else:
         ends = 2 * one + 2 * others * 4 * sum(job.replicated) // job.tensor
         ends += _norm_bytes(job, layers + recomputed_layers(job))
-        of_maps = (4 * recomputed_layers(job) + (4 if job.precision.fp8 else 2) * layers) * one
+        again = 4 * recomputed_layers(job) + 2 * recomputed_mlps(job)
+        of_maps = (again + (4 if job.precision.fp8 else 2) * layers) * one
         beside = 0 if job.precision.fp8 else 4 * layers * one
-    if job.overlapped:
-        return Exchanged(ends, beside + of_maps)
-    return Exchanged(ends + of_maps, beside)
+    waited, beside = (ends, beside + of_maps) if job.overlapped else (ends + of_maps, beside)
+    of_attention = context_bytes(job, forward)
+    if job.exchanges_heads:
+        return Exchanged(waited + of_attention, beside)
+    return Exchanged(waited, beside, of_attention)
+
+
+def context_bytes(job: Job, forward: bool) -> int:
+    """Of these, what context ranks send each other, the mean of theirs."""
+    if job.context == 1:
+        return 0
+    sent, model, heads = 0, job.model, job.model.num_attention_heads // job.tensor
+    shape = heads, model.num_query_groups // job.tensor, model.kv_channels
+    kernels = [
+        context_kernel(DotProduct(), UnconnectedGroup(job.context, rank), job.comm_type, heads)
+        for rank in range(job.context)
+    ]
+    recomputed = {
+        layer
+        for first, stop, again in segments(model.num_layers, job.recompute)
+        for layer in range(first, stop if again else first)
+    }
+    selective = job.recompute.recompute_granularity == "selective"
+    for layer, window in enumerate(model.layer_windows):
+        for kernel in kernels:
+            there, back = kernel.sent(*shape, model.seq_length, window)
+            again = there * (layer in recomputed)
+            if selective:
+                again = there - kernel.sent_behind(heads, model.kv_channels)
+            sent += there if forward else back + again
+    return sent * job.tokens * job.dtype.itemsize // job.context
 
 
 def exchanged_bytes(job: Job) -> int:
-    """Bytes that one rank sends to its tensor ranks in a step."""
+    """Bytes that one rank sends to its tensor and context ranks in a step."""
     return job.micro_batches * sum(exchanged(job, forward).nbytes for forward in (True, False))
 
 
 def hidden_state_bytes(job: Job) -> int:
-    """Of `exchanged_bytes`, those of hidden states: the ledger of a run counts no others."""
+    """Of `exchanged_bytes`, those of hidden states and heads: the ledger of a run counts no others."""
     others = job.tensor - 1
     sums = 2 * others * 4 * sum(job.replicated) // job.tensor
     norms = _norm_bytes(job, 2 * job.model.num_layers + recomputed_layers(job))
@@ -92,15 +129,31 @@ def ledgers_of(job: Job, sent: SentBytes) -> SentBytes:
 
 
 def waiting_seconds(job: Job, machine: Machine, forward: bool) -> float:
-    """Seconds of one forward or backward in which a rank waits for its tensor ranks."""
+    """Seconds of one forward or backward in which a rank waits for its tensor and context ranks."""
     sent, products = exchanged(job, forward), _products(job, machine, forward)
-    return sent.waited / machine.inside + max(0.0, sent.beside / machine.inside - products)
+    waited = sent.waited / machine.inside + max(0.0, sent.beside / machine.inside - products)
+    return waited + max(0.0, sent.around / machine.inside - _scores(job, machine, forward))
 
 
 def recomputed_layers(job: Job) -> int:
     """Layers whose forward a backward repeats."""
     runs = segments(job.model.num_layers, job.recompute)
     return sum(stop - first for first, stop, again in runs if again)
+
+
+def recomputed_mlps(job: Job) -> int:
+    """Layers beside these whose MLP is computed again in the backward, because it is in chunks.
+
+    A recomputation that leaves out an MLP, which its chunks compute, counts as one of the whole layer.
+    """
+    return len(mlps_again(job.model.num_layers, job.recompute))
+
+
+def recomputed_matrices(job: Job) -> int:
+    """Parameters of the matrices of layers with which a backward repeats a forward."""
+    shape = layer_shape(job.model)
+    of_mlp = shape.mlp_input.weights + shape.mlp_output.weights
+    return recomputed_layers(job) * layer_matrices(job.model) + recomputed_mlps(job) * of_mlp
 
 
 def _products(job: Job, machine: Machine, forward: bool) -> float:
@@ -115,5 +168,14 @@ def _products(job: Job, machine: Machine, forward: bool) -> float:
     if forward:
         width = others * (column + row) * layers
     else:
-        width = 2 * column * layers + others * (row * layers + (column + row) * recomputed_layers(job))
+        again = (column + row) * recomputed_layers(job)
+        again += (shape.mlp_input.outputs + shape.mlp_output.inputs) * recomputed_mlps(job)
+        width = 2 * column * layers + others * (row * layers + again)
     return 2.0 * job.tokens * model.hidden_size * width / job.tensor / machine.flops
+
+
+def _scores(job: Job, machine: Machine, forward: bool) -> float:
+    """Seconds of attention to the keys of other context ranks in one forward or backward."""
+    width, others = layer_shape(job.model).output.inputs, 1 - 1 / job.context
+    flops = (4.0 if forward else 8.0) * width * attended_tokens(job.model) * others
+    return job.tokens * flops / job.tensor / machine.flops

@@ -14,6 +14,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.build import build_model
+from megatron_zpp.model.context.sharing import exchanges_heads
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.parallel.layers import splits_of
 from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
@@ -29,7 +30,9 @@ from megatron_zpp.zero.whole_matrices import Held, MuonShare, muon_share
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One optimizer step of `micro_batches` on `nodes` × `local` GPUs, of which `tensor` share every layer.
+    """One optimizer step of `micro_batches` on `nodes` × `local` GPUs.
+
+    Of these `tensor` share every layer, and `context` every sample, which exchange by `comm_type`.
 
     `units` are the modules of one tensor rank's part of the model that read units, on the meta device.
     Layouts, and all that ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled,
@@ -55,6 +58,8 @@ class Job:
     async_save: bool = False
     save_optim: bool = True
     tensor: int = 1
+    context: int = 1
+    comm_type: str = "auto"
     overlapped: bool = False
     may_offload: bool = True
     copy_engines: bool = True
@@ -67,7 +72,12 @@ class Job:
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh as rank 0 sees it."""
-        return Mesh(nodes=self.nodes, local_ranks=self.local // self.tensor, tensor_ranks=self.tensor)
+        return Mesh(
+            nodes=self.nodes,
+            local_ranks=self.local // (self.context * self.tensor),
+            context_ranks=self.context,
+            tensor_ranks=self.tensor,
+        )
 
     @property
     def ranks(self) -> int:
@@ -76,8 +86,8 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch on one data rank."""
-        return self.micro_batch_size * self.model.seq_length
+        """Tokens of one micro-batch on one data rank, and of these on one context rank."""
+        return self.micro_batch_size * self.model.seq_length // self.context
 
     @property
     def rows(self) -> int:
@@ -96,7 +106,13 @@ class Job:
 
     def may_have_samples(self, size: int) -> bool:
         """Whether a micro-batch may have so many samples: 8-bit products need multiples of 16 tokens."""
-        return not (self.precision.fp8 and size * self.model.seq_length % 16)
+        return not (self.precision.fp8 and size * self.model.seq_length // self.context % 16)
+
+    @cached_property
+    def exchanges_heads(self) -> bool:
+        """Whether context ranks, if there are several, exchange heads, and not keys and values in a ring."""
+        heads = self.model.num_attention_heads // self.tensor
+        return exchanges_heads(self.comm_type, self.context, heads)
 
     @property
     def flops_per_token(self) -> float:
@@ -215,7 +231,7 @@ class Job:
         The other tensor ranks, and the ranks of other nodes, send and hold the same. Routes, slots and reads
         are those of rank 0 on all ranks.
         """
-        meshes = [self.mesh.at(rank) for rank in self.mesh.ranks(self.mesh.local)]
+        meshes = [self.mesh.at(rank) for rank in self.mesh.ranks(self.mesh.replicas)]
         plan = self.communication
         return [
             replace(plan, mesh=mesh, weights=tuple(replace(each, mesh=mesh) for each in plan.weights))
@@ -265,10 +281,10 @@ class Job:
         return self.sums_gradients and self.communication.returns_squared_norms
 
 
-_PARTS = {"nodes", "local", "tensor", "units", "block", "precision"}  # on which layouts depend
+_PARTS = {"nodes", "local", "context", "tensor", "units", "block", "precision"}  # on which layouts depend
 _ROUTES = {*_PARTS, "zero", "chunks", "copy_engines", "device"}
 _DEPENDS = {  # what is computed once, and the settings that change it
-    "mesh": {"nodes", "local", "tensor"},
+    "mesh": {"nodes", "local", "context", "tensor"},
     "layouts": _PARTS,
     "replicated": _PARTS,
     "plain_reads": {"units"},
@@ -280,10 +296,10 @@ _DEPENDS = {  # what is computed once, and the settings that change it
 
 
 class UnconnectedGroup(TensorGroup):
-    """The first of `size` tensor ranks, without a communicator: models can be built for it, but not run."""
+    """One of `size` ranks, without a communicator: models can be built for it, but not run."""
 
-    def __init__(self, size: int) -> None:
-        self.ranks, self.size, self.rank = tuple(range(size)), size, 0
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self.ranks, self.size, self.rank = tuple(range(size)), size, rank
 
 
 def units_of(

@@ -8,8 +8,10 @@ points of a step where it can be: in the loss, along the backward, in the optimi
 from dataclasses import dataclass
 
 from megatron_zpp.distributed.peer_rows import region_bytes
+from megatron_zpp.model.shape import layer_shape
 from megatron_zpp.plan.activations import (
     attention_bytes,
+    attention_working_bytes,
     backward,
     ends_bytes,
     loss_bytes,
@@ -117,21 +119,20 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     if job.reduces_as_made and job.micro_batches > 1:
         from_before = on_their_way + embedding
     candidates = {"the loss": accumulated + from_before + activations + loss_bytes(job)}
-    working, reduces_as_made = working_bytes(job), job.reduces_as_made
+    working = working_bytes(job)
+    attention, mlp = attention_working_bytes(job), job.dtype.itemsize * _mlp_numel(job)
     for one in backward(job):
         points = [
             (one.layer + 1, one.stored + working),
             (one.layer, one.left + job.dtype.itemsize * of_layer[0]),  # before the reduction takes them
         ]
-        if len(of_layer) > 1:  # those of the MLP
-            left = one.left + attention_bytes(job)
-            points.append((one.layer + 1, left + job.dtype.itemsize * of_layer[1]))
+        # In the backward of attention the unit of a whole layer has the gradients of its MLP.
+        both = max(attention, mlp) if len(of_layer) > 1 else attention + mlp
+        points.append((one.layer + 1, one.left + attention_bytes(job) + both))
         for layers, live in points:
             done = by_loss + int(others * (1 - layers / job.model.num_layers))
-            beside = on_their_way
-            if accumulated and not reduces_as_made:  # only from this backward, so none when it starts
-                later = min(job.model.num_layers - layers, most)
-                beside = int(sent * (later * sum(of_layer) + head))
+            later = min(job.model.num_layers - layers, most)  # from this backward: none when it starts
+            beside = int(sent * (later * sum(of_layer) + head))
             candidates.setdefault("the backward", 0)
             candidates["the backward"] = max(
                 candidates["the backward"], max(accumulated, done) + live + tied + beside
@@ -144,6 +145,14 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     candidates["the end of the backward"] = end + on_their_way + summing
     candidates["the optimizer's step"] = final + min(job.dtype.itemsize, 4) * job.muon.working
     return candidates
+
+
+def _mlp_numel(job: Job) -> int:
+    """Elements of the gradients of a layer's MLP, those of a whole layer without its vectors."""
+    if len(job.layer_layouts) > 1:
+        return job.layer_layouts[1].numel
+    shape = layer_shape(job.model)
+    return (shape.mlp_input.weights + shape.mlp_output.weights) // job.tensor
 
 
 @dataclass(frozen=True)

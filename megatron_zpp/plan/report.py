@@ -17,6 +17,7 @@ from megatron_zpp.plan.hardware import (
     Machine,
 )
 from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.longest_sample import longest_sample
 from megatron_zpp.plan.save_copies import copies_bytes
 from megatron_zpp.plan.search import WORTH, Found, Plan, search
 from megatron_zpp.plan.step_time import overlap_slowdown, product_time
@@ -42,7 +43,7 @@ def report(job: Job, gpu: Gpu, machine: Machine, iterations: int) -> list[str]:
     plans = [found.run]
     if found.best is not None and changed_flags(job, found.best.job):
         plans.append(found.best)
-    lines = [*_head(found.run, gpu, iterations), "", *_answer(found, gpu), ""]
+    lines = [*_head(found.run, gpu, iterations), "", *_answer(found, gpu), _longest(job, gpu), ""]
     lines += [*_memory(plans), "", *_time(plans, iterations), *_traffic(plans), ""]
     return [*lines, *_assumptions(plans, gpu, machine)]
 
@@ -53,7 +54,7 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
     run = job.tokens_per_step * iterations / 1e9
     yield (
         f"plan for {job.nodes} × {job.local} {gpu.name}, {job.precision.compute_dtype('cuda')}"
-        f"{job.precision.describe_products()}, {job.zero.describe(job.mesh.data_ranks)}"
+        f"{job.precision.describe_products()}, {job.zero.describe(job.mesh.shard_ranks)}"
     )
     yield (
         f"  GPT of {parameters:,.1f} M parameters: {counted(model.num_layers, 'layer')} × "
@@ -68,9 +69,11 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
 
 
 def _data_ranks(job: Job) -> str:
-    if job.tensor == 1:
+    if job.tensor * job.context == 1:
         return counted(job.ranks, "rank")
-    return f"{counted(job.mesh.data_ranks, 'data rank')} of {job.tensor} tensor ranks"
+    kinds = {"context": job.context, "tensor": job.tensor}
+    shared = " × ".join(f"{size} {kind}" for kind, size in kinds.items() if size > 1)
+    return f"{counted(job.mesh.data_ranks, 'data rank')} of {shared} ranks"
 
 
 def _answer(found: Found, gpu: Gpu) -> Iterator[str]:
@@ -95,6 +98,12 @@ def _answer(found: Found, gpu: Gpu) -> Iterator[str]:
         yield f"this run: {_figures(run)}; {_why(run, best)}"
     else:
         yield f"this run fits: {run.memory.peak / _GIB:.2f}, in {run.memory.peak_at}, of {usable}"
+
+
+def _longest(job: Job, gpu: Gpu) -> str:
+    """A line on the longest sample that fits with this run's settings."""
+    tokens = longest_sample(job, gpu.memory)
+    return f"longest sample: {f'{tokens:,}' if tokens else 'fewer than 1,024'} tokens"
 
 
 def _figures(plan: Plan) -> str:
@@ -166,7 +175,7 @@ def _time(plans: list[Plan], iterations: int) -> Iterator[str]:
         "  of this, recomputation": [plan.time.again for plan in plans],
         "waiting for links in the forward": [plan.time.exposed_forward for plan in plans],
         "waiting for links in the backward": [plan.time.exposed_backward for plan in plans],
-        "  of these, for tensor ranks": [plan.time.exchanges for plan in plans],
+        "  of these, for tensor or context ranks": [plan.time.exchanges for plan in plans],
         "optimizer": [plan.time.optimizer for plan in plans],
         "in all": [plan.seconds for plan in plans],
         "busy meanwhile: the link of a node": [plan.time.link for plan in plans],
@@ -190,7 +199,7 @@ def _traffic(plans: list[Plan]) -> Iterator[str]:
     sent = [ledgers_of(plan.job, plan.sent) for plan in plans]
     yield _row("inter_node_bytes", [f"{each.inter:,}" for each in sent])
     yield _row("intra_node_bytes", [f"{each.intra:,}" for each in sent])
-    if any(plan.job.tensor > 1 for plan in plans):
+    if any(plan.job.tensor * plan.job.context > 1 for plan in plans):
         gpus = [decimal_bytes(exchanged_bytes(plan.job)) for plan in plans]
         yield _row("activations from each GPU, inside nodes", gpus)
 
@@ -206,7 +215,7 @@ def _assumptions(plans: list[Plan], gpu: Gpu, machine: Machine) -> Iterator[str]
         yield f"  layers' products of --fp8 take {time}{memory}"
     if job.precision.fp8_output_layer:
         yield f"  the output layer's products take {FP8_OUTPUT:.2f} of bf16's time, as at 1.3B on an H100"
-    if job.mesh.data_ranks > 1:
+    if job.mesh.shard_ranks > 1:
         yield f"  compute takes {overlap_slowdown(job):g} × as long beside the transfers that run behind it"
     links = f"memory at {machine.memory_rate / 1e12:.2f} TB/s ({MEMORY_SHARE:g} of the data sheet)"
     if job.local > 1:
@@ -228,6 +237,7 @@ def _limits(jobs: list[Job], gpu: Gpu) -> Iterator[str]:
     beyond += [counted(job.nodes, "node")] if job.nodes > 2 else []
     beyond += [f"{job.local} GPUs per node"] if job.local > 2 else []
     beyond += [f"{most} tensor ranks"] if (most := max(each.tensor for each in jobs)) > 2 else []
+    beyond += [f"{most} context ranks"] if (most := max(each.context for each in jobs)) > 1 else []
     if beyond:
         yield f"extrapolated from one and two H100s and H200s, without latencies: {', '.join(beyond)}"
     kept = "" if job.may_resize else "other micro-batches (they change the numerics of this run), "

@@ -2,8 +2,9 @@
 
 Tried together: micro-batches of every size that divides the batch, recomputation (as given, off, selective,
 full, or full in the first layers), ZeRO's stages, hpZ and gradient groups of whole nodes or as given, and all
-numbers of tensor ranks. What makes a step slower than other ways to save memory is tried only where nothing
-fits without it: units of sublayers, tables in blocks, then the optimizer in CPU memory.
+numbers of tensor ranks. Where a long sample does not fit, or fits only with recomputation, also context
+ranks, and the MLP in chunks. What makes a step slower than other ways to save memory is tried only where
+nothing fits without it: units of sublayers, tables in blocks, then the optimizer in CPU memory.
 
 These settings leave the numerics alone: they move the same numbers, and at most add them in another order.
 Formats of 8 and 4 bits do not, and are searched by themselves (`rounded`).
@@ -19,7 +20,12 @@ from math import inf
 from typing import Any
 
 from megatron_zpp.config.model import RecomputeConfig
-from megatron_zpp.config.shapes.tensor_parallel import check_tensor_ranks, check_vocabulary, divisors
+from megatron_zpp.config.shapes.tensor_parallel import (
+    check_context_ranks,
+    check_tensor_ranks,
+    check_vocabulary,
+    divisors,
+)
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.exchange.checks import check_routes
 from megatron_zpp.exchange.route import SentBytes
@@ -32,6 +38,8 @@ from megatron_zpp.plan.traffic import Pass, repeated, total, traffic_of
 
 WORTH = 0.01  # of a step's time: the model is not accurate enough for smaller differences
 _NEAR = 1.25  # times as long as the best: what the second best may take
+_CHUNK = 8192  # tokens of a chunk of an MLP: products of these read their weights in little of their time
+_LONG = 8192  # tokens of a sample: of shorter ones context ranks would have too few
 _MULTIPLE = 64  # rows of a block: whole tiles of matrix products
 
 OFF, SELECTIVE = RecomputeConfig(), RecomputeConfig(recompute_granularity="selective")
@@ -96,6 +104,7 @@ class Space:
     stage: bool = True  # and the groups of hpZ and of gradients, where they are not given
     micro_batch: bool = True
     others: bool = True  # recomputation, tensor ranks, formats as given or none, and what saves memory
+    long: bool = False  # context ranks, and MLPs in chunks
 
 
 def search(run: Job, machine: Machine, gibibytes: float) -> Found:
@@ -104,8 +113,10 @@ def search(run: Job, machine: Machine, gibibytes: float) -> Found:
     tried = _Tried(run, machine, gibibytes)
     if own.fits(gibibytes):
         tried.plans.append(own)
+    long = run.model.seq_length >= _LONG and not _fits_as_it_is(run, gibibytes)
+    space = Space(long=run.context > 1 or long)
     for base in _bases(run):
-        tried.families(families(base, Space()), Space())
+        tried.families(families(base, space), space)
         if tried.plans:
             break
     best = tried.best()
@@ -131,6 +142,14 @@ def _rounded(run: Job, best: Plan, machine: Machine, gibibytes: float) -> Plan |
     tried = _Tried(run, machine, gibibytes, limit=(1 - WORTH) * best.seconds)
     tried.families(_in_fewer_bits(best.job), Space())
     return tried.best()
+
+
+def _fits_as_it_is(run: Job, gibibytes: float) -> bool:
+    """Whether a sample fits one rank, with states in shards and nothing recomputed."""
+    stage_3 = [zero for zero in _zeros(run, Space()) if zero.zero_stage == 3] or [run.zero]
+    one = in_micro_batches_of(run, sizes_of(run, Space())[0])
+    jobs = (one.varied(recompute=_in_chunks_as(run, OFF), zero=zero) for zero in stage_3)
+    return any(memory_of(job).fits(gibibytes) for job in jobs)
 
 
 @dataclass
@@ -179,8 +198,14 @@ class _Tried:
         partly: list[tuple[float, Job]] = []
         for job in families:
             sizes = sizes_of(job, space)
-            given = [job.recompute, FULL] if space.others else [job.recompute]
-            recomputes = dict.fromkeys([*given, OFF, SELECTIVE] if space.others else given)
+            off, selective, full = (_in_chunks_as(job, each) for each in (OFF, SELECTIVE, FULL))
+            given, more = [job.recompute], list[RecomputeConfig]()
+            if space.others:
+                given, more = [job.recompute, full], [off, selective]
+            if space.long and (chunks := suggested_chunks(job)) > 1:
+                given.append(replace(full, mlp_chunks_for_training=chunks))
+                more.append(replace(off, mlp_chunks_for_training=chunks))
+            recomputes = dict.fromkeys([*given, *more])
             count = job.micro_batches * job.micro_batch_size // sizes[-1]
             large = replace(job, micro_batch_size=sizes[-1], micro_batches=count)
             if min(self._least_seconds(replace(large, recompute=each)) for each in recomputes) > self.bound:
@@ -210,7 +235,7 @@ class _Tried:
                 self.plans.append(Plan(each, memory, total(passes.of(each)), time))
             else:
                 too_large = min(too_large, each.micro_batch_size)
-                if job.recompute == OFF:
+                if job.recompute.recompute_granularity is None:
                     yield time.seconds, each
 
     def _least_seconds(self, job: Job) -> float:
@@ -255,7 +280,12 @@ def _peak(job: Job) -> int:
 
 def _in_first_layers(job: Job, count: int) -> Job:
     some = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=count)
-    return job.varied(recompute=some)
+    return job.varied(recompute=_in_chunks_as(job, some))
+
+
+def _in_chunks_as(job: Job, recompute: RecomputeConfig) -> RecomputeConfig:
+    """The recomputation, with the MLP in as many chunks as the job has it."""
+    return replace(recompute, mlp_chunks_for_training=job.recompute.mlp_chunks_for_training)
 
 
 def _bases(run: Job) -> Iterator[Job]:
@@ -299,12 +329,20 @@ def suggested_rows(job: Job) -> int | None:
     return -(-rows // _MULTIPLE) * _MULTIPLE
 
 
+def suggested_chunks(job: Job) -> int:
+    """Chunks of an MLP in which products still have enough tokens; 1 where they are given, or few tokens."""
+    if job.recompute.mlp_chunks_for_training > 1:
+        return 1
+    return max(1, job.model.seq_length // (job.context * _CHUNK))
+
+
 def families(base: Job, space: Space) -> Iterator[Job]:
-    """Jobs with all tensor ranks and ZeRO settings of a space."""
+    """Jobs with all tensor and context ranks and ZeRO settings of a space."""
     sizes = set(divisors(base.local)) if space.others else {base.tensor}
-    for job in _with_tensor_ranks(base, sizes):
-        for zero in _zeros(job, space):
-            yield job.varied(zero=zero)
+    for context in divisors(base.local) if space.long else [base.context]:
+        for job in _with_ranks(base, sizes, context):
+            for zero in _zeros(job, space):
+                yield job.varied(zero=zero)
 
 
 def sizes_of(job: Job, space: Space) -> list[int]:
@@ -326,22 +364,22 @@ def _neighbours(job: Job) -> Iterator[Job]:
     for size in sizes_of(job, Space()):
         yield in_micro_batches_of(job, size)
     for recompute in (OFF, FULL):
-        yield job.varied(recompute=recompute)
+        yield job.varied(recompute=_in_chunks_as(job, recompute))
     for zero in _zeros(job, Space()):
         yield job.varied(zero=zero)
-    for other in _with_tensor_ranks(job, set(divisors(job.local)) - {job.tensor}):
+    for other in _with_ranks(job, set(divisors(job.local)) - {job.tensor}, job.context):
         most = max(1, job.micro_batch_size * other.tensor // job.tensor)
         yield in_micro_batches_of(other, max(size for size in sizes_of(other, Space()) if size <= most))
 
 
-def _with_tensor_ranks(job: Job, sizes: set[int]) -> Iterator[Job]:
-    """The job with each of these numbers of tensor ranks that can share its layers and its batch."""
+def _with_ranks(job: Job, sizes: set[int], context: int) -> Iterator[Job]:
+    """The job with each of these numbers of tensor ranks, and `context` ranks, that can share it."""
     whole = job.batch_multiple or job.samples_per_step
     for size in sorted(sizes):
-        data_ranks = job.ranks // size
-        if not _divides(job, size) or whole % data_ranks:
+        data_ranks = job.ranks // (size * context)
+        if not _divides(job, size, context) or whole % data_ranks:
             continue
-        if size == job.tensor:
+        if (size, context) == (job.tensor, job.context):
             yield job
             continue
         zero = job.zero
@@ -352,6 +390,7 @@ def _with_tensor_ranks(job: Job, sizes: set[int]) -> Iterator[Job]:
         if job.may_resize or micro == job.micro_batch_size:
             yield job.varied(
                 tensor=size,
+                context=context,
                 zero=zero,
                 units=_units(job, size, zero),
                 micro_batch_size=micro,
@@ -359,15 +398,16 @@ def _with_tensor_ranks(job: Job, sizes: set[int]) -> Iterator[Job]:
             )
 
 
-def _divides(job: Job, size: int) -> bool:
-    """Whether `size` ranks of a node can share each layer, and a run with so many is not refused."""
+def _divides(job: Job, size: int, context: int) -> bool:
+    """Whether `size` ranks can share each layer and `context` each sample, so that a run is not refused."""
     try:
+        check_context_ranks(job.model, context, size, job.comm_type)
         check_tensor_ranks(job.model, size, fp8=job.precision.fp8)
         check_vocabulary(job.model, job.vocab_size, size)
         job.precision.check_vocabulary(job.padded_vocab_size, size)
     except ValueError:
         return False
-    return job.local % size == 0
+    return job.local % (size * context) == 0
 
 
 def _zeros(job: Job, space: Space) -> Iterator[ZeroConfig]:
@@ -376,7 +416,7 @@ def _zeros(job: Job, space: Space) -> Iterator[ZeroConfig]:
     if not (space.stage or space.others):
         yield given
         return
-    stages = range(4) if job.mesh.data_ranks > 1 else {0, given.zero_stage}
+    stages = range(4) if job.mesh.shard_ranks > 1 else {0, given.zero_stage}
     for stage in stages:
         for formats in _formats_as_given(given, keep=not space.others):
             yield from _grouped(job, stage, formats, keep=not space.others)
@@ -392,8 +432,8 @@ def _in_fewer_bits(best: Job) -> Iterator[Job]:
     """Jobs whose messages have 8 or 4 bits, with as many tensor ranks as the best one, or none."""
     if best.precision.grad_reduce_in_bf16:
         best = best.varied(precision=replace(best.precision, grad_reduce_in_bf16=False))
-    for job in _with_tensor_ranks(best, {1, best.tensor}):
-        for stage in (1, 2, 3) if job.mesh.data_ranks > 1 else ():
+    for job in _with_ranks(best, {1, best.tensor}, best.context):
+        for stage in (1, 2, 3) if job.mesh.shard_ranks > 1 else ():
             for formats in _FORMATS:
                 for zero in _grouped(job, stage, formats, keep=False):
                     yield job.varied(zero=zero)

@@ -32,7 +32,13 @@ import torch
 from megatron_zpp.exchange.route import SentBytes, plain
 from megatron_zpp.model.flops import attended_tokens, layer_matrices
 from megatron_zpp.model.shape import layer_shape
-from megatron_zpp.plan.exchanges import exchanged, exchanged_bytes, recomputed_layers, waiting_seconds
+from megatron_zpp.plan.exchanges import (
+    exchanged,
+    exchanged_bytes,
+    recomputed_layers,
+    recomputed_matrices,
+    waiting_seconds,
+)
 from megatron_zpp.plan.hardware import (
     CPU_BYTES_PER_SECOND,
     FP8_CASTS,
@@ -120,8 +126,7 @@ def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of a forward or backward of one micro-batch, without transfers and kernels."""
     third = job.flops_per_token / 3
     flops = third if forward else 2 * third + _recomputed_flops(job)
-    layers = job.model.num_layers if forward else 2 * job.model.num_layers + recomputed_layers(job)
-    flops -= (1 - product_time(job)) * layers * 2.0 * layer_matrices(job.model)
+    flops -= (1 - product_time(job)) * 2.0 * _read_matrices(job, forward)
     if job.precision.fp8_output_layer:
         logits = 2.0 * job.model.hidden_size * job.padded_vocab_size  # a product
         flops -= (1 - FP8_OUTPUT) * logits * (1 if forward else 2)
@@ -137,10 +142,15 @@ def _again_seconds(job: Job, machine: Machine) -> float:
 
 def _reading_seconds(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds to read the weights of the products of a forward or backward, and to write their gradients."""
-    model, table = job.model, job.model.hidden_size * job.padded_vocab_size
-    layer, layers = layer_matrices(model), model.num_layers
-    numbers = layer * layers + table if forward else layer * (2 * layers + recomputed_layers(job)) + 2 * table
+    table = job.model.hidden_size * job.padded_vocab_size
+    numbers = _read_matrices(job, forward) + (table if forward else 2 * table)
     return numbers * job.dtype.itemsize / machine.memory_rate
+
+
+def _read_matrices(job: Job, forward: bool) -> int:
+    """Parameters of layers' matrices in the products of a forward or backward, as often as there are any."""
+    once = job.model.num_layers * layer_matrices(job.model)
+    return once if forward else 2 * once + recomputed_matrices(job)
 
 
 def _slowdown(job: Job) -> float:
@@ -158,20 +168,21 @@ def product_time(job: Job) -> float:
 
 def overlap_slowdown(job: Job) -> float:
     """The factor by which compute takes longer beside what data ranks send each other."""
-    if job.mesh.data_ranks == 1:
+    if job.mesh.shard_ranks == 1:
         return 1.0
     return KERNEL_SLOWDOWN if job.nodes == 1 and not job.copy_engines else SLOWDOWN
 
 
 def _recomputed_flops(job: Job) -> float:
-    """Recomputed FLOPs per token: of whole layers, or of attention's scores with `selective`; of logits."""
+    """FLOPs per token of recomputed layers, MLPs and logits, and with `selective` of attention's scores."""
     model = job.model
     logits = 0.0 if job.zero.zero_table_rows is None else 2.0 * model.hidden_size * job.padded_vocab_size
     attended = attended_tokens(model) / model.num_layers
     scores = 4.0 * layer_shape(model).output.inputs * attended
+    again = 2.0 * recomputed_matrices(job)
     if job.recompute.recompute_granularity == "selective":
-        return logits + model.num_layers * scores
-    return logits + recomputed_layers(job) * (2.0 * layer_matrices(model) + scores)
+        return logits + again + model.num_layers * scores
+    return logits + again + recomputed_layers(job) * scores
 
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
@@ -199,12 +210,12 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
 def _reduced_bytes(job: Job, sent_bytes: int) -> float:
     """Bytes per element of the whole gradient that a reduction reads and writes in memory."""
     plan = job.communication
-    nbytes = sent_bytes + 8 / job.mesh.data_ranks
+    nbytes = sent_bytes + 8 / job.mesh.shard_ranks
     first, last = plan.gradients[0].format, plan.gradients[-1].format
     if not isinstance(first, torch.dtype):
         nbytes += 2 * first.bytes_per_element
     elif _in_turn(job):
-        nbytes += 2 * plain(last).itemsize / job.mesh.local_ranks
+        nbytes += 2 * plain(last).itemsize / job.mesh.replicas.size
     return nbytes
 
 

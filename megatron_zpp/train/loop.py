@@ -13,7 +13,7 @@ from megatron_zpp.data.samples import Samples
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.steps.evaluation import evaluate
+from megatron_zpp.train.steps.evaluation import evaluate, own_share
 from megatron_zpp.train.steps.log_head import head_lines, plan_lines
 from megatron_zpp.train.steps.skips import SkipFlag
 from megatron_zpp.train.steps.step_log import StepLog
@@ -67,6 +67,8 @@ class Trainer:
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
         self._samples = 0  # of the newest step
         self._per_token = config.training.calculate_per_token_loss and config.data.masks_loss
+        shares_samples = engine.mesh.context_ranks > 1
+        self._divides_counted = shares_samples and config.data.masks_loss and not self._per_token
         self._warm = False  # whether a step is done
 
     def run(self) -> Stop | None:
@@ -178,18 +180,22 @@ class Trainer:
             with sections(BATCH):
                 batch = next(batches)
             self._mark(f"{where}, micro-batch {index + 1} of {micro_batches}")
-            weight = counted_share(batch)
+            share = own_share(batch, mesh)
+            weight = share if self._per_token else None
+            if self._divides_counted:  # the ranks' losses are means over their own tokens that count
+                whole = counted_share(batch)
+                weight = share / whole if whole else 1.0
             with sections(FORWARD_BACKWARD):
                 loss = self._engine.accumulate(
                     batch,
                     index=index,
                     micro_batches=micro_batches,
-                    weight=weight if self._per_token else None,
+                    weight=weight,
                 )
                 if (z_loss := self._head.z_loss) is not None:
                     loss = torch.stack((loss, z_loss))
-                losses += loss if weight == 1 else loss * weight
-                weights += weight
+                losses += loss if share == 1 else loss * share
+                weights += share
         self._mark(f"{where}, optimizer")
         if self._saver is not None:
             self._saver.before_step()
@@ -293,6 +299,7 @@ def seed_dropout(seed: int, first_sample: int, tensor_rank: int) -> None:
     """Seed dropout from `seed` and a micro-batch's first sample, for any number of data ranks or resume.
 
     Tensor ranks drop out of different tokens and heads of a micro-batch, so that each has masks of its own.
+    Context ranks have one state: see model/context/dropout.py.
     """
     key = f"dropout/{seed}/{first_sample}" + (f"/{tensor_rank}" if tensor_rank else "")
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()

@@ -31,6 +31,8 @@ def job_of(config: Config, vocab_size: int, mesh: Mesh, device: str = "cuda") ->
             table_rows=config.zero.zero_table_rows,
         ),
         tensor=mesh.tensor_ranks,
+        context=mesh.context_ranks,
+        comm_type=config.distributed.cp_comm_type,
         compiled=device == "cuda" and compiles_on_gpus(config.compilation, config.optimizer),
         async_save=config.checkpoint.async_save,
         save_optim=config.checkpoint.save_optim,

@@ -69,11 +69,6 @@ class CommunicationPlan:
         """Those of units with gradients."""
         return tuple(layout for layout in self.layouts if not layout.frozen)
 
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that share the states of a unit."""
-        return self.layouts[0].shards
-
     @cached_property
     def weight_codes(self) -> QuantFormat | None:
         """The format of the messages that the optimizer writes; None where it writes weights."""
@@ -139,7 +134,7 @@ class CommunicationPlan:
 
         `accepts_16bit`: whether the optimizer takes gradients in 16 bits.
         """
-        return not (self.data_ranks == 1 and micro_batches == 1 and accepts_16bit)
+        return not (self.mesh.shard_ranks == 1 and micro_batches == 1 and accepts_16bit)
 
     @property
     def reduces_places(self) -> bool:

@@ -148,7 +148,7 @@ class ZeroEngine:
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
         )
         self._sums = StepSums(trained, self._gradients, mesh, sections)
-        self._exchanges = ExchangeCounter(share, self._ledger, self.plan.made)
+        self._exchanges = ExchangeCounter(share.exchanges, self._ledger, mesh, self.plan.made)
         self._hooks = register_hooks(
             modules, self.units, self.plan.reads, self.weights.prefetcher, self._gradients, self._exchanges
         )
@@ -187,7 +187,7 @@ class ZeroEngine:
         self.weights.prefetcher.begin(Phase.BACKWARD)
         with self.sections(WAIT_REDUCTIONS):
             last = index == micro_batches - 1
-            count = micro_batches * self.mesh.data_ranks
+            count = micro_batches * self.mesh.shard_ranks
             self._gradients.begin(
                 first=index == 0,
                 last=last,
@@ -295,9 +295,9 @@ class ZeroEngine:
         return sum_over_ranks(value, self.mesh)
 
     def mean_over_ranks(self, value: Tensor) -> Tensor:
-        """The mean of a small tensor over data ranks, whose tensor ranks have the same value."""
+        """The mean of a small tensor over ranks with different tokens; tensor ranks have the same value."""
         counted = value if self.mesh.tensor_rank == 0 else torch.zeros_like(value)
-        return sum_over_ranks(counted, self.mesh) / self.mesh.data_ranks
+        return sum_over_ranks(counted, self.mesh) / self.mesh.shard_ranks
 
     def weights_norm(self) -> Tensor:
         """The norm () fp64 of the master weights that are trained; every rank must call it."""

@@ -71,7 +71,7 @@ class StepSums:
         return counted
 
     def _own_weight(self, weight: float | None, device: torch.device) -> Tensor | None:
-        """The weight of this data rank's losses (1,) fp64, on its first tensor rank; 0 on the others."""
+        """The weight of this rank's losses (1,) fp64, on the first of its tensor ranks; 0 on the others."""
         if weight is None:
             return None
         own = weight if self._mesh.tensor_rank == 0 else 0.0

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.segments import GradSegment
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.placement import Layout, Split, within
 
@@ -17,8 +18,7 @@ from megatron_zpp.placement import Layout, Split, within
 class TensorShare:
     """This rank's share of a model among `group`. Parameters that `splits` does not name are replicated.
 
-    `exchanges`: how often a unit's forward and its backward gather or scatter hidden states of `width`
-    elements per token, in forward order of units.
+    `exchanges` are those of `ExchangeCounter`, in forward order of units.
 
     Replicated parameters have the same bits on all ranks of the group: their gradients, of which each rank
     has the part of its own tokens or heads, are summed over the group before anything else happens to them.
@@ -27,7 +27,6 @@ class TensorShare:
     group: TensorGroup | None = None
     splits: Mapping[str, Split] = field(default_factory=dict)
     exchanges: Sequence[tuple[int, int]] = ()
-    width: int = 0
 
     @property
     def block(self) -> int:
@@ -94,22 +93,24 @@ ALONE = TensorShare()
 
 
 class ExchangeCounter:
-    """Counts in `ledger` the bytes of the exchanges of hidden states, when passes reach their units.
+    """Counts in `ledger` the bytes of the exchanges of activations, when passes reach their units.
 
-    A compiled layer runs its collectives without Python, so that they cannot be counted where they are sent.
-    The few numbers per token of the loss, and of norms across heads, are not counted.
+    `exchanges` has, for each unit, the elements that its forward and its backward send per token of this
+    rank: context and tensor ranks divide the tokens of a micro-batch among them. A compiled layer runs its
+    collectives without Python, so that they cannot be counted where they are sent. The few numbers per token
+    of the loss, and of norms across heads, are not counted.
     """
 
-    def __init__(self, share: TensorShare, ledger: TrafficLedger, dtype: torch.dtype) -> None:
-        self._share, self._ledger, self._dtype = share, ledger, dtype
-        self._sent = 0  # bytes that this rank sends in one gather or scatter
+    def __init__(
+        self, exchanges: Sequence[tuple[int, int]], ledger: TrafficLedger, mesh: Mesh, dtype: torch.dtype
+    ) -> None:
+        self._exchanges, self._ledger, self._dtype = exchanges, ledger, dtype
+        self._ranks = mesh.context_ranks * mesh.tensor_ranks
+        self._bytes = 0  # of one element per token of this rank
 
     def begin(self, tokens: int) -> None:
         """Begin a pass over a micro-batch of `tokens`."""
-        if self._share.group is not None:
-            ranks = self._share.group.size
-            rows = tokens // ranks * self._share.width * self._dtype.itemsize  # of this rank
-            self._sent = (ranks - 1) * rows
+        self._bytes = tokens // self._ranks * self._dtype.itemsize
 
     def forward(self, index: int) -> None:
         """Count the forward, or its repetition, of unit `index`."""
@@ -120,5 +121,5 @@ class ExchangeCounter:
         self._count(index, 1)
 
     def _count(self, index: int, direction: int) -> None:
-        if self._share.exchanges:
-            self._ledger.inside_node(self._share.exchanges[index][direction] * self._sent)
+        if self._exchanges:
+            self._ledger.inside_node(self._exchanges[index][direction] * self._bytes)

@@ -11,7 +11,8 @@ from megatron_zpp.config.root import parse_args
 
 @pytest.mark.parametrize("run", OURS)
 def test_the_flags_of_our_runs_are_accepted(run: str) -> None:
-    options = Namespace(seq_length=2048, vocab_size=50304, log_interval=10, steps=40, gpus=2, extra=[])
+    size = {"seq_length": 2048, "vocab_size": 50304, "log_interval": 10, "steps": 40, "gpus": 2}
+    options = Namespace(**size, recompute=run.startswith("context"), extra=[])
     argv = command(run, shape_of("6.7b:8"), options, Path("metrics.jsonl"))
     parse_args(argv[argv.index("pretrain_gpt.py") + 1 :])
 

@@ -349,6 +349,11 @@ BATCHES = [  # (train_batch_size, micro, accumulation, ranks), flags -> (global,
     ((None, None, 0, 4), "--micro-batch-size 4", "gradient_accumulation_steps 0: must be 1 or more"),
     ((None, None, 2, 4), "", "--micro-batch-size (not given)"),
     ((32, None, 2, 8), "--tensor-model-parallel-size 2", (32, 4)),
+    (
+        (32, None, 2, 16),
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --attention-dropout 0",
+        (32, 4),
+    ),
     ((32, None, 2, 4), "--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be at least"),
 ]
 

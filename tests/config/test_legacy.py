@@ -34,6 +34,10 @@ OLD = [  # what was typed, and what says the same today
     ("--cpu-optimizer", "--zero-offload-optimizer"),
     ("--optimizer-cpu-offload", "--zero-offload-optimizer"),
     ("--model-parallel-size 1", "--tensor-model-parallel-size 1"),
+    (
+        "--attention-dropout 0 --ds-sequence-parallel-size 2",
+        "--attention-dropout 0 --context-parallel-size 2",
+    ),
     ("--use-distributed-optimizer", "--zero-stage 1"),
     ("--load a --use-checkpoint-lr-scheduler", "--load a --use-checkpoint-opt-param-scheduler"),
     ("--load a --use-checkpoint-opt_param-scheduler", "--load a --use-checkpoint-opt-param-scheduler"),

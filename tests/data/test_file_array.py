@@ -65,7 +65,7 @@ def data(tmp_path: Path) -> IndexedDataset:
 
 def test_tokens_that_are_truncated_during_a_run_are_an_error_and_not_sigbus(data: IndexedDataset) -> None:
     path = f"{data.prefix}.bin"
-    samples = WindowDataset(data, 0, data.num_tokens, 100, 60_000, 1)
+    samples = WindowDataset(data, 0, data.num_tokens, 100, 60_000, seed=1)
     with MicroBatches(samples, BatchSchedule(4, 4, 1), rank=0, num_workers=1) as batches:
         stream = iter(batches)
         next(stream)

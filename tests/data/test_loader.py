@@ -25,7 +25,7 @@ RAMP = (12, 12, 60)
 
 def windows(prefix, seq_length=4, vocab_size=65536):
     source = IndexedDataset(prefix)
-    return WindowDataset(source, 0, source.num_tokens, seq_length, vocab_size, 7)
+    return WindowDataset(source, 0, source.num_tokens, seq_length, vocab_size, seed=7)
 
 
 def steps(samples, world, *, consumed=0, end=240, num_workers=0):

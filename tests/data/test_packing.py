@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.open import seed_of
 from megatron_zpp.data.packing import best_fit, cut_documents
@@ -125,6 +126,35 @@ def test_an_epoch_reads_each_document_once_and_the_next_in_another_order(tmp_pat
     )
     (epochs,) = samples.epochs(count * 2)
     assert epochs.times == 2
+
+
+@pytest.mark.parametrize("kind", ["windows", "megatron", "best-fit"])
+def test_samples_of_a_million_tokens(tmp_path, kind):
+    """A very long document and shorter ones; each target follows its input, and ranks resume anywhere."""
+    length, sizes = 1 << 20, [(1 << 21) + 3, 700_000, 400_000, 20, 3]
+    prefix = str(tmp_path / "x")
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for size in sizes:
+            tokens = np.arange(size) % 900
+            tokens[-1] = 999
+            writer.add_document(tokens)
+    which = {"dataset_packing" if kind == "best-fit" else "dataset_order": kind}
+    masks = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), True)
+    config = DataConfig(train_data_path=(prefix,), **which, **masks)
+    samples = opened(config, seq_length=length, requested={"train": 3}).train
+    found = samples.batch(np.arange(3))
+    inputs, targets = found.tokens, found.targets
+    counted = targets != -100
+    assert inputs.shape == targets.shape == (3, length)
+    assert counted.mean() > 0.85
+    assert (targets == np.where(inputs == 899, 0, inputs + 1))[counted & (targets != 999)].all()
+    inside = counted & (found.positions > 0)
+    assert (np.diff(found.positions)[inside[:, 1:]] == 1).all()
+    begins = np.flatnonzero(found.positions == 0)
+    assert set(found.documents[: len(begins)]) == set(begins)
+    with MicroBatches(samples, BatchSchedule(1, 1, 1), rank=0, consumed=2, end=3, num_workers=0) as batches:
+        ((tokens, *_),) = batches
+    assert (tokens.numpy() == inputs[2:]).all()
 
 
 def test_any_ranks_and_starts_read_the_same_samples_of_a_blend(tmp_path):

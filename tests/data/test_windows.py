@@ -39,7 +39,7 @@ def test_batches_against_plain_python(tmp_path_factory, seq_length, more, before
     tokens = list(range(100, 100 + before + seq_length + 1 + more + after))
     write_by_hand(prefix, [tokens])
     last = len(tokens) - after
-    data = WindowDataset(IndexedDataset(prefix), before, last, seq_length, 1000, 3)
+    data = WindowDataset(IndexedDataset(prefix), before, last, seq_length, 1000, seed=3)
     ring = tokens[before:last]
     batch = data.batch(np.arange(3 * data.windows_per_epoch))
     assert batch.dtype == np.int64
@@ -51,7 +51,7 @@ def test_batches_against_plain_python(tmp_path_factory, seq_length, more, before
 def test_token_outside_the_vocabulary_is_named_with_its_position(by_hand, kind, bad):
     tokens = [*range(90), bad, *range(9)]
     prefix = by_hand("x", [tokens], kind=kind)
-    data = WindowDataset(IndexedDataset(prefix), 50, 100, 7, 101, 0)
+    data = WindowDataset(IndexedDataset(prefix), 50, 100, 7, 101, seed=0)
     with pytest.raises(ValueError, match=f"token 90 is {bad}, outside the vocabulary of 101") as error:
         data.batch(np.arange(data.windows_per_epoch * 2))
     size = {"H": 2, "i": 4, "q": 8}[kind]
@@ -61,4 +61,4 @@ def test_token_outside_the_vocabulary_is_named_with_its_position(by_hand, kind, 
 
 def test_tokens_of_another_split_are_not_checked(by_hand):
     source = IndexedDataset(by_hand("x", [[999] * 20 + [1] * 30 + [999] * 20]))
-    assert (WindowDataset(source, 20, 50, 4, 10, 0).batch(np.arange(40)) == 1).all()
+    assert (WindowDataset(source, 20, 50, 4, 10, seed=0).batch(np.arange(40)) == 1).all()

@@ -50,7 +50,12 @@ def test_nodes_are_counted_from_the_launcher() -> None:
         Topology(0, 6, 0, 4)
 
 
-def test_a_tensor_group_stays_inside_a_node() -> None:
+def test_tensor_and_context_groups_stay_inside_a_node() -> None:
     assert Topology(7, 12, 1, 6).mesh(3) == Mesh(nodes=2, local_ranks=2, tensor_ranks=3, rank=7)
+    assert Topology(7, 24, 1, 12).mesh(3, 2) == Mesh(
+        nodes=2, local_ranks=2, context_ranks=2, tensor_ranks=3, rank=7
+    )
     with pytest.raises(ValueError, match=r"size 4: must divide the 6 ranks of a node; possible: 1, 2, 3, 6$"):
         Topology(0, 12, 0, 6).mesh(4)
+    with pytest.raises(ValueError, match=r"context-.* 2: must divide .* node / --tensor.* 2; possible"):
+        Topology(0, 12, 0, 6).mesh(2, 2)

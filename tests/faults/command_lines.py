@@ -33,6 +33,7 @@ MODEL = [
     bad("--hidden-dropout 1", "--hidden-dropout 1.0: must be below 1"),
     bad("--norm-epsilon 0", "--norm-epsilon 0.0: must be above 0"),
     bad("--model-preset 9b", "--model-preset 9b: is neither a file nor a preset; use one of … 13b"),
+    bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
     bad("--rotary-base 500", "--rotary-base 500.0: needs --position-embedding-type rope"),
     bad(
         "--position-embedding-type rope --rope-scaling-factor 8",
@@ -68,6 +69,15 @@ MODEL = [
         f"{EIGHT} --tensor-model-parallel-size 2 --fp8 --bf16",
         "--tensor-model-parallel-size 2: leaves 1 × --kv-channels 8 outputs of keys per rank; must be a "
         "multiple of 16 with --fp8; possible: 1, or --kv-channels in multiples of 16",
+    ),
+    bad("--context-parallel-size 2", "--context-parallel-size 2: needs --attention-dropout 0, not 0.1"),
+    bad(
+        "--context-parallel-size 2 --attention-dropout 0 --seq-length 30",
+        "--context-parallel-size 2: needs --seq-length in multiples of 4, not 30",
+    ),
+    bad(
+        "--context-parallel-size 4 --attention-dropout 0 --cp-comm-type a2a",
+        "--context-parallel-size 4: must divide --num-attention-heads 2 with --cp-comm-type a2a; use p2p",
     ),
     bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),

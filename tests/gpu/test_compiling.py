@@ -1,5 +1,6 @@
 """Compiled parts on a GPU: one graph for all layers, no wait for the device, and what eager ones learn."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.steady import assert_steady
@@ -18,6 +20,7 @@ VOCAB, BATCH, LENGTH = 1000, 8, 128
 BF16 = PrecisionConfig(bf16=True)
 LLAMA = variants.LLAMA | {"num_attention_heads": 6, "kv_channels": 64}
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
+IN_CHUNKS = RecomputeConfig(mlp_chunks_for_training=4)
 
 
 def compiled(
@@ -71,6 +74,7 @@ def distance(losses: list[float], others: list[float]) -> float:
         pytest.param(LLAMA, id="llama", marks=pytest.mark.gpu_long),
         pytest.param({"unit": "sublayer"}, id="gpt-halves", marks=pytest.mark.gpu_long),
         pytest.param(LLAMA | {"unit": "sublayer"}, id="llama-halves"),
+        pytest.param({"recompute": IN_CHUNKS}, id="gpt-chunks"),
     ],
 )
 def test_compiled_parts_learn_what_eager_ones_do(changes: dict[str, Any]) -> None:
@@ -94,6 +98,9 @@ def test_recomputation_repeats_the_draws_of_dropout() -> None:
         stored = losses_of(compiled(said, dropout=0.1), steps=5)
         assert losses_of(compiled(said, dropout=0.1, recompute=FULL), steps=5) == stored
         assert losses_of(compiled(said, dropout=0.1, stage=3), steps=5) == stored
+        in_chunks = losses_of(compiled(said, dropout=0.1, recompute=IN_CHUNKS), steps=5)
+        both = replace(FULL, mlp_chunks_for_training=4)
+        assert losses_of(compiled(said, dropout=0.1, recompute=both, stage=3), steps=5) == in_chunks
     assert said == []
 
 
@@ -118,3 +125,28 @@ def test_a_steady_step_neither_waits_for_the_device_nor_allocates(
         engine.step(1e-3)
 
     assert_steady(step, warmup=4)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_memory_of_an_mlp_in_chunks_does_not_grow_with_the_sample(compiles: bool) -> None:
+    """Beyond its input, its output and their gradients; the gradients of its parameters are always there."""
+    found = []
+    for tokens in (8192, 65536):
+        torch._dynamo.reset()
+        config = ModelConfig(num_layers=1, hidden_size=1024, num_attention_heads=8, seq_length=tokens)
+        model = GPT(config, 128, RecomputeConfig(mlp_chunks_for_training=tokens // 2048)).cuda().bfloat16()
+        if compiles:
+            compile_parts(model, (1, tokens), print, on_gpu=True)
+        half = model.eval().layers[0].halves[1]
+        for _ in range(2):  # the second one takes no memory for kernels
+            x = torch.randn(1, tokens, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            gradient = torch.randn_like(x)
+            half.zero_grad()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            half(x).backward(gradient)
+            torch.cuda.synchronize()
+        found.append(torch.cuda.max_memory_allocated() - before - 2 * x.nbytes)
+        del x, gradient, half, model
+    assert found[1] <= found[0] + 2**20

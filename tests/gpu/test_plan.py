@@ -17,6 +17,7 @@ from tests.zero.engines import engine_of
 
 SHAPE = {"num_layers": 12, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024} | NO_DROPOUT
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+IN_CHUNKS = {"mlp_chunks_for_training": 16}
 OFFLOAD = FULL | {"recompute_offload": True}
 
 
@@ -43,6 +44,8 @@ OFFLOAD = FULL | {"recompute_offload": True}
         ({"bf16": True}, {}, {"zero_stage": 3}, LLAMA, 1000, 1),
         ({"bf16": True}, {"recompute_granularity": "selective"}, {}, LLAMA, 50_000, 1),
         ({"bf16": True}, OFFLOAD, {"zero_stage": 1}, LLAMA | {"num_layers": 24}, 1000, 1),
+        ({"bf16": True}, IN_CHUNKS, {}, {"seq_length": 4096}, 1000, 1),
+        ({"bf16": True}, OFFLOAD | IN_CHUNKS, {"zero_stage": 3}, {"seq_length": 8192}, 1000, 1),
     ],
 )
 def test_the_peak_is_within_five_percent(

@@ -1,4 +1,4 @@
-"""Small models of transformers' Llama-like families, on shapes that nothing divides, and ours beside them.
+"""Small models of transformers' families but GPT-2, on shapes that nothing divides, and ours beside them.
 
 `python -m tests.model.families` writes which of them have which piece, for the site (docs/site/families.py).
 """
@@ -92,6 +92,11 @@ def with_images(text: transformers.PreTrainedConfig) -> "transformers.PreTrained
 
 
 FAMILIES = {
+    "bloom": Family(transformers.BloomConfig, {"seq_length": 64}),
+    "bloom-heads": Family(
+        transformers.BloomConfig,
+        {"hidden_size": 60, "num_attention_heads": 5, "seq_length": 64, "tie_word_embeddings": False},
+    ),
     "llama": Family(transformers.LlamaConfig, {}),
     "llama-tied-scaled": Family(
         transformers.LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": SCALED}
@@ -228,7 +233,7 @@ def cases_of_pieces() -> str:
         plain = ModelConfig(**gpt, seq_length=16)
         rope = replace(plain, position_embedding_type="rope")
         for piece in pieces:
-            usual = rope if piece in OF_ROTARY else plain
+            usual = rope if piece in OF_ROTARY and model.rotary else plain
             if getattr(model, piece) != getattr(usual, piece):
                 found[piece].append(case)
     return "".join(f"{' '.join([piece, *cases])}\n" for piece, cases in found.items())

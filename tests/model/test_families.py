@@ -1,4 +1,4 @@
-"""Llama-like models against transformers: logits and gradients, with a cache and without one."""
+"""Llama-like models and BLOOM against transformers: logits and gradients, with a cache and without one."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def test_logits_and_gradients_are_transformers(family: str, tmp_path: Path) -> N
     "family",
     [
         *("llama-tied-scaled", "qwen3", "mistral-window", "qwen2-window", "qwen3-window"),
-        *("olmo2", "olmo3", "phi4-mini", "glm4", "granite", "smollm3", "gemma2", "gemma3"),
+        *("bloom-heads", "olmo2", "olmo3", "phi4-mini", "glm4", "granite", "smollm3", "gemma2", "gemma3"),
         "scores",
     ],
 )

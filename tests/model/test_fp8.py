@@ -131,6 +131,14 @@ MATMULS: dict[str, Matmuls] = {
 }
 
 
+RECOMPUTE = {
+    None: RecomputeConfig(),
+    "selective": RecomputeConfig(recompute_granularity="selective"),
+    "full": RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
+    "MLP in chunks": RecomputeConfig(mlp_chunks_for_training=2),
+}
+
+
 def losses_of(model: str, recompute: str | None, matmuls: Matmuls, steps: int = 12) -> list[float]:
     """In bf16, on one batch again and again."""
     config = ModelConfig(
@@ -142,8 +150,7 @@ def losses_of(model: str, recompute: str | None, matmuls: Matmuls, steps: int = 
         attention_dropout=0.0,
         **MODELS[model] | ({"num_query_groups": 1} if model == "llama" else {}),
     )
-    method = {"recompute_method": "uniform"} if recompute == "full" else {}
-    recomputed = RecomputeConfig(recompute_granularity=recompute, **method)
+    recomputed = RECOMPUTE[recompute]
     gpt = build_model(config, 64, recomputed, matmuls=matmuls).initialize(1).bfloat16()
     scaling = None
     if isinstance(matmuls, DelayedMatmuls):
@@ -176,9 +183,10 @@ def test_models_learn_what_a_plain_one_does_and_recomputation_has_the_same_codes
     curves = [plain := losses_of(model, None, PLAIN_MATMULS)]
     assert plain[-1] < 0.5 * plain[0]
     for matmuls in MATMULS.values():
-        ours = losses_of(model, None, matmuls)
+        ours, in_chunks = losses_of(model, None, matmuls), losses_of(model, "MLP in chunks", matmuls)
         assert ours not in curves
-        assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
+        for losses in (ours, in_chunks):
+            assert losses == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
         for granularity in ("full", "selective"):
             assert losses_of(model, granularity, matmuls, 4) == ours[:4]
         curves.append(ours)

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,8 +91,9 @@ def with_their_weights(theirs: "transformers.GPT2LMHeadModel", recompute: Recomp
         RecomputeConfig(recompute_activations=True),
         RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
         RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
+        RecomputeConfig(mlp_chunks_for_training=2),
     ],
-    ids=["stored", "selective", "uniform", "block"],
+    ids=["stored", "selective", "uniform", "block", "MLP in chunks"],
 )
 def test_same_logits_and_gradients_as_transformers(recompute: RecomputeConfig) -> None:
     theirs = transformers_gpt2()
@@ -125,20 +127,49 @@ def test_loss_does_not_depend_on_vocabulary_padding_which_gets_no_gradient() -> 
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) == pytest.approx(losses[2], rel=1e-6)
 
 
-@pytest.mark.parametrize("granularity", ["selective", "full"])
+@pytest.mark.parametrize(("granularity", "mlp_chunks"), [("selective", 1), ("full", 1), ("full", 3)])
 @pytest.mark.parametrize("model", MODELS)
-def test_recomputation_repeats_the_dropout(granularity: str, model: str) -> None:
+def test_recomputation_repeats_the_dropout(granularity: str, mlp_chunks: int, model: str) -> None:
     """The gradient of a run with dropout is the same whether activations are stored or recomputed."""
     config = dataclasses.replace(TINY, **MODELS[model], attention_dropout=0.3, hidden_dropout=0.3)
     method = {"recompute_method": "uniform"} if granularity == "full" else {}
     tokens = torch.randint(VOCAB, (2, 25))
     gradients = []
-    for recompute in (RecomputeConfig(), RecomputeConfig(recompute_granularity=granularity, **method)):
-        gpt = GPT(config, VOCAB, recompute).initialize(5)
+    for again in ({}, {"recompute_granularity": granularity} | method):
+        gpt = GPT(config, VOCAB, RecomputeConfig(mlp_chunks_for_training=mlp_chunks, **again)).initialize(5)
         torch.manual_seed(11)
         gpt(tokens[:, :-1], tokens[:, 1:]).backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in gpt.parameters()]))
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [{}, {"recompute_granularity": "full", "recompute_method": "uniform"}],
+    ids=["stored", "full"],
+)
+def test_chunks_of_an_mlp_are_computed_twice_with_one_dropout(again: dict[str, Any]) -> None:
+    """Against autograd through the chunks of an MLP; a layer's recomputation leaves the MLP to them."""
+    gpt = GPT(TINY, VOCAB, RecomputeConfig(mlp_chunks_for_training=3, **again)).initialize(5)
+    dropped = dataclasses.replace(TINY, hidden_dropout=0.3)
+    half = GPT(dropped, VOCAB, RecomputeConfig(mlp_chunks_for_training=3)).initialize(5).layers[1].halves[1]
+    x = torch.randn(2, 21, 64, requires_grad=True)
+
+    def by_chunks(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([half.run(part) for part in x.flatten(0, 1).split(16)]).view(x.shape)
+
+    found = []
+    for outputs in (half, by_chunks):
+        torch.manual_seed(11)
+        out = outputs(x)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (x, *half.parameters()))])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    counted: list[int] = []
+    gpt.layers[1].mlp.register_forward_hook(lambda *_: counted.append(1))
+    tokens = torch.randint(VOCAB, (2, 22))
+    gpt(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert len(counted) == 2 * 3
 
 
 @pytest.mark.parametrize(("model", "name"), [("gpt2", "FusedLayerNorm"), ("llama", "FusedRMSNorm")])

@@ -45,6 +45,7 @@ def job_of(
     tensor: int = 1,
     copy_engines: bool = True,
     optimizer: OptimizerConfig | None = None,
+    device: str = "cuda",
 ) -> Job:
     """A job of bf16 and one rank by default; `tensor` ranks of `local` share each layer."""
     settings = ZeroConfig(**(zero or {}))
@@ -68,6 +69,7 @@ def job_of(
         ),
         tensor=tensor,
         copy_engines=copy_engines,
+        device=device,
     )
 
 
@@ -75,7 +77,10 @@ def printed(*argv: str, speaks: bool = True) -> str:
     """What a command line with --dry-run prints. Raises ValueError for one that is refused."""
     config = parse_args(argv)
     with usage_errors():
-        mesh = planned(config.plan, Topology()).mesh(config.distributed.tensor_model_parallel_size)
+        distributed = config.distributed
+        mesh = planned(config.plan, Topology()).mesh(
+            distributed.tensor_model_parallel_size, distributed.context_parallel_size
+        )
     with redirect_stdout(io.StringIO()) as out:
         dry_run(check_inputs(config, mesh, print), mesh, speaks=speaks)
     return out.getvalue()

@@ -107,6 +107,7 @@ def test_a_run_that_does_not_fit_and_one_that_is_best_are_told_so() -> None:
     said = printed(*best.split(), "--zero-stage", "3")
     assert "\nbest: as given: " in said
     assert "\nthis run fits: " in said
+    assert "\nlongest sample: " in said
     assert "  this run\n" in said  # one column
 
 

@@ -43,6 +43,7 @@ BF16 = {"bf16": True}
 SHAPE = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128} | NO_DROPOUT
 WIDE = {"seq_length": 16, "micro_batch_size": 1}  # few tokens: parameters decide
 LONG = {"micro_batch_size": 4, "vocab": 100}  # and here the layers do
+IN_CHUNKS = {"mlp_chunks_for_training": 4}
 BLOCKS = {"zero_table_rows": 128}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 ALL = {"zero_stage": 3} | QWZ | HPZ | QGZ
@@ -129,6 +130,9 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
         ({"zero_stage": 3}, {}, BF16, {"optimizer": MUON}),
         ({"zero_stage": 1}, {}, BF16, {"optimizer": SPLIT}),
         ({"zero_stage": 3} | QWZ, {}, BF16, {"optimizer": FP8}),
+        ({}, IN_CHUNKS, BF16, LONG | {"ffn_hidden_size": 2048}),
+        ({"zero_stage": 3}, FULL | IN_CHUNKS, BF16, LONG | {"micro_batch_size": 16}),
+        ({"zero_stage": 1, "zero_unit": "sublayer"}, FULL | IN_CHUNKS, {"fp32": True}, LONG),
     ],
 )
 def test_a_step_allocates_what_the_plan_says(
@@ -168,6 +172,7 @@ def test_a_step_allocates_what_the_plan_says(
             micro_batch_size=size,
             micro_batches=micro_batches,
             optimizer=optimizer,
+            device="cpu",
         )
     )
     assert planned.resident == pytest.approx(states, rel=1e-3)
@@ -229,6 +234,7 @@ LAYER_NORM = {"normalization": "LayerNorm"}  # an RMSNorm without the compiler k
     ("variant", "compiled"),
     [
         ({}, False),
+        ({"mlp_chunks_for_training": 3}, False),
         (PLAIN_LLAMA | LAYER_NORM, False),
         (LLAMA | LAYER_NORM, False),
         nightly(PLAIN_LLAMA, True),
@@ -241,13 +247,16 @@ def test_a_layer_saves_what_the_plan_says(variant: dict[str, Any], compiled: boo
     if variant.get("group_query_attention") and not GROUPED_FLASH:
         pytest.skip("this torch's attention for CPUs keeps the scores of queries in groups")
     torch._dynamo.reset()
+    variant = dict(variant)
+    recompute = {"mlp_chunks_for_training": variant.pop("mlp_chunks_for_training", 1)}
     model = ModelConfig(**SHAPE | variant)
-    gpt = GPT(model, 100).initialize(3)
+    gpt = GPT(model, 100, RecomputeConfig(**recompute)).initialize(3)
     if compiled:
         compile_parts(gpt, (2, model.seq_length), print)
     x = torch.randn(2, model.seq_length, model.hidden_size, requires_grad=True)
     found = saved_bytes(gpt.layers[0], x, gpt.rotations(torch.arange(model.seq_length)[None])[0])
-    job = job_of(model, 100, precision=PrecisionConfig(fp32=True), micro_batch_size=2)
+    fp32 = PrecisionConfig(fp32=True)
+    job = job_of(model, 100, precision=fp32, recompute=recompute, micro_batch_size=2)
     assert found == layer_bytes(dataclasses.replace(job, compiled=compiled))
 
 

@@ -214,6 +214,10 @@ EVERYTHING = (
     "--zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size auto --zero-quantized-gradients"
 )
 DELTAS = f"{EVERYTHING} --zero-quantized-weights-format delta4 --zero-quantized-gradients-format rotated4"
+LONG = (
+    "--seq-length 65536 --max-position-embeddings 65536 --position-embedding-type rope --hidden-dropout 0 "
+    "--attention-dropout 0 --zero-stage 3 --micro-batch-size 1"
+)
 COMMANDS = [
     f"{PLAN} --zero-stage 3 --zero-prefetch-units 1 --grad-reduce-in-bf16",
     f"{PLAN} {DELTAS} {RECOMPUTED} --recompute-num-layers 2 --zero-unit sublayer",
@@ -222,6 +226,8 @@ COMMANDS = [
     f"{PLAN} --micro-batch-size 4 --recompute-activations --zero-gradient-partition-size 4 --zero-stage 2",
     f"{PLAN} --plan-nodes 1 --zero-table-rows 4096 --zero-offload-optimizer --zero-unit sublayer",
     PLAN.replace("--global-batch-size 128", "--micro-batch-size 4"),
+    f"{PLAN} --plan-nodes 1 --plan-gpus-per-node 4 {LONG} --context-parallel-size 4 --cp-comm-type p2p",
+    f"{PLAN} --plan-nodes 1 --plan-gpus-per-node 2 {LONG} --mlp-chunks-for-training 4 {RECOMPUTED}",
 ]
 
 

@@ -85,8 +85,16 @@ class Case:
         return replace(job, overlapped=self.overlapped)
 
 
-RECOMPUTE: dict[str, dict[str, Any]] = {"stored": {}, "selective": SELECTIVE, "full": FULL}
-SAVED = [Case(model, recompute) for model in MODELS for recompute in RECOMPUTE]
+IN_CHUNKS = {"mlp_chunks_for_training": 4}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "stored": {},
+    "selective": SELECTIVE,
+    "full": FULL,
+    "stored, MLPs in chunks": IN_CHUNKS,
+    "full, MLPs in chunks": FULL | IN_CHUNKS,
+}
+SAVED = [Case(model, recompute) for model in MODELS for recompute in ("stored", "selective", "full")]
+SAVED += [Case(recompute="stored, MLPs in chunks"), Case(recompute="full, MLPs in chunks")]
 
 
 def tokens_of(case: Case) -> torch.Tensor:
@@ -132,6 +140,7 @@ STEPS = [
     Case("llama", "stored", micro_batches=2),
     Case(stage=3, recompute="full", micro_batches=2),
     Case(recompute="full", micro_batches=2, tensor=4),
+    Case(recompute="full, MLPs in chunks", micro_batches=2),
 ]
 
 
@@ -222,7 +231,8 @@ def test_exchanges_are_the_collectives_of_a_micro_batch(case: Case, monkeypatch:
     assert group.sent == exchanged_bytes(case.job())
     job = case.job()
     layers, rows = job.model.num_layers, job.rows * job.model.hidden_size * job.dtype.itemsize
-    collectives = (14 if case.recompute == "full" else 10) * layers + 4
+    per_layer = {"full": 14, "stored, MLPs in chunks": 12, "full, MLPs in chunks": 14}
+    collectives = per_layer.get(case.recompute, 10) * layers + 4
     assert hidden_state_bytes(job) == (case.tensor - 1) * collectives * rows
     assert exchanged_bytes(replace(case, tensor=1).job()) == 0
 

@@ -25,6 +25,8 @@ from tests.zero.ranks import on_ranks
 BATCH, LENGTH, VOCABULARY = 2, 32, 100
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 RECOMPUTED = {"stored": {}, "full": FULL, "selective": {"recompute_granularity": "selective"}}
+IN_CHUNKS = {"mlp_chunks_for_training": 2}
+RECOMPUTED |= {"MLPs": IN_CHUNKS, "MLPs, full": FULL | IN_CHUNKS}
 
 
 def three_steps(
@@ -75,6 +77,14 @@ def test_one_graph_for_all_layers_and_each_way_to_run_them() -> None:
 def test_one_graph_for_a_llama() -> None:
     plain, _ = three_steps(Topology(), backend=None, **LLAMA)
     assert three_steps(Topology(), backend="aot_eager", recompute="selective", **LLAMA) == (plain, [])
+
+
+def test_one_graph_for_all_chunks_of_mlps() -> None:
+    """In layers and in halves; a chunk draws what it drew without a graph."""
+    plain, _ = three_steps(Topology(), backend=None, recompute="MLPs")
+    assert three_steps(Topology(), backend="aot_eager", recompute="MLPs") == (plain, [])
+    halves = three_steps(Topology(), backend="aot_eager", recompute="MLPs, full", stage=3, unit="sublayer")
+    assert halves == (plain, [])
 
 
 @pytest.mark.parametrize(
@@ -153,6 +163,8 @@ def test_documents_in_compiled_layers(recompute: str, model: str, kernel: DotPro
             compile_parts(gpt, (BATCH, LENGTH), said.append, "aot_eager", masked=True)
         for ends in ((0, 5, 32, 64, 64), (0, 32, 40, 41, 64), (0, 32, *range(33, 64), 64)):
             gpt(tokens, tokens, documents=torch.tensor(ends, dtype=torch.int32)).backward()
+            with torch.no_grad():
+                gpt(tokens, tokens, documents=torch.tensor(ends, dtype=torch.int32))
         found.append(torch.cat([parameter.grad.flatten() for parameter in gpt.parameters()]))
     assert torch.equal(*found)
     assert said == []

@@ -97,10 +97,10 @@ def test_ranks_have_equal_scales_and_any_grid_loads_them(model: str, tmp_path: P
         for layer in range(2)
         for name in ("attention.qkv", "attention.output", "mlp.input", "mlp.output")
     }
-    for name, grid, more in (
-        ("data", "--zero-stage 3", ["--fp8-output-layer"]),
-        ("tensor", "--tensor-model-parallel-size 2 --zero-stage 1", []),
-    ):
+    grids = [("data", "--zero-stage 3", ["--fp8-output-layer"])]
+    if model == "llama":
+        grids += [("context", "--context-parallel-size 2 --zero-stage 2 --cp-comm-type p2p", [])]
+    for name, grid, more in (*grids, ("tensor", "--tensor-model-parallel-size 2 --zero-stage 1", [])):
         ranks = on_ranks(2, shared_scales, str(tmp_path / name), *flags, *grid.split(), *more)
         for found in ranks:
             assert found["skipped"] == found["state"] == ranks[0]["state"]

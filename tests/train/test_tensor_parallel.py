@@ -1,4 +1,4 @@
-"""Compiled layers that tensor ranks share, and runs of the program with them."""
+"""Compiled layers that tensor or context ranks share, and runs of the program with them."""
 
 import json
 from pathlib import Path
@@ -64,16 +64,28 @@ def compiled(topology: Topology, case: Case) -> Trained:
     torch.set_num_threads(1)
     engine = build(case, topology)
     said: list[str] = []
-    compile_parts(engine.model, (BATCH, LENGTH), said.append, backend="aot_eager_decomp_partition")
+    backend = "aot_eager_decomp_partition"
+    compile_parts(engine.model, (BATCH, LENGTH), said.append, backend, masked=case.documents)
     found = train_engine(engine, case)
     assert said == []
     return found
 
 
-@pytest.mark.parametrize("model", ["gpt2", nightly("olmo2")])
-def test_graphs_compute_beside_exchanges_and_learn_what_one_process_does(model: str) -> None:
-    case = Case(model, 2, 0, overlapped=True)
-    check(case, on_ranks(2, compiled, case)[0], rel=1e-6)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt2", 2, 0, overlapped=True),
+        nightly(Case("olmo2", 2, 0, overlapped=True)),
+        Case("gpt2", 1, 0, 2, "a2a"),
+        nightly(Case("scores", 1, 3, 2, "a2a")),
+        nightly(Case("wide", 1, 1, 2, "p2p", recompute="full")),
+        nightly(Case("scores", 1, 1, 2, "p2p", documents=True)),
+        nightly(Case("llama", 2, 0, 2, "a2a", documents=True, overlapped=True)),
+    ],
+    ids=lambda case: f"{case.model}-{case.tensor}-{case.comm}",
+)
+def test_graphs_compute_beside_exchanges_and_learn_what_one_process_does(case: Case) -> None:
+    check(case, on_ranks(case.tensor * case.context, compiled, case)[0], rel=1e-6)
 
 
 def trained(ranks: int, file: Path, *flags: str) -> tuple[list[dict[str, Any]], str]:
@@ -103,30 +115,47 @@ def test_a_run_learns_what_one_rank_does(stage: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) -> None:
-    """Saved by 2 data × 2 tensor ranks; 1 rank, 4 tensor ranks or 4 data ranks continue with equal losses."""
+    """Saved by 2 data × 2 tensor ranks; runs of other grids continue with equal losses."""
     save, shared = str(tmp_path / "whole"), ["--tensor-model-parallel-size", "2", "--zero-stage", "3"]
     text = ["--sample-prompt", "7"]  # a rank of gloo was once killed by SIGSEGV in the middle of it
     whole, _ = trained(4, tmp_path / "0", "--save", save, "--save-interval", "3", *shared, *text)
     for ranks, flags in (
         (1, ()),
+        (4, ("--context-parallel-size", "4", "--zero-stage", "1")),
+        (4, ("--context-parallel-size", "2", "--cp-comm-type", "p2p", "--tensor-model-parallel-size", "2")),
+        (4, ("--context-parallel-size", "2", "--zero-stage", "3")),
         (4, ("--tensor-model-parallel-size", "4")),
         (4, ("--zero-stage", "1")),
         (2, ("--tensor-model-parallel-size", "2", "--zero-stage", "2")),
     ):
-        file = tmp_path / f"{ranks}{len(flags)}{flags[-1:]}"
+        file = tmp_path / "-".join((str(ranks), *flags))
         resumed, _ = trained(ranks, file, "--load", save, "--ckpt-step", "3", *flags)
         assert of(resumed, "lm_loss") == pytest.approx(of(whole, "lm_loss")[3:], rel=1e-6)
 
 
-def test_a_run_of_tensor_ranks_is_resumed_by_one_rank(tmp_path: Path) -> None:
-    """Two tensor ranks, with a text, an evaluation, and shared gains of heads; one rank resumes the run."""
-    run, text = str(tmp_path / "run"), "--sample-prompt 7 --save-interval 3".split()
-    text += ["--qk-layernorm", "--qk-layernorm-across-heads", "--embed-layernorm"]
-    shared = ["--tensor-model-parallel-size", "2", "--zero-stage", "2"]
-    first, _ = trained(2, tmp_path / "2", *text, "--save", run, *shared)
+ACROSS = "--qk-layernorm --qk-layernorm-across-heads --embed-layernorm"
+MUON = "--position-embedding-type rope --swiglu --optimizer muon"
+
+
+@pytest.mark.parametrize(
+    ("shared", "more"),
+    [
+        ("--tensor-model-parallel-size 2", ACROSS),
+        ("--context-parallel-size 2 --cp-comm-type p2p", f"{MUON} --eod-mask-loss --z-loss-coeff 0.01"),
+        nightly("--context-parallel-size 2", f"{MUON} --eod-mask-loss --calculate-per-token-loss"),
+    ],
+)
+def test_a_run_of_two_ranks_is_resumed_by_one_rank(shared: str, more: str, tmp_path: Path) -> None:
+    """Two tensor or context ranks, with a text, an evaluation, shared gains of heads, or a masked loss."""
+    run, text = str(tmp_path / "run"), f"--sample-prompt 7 --save-interval 3 {more}".split()
+    first, said = trained(2, tmp_path / "2", *text, "--save", run, *shared.split(), "--zero-stage", "2")
+    assert f"1 data rank × 2 {shared.split('-')[2]} ranks" in said
     load = ["--load", run, "--ckpt-step", "3", "--save", str(tmp_path / "other")]
-    resumed, _ = trained(1, tmp_path / "1", *text, *load)
-    assert of(resumed, "lm_loss") == pytest.approx(of(first, "lm_loss")[3:], rel=1e-6)
+    resumed, again = trained(1, tmp_path / "1", *text, *load)
+    for key in ("lm_loss", "grad_norm"):
+        assert of(resumed, key) == pytest.approx(of(first, key)[3:], rel=1e-5 if key == "grad_norm" else 1e-6)
+    texts = [[line for line in each.splitlines() if " text at iteration 6" in line] for each in (said, again)]
+    assert texts[0] == texts[1]
 
 
 def test_masks_of_dropout_depend_on_seed_sample_and_tensor_rank_alone() -> None:

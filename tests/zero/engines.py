@@ -14,14 +14,14 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel
-from megatron_zpp.model.build import build_model, norm_classes
-from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
+from megatron_zpp.model.build import build_model, exchanges_of, norm_classes
+from megatron_zpp.model.parallel.layers import splits_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import within
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import owners_of
 from megatron_zpp.zero.optimizer import UpdateRule
-from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
+from megatron_zpp.zero.tensor_parallel import TensorShare
 
 
 def engine_of(
@@ -40,6 +40,8 @@ def engine_of(
     fused_backend: Literal["apex", "torch"] = "torch",
     tensor: int = 1,
     overlapped: bool = False,
+    context: int = 1,
+    comm_type: str = "auto",
     decoupled: Collection[str] = (),
     inside_nodes: Collection[str] = (),
     rule: UpdateRule | None = None,
@@ -47,12 +49,14 @@ def engine_of(
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device.
 
-    `tensor` ranks share each layer; `overlapped`: with products beside their exchanges.
+    `tensor` ranks share each layer; `overlapped`: with products beside their exchanges. `context` ranks share
+    each sample.
     """
-    zero, mesh = zero or ZeroConfig(), (topology or Topology()).mesh(tensor)
-    share, group = ALONE, None
+    zero, mesh = zero or ZeroConfig(), (topology or Topology()).mesh(tensor, context)
+    splits, group = {}, None
     if tensor > 1:
         group = TensorGroup(mesh.ranks(mesh.tensor), mesh.rank)
+    sharing = TensorGroup(mesh.ranks(mesh.context), mesh.rank) if context > 1 else None
     with torch.device("meta"):
         model = build_model(
             config,
@@ -64,9 +68,11 @@ def engine_of(
             norms=norm_classes(fused_backend),
             group=group,
             overlapped=overlapped,
+            context=sharing,
+            comm_type=comm_type,
         )
     if group is not None:
-        share = TensorShare(group, splits_of(model.units()), exchanges_of(model), config.hidden_size)
+        splits = splits_of(model.units())
 
     def initialize(name: str, tensor: torch.Tensor) -> None:
         drawn = torch.empty(tensor.shape)
@@ -85,7 +91,7 @@ def engine_of(
         device=torch.device(device),
         operations=operations,
         fused_backend=fused_backend,
-        share=share,
+        share=TensorShare(group, splits, exchanges_of(model)),
         decoupled=decoupled,
         rate_factors=model.rate_factors(),
         inside_nodes=inside_nodes,

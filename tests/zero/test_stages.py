@@ -42,6 +42,7 @@ RECOMPUTE = {
     "chunks": RecomputeConfig(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3
     ),
+    "mlps": RecomputeConfig(mlp_chunks_for_training=2),
 }
 STAGES = (0, 1, 2, 3)
 FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
@@ -122,7 +123,7 @@ def same_order(case: Case, world: int) -> bool:
 EACH = tuple(Case(*settings) for settings in itertools.product(STAGES, (1, 3), RECOMPUTE))
 CORNERS = (
     *(Case(stage, accumulation) for stage in STAGES for accumulation in (1, 3)),
-    *(Case(3, 3, recompute) for recompute in ("selective", "full", "chunks")),
+    *(Case(3, 3, recompute) for recompute in ("selective", "full", "chunks", "mlps")),
 )
 
 

@@ -70,7 +70,7 @@ def build(
 Case = tuple[dict[str, Any], str, PrecisionConfig, float, int, int]
 STAGES: list[Case] = [({"zero_stage": stage}, "stored", FP32, 1.0, 1, 1) for stage in range(4)]
 PASSES: list[Case] = [
-    *(({"zero_stage": 3}, recompute, FP32, 0.0, 2, 1) for recompute in ("full", "chunks")),
+    *(({"zero_stage": 3}, recompute, FP32, 0.0, 2, 1) for recompute in ("full", "chunks", "mlps")),
     ({"zero_stage": 3, "zero_offload_optimizer": True}, "full", BF16, 1.0, 1, 1),
 ]
 MORE_PASSES: list[Case] = [

@@ -70,10 +70,15 @@ ALL = (
 FOUR_BITS = (("zero_quantized_weights_format", "delta4"), ("zero_quantized_gradients_format", "rotated4"))
 PLAIN = {"gpt2": GPT_2, "llama": LLAMA}
 MODELS = PLAIN | {"olmo2": OLMO_2, "gpt2-across": GPT_2_ACROSS, "scores": SCORES}
+MODELS |= {"windows": replace(LLAMA, window_size="2,0"), "wide": replace(GPT_2, window_size="9,0")}
 RECOMPUTE = {
     "stored": RecomputeConfig(),
     "selective": RecomputeConfig(recompute_activations=True),
     "full": RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+}
+RECOMPUTE |= {
+    f"{kind}, MLPs in chunks": replace(RECOMPUTE[kind], mlp_chunks_for_training=2)
+    for kind in ("stored", "full")
 }
 
 
@@ -84,6 +89,9 @@ class Case:
     model: str = "gpt2"
     tensor: int = 1
     stage: int = 0
+    context: int = 1
+    comm: str = "auto"
+    tokens: int = 12  # of a sample
     recompute: str = "stored"
     accumulate: int = 1
     precision: PrecisionConfig = FP32
@@ -102,7 +110,9 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
             MODELS[case.model],
             num_layers=case.layers,
             hidden_dropout=case.dropout,
-            attention_dropout=case.dropout,
+            attention_dropout=case.dropout if case.context == 1 else 0.0,
+            seq_length=case.tokens,
+            max_position_embeddings=case.tokens,
         ),
         VOCAB,
         zero=ZeroConfig(**{"zero_stage": case.stage} | dict(case.zero)),
@@ -110,6 +120,8 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
         precision=case.precision,
         topology=topology,
         tensor=case.tensor,
+        context=case.context,
+        comm_type=case.comm,
         overlapped=case.overlapped,
         operations=operations() if case.zero or case.kernels else None,
     )
@@ -131,7 +143,8 @@ def train(topology: Topology, cases: tuple[Case, ...]) -> list[Trained]:
 
 def train_engine(engine: ZeroEngine, case: Case) -> Trained:
     """Train an engine of a case, and close it."""
-    data = torch.randint(VOCAB, (case.steps, SAMPLES, 13), generator=torch.Generator().manual_seed(8))
+    shape = case.steps, SAMPLES, case.tokens + 1
+    data = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(8))
     mine = slice(engine.mesh.data_rank, None, engine.mesh.data_ranks)
     losses, norms, gradient = [], [], {}
     for step, samples in enumerate(data):
@@ -149,7 +162,7 @@ def train_engine(engine: ZeroEngine, case: Case) -> Trained:
         if step == 0:  # (1 - beta1) times the clipped gradient
             first = states_of(engine, "exp_avg")
             gradient = {name: state.flatten().tolist() for name, state in first.items()}
-    losses.append(engine.evaluate(data[0]).item())
+    losses.append(engine.mean_over_ranks(engine.evaluate(data[0])).item())
     weights_of(engine)  # asserts that replicated parameters have the same bits on all tensor ranks
     engine.close()
     return Trained(losses, (norms[0], norms[-1]), gradient if engine.topology.rank == 0 else {})
@@ -171,7 +184,8 @@ def one_process(case: Case) -> Trained:
 
 def check(case: Case, found: Trained, *, rel: float) -> None:
     """Losses, norms and the first gradient, which is compared by its norm as a whole."""
-    expected = one_process(Case(case.model, documents=case.documents, layers=case.layers, steps=case.steps))
+    same = {name: getattr(case, name) for name in ("documents", "tokens", "layers", "steps")}
+    expected = one_process(Case(case.model, **same))
     assert found.losses == pytest.approx(expected.losses, rel=rel), case
     assert found.norms == pytest.approx(expected.norms, rel=10 * rel), case
     assert found.gradient.keys() == expected.gradient.keys()
@@ -197,15 +211,16 @@ def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> Non
 def test_recomputation_accumulation_and_overlap_change_nothing() -> None:
     """Also where documents end inside samples."""
     cases = (
-        Case("gpt2", 2, 0, "full", 2),
-        Case("llama", 2, 2, "selective", 2),
-        Case("gpt2", 2, 3, "full", 1),
-        Case("llama", 2, 3, "full", 2),
+        Case("gpt2", 2, 0, recompute="full", accumulate=2),
+        Case("llama", 2, 2, recompute="selective", accumulate=2),
+        Case("gpt2", 2, 3, recompute="full"),
+        Case("llama", 2, 3, recompute="full", accumulate=2),
         Case("llama", 2, 3, documents=True),
-        Case("scores", 2, 1, "selective", documents=True),
-        Case("gpt2", 2, 0, documents=True, overlapped=True),
-        Case("llama", 2, 3, "full", 2, overlapped=True),
-        Case("olmo2", 2, 2, "full", 2, documents=True, overlapped=True),
+        Case("scores", 2, 1, recompute="selective", documents=True),
+        Case("gpt2", 2, 0, recompute="stored, MLPs in chunks", documents=True, overlapped=True),
+        Case("llama", 2, 3, recompute="full, MLPs in chunks", accumulate=2),
+        Case("llama", 2, 3, recompute="full", accumulate=2, overlapped=True),
+        Case("olmo2", 2, 2, recompute="full", accumulate=2, documents=True, overlapped=True),
     )
     for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):
         check(case, found, rel=1e-6)
@@ -229,7 +244,7 @@ def test_tensor_ranks_drop_out_of_tokens_of_their_own_and_recomputation_repeats_
     model: str, stage: int, overlapped: bool
 ) -> None:
     stored, again, without = (
-        Case(model, 2, stage, recompute, dropout=dropout, overlapped=overlapped)
+        Case(model, 2, stage, recompute=recompute, dropout=dropout, overlapped=overlapped)
         for recompute, dropout in (("stored", 0.1), ("full", 0.1), ("stored", 0.0))
     )
     for kept, recomputed, whole in on_ranks(2, train, (stored, again, without)):
@@ -242,7 +257,8 @@ def test_zeropp_acts_over_data_ranks(ranks: int, ranks_per_node: int) -> None:
     """Two nodes of one or two data ranks each, two tensor ranks per data rank; all ranks see the same."""
     kinds = (("llama", ALL, False), ("llama", ALL, True), ("gpt2", ALL + FOUR_BITS, False))
     cases = tuple(
-        Case(model, 2, 3, "full", zero=zero, overlapped=overlapped) for model, zero, overlapped in kinds
+        Case(model, 2, 3, recompute="full", zero=zero, overlapped=overlapped)
+        for model, zero, overlapped in kinds
     )
     first, *others = on_ranks(ranks, train, cases, ranks_per_node=ranks_per_node)
     assert all([each.losses for each in other] == [each.losses for each in first] for other in others)
@@ -306,7 +322,7 @@ def test_replicated_gradients_are_summed_beside_the_rest_of_the_backward() -> No
 def _traffic(topology: Topology) -> list[tuple[int, int]]:
     """Of one step without ZeRO, waiting for exchanges or beside them, with each kind of recomputation."""
     kinds = [(recompute, overlapped) for recompute in RECOMPUTE for overlapped in (False, True)]
-    return [_sent(topology, Case("llama", 2, 0, kind, overlapped=beside)) for kind, beside in kinds]
+    return [_sent(topology, Case("llama", 2, 0, recompute=kind, overlapped=beside)) for kind, beside in kinds]
 
 
 def _sent(topology: Topology, case: Case) -> tuple[int, int]:

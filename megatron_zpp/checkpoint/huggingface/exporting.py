@@ -154,13 +154,14 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     for number, part in enumerate(files, start=1):
         file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {}
+        parts: dict[str, dict[int, Tensor]] = {}  # rows of each tensor, by the first
         for name, source in part.items():
             tensors_of_it = names.tensors(name, source.shape, model)
             weights = source.read(reader).split([theirs.rows for theirs in tensors_of_it])
             for theirs, weight in zip(tensors_of_it, weights, strict=True):
-                whole = (weight.T if theirs.transposed else weight).contiguous()
-                tensors[names.with_prefix(theirs.name)] = whole
+                rows = weight.T if theirs.transposed else weight
+                parts.setdefault(names.with_prefix(theirs.name), {})[theirs.first] = rows
+        tensors = {name: _joined(rows) for name, rows in parts.items()}
         # By name, as safetensors does it: the directory is new, so nobody has planted a link in it.
         save_file(tensors, directory / file, metadata={"format": "pt"})
         (directory / file).chmod((directory / CONFIG).stat().st_mode)  # as the umask says; its own is 0600
@@ -169,6 +170,13 @@ def _write_weights(
         total = sum(4 * math.prod(source.shape) for source in sources.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_durably(directory / WEIGHTS_INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _joined(parts: dict[int, Tensor]) -> Tensor:
+    """A tensor of its rows, by the first of each part; without a copy if there is only one."""
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    return torch.cat([rows for _, rows in sorted(parts.items())])
 
 
 def _check(

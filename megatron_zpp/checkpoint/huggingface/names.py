@@ -20,13 +20,16 @@ def has_images(names: Iterable[str]) -> bool:
 
 
 class TransformersTensor(NamedTuple):
-    """A tensor that holds `rows` rows of one of our parameters.
+    """A tensor that holds `rows` rows of one of our parameters, all of its own or those from `first` on.
 
-    The name has no prefix. `transposed`: a Conv1D's weight is (in, out), a Linear's (out, in).
+    The name has no prefix. `transposed`: a Conv1D's weight is (in, out), a Linear's (out, in). `rows_in_all`
+    are those of the tensor.
     """
 
     name: str
     rows: int
+    rows_in_all: int
+    first: int = 0
     transposed: bool = False
 
 
@@ -39,6 +42,7 @@ class Names:
     layer     the beginning of names inside layer `{}`
     parts     by ours inside a layer: the modules whose rows make up the parameter, one after the other
     buffers   tensors that are no parameters, which old versions saved too
+    by_head   whether queries, keys and values of a head are side by side, not those of all heads
     """
 
     prefix: str
@@ -47,21 +51,28 @@ class Names:
     parts: dict[str, tuple[str, ...]]
     buffers: re.Pattern[str]
     transposes: bool = False
+    by_head: bool = False
 
     def tensors(
         self, ours: str, shape: tuple[int, ...], model: ModelConfig
     ) -> tuple[TransformersTensor, ...]:
         """Return the tensors that make up one of our parameters, in the order of its rows."""
         if ours in self.fixed:
-            return (TransformersTensor(self.fixed[ours], shape[0]),)
+            return (TransformersTensor(self.fixed[ours], shape[0], shape[0]),)
         match = _LAYER.fullmatch(ours)
         assert match is not None, f"{ours} is not a parameter of the GPT"
         index, part, kind = match.groups()
-        modules = self.parts[part]
-        return tuple(
-            TransformersTensor(
-                f"{self.layer.format(index)}.{module}.{kind}", rows, self.transposes and len(shape) == 2
+        modules = [f"{self.layer.format(index)}.{module}.{kind}" for module in self.parts[part]]
+        if self.by_head and part == "attention.qkv":
+            (module,), heads, width = modules, model.num_attention_heads, model.kv_channels
+            return tuple(
+                TransformersTensor(module, width, shape[0], (3 * head + each) * width)
+                for each in range(3)  # queries, keys, values
+                for head in range(heads)
             )
+        transposed = self.transposes and len(shape) == 2
+        return tuple(
+            TransformersTensor(module, rows, rows, transposed=transposed)
             for module, rows in zip(modules, _rows(len(modules), shape, model), strict=True)
         )
 
@@ -108,6 +119,28 @@ _GPT2 = Names(
     buffers=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),
     transposes=True,
 )
+_BLOOM = Names(
+    prefix="transformer.",
+    fixed={
+        TOKENS: "word_embeddings.weight",
+        "embedding.norm.weight": "word_embeddings_layernorm.weight",
+        "embedding.norm.bias": "word_embeddings_layernorm.bias",
+        "head.norm.weight": "ln_f.weight",
+        "head.norm.bias": "ln_f.bias",
+        OUTPUT: THEIR_OUTPUT,
+    },
+    layer="h.{}",
+    parts={
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attention.query_key_value",),
+        "attention.output": ("self_attention.dense",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.input": ("mlp.dense_h_to_4h",),
+        "mlp.output": ("mlp.dense_4h_to_h",),
+    },
+    buffers=re.compile(r"(?!)"),  # none
+    by_head=True,
+)
 _LLAMA = Names(
     prefix="model.",
     fixed={TOKENS: "embed_tokens.weight", "head.norm.weight": "norm.weight", OUTPUT: THEIR_OUTPUT},
@@ -139,6 +172,7 @@ _NORMS = {  # of Llama-like models, by --norm-placement
 }
 
 
+_OTHERS = {"gpt2": _GPT2, "bloom": _BLOOM}
 _FUSED_MLP = {"mlp.input": ("mlp.gate_up_proj",)}
 _PARTS = {  # of Llama-like models that call some parts otherwise
     "phi3": _FUSED_MLP | {"attention.qkv": ("self_attn.qkv_proj",)},
@@ -155,8 +189,8 @@ _PARTS = {  # of Llama-like models that call some parts otherwise
 
 def names_of(model: ModelConfig, model_type: str) -> Names:
     """Return the names of a family's model."""
-    if model_type == "gpt2":
-        return _GPT2
+    if model_type in _OTHERS:
+        return _OTHERS[model_type]
     parts = _LLAMA.parts | _NORMS[model.norm_placement] | _PARTS.get(model_type, {})
     names = replace(_LLAMA, parts=parts)
     if model.normalization == "RMSNorm":

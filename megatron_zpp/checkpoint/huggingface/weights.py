@@ -74,8 +74,8 @@ class HuggingFaceWeights:
             low, high = max(start, begin), min(stop, end)
             if low < high:
                 first, last = (low - begin) // width, -(-(high - begin) // width)
-                slices = self._slices[theirs.name]
-                part = slices[:, first:last].T if theirs.transposed else slices[first:last]
+                slices, rows = self._slices[theirs.name], slice(theirs.first + first, theirs.first + last)
+                part = slices[:, rows].T if theirs.transposed else slices[rows]
                 part = part.reshape(-1)[low - begin - first * width :][: high - low]
                 found[low - start : high - start] = part
             begin = end
@@ -198,7 +198,7 @@ class HuggingFaceWeights:
     def _check_tensor(self, theirs: TransformersTensor, ours: str) -> None:
         if theirs.name not in self._slices:
             raise self._named.error(f"has no tensor {theirs.name}; config.json asks for one")
-        tensor, shape = self._slices[theirs.name], (theirs.rows, *self.shapes[ours][1:])
+        tensor, shape = self._slices[theirs.name], (theirs.rows_in_all, *self.shapes[ours][1:])
         needed, found = tuple(reversed(shape)) if theirs.transposed else shape, tuple(tensor.get_shape())
         if found != needed:
             raise self._named.error(f"{theirs.name} has shape {found}; config.json asks for {needed}")

@@ -57,7 +57,8 @@ def obey_file(path: str, provided: Provided, ranks: int, *, under_deepspeed: boo
     notes += file.compare_loss_scale(scale)
     file.settle_format(keys)
     file.settle_reports(keys)
-    file.settle_batch(keys, ranks)
+    context_ranks = provided.get("distributed.context_parallel_size") or 1  # a flag's or the file's
+    file.settle_batch(keys, max(1, ranks // context_ranks))
     if idle:
         notes.append(f"{FLAG} {path}: no effect here: {', '.join(sorted(idle))}")
     return tuple(notes)

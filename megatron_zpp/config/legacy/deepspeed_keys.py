@@ -127,6 +127,7 @@ _TOP: dict[str, Rule] = {
     "train_micro_batch_size_per_gpu": _batch("training.micro_batch_size", "--micro-batch-size"),
     ACCUMULATION: _batch("", "--global-batch-size"),
     "steps_per_print": _whole("logging.log_interval"),
+    "sequence_parallel_size": _whole("distributed.context_parallel_size"),
     "gradient_clipping": _number("optimizer.clip_grad"),
     "communication_data_type": Obeyed("--grad-reduce-in-bf16", "text", _communication),
     "gradient_allreduce_op": Only(("mean",), "not supported: sums of gradients over ranks"),
@@ -160,7 +161,6 @@ _BLOCKS: dict[str, Rule] = {
     "compression_training": Refused(_FEW_BITS),
     "quantize_training": Refused(_FEW_BITS),
     "tensor_parallel.autotp_size": Only((0, 1), "use --tensor-model-parallel-size"),
-    "sequence_parallel_size": Only((1,), "not supported: context parallelism"),
     "checkpoint.use_node_local_storage": Only((False,), "not supported: checkpoints on disks of nodes"),
 }
 

@@ -31,9 +31,11 @@ _REASONS = {
     "not supported: layers other than attention and MLP": """--mamba-* --disable-mamba-* --gdp-*
         --is-hybrid-model --hybrid-* --heterogeneous-layers-* --spec --enable-mhc-* --mhc-*""",
     "not supported: prediction of several tokens": "--mtp-*",
-    "not supported: gated activations other than --swiglu": """--quick-geglu --glu-activation
+    "not supported: gated activations other than --swiglu and --geglu": """--quick-geglu --glu-activation
         --activation-func-clamp-value""",
-    "use --use-mup": "--mup",
+    "use --use-mup with --mup-base-hidden-size": "--mup",
+    "use --embedding-multiplier": "--mup-input-mult",
+    "use --softmax-scale": "--mup-attn-mult",
     "not supported: products below 8 bits": "--fp4-* --kitchen-*",
     OPTIMIZERS: "--sgd-* --lion-* --soap-* --adaptive-muon-*",
     "not supported: reinforcement learning and instruction tuning": """--perform-rl-* --rl-* --grpo-*
@@ -50,7 +52,7 @@ _REASONS = {
 _IDLE = {
     "training generates no text; megatron-zpp sample has flags of its own": """--inference-*
         --decode-only-* --enable-chunked-prefill --num-speculative-tokens --use-same-sampling-seed-*
-        --mlp-chunks-*""",
+        --mlp-chunks-for-prefill""",
     "only reports": """--log-*-to-tensorboard --profile-* --timing-* --codecarbon-* --record-memory-*
         --memory-snapshot-* --run-workload-inspector-server*""",
 }

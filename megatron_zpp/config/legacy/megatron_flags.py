@@ -121,8 +121,8 @@ _IDLE = {
         --num-virtual-stages-per-pipeline-rank:int --pipeline-model-parallel-layout:str
         --pipeline-model-parallel-comm-backend:str""",
     "the model has no experts": "--expert-tensor-parallel-size:int",
-    "there is no context parallelism": """--cp-comm-type:strs --hierarchical-context-parallel-sizes:ints
-        --max-seqlen-per-dp-cp-rank:int""",
+    "context ranks exchange in one way, by --cp-comm-type": "--hierarchical-context-parallel-sizes:ints",
+    "--seq-length / --context-parallel-size says it": "--max-seqlen-per-dp-cp-rank:int",
     "affects speed only, and --zero-… flags set how weights and gradients travel": """
         --ddp-average-in-collective --overlap-param-gather-with-optimizer-step
         --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation

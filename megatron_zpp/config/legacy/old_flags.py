@@ -14,7 +14,7 @@ from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, RE
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed, retired
 
 _FULL = {"recompute.recompute_granularity": "full"}
-_LONG = "not supported: context parallelism"
+_LONG = "use --context-parallel-size"
 _FEEDBACK = (
     "not supported: error feedback, which did not lower the loss (docs/internals/numerics.md); "
     "--zero-quantized-gradients-format rotated4 does"
@@ -68,6 +68,7 @@ RENAMED = (
         today="--group-query-attention --num-query-groups",
     ),
     renamed("--fp8-hybrid", "precision.fp8"),
+    renamed("--ds-sequence-parallel-size", "distributed.context_parallel_size", int),
     renamed("--wandb_run_name", "logging.wandb_exp_name", str),
     renamed("--wandb_team", "logging.wandb_entity", str),
     renamed("--pad-vocab-size-to", "model.padded_vocab_size", int),
@@ -85,8 +86,6 @@ RENAMED = (
 )
 
 ONLY = (
-    only("--context-parallel-size", 1, _LONG),
-    only("--ds-sequence-parallel-size", 1, _LONG),
     only("--expert-model-parallel-size", 1, EXPERTS),
     only("--moe-expert-parallel-size", 1, EXPERTS),
     only("--num-experts", 1, EXPERTS, many=True),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_zpp.config.shapes.huggingface_families import FAMILIES, GPT2_NAMES, LLAMA_FIXED
+from megatron_zpp.config.shapes.huggingface_families import FAMILIES, LLAMA_FIXED
 from megatron_zpp.config.shapes.huggingface_rope import rope_fields, rope_keys, rope_limits
 from megatron_zpp.config.shapes.huggingface_window import window_fields, window_keys
 from megatron_zpp.config.values.json_file import shown
@@ -31,7 +31,8 @@ class DescribedModel:
 _OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
 _NUMBERS = (
     *("layer_norm_epsilon", "initializer_range", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
-    *("rms_norm_eps", "norm_epsilon", "attention_dropout", "residual_dropout", "embedding_dropout"),
+    *("rms_norm_eps", "norm_epsilon", "attention_dropout", "hidden_dropout", "residual_dropout"),
+    "embedding_dropout",
 )
 
 
@@ -40,6 +41,7 @@ _UNUSUAL: dict[str, Any] = {  # fields that few families have, and what the othe
     "apply_layernorm_1p": False,
     "embed_layernorm": False,
     "geglu": False,
+    "squared_relu": False,
     "qk_layernorm_across_heads": False,
     "softmax_scale": None,
     "attn_logit_softcapping": None,
@@ -118,8 +120,7 @@ def describe_model(values: dict[str, Any]) -> DescribedModel:
             raise ValueError(
                 f"{CONFIG}: {key} {shown(value)} is not supported; must be {shown(supported[0])}"
             )
-    if model_type == "gpt2":
-        values = values | {name: values[other] for other, name in GPT2_NAMES.items() if other in values}
+    values = values | {name: values[other] for other, name in family.other_names.items() if other in values}
     needed = (*family.keys, "vocab_size", "tie_word_embeddings")
     for key in needed:
         if key not in values and key not in family.defaults:
@@ -132,7 +133,7 @@ def describe_model(values: dict[str, Any]) -> DescribedModel:
     fields |= {name: float(fields[name]) for name in ("norm_epsilon", "init_method_std", "attention_dropout")}
     fields["hidden_dropout"] = float(fields["hidden_dropout"])
     fields["untie_embeddings_and_output_weights"] = not their["tie_word_embeddings"]
-    if model_type == "gpt2":
+    if family.like_gpt2:
         return DescribedModel(model_type, fields, their["vocab_size"], _dropout_notes(their))
     groups = fields["num_query_groups"]
     fields["group_query_attention"] = groups is not None and groups != fields["num_attention_heads"]
@@ -166,33 +167,16 @@ def model_type_of(model: Mapping[str, Any]) -> str:
 
     Raises ValueError that names the first field that no class of FAMILIES has.
     """
-    if model["position_embedding_type"] == "learned_absolute":
-        wanted = (
-            _UNUSUAL
-            | FAMILIES["gpt2"].fixed
-            | {
-                "swiglu": False,
-                "squared_relu": False,
-                "qk_layernorm": False,
-                "disable_bias_linear": False,
-                "num_query_groups": model["num_attention_heads"],
-                "window_size": None,
-                "rotary_percent": None,
-            }
-        )
-        _check_fields("GPT-2", model, wanted)
-        if model["kv_channels"] * model["num_attention_heads"] != model["hidden_size"]:
-            raise ValueError(
-                f"its heads are {model['kv_channels']} wide (--kv-channels); transformers' GPT-2 has only "
-                f"--hidden-size {model['hidden_size']} / --num-attention-heads {model['num_attention_heads']}"
-            )
-        return "gpt2"
+    for like_gpt2, title in (("gpt2", "GPT-2"), ("bloom", "BLOOM")):
+        if model["position_embedding_type"] == FAMILIES[like_gpt2].fixed["position_embedding_type"]:
+            _check_like_gpt2(like_gpt2, title, model)
+            return like_gpt2
     computed = {name: value for name, value in LLAMA_FIXED.items() if name != "hidden_dropout"}
     if (unusual := _unusual_type(model)) is not None:
         fixed = {name: value for name, value in FAMILIES[unusual].fixed.items() if name != "hidden_dropout"}
         free = _FREE.get(unusual, ())
         wanted = {name: value for name, value in _UNUSUAL.items() if name not in free}
-        wanted |= {"add_qkv_bias": False, "squared_relu": False} | rope_limits(model, unusual)
+        wanted |= {"add_qkv_bias": False} | rope_limits(model, unusual)
         if unusual in ("gemma2", "gemma3_text"):  # whose config.json has multiplier and scale as integers
             scalar = round((model["softmax_scale"] or model["kv_channels"] ** -0.5) ** -2)
             wanted |= {"embedding_multiplier": math.sqrt(model["hidden_size"])}
@@ -222,6 +206,26 @@ def model_type_of(model: Mapping[str, Any]) -> str:
     return "mistral"
 
 
+def _check_like_gpt2(model_type: str, title: str, model: Mapping[str, Any]) -> None:
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    wanted = _UNUSUAL | {
+        "swiglu": False,
+        "qk_layernorm": False,
+        "disable_bias_linear": False,
+        "num_query_groups": heads,
+        "window_size": None,
+        "rotary_percent": None,
+    }
+    if model_type == "bloom":
+        wanted["ffn_hidden_size"] = 4 * hidden
+    _check_fields(title, model, wanted | FAMILIES[model_type].fixed)
+    if model["kv_channels"] * heads != hidden:
+        raise ValueError(
+            f"its heads are {model['kv_channels']} wide (--kv-channels); transformers' {title} has only "
+            f"--hidden-size {hidden} / --num-attention-heads {heads}"
+        )
+
+
 def huggingface_values(model: Mapping[str, Any], vocab_size: int, eod: int) -> dict[str, Any]:
     """Return the contents of config.json for the fields of a ModelConfig. Raises as `model_type_of`."""
     model_type = model_type_of(model)
@@ -236,10 +240,8 @@ def huggingface_values(model: Mapping[str, Any], vocab_size: int, eod: int) -> d
         "eos_token_id": eod,
         "torch_dtype": "float32",
     }
-    if model_type == "gpt2":
-        if found["n_inner"] == 4 * found["n_embd"]:
-            found["n_inner"] = None
-        return found | {"activation_function": "gelu_new", "embd_pdrop": model["hidden_dropout"]}
+    if family.like_gpt2:
+        return found | family.values(model)
     found["hidden_act"] = "silu"
     found |= window_keys(model, model_type) | family.values(model) | rope_keys(model, model_type)
     if model_type == "llama":

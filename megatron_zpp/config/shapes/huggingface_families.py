@@ -25,6 +25,7 @@ class Family:
     fixed          fields of ModelConfig that the model_type implies
     fields         further ones, of the values of config.json
     values         further keys of config.json, of the fields of a ModelConfig
+    other_names    of keys, that transformers takes as well
     """
 
     architecture: str
@@ -34,6 +35,12 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     fields: Callable[[_Values], dict[str, Any]] = lambda values: {}
     values: Callable[[_Values], dict[str, Any]] = lambda model: {}
+    other_names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def like_gpt2(self) -> bool:
+        """Whether it has neither rope nor query groups nor windows."""
+        return "position_embedding_type" in self.fixed
 
 
 def positive(values: _Values, key: str, default: float) -> float:
@@ -42,6 +49,15 @@ def positive(values: _Values, key: str, default: float) -> float:
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {key} is {shown(value)}; must be a number above 0")
     return float(value)
+
+
+def _gpt2_values(model: _Values) -> dict[str, Any]:
+    inner = model["ffn_hidden_size"]
+    return {
+        "n_inner": None if inner == 4 * model["hidden_size"] else inner,
+        "activation_function": "gelu_new",
+        "embd_pdrop": model["hidden_dropout"],
+    }
 
 
 def _granite_fields(values: _Values) -> dict[str, Any]:
@@ -176,13 +192,42 @@ _GPT2 = Family(
         **_ANY,
     },
     fixed={"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
+    values=_gpt2_values,
+    other_names={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
 )
-GPT2_NAMES = {  # that transformers takes as well
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
+_BLOOM = Family(
+    architecture="BloomForCausalLM",
+    keys={
+        "n_layer": "num_layers",
+        "hidden_size": "hidden_size",
+        "n_head": "num_attention_heads",
+        "seq_length": "max_position_embeddings",  # that of the training; ALiBi has no limit
+        "layer_norm_epsilon": "norm_epsilon",
+        "initializer_range": "init_method_std",
+        "attention_dropout": "attention_dropout",
+        "hidden_dropout": "hidden_dropout",
+    },
+    defaults={
+        "vocab_size": 250880,
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 8,
+        "seq_length": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tie_word_embeddings": True,
+    },
+    only={"apply_residual_connection_post_layernorm": (False,), **_ANY},
+    fixed={"position_embedding_type": "alibi", "normalization": "LayerNorm", "embed_layernorm": True},
+    other_names={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+)
 _LLAMA_KEYS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -233,6 +278,7 @@ _GLM_FIXED = LLAMA_FIXED | _NO_BIAS | {"rotary_interleaved": True}
 
 FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
+    "bloom": _BLOOM,
     "llama": Family("LlamaForCausalLM", _LLAMA_KEYS, _LLAMA_DEFAULTS, _SILU, LLAMA_FIXED),
     "mistral": Family(
         "MistralForCausalLM",

@@ -1,4 +1,4 @@
-"""Which numbers of tensor ranks can share a model."""
+"""Which numbers of tensor ranks can share a model, and of context ranks its samples."""
 
 import math
 
@@ -6,7 +6,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
 from megatron_zpp.config.words import counted
 
-FLAG = "--tensor-model-parallel-size"
+FLAG, CONTEXT_FLAG = "--tensor-model-parallel-size", "--context-parallel-size"
 _DIVIDED = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "seq_length")
 
 
@@ -36,6 +36,25 @@ def check_tensor_ranks(model: ModelConfig, ranks: int, *, fp8: bool, node_ranks:
             f"multiple of 16 with --fp8; possible: {possible}, or --kv-channels in multiples of "
             f"{16 // math.gcd(16, groups)}",
         )
+
+
+def check_context_ranks(model: ModelConfig, ranks: int, tensor_ranks: int, comm_type: str) -> None:
+    """Raise ValueError unless `ranks`, each of so many `tensor_ranks`, can share every sample."""
+    if ranks == 1:
+        return
+    chunks = math.lcm(2 * ranks, ranks * tensor_ranks)
+    if model.seq_length % chunks:
+        shared = f" and {FLAG} {tensor_ranks}" if tensor_ranks > 1 else ""
+        fix = f"needs --seq-length in multiples of {chunks}{shared}, not {model.seq_length}"
+        raise option_error(CONTEXT_FLAG, ranks, fix)
+    if model.attention_dropout:
+        fix = f"needs --attention-dropout 0, not {model.attention_dropout}"
+        raise option_error(CONTEXT_FLAG, ranks, fix)
+    heads = model.num_attention_heads // tensor_ranks
+    if comm_type == "a2a" and heads % ranks:
+        each = f" / {FLAG} {tensor_ranks}" if tensor_ranks > 1 else ""
+        fix = f"must divide --num-attention-heads {model.num_attention_heads}{each} with --cp-comm-type a2a"
+        raise option_error(CONTEXT_FLAG, ranks, f"{fix}; use p2p")
 
 
 def _keys(model: ModelConfig, ranks: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.file_array import FileArray
-from megatron_zpp.data.indexed import IndexedDataset, index_path
+from megatron_zpp.data.indexed import IndexedDataset, IndexedSamples, index_path
 from megatron_zpp.data.megatron.blend import (
     BLEND_INDEXES,
     MegatronBlend,
@@ -33,32 +33,18 @@ _VERSION = 2  # of the cached indexes
 
 
 @dataclass(frozen=True)
-class MegatronDataset:
+class MegatronDataset(IndexedSamples):
     """A finite number of samples, given by `sizes`, of the sequences [first, last) of a data set.
 
     `indexes` has document_index (D,), sample_index (samples + 1, 2) and shuffle_index (samples,): see
     order.py.
     """
 
-    source: IndexedDataset
     first: int
     last: int
     sizes: OrderSizes
     vocab_size: int
     indexes: CachedArrays
-
-    @property
-    def name(self) -> str:
-        """The data set, as given on the command line."""
-        return self.source.prefix
-
-    def fingerprint(self) -> str:
-        """An identifier of the whole data set's contents."""
-        return self.source.fingerprint()
-
-    def older_fingerprints(self) -> tuple[str, ...]:
-        """The identifiers of the same contents in checkpoints of earlier versions."""
-        return self.source.older_fingerprints()
 
     def __len__(self) -> int:
         return self.sizes.samples

@@ -121,7 +121,7 @@ def fuse(model: GPT) -> None:
     """Give kernels to the modules of a model; plain torch stays where no kernel serves.
 
     The norms' kernels join the residual sum of one half with the norm of the other, which only a graph of a
-    whole layer can do: cut layers have torch's norms.
+    whole layer can do: layers in halves have torch's norms.
     """
     for layer in model.layers:
         assert isinstance(layer, Layer)
@@ -147,4 +147,4 @@ def _adds_what_it_made(layer: Layer) -> bool:
 
 def fuses_norms(layer: Layer) -> bool:
     """Whether kernels serve the norms of a layer."""
-    return not layer.cut and all(map(fused_norm.serves, (layer.attention_norm, layer.mlp_norm)))
+    return not layer.in_halves and all(map(fused_norm.serves, (layer.attention_norm, layer.mlp_norm)))

@@ -13,7 +13,7 @@ backward gathers it again, beside the product that does not need it.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from megatron_zpp.model.loss import (
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
 from megatron_zpp.model.partial_softmax import local_statistics
+from megatron_zpp.model.recomputation import mlps_again
 from megatron_zpp.placement import Split
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -47,7 +48,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the ranks of `group` share the layers of a model, whose samples have `tokens` tokens.
+    """How the ranks of `group` share the layers of a model, and the `tokens` of each sample that they have.
 
     `product` returns what one linear map computes: F.linear, or the same in 8 bits. `overlapped`: products
     run beside exchanges, in training and only with F.linear.
@@ -69,8 +70,9 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
     for layer in model.layers:
         assert isinstance(layer, Layer)
         attention, mlp = layer.attention, layer.mlp
-        for part, into in ((attention, "qkv"), (mlp, "input")):
-            setattr(part, into, ColumnParallel(getattr(part, into), part.runs, sharing))
+        by_row = replace(sharing, tokens=1) if layer.mlp_in_chunks else sharing
+        for part, into, its in ((attention, "qkv", sharing), (mlp, "input", by_row)):
+            setattr(part, into, ColumnParallel(getattr(part, into), part.runs, its))
             part.output = RowParallel(part.output, sharing)
         if attention.across_heads:
             from megatron_zpp.model.parallel.norm import NormAcrossRanks
@@ -119,22 +121,28 @@ def splits_of(units: Sequence[tuple[str, nn.Module]]) -> dict[str, Split]:
     }
 
 
-def exchanges_of(model: GPT) -> list[tuple[int, int]]:
-    """How often forward and backward of each unit gather or scatter hidden states, in the order of units.
+def exchanges_of_rows(model: GPT) -> list[tuple[int, int]]:
+    """Elements that forward and backward of each unit send per row of a rank, in the order of units.
 
-    A layer has two pairs of a gather and a scatter. The backward of a pair scatters and gathers their
-    gradients, and gathers the input of the first map again, unless products are of 8-bit floats, which keep
-    it whole. Of the units of the embedding, and of those of the head, the first one stands for all.
+    A layer has two pairs of a gather of hidden states and a scatter. The backward of a pair scatters and
+    gathers their gradients, and gathers the input of the first map again, unless products are of 8-bit
+    floats, which keep it whole. MLPs that the backward computes again in chunks gather and scatter once more.
+    Of the units of the embedding, and of those of the head, the first one stands for all.
     """
     first = model.layers[0]
     assert isinstance(first, Layer)
     qkv = first.attention.qkv
     pair = 3 if isinstance(qkv, ColumnParallel) and qkv.product is F.linear else 2
-    layer = [(2, pair), (2, pair)] if model.cut_layers else [(4, 2 * pair)]
-    layers, units = layer * len(model.layers), [name for name, _ in model.units()]
+    repeated, layers = mlps_again(len(model.layers), model.recompute), list[tuple[int, int]]()
+    for index in range(len(model.layers)):
+        mlp = pair + 2 * (index in repeated)
+        layers += [(2, pair), (2, mlp)] if model.cut_layers else [(4, pair + mlp)]
+    units = [name for name, _ in model.units()]
     before = units.index("layers.0")
     after = len(units) - before - len(layers)
-    return [(1, 1), *[(0, 0)] * (before - 1), *layers, (1, 1), *[(0, 0)] * (after - 1)]
+    times = [(1, 1), *[(0, 0)] * (before - 1), *layers, (1, 1), *[(0, 0)] * (after - 1)]
+    sent = (model.tensor_ranks - 1) * model.config.hidden_size  # in one gather or scatter
+    return [(forward * sent, backward * sent) for forward, backward in times]
 
 
 class ColumnParallel(nn.Linear):

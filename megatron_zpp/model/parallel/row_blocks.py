@@ -21,8 +21,8 @@ from megatron_zpp.model.row_blocks import (
 from megatron_zpp.placement import Split
 
 
-def share_row_blocks(model: GPT, group: TensorGroup) -> None:
-    """Leave this rank of `group` its part of the tables of a `model`, which are in blocks."""
+def share_row_blocks(model: GPT, group: TensorGroup, tokens: int) -> None:
+    """Leave this rank of `group` its part of the tables of a `model`, which are in blocks; see `Sharing`."""
     table, head = model.embedding.tokens, model.head
     assert isinstance(table, RowBlockTable)
     assert isinstance(head, RowBlockHead)
@@ -35,7 +35,7 @@ def share_row_blocks(model: GPT, group: TensorGroup) -> None:
         block.first += group.rank * held
         block.tensor_splits = {"weight": Split(0, (block.table_entries,), Axis(1, group.size))}
     model.embedding.tokens = SharedRowBlockTable(list(table.each()), group)
-    model.head = SharedRowBlockHead(head, group, model.config.seq_length)
+    model.head = SharedRowBlockHead(head, group, tokens)
 
 
 class SharedRowBlockTable(RowBlockTable):

@@ -48,7 +48,7 @@ _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their 
     "optimizer": (),
     "precision": (),
     "zero": (),
-    "distributed": ("tensor_model_parallel_size",),
+    "distributed": ("tensor_model_parallel_size", "context_parallel_size"),
 }
 _STATES = dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "fp32")
 _OF_THE_START = {  # they change no number of a run

@@ -1,6 +1,7 @@
 """Builds the model with its initial weights, sharded over the ranks."""
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,14 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.build import build_model, norm_classes
+from megatron_zpp.model.build import build_model, exchanges_of, norm_classes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.train.setup.device import Device, check_attention
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
-from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
+from megatron_zpp.zero.tensor_parallel import TensorShare
 
 # Parameters of GPT that --decoupled-lr is for, as in Megatron-LM.
 DECOUPLED = ("embedding.tokens.weight", "head.output.weight")
@@ -37,10 +38,13 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         prepare_compiler(topology, os.environ)
     check_attention(config, device)
     group, overlapped = None, False
-    mesh = topology.mesh(config.distributed.tensor_model_parallel_size)
+    distributed, context = config.distributed, None
+    mesh = topology.mesh(distributed.tensor_model_parallel_size, distributed.context_parallel_size)
     if mesh.tensor_ranks > 1:
-        group = TensorGroup(mesh.ranks(mesh.tensor), mesh.rank, config.distributed.timeout)
+        group = TensorGroup(mesh.ranks(mesh.tensor), mesh.rank, distributed.timeout)
         overlapped = _overlaps(config, device, group)
+    if mesh.context_ranks > 1:
+        context = TensorGroup(mesh.ranks(mesh.context), mesh.rank, distributed.timeout)
     matmuls = _matmuls(config.precision, device.device)
     with torch.device("meta"):
         model = build_model(
@@ -54,18 +58,19 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
             matmuls=matmuls,
             group=group,
             overlapped=overlapped,
+            context=context,
+            comm_type=distributed.cp_comm_type,
         )
     model.head.objective = model.head.objective._replace(z_coeff=config.training.z_loss_coeff)
     scaling = matmuls.scaling(model)
     codes = matmuls.weight_codes(scaling)
     if device.compiles:
         _compile(config, model, device, matmuls, scaling)
-    share = ALONE
+    share = TensorShare(exchanges=exchanges_of(model))
     if group is not None:
-        from megatron_zpp.model.parallel.layers import exchanges_of, splits_of
+        from megatron_zpp.model.parallel.layers import splits_of
 
-        splits = splits_of(model.units())
-        share = TensorShare(group, splits, exchanges_of(model), config.model.hidden_size)
+        share = replace(share, group=group, splits=splits_of(model.units()))
     matrices, decoupled = trained_matrices(config.model, config.optimizer), tuple[str, ...]()
     if config.learning_rate.decoupled_lr is not None:
         others = [name for name, _ in model.named_parameters() if name not in matrices]
@@ -112,6 +117,7 @@ def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
         )
         return False
     rows = config.training.micro_batch_size * config.model.seq_length // group.size
+    rows //= config.distributed.context_parallel_size
     dtype = getattr(torch, config.precision.compute_dtype("cuda"))
     try:
         allocate(group, rows, config.model.hidden_size, dtype, place)

@@ -1,7 +1,7 @@
 """torch.compile of the layers: one graph for all of them, or one per window, compiled once per run.
 
-Cut layers have graphs for each of their halves, because the parameters of the second half are gathered while
-the first one computes.
+Layers in halves have graphs for each of them: the parameters of the second half are gathered while the first
+one computes (--zero-unit sublayer), or one graph computes each of its chunks but a smaller last one.
 """
 
 import os
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Half, Layer
 from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
@@ -64,11 +63,13 @@ def compile_parts(
     of batches (`masked`: inside documents). So do all inputs until the layers are `ready`: 8-bit products may
     lack scales in a run's first step. A layer raises RuntimeError if torch cannot compile it.
     """
-    whole = not isinstance(model.attention, FlashAttention3)
+    whole = not model.attention.splits_graphs
     passes = matmuls.fuse(model) if on_gpu else None
     hidden = model.hidden_shape(*shape)
-    graph = partial(_graph, ready=ready, recomputed=model.tensor_ranks == 1)
-    run = Half.run if model.cut_layers else Layer.run
+    graph = partial(_graph, ready=ready, recomputed=model.tensor_ranks * model.attention.context_ranks == 1)
+    first = model.layers[0]
+    assert isinstance(first, Layer)
+    run = Half.run if first.in_halves else Layer.run
 
     def attending(window: int | None) -> Callable[..., Tensor]:
         """What computes the layers with this window and positions, or their first halves."""
@@ -83,15 +84,27 @@ def compile_parts(
 
     kinds = list(zip(model.windows, model.config.layers_with_rope, strict=True))
     runs = {kind: attending(kind[0]) for kind in set(kinds)}
-    run_mlp = graph(Half.run, lambda x: x.shape == hidden, _Backend(backend, say), True)
+    rows = _rows_of_an_mlp(first, hidden)
+    run_mlp = graph(Half.run, lambda x: x.shape == rows, _Backend(backend, say), True)
     for layer, kind in zip(model.layers, kinds, strict=True):
         assert isinstance(layer, Layer)
-        if model.cut_layers:
+        if layer.in_halves:
             attention, mlp = layer.halves
             attention.compute, mlp.compute = runs[kind], run_mlp
         else:
             layer.compute = runs[kind]
     model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
+
+
+def _rows_of_an_mlp(layer: Layer, hidden: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what an MLP computes at a time, of hidden states of this shape."""
+    if not layer.mlp_in_chunks:
+        return hidden
+    from megatron_zpp.model.chunks import ChunkedHalf, chunk_shape
+
+    mlp = layer.halves[1]
+    assert isinstance(mlp, ChunkedHalf)
+    return chunk_shape(hidden, mlp.chunks)
 
 
 def _graph(
@@ -142,7 +155,7 @@ def _without_graph(
 ) -> Tensor:
     """The unit for a step with gradients, in no more memory than a graph takes.
 
-    Where tensor ranks share it, it is not recomputed: exchanges of a recomputation would not be counted.
+    Where ranks share it, it is not recomputed: exchanges of a recomputation would not be counted.
     """
     if recomputed and torch.is_grad_enabled():
         return checkpoint(plain, module, x, *others, use_reentrant=False)

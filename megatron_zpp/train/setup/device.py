@@ -52,7 +52,7 @@ def prepare_device(config: Config, topology: Topology) -> Device:
     device = select_device(config.distributed.device, topology)
     tensor_ranks = config.distributed.tensor_model_parallel_size
     with usage_errors():
-        check_routes(config.zero, topology.mesh(tensor_ranks))
+        check_routes(config.zero, topology.mesh(tensor_ranks, config.distributed.context_parallel_size))
         config.timing.check_ranks(topology.world_size)
     config.recompute.check_device(device.type)
     on_gpu = config.precision.fp8 and device.type == "cuda"

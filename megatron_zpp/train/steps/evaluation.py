@@ -7,7 +7,19 @@ import torch
 
 from megatron_zpp.data.documents import as_tensors, counted_share
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.zero.engine import LEAST_WEIGHT, ZeroEngine
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.zero.engine import LEAST_WEIGHT, Batch, ZeroEngine
+
+
+def own_share(batch: Batch, mesh: Mesh) -> float:
+    """Return the share of this rank's targets in a batch, which is on the CPU, that have a loss."""
+    if mesh.context_ranks == 1 or isinstance(batch, torch.Tensor):
+        return counted_share(batch)
+    from megatron_zpp.model.context.parts import places
+
+    assert batch[0] is not None  # the tokens
+    own = places(batch[0].shape[1], mesh.context_ranks, mesh.index(mesh.context))
+    return counted_share(batch, own)
 
 
 def evaluate(
@@ -38,7 +50,7 @@ def evaluate(
         batch = as_tensors(samples.batch(np.arange(first, first + size)))
         loss = engine.evaluate(batch)
         if chunk < chunks:
-            weight = size * counted_share(batch)
+            weight = size * own_share(batch, engine.mesh)
             total += loss * weight
             weights += weight
     sums = engine.sum_over_ranks(torch.stack((total, torch.full_like(total, weights))))

@@ -8,6 +8,7 @@ import torch
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.open import Splits
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.zero.engine import ZeroEngine
@@ -23,8 +24,8 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     lines = [
         f" torch {torch.__version__}, python {platform.python_version()}, {topology.world_size} × {name}, "
         f"{config.precision.compute_dtype(engine.device.type)}"
-        f"{config.precision.describe_products()}, {config.zero.describe(engine.mesh.data_ranks)}"
-        f"{', compiled layers' if engine.model.compiled else ''}{_tensor_ranks(engine)}",
+        f"{config.precision.describe_products()}, {config.zero.describe(engine.mesh.shard_ranks)}"
+        f"{', compiled layers' if engine.model.compiled else ''}{_sharing_ranks(engine.mesh)}",
         f" GPT of {parameters / 1e6:.1f} M parameters: {counted(model.num_layers, 'layer')} × "
         f"{model.hidden_size}, {model.num_attention_heads} heads{groups}, sequence {model.seq_length}, "
         f"vocabulary {vocab_size} padded to {model.embedding_rows(vocab_size)}",
@@ -32,6 +33,8 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     assert isinstance(engine.model, GPT)
     if windows := [window for window in model.layer_windows if window]:
         lines.append(f" windows of {windows[0]} tokens in {len(windows)} of {model.num_layers} layers")
+    if 0 < (rotated := sum(model.layers_with_rope)) < model.num_layers:
+        lines.append(f" rope in {rotated} of {model.num_layers} layers")
     if attention := engine.model.attention.describe():
         lines.append(f" attention: {attention}")
     if spare := engine.spare.count:
@@ -43,12 +46,12 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     return lines
 
 
-def _tensor_ranks(engine: ZeroEngine) -> str:
-    mesh = engine.mesh
-    if mesh.tensor_ranks == 1:
+def _sharing_ranks(mesh: Mesh) -> str:
+    if mesh.tensor_ranks * mesh.context_ranks == 1:
         return ""
-    data = counted(mesh.data_ranks, "data rank")
-    return f", {data} × {mesh.tensor_ranks} tensor ranks with sequence parallelism"
+    context = f" × {mesh.context_ranks} context ranks" if mesh.context_ranks > 1 else ""
+    tensor = f" × {mesh.tensor_ranks} tensor ranks with sequence parallelism" if mesh.tensor_ranks > 1 else ""
+    return f", {counted(mesh.data_ranks, 'data rank')}{context}{tensor}"
 
 
 def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine) -> list[str]:

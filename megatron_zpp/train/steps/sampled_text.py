@@ -20,7 +20,8 @@ def text_writer(engine: ZeroEngine, config: Config, prompts: Sequence[str]) -> C
     numbers are generators of their own, so a run's weights do not depend on its prompts.
     """
     tokenizer = build_tokenizer(config.tokenizer)
-    shared = engine.share.group is not None  # tensor ranks compute samples of one length alone
+    sharing = engine.mesh.tensor_ranks * engine.mesh.context_ranks
+    shared = sharing > 1  # they compute samples of one length alone
     positions = config.model.seq_length if shared else config.model.max_position_embeddings
 
     def write(prompt: str) -> str:

@@ -1,8 +1,9 @@
 """Llama-like models from and to Hugging Face: bits, sharded files, runs at any stage, and what is refused."""
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_of_a_model_of_images_the_text_is_imported(
         nightly("phi3", 3, 2),
         nightly("glm4", 2, 3),
         nightly("granite", 0, 2),
+        nightly("bloom-heads", 3, 2),
     ],
 )
 def test_a_run_starts_from_a_llama(
@@ -222,6 +224,7 @@ LLAMA = {
 NOT = ": not supported: "
 GEMMA3, OLMO3, PHI3 = ({"model_type": name} for name in ("gemma3_text", "olmo3", "phi3"))
 YARN = {"type": "yarn", "factor": 2.0}
+BLOOM = {"model_type": "bloom", "vocab_size": 100, "n_embed": 64, "n_layer": 2, "num_attention_heads": 4}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}
 
 
@@ -263,7 +266,9 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             "full_attention of rope is 3; must be an object",
         ),
         (GEMMA3 | {"final_logit_softcapping": 0}, "final_logit_softcapping is 0; must be a number above 0"),
-        ({"model_type": "falcon"}, 'model_type is "falcon"; must be one of gpt2, llama'),
+        ({"model_type": "falcon"}, 'model_type is "falcon"; must be one of gpt2, bloom, llama'),
+        (BLOOM | {"apply_residual_connection_post_layernorm": True}, "layernorm true is not supported; must"),
+        (BLOOM | {"hidden_dropout": "x"}, 'hidden_dropout is "x"; must be a number'),
         ({"model_type": "starcoder2", "use_bias": 1}, "use_bias is 1; must be true or false"),
         ({"model_type": "starcoder2", "hidden_act": "relu"}, 'hidden_act "relu" is not supported; must be'),
         ({"model_type": "mixtral", "num_local_experts": 8}, NOT + "mixture of experts (num_local_experts 8)"),
@@ -296,6 +301,7 @@ def test_what_no_flag_expresses_is_refused_with_its_key(changes: dict[str, Any],
 
 
 STARCODER2_FIELDS = describe_model(LLAMA | {"model_type": "starcoder2"}).fields
+BLOOM_FIELDS = describe_model(BLOOM).fields
 GEMMA3_FIELDS = describe_model(LLAMA | GEMMA3).fields
 
 
@@ -324,7 +330,8 @@ GEMMA3_FIELDS = describe_model(LLAMA | GEMMA3).fields
         (GEMMA3_FIELDS | {"softmax_scale": 0.1234}, "--softmax-scale 0.1234"),
         ({"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),
         ({"softmax_type": "learnable"}, "--softmax-type learnable"),
-        ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
+        ({"position_embedding_type": "alibi"}, "--embed-layernorm False"),
+        (BLOOM_FIELDS | {"ffn_hidden_size": 100}, "--ffn-hidden-size 100"),
     ],
 )
 def test_what_transformers_cannot_compute_is_not_exported(changes: dict[str, Any], said: str) -> None:
@@ -358,11 +365,11 @@ def test_windows_of_config_json(values: dict[str, Any], windows: list[int | None
     assert again.layer_windows == config.layer_windows
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "starcoder2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama", "mistral", "starcoder2", "qwen2", "qwen3"])
 def test_keys_that_are_omitted_have_the_defaults_of_transformers(family: str) -> None:
     """Of which Qwen's 32 heads of keys and values do not depend on the heads of queries."""
     class_of = CONFIG_MAPPING[family]
-    values = class_of(**{} if family == "gpt2" else {"num_attention_heads": 64}).to_dict()
+    values = class_of(**{} if family in ("gpt2", "bloom") else {"num_attention_heads": 64}).to_dict()
     needed = {*CONFIGS[family].keys, "model_type", "vocab_size"} - CONFIGS[family].defaults.keys()
     shown, bare = (
         ModelConfig(**describe_model(each).fields, seq_length=16)
@@ -379,6 +386,26 @@ def test_presets_survive_config_json(preset: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(huggingface_values(vars(config), 100, 0)))
     again = ModelConfig(model_preset=str(tmp_path), seq_length=64)
     assert vars(again) == vars(config) | {"model_preset": None}
+
+
+UNSAID = ("use_mup", "add_qkv_bias")  # multipliers say what muP does; a GPT-2 has these biases anyway
+SWITCHES = [each.name for each in fields(ModelConfig) if each.default is False and each.name not in UNSAID]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("preset", ["345m", "llama3.2-1b"])
+def test_no_switch_is_lost_in_config_json(preset: str, switch: str) -> None:
+    """It is in the model that config.json describes, or no preset has it, or the model is not exported."""
+    try:
+        config = ModelConfig(model_preset=preset, seq_length=64, **{switch: True})
+        values = huggingface_values(vars(config), 100, 0)
+    except ValueError as error:
+        refused = str(error)
+    else:
+        again, refused = ModelConfig(**describe_model(values).fields, seq_length=64), ""
+        assert {**vars(again), "model_preset": preset, switch: True} == vars(config)
+        assert getattr(again, switch), "config.json does not say it"
+    assert not refused or re.search(r"needs|contradicts|cannot be exported", refused), refused
 
 
 YARN_FLAGS = {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 32}

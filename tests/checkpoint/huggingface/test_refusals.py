@@ -41,7 +41,7 @@ def indexed(weight_map: object) -> Callable[[Path], None]:
 
 
 REFUSALS = [
-    (configured(model_type="bert"), 'model_type is "bert"; must be one of gpt2, llama'),
+    (configured(model_type="bert"), 'model_type is "bert"; must be one of gpt2, bloom, llama'),
     (
         configured(activation_function="relu"),
         'activation_function "relu" is not supported; must be "gelu_new"',

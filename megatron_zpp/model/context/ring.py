@@ -1,0 +1,422 @@
+"""Ring attention: keys and values of context ranks go round (Ring Attention, 2310.01889).
+
+Shapes: B batch, S tokens of a sample, C context ranks, T = S / C tokens of this rank, L = S / 2C tokens of a
+chunk, N query heads, G heads of keys and values (G divides N), H head width.
+
+A rank has two chunks of every sample (model/context/parts.py). In round d it attends to those of the rank d
+places before it, while those of the next round are on their way; the results are merged by the logarithms of
+their sums of exponentials. In the backward keys and values travel again, and their gradients return to their
+own rank beside the next round. Chunks go straight to a rank that needs them, and only those in which a query
+there sees a key under the causal mask and a window; what documents hide is known by the device alone.
+
+Inside a compiled layer forward and backward are one operator each. With FlexAttention, which is compiled
+itself, they run between two graphs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.library import custom_op
+from torch.nn.attention import SDPBackend
+
+from megatron_zpp.config.options import option_error
+from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.model.attention import FLAG, AttentionKernel, DotProduct, PackedFlash
+from megatron_zpp.model.context.blocks import (
+    BlockKernel,
+    BlocksInMemory,
+    FlexBlocks,
+    FusedBlocks,
+    Merged,
+    Sums,
+    of_chunks,
+    of_sinks,
+)
+from megatron_zpp.model.context.parts import places
+from megatron_zpp.model.context.rounds import Pair, Round, rounds
+from megatron_zpp.model.masks import CAUSAL, CachedPrefix, Causal, InsideDocuments, Mask, SlidingWindow
+from megatron_zpp.model.scores import PLAIN_SCORES, Scores
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from megatron_zpp.model.context.rounds import Block
+
+_FUSED = {SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION}
+_CHOOSES, _MATH = -1, 0  # torch's choice of a backend, and its number of math
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The first key (B, T) int32 of a sample that each own token sees; it sees those from there up to itself.
+
+    `blocks` are FlexAttention's, which layers of one forward pass share.
+    """
+
+    first: Tensor
+    blocks: "dict[Block, BlockMask]" = field(default_factory=dict)
+
+
+class Ring:
+    """Attention over samples of which each rank of `group` has two chunks; `kernel` is that of one rank.
+
+    Causal attention to plain scores takes flash attention or cuDNN's kernel. Windows, documents and other
+    scores take FlexAttention where `kernel` is it or PackedFlash; otherwise scores are in memory.
+    """
+
+    def __init__(self, kernel: AttentionKernel, group: TensorGroup) -> None:
+        """Raises ValueError for a kernel that tells no sums of exponentials."""
+        if not isinstance(kernel, DotProduct) or kernel.backend is SDPBackend.EFFICIENT_ATTENTION:
+            name = "efficient" if isinstance(kernel, DotProduct) else "flash3"
+            fix = "has no blocks for --cp-comm-type p2p; use auto, flash or cudnn, or --cp-comm-type a2a"
+            raise option_error(FLAG, name, fix)
+        if isinstance(kernel, PackedFlash):
+            from megatron_zpp.model.flex import Flex
+
+            self._flex: Any = Flex()
+        else:
+            self._flex = kernel if kernel.compiled else None
+        self._kernel, self._group = kernel, group
+        self._backend = _CHOOSES if kernel.backend is None else int(kernel.backend.value)
+        self.compiled, self.splits_graphs, self.context_ranks = kernel.compiled, bool(self._flex), group.size
+        self._known: dict[tuple[Any, ...], Seen] = {}
+
+    def describe(self) -> str:
+        """Return the kernel's description for the log."""
+        blocks = (self._flex or self._kernel).describe()
+        return f"ring of {self.context_ranks} context ranks{blocks and f', {blocks}'}"
+
+    def sent(
+        self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
+    ) -> tuple[int, int]:
+        """Return the elements that a forward and a backward send per token of this rank.
+
+        For samples of `tokens`, in a layer with the `window`. As many keys and values of one chunk are sent
+        as this rank has tokens.
+        """
+        others = rounds(self.context_ranks, self._group.rank, tokens, window)[1:]
+        sent, returned = sum(len(each.sent) for each in others), sum(len(each.received) for each in others)
+        return sent * groups * head_width, (sent + returned) * groups * head_width
+
+    def sent_behind(self, heads: int, head_width: int) -> int:
+        """Return the elements that a forward sends behind all that its backward needs: none."""
+        return 0
+
+    def causal(self, x: Tensor) -> Causal:
+        """(B, T, …) -> the mask of whole samples."""
+        return Causal(self._seen_in_rows(x, None)) if self._flex else CAUSAL
+
+    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
+        """As `causal`."""
+        return SlidingWindow(window, self._seen_in_rows(x, window))
+
+    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
+        """As `causal`, of documents with `ends` (E) int32 among the B · S tokens."""
+        tokens, own = x.shape[1] * self.context_ranks, self._places(x.shape[1], ends.device)
+        rows = tokens * torch.arange(len(x), dtype=ends.dtype, device=ends.device)[:, None]
+        begins = ends[torch.bucketize(rows + own, ends, right=True) - 1]  # the last end up to a token
+        return InsideDocuments(Seen(torch.maximum(begins - rows, _newest(own, window or tokens))), window)
+
+    def _seen_in_rows(self, x: Tensor, window: int | None) -> Seen:
+        """What tokens of whole samples see, made once per shape and window."""
+        key = *x.shape[:2], window, x.device
+        if key not in self._known:
+            with torch.inference_mode(False):  # a graph may keep it for a backward
+                own = self._places(x.shape[1], x.device)
+                first = _newest(own, window or x.shape[1] * self.context_ranks)
+                self._known[key] = Seen(first.expand(len(x), -1).contiguous())
+        return self._known[key]
+
+    def _places(self, tokens: int, device: torch.device) -> Tensor:
+        """Where this rank's `tokens` of a sample are in it, (T) int32."""
+        chunks = places(tokens * self.context_ranks, self.context_ranks, self._group.rank)
+        return torch.cat([torch.arange(c.start, c.stop, dtype=torch.int32, device=device) for c in chunks])
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
+    ) -> Tensor:
+        """Queries (B, T, N, H), keys and values (B, T, G, H) -> (B, T, N, H); a cache is of whole samples."""
+        if isinstance(mask, CachedPrefix):
+            return self._kernel(q, k, v, dropout, mask, scores)
+        assert dropout == 0.0, "check_context_ranks refuses it"
+        plain = isinstance(mask, Causal) and scores.softcap is None and scores.slopes is None
+        backend = self._backend if plain else _MATH
+        window = None if isinstance(mask, Causal) else mask.window
+        if backend == _MATH and self._flex is not None:
+            return self._by_flex(q, k, v, mask.bounds, window, scores)
+        ring = _Passes(self._group.name, window, scores.scale, scores.softcap, backend)
+        first = None if isinstance(mask, Causal) else mask.bounds.first
+        return _Attention.apply(q, k, v, scores.sinks, scores.slopes, first, ring)
+
+    @torch.compiler.disable
+    def _by_flex(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, window: int | None, scores: Scores
+    ) -> Tensor:
+        kernel = FlexBlocks(self._flex, scores, seen.first, seen.blocks)
+        ring = _Passes(self._group.name, window, scores.scale, scores.softcap, _MATH, kernel)
+        return _Attention.apply(q, k, v, scores.sinks, None, None, ring)
+
+
+def _newest(places: Tensor, window: int) -> Tensor:
+    """The first place that a token at each of `places` sees."""
+    return (places - window + 1).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Forward and backward over the rounds; `kernel` is that of blocks, if not chosen by the other fields."""
+
+    group: str
+    window: int | None
+    scale: float | None
+    softcap: float | None
+    backend: int
+    kernel: BlockKernel | None = None
+
+    @property
+    def constants(self) -> tuple[str, int | None, float | None, float | None, int]:
+        """What an operator takes beside tensors."""
+        return self.group, self.window, self.scale, self.softcap, self.backend
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        first: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What attention makes (B, T, N, H), and the logarithms of its sums of exponentials (B, N, T)."""
+        group, merged, size = TensorGroup.named(self.group), Merged(), q.shape[1] // 2
+        kernel = self.kernel or self._chosen(q, k, v, slopes, first)
+        for each, keys, values in _travelling(k, v, group, self.window):
+            for block in each.blocks(each.pairs, joined=kernel.joins):
+                queries = of_chunks(q, block.queries, size)
+                seen = (of_chunks(part, block.keys, size, each.received.start) for part in (keys, values))
+                merged.add(block.queries, *kernel.forward(block, queries, *seen))
+        return merged.result(q, sinks)
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        slopes: Tensor | None,
+        first: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v.
+
+        What the own second chunk sees of the first one is computed while the first keys travel, and what both
+        see of themselves while the last gradients do.
+        """
+        group, size = TensorGroup.named(self.group), q.shape[1] // 2
+        kernel = self.kernel or self._chosen(q, k, v, slopes, first)
+        gradient, of_q, own = gradient.contiguous(), Sums(), (Sums(), Sums())
+
+        def add(
+            each: Round, pairs: Sequence[Pair], joined: bool, keys: Sequence[Tensor], sums: Sequence[Sums]
+        ) -> None:
+            """Add what `pairs` of a round make to the gradients of q and to `sums`, those of its keys."""
+            for block in each.blocks(pairs, joined=joined):
+                of_made, queries, made, made_sum = (
+                    of_chunks(part, block.queries, size) for part in (gradient, q, out, log_sum.mT)
+                )
+                seen, weighed = (of_chunks(part, block.keys, size, each.received.start) for part in keys)
+                made_sum = made_sum.mT.contiguous()
+                found = kernel.backward(block, of_made, queries, seen, weighed, made, made_sum)
+                for total, part in zip((of_q, *sums), found, strict=True):
+                    total.add(block.queries if total is of_q else block.keys, part)
+
+        travelling = _travelling(k, v, group, self.window)
+        at_home, *keys = next(travelling)
+        add(at_home, at_home.below, kernel.joins, keys, own)
+        returning: _Returning | None = None
+        for each, *keys in travelling:
+            sums = Sums(), Sums()
+            add(each, each.pairs, kernel.joins, keys, sums)
+            if returning is not None:
+                returning.add_to(own)
+            returning = _return(each, sums, k, group)
+        add(at_home, at_home.diagonal, False, (k, v), own)
+        if returning is not None:
+            returning.add_to(own)
+        found = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in (q, k, v)]
+        for total, part in zip((of_q, *own), found, strict=True):
+            total.into(part, range(2))
+        return found[0], found[1], found[2]
+
+    def _chosen(
+        self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, first: Tensor | None
+    ) -> BlockKernel:
+        """The kernel of blocks for these tensors, which is the same in both passes."""
+        grouped, backend = q.shape[2] != k.shape[2], SDPBackend.MATH
+        if self.backend != _MATH and not q.is_cuda:
+            backend = SDPBackend.MATH if grouped else SDPBackend.FLASH_ATTENTION  # torch 2.8's has no groups
+        elif self.backend == _CHOOSES:
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            number = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped)
+            backend = SDPBackend(number)
+        elif self.backend != _MATH:
+            backend = SDPBackend(self.backend)
+        if backend in _FUSED and q.shape[-1] % 8 == 0:
+            return FusedBlocks(backend, self.scale)
+        return BlocksInMemory(Scores(self.scale, self.softcap, slopes), first)
+
+
+class _Transfer:
+    """Rows of two tensors, on their way to the rank `distance` places behind, and those that come here.
+
+    All ranks of the group must make it. It owns its buffers until `wait` has returned.
+    """
+
+    def __init__(self, sent: Tensor, received: Tensor, distance: int, group: TensorGroup) -> None:
+        """Contiguous (2, B, rows, G, H); ranks may send each other different numbers of rows, or none."""
+        self._sent, self._received = sent, received
+        taken, given = [0] * group.size, [0] * group.size
+        taken[(group.rank - distance) % group.size] = received.numel()
+        given[(group.rank + distance) % group.size] = sent.numel()
+        self._work = dist.all_to_all_single(
+            received.view(-1), sent.view(-1), taken, given, group=group.process_group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        """Let the current stream (on a CPU: the caller) wait for what this rank receives."""
+        self._work.wait()
+        return self._received
+
+
+def _travelling(k: Tensor, v: Tensor, group: TensorGroup, window: int | None) -> Iterator[tuple[Any, ...]]:
+    """Each round with its keys and values, while those of the next one are on their way."""
+    size = k.shape[1] // 2
+    each, *others = rounds(group.size, group.rank, k.shape[1] * group.size, window)
+    keys: tuple[Tensor, ...] = k, v
+    for following in others:
+        coming = _Transfer(
+            torch.stack([of_chunks(part, following.sent, size) for part in (k, v)]),
+            _rows(k, following.received),
+            following.distance,
+            group,
+        )
+        yield each, *keys
+        each, keys = following, coming.wait().unbind()
+    yield each, *keys
+
+
+@dataclass(frozen=True)
+class _Returning:
+    """Gradients on their way home, where they are those of `chunks`."""
+
+    transfer: _Transfer
+    chunks: range
+
+    def add_to(self, sums: Sequence[Sums]) -> None:
+        """Add them to those of keys and of values."""
+        for total, part in zip(sums, self.transfer.wait().unbind(), strict=True):
+            total.add(self.chunks, part)
+
+
+def _return(each: Round, sums: Sequence[Sums], k: Tensor, group: TensorGroup) -> _Returning:
+    """Send the gradients of a round's keys and values home, and receive those of the keys that were sent."""
+    sent, received = _rows(k, each.received), _rows(k, each.sent)
+    for total, part in zip(sums, sent, strict=True):
+        total.into(part, each.received)
+    return _Returning(_Transfer(sent, received, -each.distance, group), each.sent)
+
+
+def _rows(k: Tensor, chunks: range) -> Tensor:
+    """Memory for keys and values of `chunks`, (2, B, rows, G, H)."""
+    return k.new_empty(2, len(k), len(chunks) * (k.shape[1] // 2), *k.shape[2:])
+
+
+class _Attention(torch.autograd.Function):
+    """Queries (B, T, N, H), keys and values (B, T, G, H), sinks (N) -> (B, T, N, H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        first: Tensor | None,
+        ring: _Passes,
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            out, log_sum = _ring_attention(q, k, v, sinks, slopes, first, *ring.constants)
+        else:
+            out, log_sum = ring.forward(q, k, v, sinks, slopes, first)
+        ctx.save_for_backward(q, k, v, out, log_sum, sinks, slopes, first)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sum, sinks, slopes, first = ctx.saved_tensors
+        inputs, ring = (gradient, q, k, v, out, log_sum, slopes, first), ctx.ring
+        if torch.compiler.is_compiling():
+            found = _ring_attention_backward(*inputs, *ring.constants)
+        else:
+            found = ring.backward(*inputs)
+        lost = of_sinks(gradient, out, log_sum, sinks) if ctx.needs_input_grad[3] else None
+        return *found, lost, None, None, None
+
+
+@custom_op("megatron_zpp_model::ring_attention", mutates_args=())
+def _ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    first: Tensor | None,
+    group: str,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    backend: int,
+) -> tuple[Tensor, Tensor]:
+    ring = _Passes(group, window, scale, softcap, backend)
+    return ring.forward(q, k, v, sinks, slopes, first)
+
+
+@_ring_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, _ = q.shape
+    log_sum = q.new_empty(batch, heads, tokens, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), log_sum
+
+
+@custom_op("megatron_zpp_model::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    slopes: Tensor | None,
+    first: Tensor | None,
+    group: str,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    backend: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ring = _Passes(group, window, scale, softcap, backend)
+    return ring.backward(gradient, q, k, v, out, log_sum, slopes, first)
+
+
+@_ring_attention_backward.register_fake
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

@@ -1,0 +1,87 @@
+"""A model whose samples context ranks share: each rank has some tokens of every sample."""
+
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.model.attention import AttentionKernel
+from megatron_zpp.model.context.dropout import PlacedDropout
+from megatron_zpp.model.context.heads import AllToAllHeads
+from megatron_zpp.model.context.parts import from_parts, own_part
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layer import Layer
+
+
+@runtime_checkable
+class ContextKernel(AttentionKernel, Protocol):
+    """Attention of context ranks."""
+
+    def sent(
+        self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
+    ) -> tuple[int, int]:
+        """Return the elements that a forward and a backward send per token of this rank.
+
+        For samples of `tokens`, in a layer with the `window`.
+        """
+
+    def sent_behind(self, heads: int, head_width: int) -> int:
+        """Return those that a forward sends behind all that its backward needs."""
+
+
+def share_samples(model: GPT, group: TensorGroup, tensor_rank: int = 0) -> None:
+    """Leave this rank of `group` its tokens of every sample; the model's attention is `context_kernel`'s."""
+    model.part = partial(own_part, ranks=group.size, rank=group.rank)
+    model.joined = partial(_joined, group=group)
+    p = model.config.hidden_dropout
+    if p > 0:
+        tokens = model.config.seq_length
+        dropout = PlacedDropout(p, tokens, group.size, group.rank, tensor_rank)
+        owners: list[nn.Module] = [model.embedding]
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            owners += [layer, *layer.halves]
+        for owner in owners:
+            owner.dropout = dropout
+
+
+def context_kernel(kernel: AttentionKernel, group: TensorGroup, comm_type: str, heads: int) -> ContextKernel:
+    """Attention by `kernel` among the ranks of `group`, which have so many heads of their tokens.
+
+    `comm_type` is a2a, p2p, or auto, as --cp-comm-type.
+    """
+    if exchanges_heads(comm_type, group.size, heads):
+        return AllToAllHeads(kernel, group)
+    from megatron_zpp.model.context.ring import Ring
+
+    return Ring(kernel, group)
+
+
+def exchanges_heads(comm_type: str, ranks: int, heads: int) -> bool:
+    """Whether `ranks` exchange heads, and not keys and values around a ring."""
+    return comm_type == "a2a" or (comm_type == "auto" and heads % ranks == 0)
+
+
+def exchanges_of_attention(model: GPT) -> list[tuple[int, int]]:
+    """Elements that forward and backward of each layer's attention send per row of a rank.
+
+    A selective recomputation sends them again until it has what the backward needs, which is behind all
+    exchanges but that of results.
+    """
+    found = []
+    for layer, window in zip(model.layers, model.windows, strict=True):
+        assert isinstance(layer, Layer)
+        attention, kernel = layer.attention, layer.attention.kernel
+        assert isinstance(kernel, ContextKernel)
+        heads = attention.heads, attention.groups, attention.head_width
+        forward, backward = kernel.sent(*heads, model.config.seq_length, window)
+        if attention.recompute_scores:
+            backward += forward - kernel.sent_behind(attention.heads, attention.head_width)
+        found.append((model.tensor_ranks * forward, model.tensor_ranks * backward))
+    return found
+
+
+def _joined(own: Tensor, *, group: TensorGroup) -> Tensor:
+    """This rank's tokens of samples (B, S / C, …) -> all (B, S, …). For inference alone."""
+    return from_parts(group.gather(own[None]))
