@@ -86,13 +86,15 @@ class PlainGPT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(width, config.num_attention_heads, config.ffn_hidden_size) for _ in range(config.num_layers)
         )
-        self.register_buffer("places", torch.arange(config.seq_length))
+        self.places: Tensor | None = None  # of a rank's tokens, where ranks share a sample
         self.norm = nn.LayerNorm(width)
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # or a compiled one
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        whole = tokens.shape[1] == len(self.positions.weight)
-        x = self.tokens(tokens) + (self.positions.weight if whole else self.positions(self.places))
+        if self.places is None:
+            x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        else:
+            x = self.tokens(tokens) + self.positions(self.places)
         for block in self.blocks:
             x = block(x)
         return self.loss(F.linear(self.norm(x), self.tokens.weight), targets)
@@ -188,6 +190,9 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
         from torch.distributed.tensor.experimental import context_parallel
 
         mesh, buffers = init_device_mesh(device.type, (dist.get_world_size(),)), list(model.buffers())
+        if isinstance(model, PlainGPT):
+            model.places = torch.arange(options.seq_length, device=device)
+            buffers = [model.places]
         parts = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0] * len(buffers))
         sharing.enter_context(parts)
     draw = torch.Generator().manual_seed(0 if shared or in_parts else rank)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
+from megatron_zpp.zero.row_moments import scale_rows_
 
-EPS = 1e-7  # of the norm of scaled rows
 SCALE = 0.2  # times √ of the longer side: updates then have the root mean square of AdamW's (2502.16982)
 
 
@@ -58,20 +58,12 @@ class Muon:
             matrices = torch.stack([direction[here].view(shape) for here in places])
             matrices = orthogonalised(matrices, settings, self._dtype)
             if settings.beta2 is not None:
-                matrices = self._row_scaled(matrices, shape, settings.beta2, skipped)
+                scale_rows_(matrices, self._squares[shape], settings.beta2, skip)
             for here, matrix in zip(places, matrices * (SCALE * max(shape) ** 0.5), strict=True):
                 update[here] = matrix.flatten()
         changed = master * (1 - learning_rate * settings.weight_decay) - learning_rate * update
         self._momentum.copy_(torch.where(skipped, self._momentum, momentum))
         master.copy_(torch.where(skipped, master, changed))
-
-    def _row_scaled(self, x: Tensor, shape: tuple[int, int], beta2: float, skipped: Tensor) -> Tensor:
-        """x (N, rows, columns) over its rows' root mean squares, with its norm."""
-        squares = self._squares[shape].lerp(x.square().mean(-1, keepdim=True), 1 - beta2)
-        self._squares[shape].copy_(torch.where(skipped, self._squares[shape], squares))
-        scaled = x / (squares.sqrt() + 1e-8)
-        norms = [y.norm(dim=(-2, -1), keepdim=True) for y in (x, scaled)]
-        return scaled * (norms[0] / (norms[1] + EPS))
 
 
 def orthogonalised(x: Tensor, settings: MuonSettings, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
     model       weights in fp32, and buffers, by the names of the model's own `state_dict()`
     optimizer   `exp_avg` and `exp_avg_sq`, or the states of another optimizer, by name, each with a tensor in
-                fp32 by parameter; with weight differences also `reference`
+                fp32 by parameter; with weight differences also `reference`, with NorMuon `row_moments`
     progress    `iteration`, `optimizer_steps`, `loss_scale`, `difference_formats`: plain values
 
 Every rank must call the functions here. Rank 0 has the states.
@@ -27,6 +27,7 @@ from megatron_zpp.zero.model_states import (
 )
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside
 
+_ROW_MOMENTS = "row_moments"
 State = dict[str, Any]
 
 
@@ -65,6 +66,8 @@ def state_of(engine: ZeroEngine, names: Mapping[str, Name]) -> State:
     }
     if engine.mesh.rank:
         return {}
+    if moments := engine.states.row_moments():
+        states[_ROW_MOMENTS] = {name: rows.cpu() for name, rows in moments.items()}
     weights = states.pop(WEIGHTS)
     model: dict[str, Tensor] = {}
     used: set[str] = set()
@@ -111,6 +114,14 @@ def load_state(
             _load(engine, kind, state["optimizer"][kind] if first else {})
         elif kind == MOMENTUM:  # of AdamW's states; and a reference begins as the weights
             _load(engine, kind, {})
+    moments = state["optimizer"].get(_ROW_MOMENTS, {}) if first else {}
+
+    def read(name: str, rows: Tensor) -> None:
+        if name in moments:
+            rows.copy_(moments[name])
+        rows.copy_(_broadcast(engine, rows))
+
+    engine.states.load_row_moments(read)
     formats = progress["difference_formats"] if REFERENCE in saved else None
     engine.states.load_difference_formats(formats)
     engine.states.load_optimizer_steps(progress["optimizer_steps"])
@@ -154,11 +165,17 @@ def _load(engine: ZeroEngine, kind: str, given: Mapping[str, Tensor]) -> None:
         values = torch.zeros(placement.shape, device=engine.device)
         if placement.name in given:
             values.copy_(given[placement.name])
-        if engine.mesh.world_size > 1:
-            dist.broadcast(values, 0)
-        return values
+        return _broadcast(engine, values)
 
     engine.states.load_whole(kind, whole)
+
+
+def _broadcast(engine: ZeroEngine, values: Tensor) -> Tensor:
+    """Those of rank 0, on the device."""
+    values = values.to(engine.device)
+    if engine.mesh.world_size > 1:
+        dist.broadcast(values, 0)
+    return values
 
 
 def _sent(engine: ZeroEngine, value: Any) -> Any:

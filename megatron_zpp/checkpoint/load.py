@@ -68,6 +68,7 @@ def load_checkpoint(
                     _load(kind, reader, engine, padded)
                 else:  # no step was taken (imported weights), or AdamW took them and had no momentum
                     engine.states.load(kind, lambda unit, elements: torch.zeros(len(elements)))
+            engine.states.load_row_moments(reader.read_row_moments)
             formats = reader.state.get("difference_formats") if REFERENCE in saved else None
             present = describe_units(engine)
             engine.states.load_difference_formats(formats_of_units(formats, reader.units, present))

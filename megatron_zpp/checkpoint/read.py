@@ -15,7 +15,7 @@ from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.slices import fill
-from megatron_zpp.checkpoint.states import buffer_name, saved_mesh, tensor_name
+from megatron_zpp.checkpoint.states import buffer_name, row_moments_name, saved_mesh, tensor_name
 from megatron_zpp.checkpoint.unit_entries import placement_of
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
@@ -134,6 +134,12 @@ class CheckpointReader:
     def read_buffer(self, name: str, target: Tensor) -> None:
         """Fill `target`, on the CPU and contiguous, with a saved buffer of its shape and dtype."""
         self._file(0).read_into(buffer_name(name), 0, target.view(-1), self._pool.map)
+
+    def read_row_moments(self, name: str, target: Tensor) -> None:
+        """Fill `target` (rows,), on the CPU, with the moments of a parameter's rows, if they were saved."""
+        file, saved = self._file(0), row_moments_name(name)
+        if file.dtype(saved) is not None:
+            file.read_into(saved, 0, target, self._pool.map)
 
     def _fill(self, kind: str, piece: Piece, mesh: Mesh, target: Tensor) -> None:
         """Fill `target` with a piece of what the rank of `mesh` has.

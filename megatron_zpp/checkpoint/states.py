@@ -19,6 +19,7 @@ state.json contains the rest:
              the block's first row and how many there are; absent in versions before 7. `frozen` units have
              no optimizer states. `states`: by kind, the first element of the unit and the one behind the
              last one that have it, if not all have
+    row_moments/NAME   in rank 0's file, with NorMuon: the moments of a parameter's rows. Not in state.json
     kinds    states in the files for each unit: `engine.states.kinds`, or `weights` only; absent in older
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
     forms    the dtypes of kinds that are not fp32, which the files have as the ranks held them, with
@@ -55,6 +56,11 @@ def buffer_name(name: str) -> str:
     return f"buffer/{name}"
 
 
+def row_moments_name(name: str) -> str:
+    """The name of the moments of a parameter's rows in rank 0's file."""
+    return f"row_moments/{name}"
+
+
 def saved_mesh(state: dict[str, Any]) -> Mesh:
     """The mesh of the run that wrote state.json, as rank 0 saw it.
 
@@ -76,7 +82,7 @@ def saved_kinds(engine: ZeroEngine, *, with_optimizer: bool) -> tuple[str, ...]:
 
 
 def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
-    """This rank's shards by name: the engine's memory, which optimizer steps change, not copies."""
+    """This rank's shards by name: the engine's memory, which optimizer steps change; copies of few rows."""
     kinds = saved_kinds(engine, with_optimizer=with_optimizer)
     shards = {
         tensor_name(name, index): shard
@@ -85,8 +91,11 @@ def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
         for index, shard in enumerate(shards)
         if len(shard)
     }
-    buffers = engine.buffers.persistent() if engine.topology.rank == 0 else {}
-    return shards | {buffer_name(name): buffer for name, buffer in buffers.items()}
+    if engine.topology.rank:
+        return shards
+    moments = engine.states.row_moments() if with_optimizer else {}
+    shards |= {row_moments_name(name): rows for name, rows in moments.items()}
+    return shards | {buffer_name(name): buffer for name, buffer in engine.buffers.persistent().items()}
 
 
 def describe_state(

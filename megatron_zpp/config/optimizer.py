@@ -46,6 +46,14 @@ class OptimizerConfig(Options):
     muon_extra_scale_factor: float = option(
         1.0, "Another factor; 0.2 with spectral makes updates as large as AdamW's.", needs=_MUON, above=0
     )
+    muon_row_scaling_beta2: float | None = option(
+        None,
+        "NorMuon: divide each row of an update by its root mean square, averaged over steps with this decay; "
+        "the norm of the update stays. 0.95 in its paper; default no scaling.",
+        needs=_MUON,
+        at_least=0,
+        below=1,
+    )
     weight_decay: float = option(
         0.01, "Decoupled weight decay of matrices; biases and norms are not decayed.", at_least=0
     )

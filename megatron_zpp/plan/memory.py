@@ -63,6 +63,8 @@ def memory_of(job: Job) -> Memory:
     second = sum(job.optimizer.saved_bytes[2])  # which matrices under Muon do not have
     optimizer = int((moments + master_bytes) * owned - second * muon.elements)
     optimizer += matmul_bytes * muon.rooms * muon.room
+    if job.optimizer.muon_row_scaling_beta2 is not None:
+        optimizer += 4 * muon.rows
     staged = 0
     if offloaded and differences:
         staged = 4 * owned

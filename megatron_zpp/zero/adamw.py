@@ -1,6 +1,8 @@
 """AdamW (1711.05101, algorithm 2): by the project's kernel, by torch's fused one, and by NVIDIA apex."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -174,6 +176,7 @@ class ApexAdamW:
 
     state_names = MOMENTS
     accepts_16bit_gradients = False
+    row_moments: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
 
     def __init__(self, config: OptimizerConfig, units: list[Unit], sources: GatherSources) -> None:
         from apex.optimizers import FusedAdam

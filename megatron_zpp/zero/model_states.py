@@ -264,6 +264,18 @@ class ModelStates:
             elif kind == REFERENCE:
                 self._weights.reference_replaced(index)
 
+    def row_moments(self) -> dict[str, Tensor]:
+        """NorMuon's moments of the rows (rows,) fp32 of each parameter that has some; on every rank."""
+        return {name: torch.cat(list(parts)) for name, parts in self._optimizer.row_moments.items()}
+
+    def load_row_moments(self, read: Callable[[str, Tensor], None]) -> None:
+        """The inverse of `row_moments`; `read` fills those of a parameter, which are zero and on the CPU."""
+        for name, parts in self._optimizer.row_moments.items():
+            whole = torch.zeros(sum(map(len, parts)))
+            read(name, whole)
+            for part, values in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+                part.copy_(values)
+
     @property
     def optimizer_steps(self) -> int:
         """Steps that the optimizer has taken; skipped ones do not count."""

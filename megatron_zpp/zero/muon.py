@@ -20,6 +20,7 @@ from megatron_zpp.zero.model_states import MOMENTUM
 from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers, muon_passes
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
 from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, RuleOf, Scalars, whole_unit, zero_states
+from megatron_zpp.zero.row_moments import RowMoments, by_parameter
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
 from megatron_zpp.zero.whole_matrices import Held, Matrix, Room, Round, matrices_of, muon_share, rounds
@@ -55,6 +56,10 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         # What follows in another room can be brought together while a round is worked on.
         self._following = dict(pairwise(made)) if share.rooms > 1 else {}
         self._bringing: dict[Round, Pending] = {}
+        self._row_moments: dict[Round, RowMoments] = {}
+        if (beta2 := config.muon_row_scaling_beta2) is not None:
+            self._row_moments = {one: RowMoments(one, beta2, stream, device) for one in made}
+            self.row_moments = by_parameter(self._row_moments.values())
         states = {index: each.elements(mesh) for index, each in held.items()}
         self._passes = {
             index: muon_passes(
@@ -104,7 +109,10 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
             brought.wait()
             for batch in work.batches:
                 orthogonalize_(batch, self._coefficients)
+            moments = self._row_moments.get(work)
+            exchanged = moments.scale(work.batches, self._numbers.found_inf) if moments else Pending()
             work.scatter(self._stream)
+            exchanged.wait()
         if index not in self._passes:
             super().update(index)
             return

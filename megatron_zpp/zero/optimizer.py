@@ -32,6 +32,7 @@ class Optimizer(Protocol):
     states: list[dict[str, Tensor]]
     steps: Tensor  # (); steps taken so far, skipped ones not included
     accepts_16bit_gradients: bool
+    row_moments: Mapping[str, Sequence[Tensor]]  # by parameter: NorMuon's, of all its rows, in parts
 
     def elements(self, unit: Unit, name: str) -> range:
         """The elements of a unit's buffer that have the state `name` on some rank."""
@@ -88,6 +89,8 @@ RuleOf: TypeAlias = Callable[[float], UpdateRule[Scalars]]
 
 class _Steps(Generic[Scalars]):
     """A step of each unit by an elementwise rule: a loop over the runs of one learning rate in its shard."""
+
+    row_moments: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
 
     def __init__(
         self,

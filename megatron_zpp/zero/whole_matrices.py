@@ -137,6 +137,7 @@ class MuonShare(NamedTuple):
     room: int  # elements of one of them
     working: int  # elements of what Newton-Schulz makes beside them
     sent: int  # elements that it sends to other ranks of its node
+    rows: int  # moments of rows, if there are some
 
 
 def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
@@ -155,6 +156,7 @@ def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
         max((one.room.used for one in made), default=0),
         max((working_numel(batch) for one in made for batch in one.batches), default=0),
         sum(one.sent for one in made),
+        sum(one.rows for one in made),
     )
 
 
@@ -184,7 +186,8 @@ class Round:
     """The work of a round on one rank: the buffers, and which views are copied where.
 
     `places`: the parts of the matrices of each unit that this rank has, in the order of its shard.
-    `batches`: the matrices of its work by shape, each (n, rows, columns).
+    `matrices`: the work of each rank of the node, in the order of its batches.
+    `batches`: the matrices of the work of this one by shape, each (n, rows, columns).
     """
 
     def __init__(self, matrices: Sequence[Matrix], held: Mapping[int, Held], mesh: Mesh, room: Room) -> None:
@@ -192,9 +195,13 @@ class Round:
         ranks, self.room = mesh.ranks(*mesh.inside_node), room
         costs = [matrix.cost for matrix in matrices]
         owners = [ranks[place] for place in balanced(costs, len(ranks))]
-        work = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == mesh.rank]
-        self.batches, wholes = _batches(work, room)
-        own, places = iter(wholes), list[Place]()
+        self.matrices = [
+            _by_shape([matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == rank])
+            for rank in ranks
+        ]
+        self.batches = _batches(self.matrices[ranks.index(mesh.rank)], room)
+        wholes = {tuple(batch.shape[1:]): iter(batch) for batch in self.batches}
+        places = list[Place]()
         # By other rank: parts of this rank, and views of `batches`; first those that are sent both ways.
         # Of this rank itself: parts that are no run of elements of their matrix.
         mine, kept = ({rank: list[tuple[Matrix, range]]() for rank in ranks} for _ in range(2))
@@ -202,7 +209,7 @@ class Round:
         for matrix, owner in zip(matrices, owners, strict=True):
             unit = held[matrix.unit]
             senders = unit.senders(matrix, mesh, owner)
-            whole = next(own) if owner == mesh.rank else None
+            whole = next(wholes[matrix.shape]) if owner == mesh.rank else None
             for rank in ranks if owner == mesh.rank else (mesh.rank,):
                 for part in unit.parts(matrix, mesh.at(rank)):
                     view = None if whole is None else whole[part.box]
@@ -240,6 +247,12 @@ class Round:
     def sent(self) -> int:
         """Elements that this rank sends to others, both ways."""
         return self._there.sent.numel() + self._back.sent.numel()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrices of all ranks, as many for each as for the one that has most."""
+        most = max(sum(len(matrix.rows) for matrix in matrices) for matrices in self.matrices)
+        return most * len(self.matrices)
 
     def gather(self, stream: CommStream) -> Pending:
         """Bring what all ranks of the node have written to the `there` of their places to their matrices."""
@@ -301,11 +314,15 @@ def _pairs(order: Sequence[int], views: _Cut, flats: _Cut) -> tuple[list[Tensor]
     return [view for view, _ in pairs], [flat.view(view.shape) for view, flat in pairs]
 
 
-def _batches(matrices: Sequence[Matrix], room: Room) -> tuple[list[Tensor], list[Tensor]]:
-    """Memory for matrices of each shape, (n, rows, columns), and a view of each."""
-    batches = {
-        shape: room.take(count * math.prod(shape)).view(count, *shape)
+def _by_shape(matrices: Sequence[Matrix]) -> list[Matrix]:
+    """The same, those of a shape one after the other, in the order of the first of each shape."""
+    shapes = list(dict.fromkeys(matrix.shape for matrix in matrices))
+    return sorted(matrices, key=lambda matrix: shapes.index(matrix.shape))
+
+
+def _batches(matrices: Sequence[Matrix], room: Room) -> list[Tensor]:
+    """Memory for matrices of each shape, (n, rows, columns)."""
+    return [
+        room.take(count * math.prod(shape)).view(count, *shape)
         for shape, count in Counter(matrix.shape for matrix in matrices).items()
-    }
-    each = {shape: iter(batch) for shape, batch in batches.items()}
-    return list(batches.values()), [next(each[matrix.shape]) for matrix in matrices]
+    ]

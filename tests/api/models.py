@@ -60,7 +60,7 @@ def engine_of(
     """In fp32, at stage 3."""
     config = EngineConfig(
         zero=ZeroConfig(**({"zero_stage": 3} | zero)),
-        optimizer=replace(OPTIMIZER, optimizer="muon" if muon else "adam"),
+        optimizer=replace(OPTIMIZER, optimizer="muon", muon_row_scaling_beta2=0.9) if muon else OPTIMIZER,
         precision=precision or PrecisionConfig(fp32=True),
     )
     silent: dict[str, Any] = {"say": lambda line: None, "device": torch.device(device)}

@@ -74,7 +74,7 @@ def test_each_kernel_of_a_ring_is_attention_to_whole_samples() -> None:
 
 
 def losses(topology: Topology, context: int, comm_type: str, compiled: bool) -> list[float]:
-    """Of ten steps and an evaluation of a Llama in bf16, at stage 3."""
+    """Of this rank's tokens in ten steps and an evaluation of a Llama in bf16, at stage 3."""
     torch._dynamo.reset()
     config = ModelConfig(**SHAPE | LLAMA, hidden_dropout=0.0, attention_dropout=0.0)
     engine = engine_of(
@@ -103,9 +103,8 @@ def losses(topology: Topology, context: int, comm_type: str, compiled: bool) -> 
 def test_two_context_ranks_learn_what_one_does(comm_type: str) -> None:
     expected = losses(Topology(), 1, comm_type, False)
     for compiled in (False, True):
-        first, second = on_gpus(1, 2, losses, 2, comm_type, compiled)
-        assert first == second
-        assert first == pytest.approx(expected, rel=2**-8)
+        of_each = on_gpus(1, 2, losses, 2, comm_type, compiled)
+        assert [sum(both) / 2 for both in zip(*of_each, strict=True)] == pytest.approx(expected, rel=2**-8)
 
 
 def exposed(topology: Topology, directory: str) -> tuple[float, float]:

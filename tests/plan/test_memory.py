@@ -50,7 +50,7 @@ ALL = {"zero_stage": 3} | QWZ | HPZ | QGZ
 ADAMW, MUON = (OptimizerConfig(optimizer=name, weight_decay=0.1) for name in ("adam", "muon"))
 FP8 = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8")
 SPLIT = dataclasses.replace(FP8, main_params_dtype="bf16+8")
-MUON_IN_BF16 = dataclasses.replace(FP8, optimizer="muon", exp_avg_dtype="bf16")
+MUON_IN_BF16 = dataclasses.replace(FP8, optimizer="muon", exp_avg_dtype="bf16", muon_row_scaling_beta2=0.95)
 MACHINE = Machine(flops=1e15, memory_rate=1e12, inside=1e11, link=1e10)
 
 

@@ -9,6 +9,7 @@ from megatron_zpp.train.resume.changes import (
     matmul_changes,
     numbering_changes,
     residual_changes,
+    row_scaling_changes,
     setting_changes,
 )
 from megatron_zpp.zero.model_states import SUM_RESIDUAL, residual_of
@@ -102,3 +103,10 @@ def test_what_codes_have_lost_of_gradients_is_sent_summed_or_dropped() -> None:
     assert residual_changes(two, two) == residual_changes(["weights"], two) == []
     assert "is summed" in residual_changes(two, four)[0]
     assert "is dropped" in residual_changes(two, ["weights"])[0]
+
+
+def test_moments_of_rows_begin_at_zero_or_are_dropped() -> None:
+    without, with_them = ({"optimizer": each} for each in ({}, {"muon_row_scaling_beta2": 0.95}))
+    assert row_scaling_changes(without, without) == row_scaling_changes(with_them, with_them) == []
+    assert "begin at zero" in row_scaling_changes(without, with_them)[0]
+    assert "are dropped" in row_scaling_changes(with_them, without)[0]

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.emulation import muon as emulated
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.engine import EngineConfig
@@ -154,24 +156,38 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     return x
 
 
-def expected(steps: int, nesterov: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def expected(
+    steps: int, nesterov: bool = False, beta2: float | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights of matrices after so many steps, in float64, and the last change of each."""
     weights, changes = {}, {}
     for name, rows in ROWS.items():
         weight, average = drawn(name, 1_000_000).double(), torch.zeros(SHAPES[name], dtype=torch.float64)
+        rows_squared = torch.zeros(len(weight), 1, dtype=torch.float64)
         for step in range(steps):
             gradient = sum(drawn(name, 8 * step + index).double() for index in range(8)) / 8
             average = 0.9 * average + 0.1 * gradient
             used = 0.9 * average + 0.1 * gradient if nesterov else average
-            parts = [newton_schulz(part) * math.sqrt(max(part.shape)) for part in used.split(list(rows))]
-            changes[name] = RATE * torch.cat(parts)
+            parts = [newton_schulz(part) for part in used.split(list(rows))]
+            if beta2 is not None:
+                rows_squared = beta2 * rows_squared + (1 - beta2) * (torch.cat(parts) ** 2).mean(1)[:, None]
+                scaled = (torch.cat(parts) / rows_squared.sqrt()).split(list(rows))
+                parts = [new * old.norm() / new.norm() for old, new in zip(parts, scaled, strict=True)]
+            changes[name] = RATE * torch.cat([part * math.sqrt(max(part.shape)) for part in parts])
             weight = (1 - RATE * DECAY) * weight - changes[name]
         weights[name] = weight
     return weights, changes
 
 
-def found(topology: Topology, zero: dict[str, Any], nesterov: bool, device: str = "cpu") -> dict[str, list]:
-    settings = {"device": device, "muon_coefficient_type": "simple", "muon_nesterov": nesterov}
+def found(
+    topology: Topology,
+    zero: dict[str, Any],
+    nesterov: bool,
+    device: str = "cpu",
+    beta2: float | None = None,
+) -> dict[str, list]:
+    settings = {"muon_coefficient_type": "simple", "muon_nesterov": nesterov, "muon_row_scaling_beta2": beta2}
+    settings["device"] = device
     engine = engine_of(topology, zero, PrecisionConfig(fp32=True), **settings)
     train(engine, range(3))
     weights = weights_of(engine)
@@ -179,13 +195,32 @@ def found(topology: Topology, zero: dict[str, Any], nesterov: bool, device: str 
     return {name: weight.tolist() for name, weight in weights.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "beta2"), [*((stage, None) for stage in range(4)), (0, 0.75), (3, 0.75)])
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (4, 2)])
-def test_updates_are_those_of_float64(stage: int, ranks: int, per_node: int) -> None:
-    nesterov = stage == 2
-    weights, changes = expected(3, nesterov)
-    for rank in on_ranks(ranks, found, {"zero_stage": stage}, nesterov, ranks_per_node=per_node):
+def test_updates_are_those_of_float64(stage: int, beta2: float | None, ranks: int, per_node: int) -> None:
+    zero, nesterov = {"zero_stage": stage}, stage == 2
+    weights, changes = expected(3, nesterov, beta2)
+    for rank in on_ranks(ranks, found, zero, nesterov, "cpu", beta2, ranks_per_node=per_node):
         check(rank, weights, changes)
+
+
+@pytest.mark.parametrize("beta2", [None, 0.75])
+def test_the_emulator_has_the_same_updates(beta2: float | None) -> None:
+    weights, changes = expected(3, nesterov=True, beta2=beta2)
+    settings = emulated.MuonSettings(
+        momentum=0.9, weight_decay=emulated.SCALE * DECAY, coefficient_type="simple", beta2=beta2
+    )
+    for name, rows in ROWS.items():
+        master, columns = drawn(name, 1_000_000).flatten(), SHAPES[name][1]
+        matrices: dict[tuple[int, int], list[slice]] = {}
+        for first, count in zip(accumulate(rows, initial=0), rows, strict=False):
+            here = slice(first * columns, (first + count) * columns)
+            matrices.setdefault((count, columns), []).append(here)
+        one = emulated.Muon(torch.zeros_like(master), matrices, settings, torch.float32)
+        for step in range(3):
+            gradient = torch.stack([drawn(name, 8 * step + index) for index in range(8)]).mean(0)
+            one.step(master, gradient.flatten(), RATE / emulated.SCALE, torch.zeros(()))
+        check({name: master.view(SHAPES[name]).tolist()}, {name: weights[name]}, changes)
 
 
 def ahead(topology: Topology) -> list[Any]:
@@ -262,13 +297,13 @@ def total_owed(states: dict[str, dict[str, list]]) -> dict[str, Tensor]:
     }
 
 
-def owed_after(topology: Topology, zero: dict[str, Any], path: str) -> dict[str, list]:
-    """The same after loading a checkpoint, all of it in the sums over nodes."""
+def loaded(topology: Topology, zero: dict[str, Any], path: str) -> dict[str, dict[str, list]]:
+    """States after loading a checkpoint."""
     engine = in_fp16(topology, zero)
     load_checkpoint(Path(path), engine, TOKENIZER, with_optimizer=True)
     states = lists(engine)
     engine.close()
-    return states["residual_of_sums"]
+    return states
 
 
 def telescoped(topology: Topology, zero: dict[str, Any], device: str = "cpu") -> list[dict[str, list]]:
@@ -336,15 +371,15 @@ def test_momentum_in_bf16_is_rounded_alike_on_any_shards() -> None:
 
 
 def lists(engine: ZeroEngine) -> dict[str, dict[str, list]]:
-    return {
-        kind: {name: state.tolist() for name, state in states_of(engine, kind).items()}
-        for kind in engine.states.kinds
-    }
+    states = {kind: states_of(engine, kind) for kind in engine.states.kinds}
+    states["row_moments"] = engine.states.row_moments()
+    return {kind: {name: state.tolist() for name, state in each.items()} for kind, each in states.items()}
 
 
 def in_fp16(topology: Topology, zero: dict[str, Any], **settings: Any) -> ZeroEngine:
     precision = PrecisionConfig(fp16=True, loss_scale=1024.0)
-    return engine_of(topology, zero, precision, operations=operations() if zero else None, **settings)
+    settings |= {"operations": operations() if zero else None, "muon_row_scaling_beta2": 0.75}
+    return engine_of(topology, zero, precision, **settings)
 
 
 def resumed(topology: Topology, zero: dict[str, Any], directory: str) -> list[dict[str, dict[str, list]]]:
@@ -365,17 +400,22 @@ def resumed(topology: Topology, zero: dict[str, Any], directory: str) -> list[di
 def test_a_run_resumes_bit_for_bit_and_its_states_load_on_any_mesh(
     zero: dict[str, Any], tmp_path: Path
 ) -> None:
-    saved, straight, again = on_ranks(4, resumed, zero, str(tmp_path), ranks_per_node=2)[0]
+    ranks = on_ranks(4, resumed, zero, str(tmp_path), ranks_per_node=2)
+    saved, straight, again = ranks[0]
     assert again == straight
-    assert saved["momentum_buffer"] != straight["momentum_buffer"]
+    assert ranks[1:] == ranks[:1] * 3
+    assert all(saved[kind] != straight[kind] for kind in ("momentum_buffer", "row_moments"))
     (path,) = tmp_path.glob("iter_*")
     engine = in_fp16(Topology(), {})
     load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
-    assert lists(engine) == {kind: saved[kind] for kind in engine.states.kinds}
-    assert len(saved) - len(engine.states.kinds) == (3 if zero else 0)  # of two nodes, and of sums
-    for rank in on_ranks(3, owed_after, zero, str(path), ranks_per_node=1) if zero else ():
+    found = lists(engine)
+    assert found == {kind: saved[kind] for kind in found}
+    assert len(saved) - len(found) == (3 if zero else 0)  # of two nodes, and of sums
+    for rank in on_ranks(3, loaded, zero, str(path), ranks_per_node=1) if zero else ():
+        assert rank["row_moments"] == saved["row_moments"]
         for name, owed in total_owed(saved).items():
-            assert torch.allclose(torch.tensor(rank[name]), owed, rtol=2**-8, atol=1e-9)
+            of_sums = torch.tensor(rank["residual_of_sums"][name])
+            assert torch.allclose(of_sums, owed, rtol=2**-8, atol=1e-9)
     with pytest.raises(ValueError, match="add --optimizer muon, or --no-load-optim"):
         load_checkpoint(path, engine_of(Topology(), {}, matrices={}), TOKENIZER, with_optimizer=True)
 
@@ -383,7 +423,7 @@ def test_a_run_resumes_bit_for_bit_and_its_states_load_on_any_mesh(
 def test_a_nan_changes_nothing_and_adamws_checkpoint_begins_without_momentum(tmp_path: Path) -> None:
     adamw = engine_of(Topology(), {}, matrices={})
     train(adamw, range(2))
-    engine = engine_of(Topology(), {})
+    engine = engine_of(Topology(), {}, muon_row_scaling_beta2=0.75)
     load_checkpoint(save(tmp_path, adamw, Progress(2)), engine, TOKENIZER, with_optimizer=True)
     before = lists(engine)
     assert not any(state.any() for state in states_of(engine, "momentum_buffer").values())
@@ -392,6 +432,7 @@ def test_a_nan_changes_nothing_and_adamws_checkpoint_begins_without_momentum(tmp
     assert lists(engine) == before
     hook.remove()
     assert train(engine, range(1)) == [0.0]
+    assert lists(engine)["row_moments"] != before["row_moments"]
 
 
 @pytest.mark.parametrize(("layers", "hidden"), [(24, 2048), (40, 5120)], ids=["1.3B", "13B"])

@@ -275,7 +275,8 @@ OTHER_VALUES = {  # by flag: what says here what a value of another program says
     "--tokenizer-type": dict.fromkeys(("PretrainedFromHF", "HFTokenizer"), "HuggingFaceTokenizer"),
 }
 REFUSED_VALUES = {
-    "--optimizer": dict.fromkeys(("sgd", "lion", "soap", "adaptive_muon"), OPTIMIZERS),
+    "--optimizer": dict.fromkeys(("sgd", "lion", "soap"), OPTIMIZERS)
+    | {"adaptive_muon": "not supported: AdaMuon; NorMuon is --optimizer muon --muon-row-scaling-beta2 0.95"},
     "--position-embedding-type": {
         "mrope": "not supported: multimodal rope",
         "relative": "not supported: relative positions",

@@ -145,6 +145,10 @@ class FlexBlocks:
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
+        return self._attend(block, *(part.clone() for part in (q, k, v)))
+
+    def _attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, of tensors that are no parts of others: a graph would be compiled for each part."""
         shift = block.query_start - block.key_start
         if block not in self._masks:
             with torch.inference_mode(False):  # a graph may keep it for a backward
@@ -156,9 +160,9 @@ class FlexBlocks:
         self, block: Block, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
     ) -> Gradients:
         """See BlockKernel. Computes the block's forward again, which it merged with others."""
-        inputs = [part.detach().requires_grad_() for part in (q, k, v)]
+        inputs = [part.detach().clone().requires_grad_() for part in (q, k, v)]
         with torch.enable_grad():
-            own, own_sum = self.forward(block, *inputs)
+            own, own_sum = self._attend(block, *inputs)
         share = torch.exp(own_sum - log_sum).detach()  # (B, N, Q), 0 for a query that sees no key
         of_share = (gradient * (own.detach() - out)).sum(-1, dtype=share.dtype).transpose(1, 2)
         of_own = (gradient * _by_head(share)).to(own.dtype)
@@ -212,9 +216,15 @@ class Sums:
             self._chunks[chunk] = part if before is None else _exact(before).add_(part)
 
     def into(self, out: Tensor, chunks: range) -> None:
-        """Write those of `chunks`, one behind the other."""
+        """Move those of `chunks` to `out`, one behind the other."""
         for chunk, part in zip(chunks, _chunks(out, len(chunks)), strict=True):
-            part.copy_(self._chunks[chunk])
+            part.copy_(self._chunks.pop(chunk))
+
+    def result(self, like: Tensor) -> Tensor:
+        """Those of both chunks, in the shape and format of `like`."""
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        self.into(out, range(2))
+        return out
 
 
 def of_sinks(gradient: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:

@@ -236,23 +236,26 @@ class _Passes:
                 for total, part in zip((of_q, *sums), found, strict=True):
                     total.add(block.queries if total is of_q else block.keys, part)
 
+        def send_home(each: Round, keys: Sequence[Tensor]) -> _Returning:
+            """Send the gradients of a round's keys to their rank."""
+            sums = Sums(), Sums()
+            add(each, each.pairs, kernel.joins, keys, sums)
+            return _return(each, sums, k, group)
+
         travelling = _travelling(k, v, group, self.window)
         at_home, *keys = next(travelling)
         add(at_home, at_home.below, kernel.joins, keys, own)
         returning: _Returning | None = None
         for each, *keys in travelling:
-            sums = Sums(), Sums()
-            add(each, each.pairs, kernel.joins, keys, sums)
+            following = send_home(each, keys)
             if returning is not None:
                 returning.add_to(own)
-            returning = _return(each, sums, k, group)
+            returning = following
+        del keys
         add(at_home, at_home.diagonal, False, (k, v), own)
         if returning is not None:
             returning.add_to(own)
-        found = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in (q, k, v)]
-        for total, part in zip((of_q, *own), found, strict=True):
-            total.into(part, range(2))
-        return found[0], found[1], found[2]
+        return of_q.result(q), own[0].result(k), own[1].result(v)
 
     def _chosen(
         self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, first: Tensor | None
@@ -308,6 +311,7 @@ def _travelling(k: Tensor, v: Tensor, group: TensorGroup, window: int | None) ->
         )
         yield each, *keys
         each, keys = following, coming.wait().unbind()
+        del coming  # with what was sent
     yield each, *keys
 
 

@@ -93,6 +93,16 @@ def residual_changes(saved: Iterable[str], present: Iterable[str]) -> list[str]:
     return [" what 4-bit codes have lost of gradients is summed: the number of nodes differs"]
 
 
+def row_scaling_changes(saved: Settings, present: Settings) -> list[str]:
+    """A log line if NorMuon begins, or ends."""
+    before, now = (
+        settings["optimizer"].get("muon_row_scaling_beta2") is not None for settings in (saved, present)
+    )
+    if before and not now:
+        return [" WARNING: the moments of rows are dropped: this run has no --muon-row-scaling-beta2"]
+    return [" the moments of rows begin at zero: --muon-row-scaling-beta2 is new"] if now > before else []
+
+
 def numbering_changes(saved: Settings, present: Settings) -> list[str]:
     """Log lines on flags that number samples differently from the run that saved."""
     lines = []

@@ -29,6 +29,7 @@ from megatron_zpp.train.resume.changes import (
     ordered_samples,
     rate_change,
     residual_changes,
+    row_scaling_changes,
     setting_changes,
 )
 from megatron_zpp.train.resume.start import Start, named
@@ -110,6 +111,7 @@ def _load(
             changes += [" WARNING: the checkpoint is AdamW's: the momentum of Muon's matrices begins at zero"]
         if with_optimizer:
             changes += residual_changes(kinds, engine.states.kinds)
+            changes += row_scaling_changes(saved, present)
         else:
             changes += [_SCHEDULE_GOES_ON]
     without = "" if with_optimizer else " without the optimizer's state"
