@@ -1,11 +1,13 @@
 """What every benchmark shares: the machine it ran on, and where its result goes."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +99,14 @@ def _first_field(path: str, field: str) -> str | None:
     except OSError:
         return None
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), None)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End the group of a launcher: SIGTERM first, on which it ends its ranks, and SIGKILL after 20 s."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,4 +1,4 @@
-"""The rate of the fused operations, compared with a copy, plain torch and torch.compile in the same run.
+"""The rate of the fused operations, compared with a copy in the same run.
 
     python benchmarks/quantization.py [--sizes 64 512 2048] [--operations quantize adamw] [--quick]
 
@@ -7,7 +7,7 @@ summed, and of the fp32 weights for AdamW. Bytes are those that the operation mu
 once; the copy is torch's copy_ of buffers of the same total size. A time is the median of batches of calls
 between two CUDA events, queued after a sleeping kernel so that the host's launches do not count;
 calls alternate between sets of buffers of at least four times the L2 cache (on a CPU 64 MB). On a CPU it is
-wall-clock time, and nothing is compiled.
+wall-clock time.
 """
 
 import sys
@@ -43,7 +43,7 @@ class Settings(Options):
 
     sizes: tuple[int, ...] = option((), "Megabytes [64 512 2048, on a CPU 64].", at_least=1)
     operations: tuple[str, ...] = option((), "Only these operations.")
-    quick: bool = option(False, "The smallest size alone, and no torch.compile.")
+    quick: bool = option(False, "The smallest size alone.")
     output: str = option(str(Path(__file__).parent / "results"), "Directory of the result.")
 
     def check(self) -> None:
@@ -100,31 +100,23 @@ def copy_seconds(watch: Stopwatch, moved: int) -> float:
     return watch.seconds([partial(pair[1].copy_, pair[0]) for pair in pairs])
 
 
-def measure(
-    case: Case, ops: Operations, megabytes: int, watch: Stopwatch, compiled: Call | None
-) -> dict[str, Any]:
+def measure(case: Case, ops: Operations, megabytes: int, watch: Stopwatch) -> dict[str, Any]:
     """One row of the result."""
     elements = megabytes * MEGABYTE // case.element_bytes
     sets: list[Buffers] = [case.build(ops, elements, watch.device)]
     moved = sets[0].bytes
     sets += [case.build(ops, elements, watch.device) for _ in range(watch.sets(moved) - 1)]
-    ours = watch.seconds([buffers.ours for buffers in sets])
-    eager = watch.seconds([partial(case.eager, *buffers.plain) for buffers in sets])
-    line = {
+    seconds = watch.seconds([buffers.call for buffers in sets])
+    del sets
+    return {
         "operation": case.operation,
         "variant": case.variant,
         "megabytes": megabytes,
         "bytes": moved,
-        "microseconds": round(ours * 1e6, 1),
-        "gb_per_second": round(moved / ours / 1e9, 1),
+        "microseconds": round(seconds * 1e6, 1),
+        "gb_per_second": round(moved / seconds / 1e9, 1),
+        "of_copy": round(copy_seconds(watch, moved) / seconds, 3),
     }
-    if compiled is not None:
-        fast = watch.seconds([partial(compiled, *buffers.plain) for buffers in sets])
-        line["times_faster_than_compiled"] = round(fast / ours, 2)
-    line["times_faster_than_plain_torch"] = round(eager / ours, 2)
-    del sets
-    line["of_copy"] = round(copy_seconds(watch, moved) / ours, 3)
-    return line
 
 
 def main() -> None:
@@ -132,7 +124,6 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ops = load_operations(device.type, require_kernels=True, say=print)
     sizes = settings.sizes or ((64, 512, 2048) if device.type == "cuda" else (64,))
-    compiles = device.type == "cuda" and not settings.quick
     if settings.quick:
         sizes = (min(sizes),)
     torch.manual_seed(0)
@@ -141,10 +132,8 @@ def main() -> None:
     for case in all_cases():
         if settings.operations and case.operation not in settings.operations:
             continue
-        torch._dynamo.reset()  # torch would count functions of other formats as recompilations
-        compiled = torch.compile(case.written, dynamic=True) if compiles else None
         for megabytes in sizes:
-            lines.append(measure(case, ops, megabytes, watch, compiled))
+            lines.append(measure(case, ops, megabytes, watch))
             print({key: value for key, value in lines[-1].items() if key != "bytes"}, flush=True)
     figures = {"device": device.type, "seconds": round(time.perf_counter() - begin), "results": lines}
     write_result(f"quantization_{device.type}", figures, Path(settings.output))

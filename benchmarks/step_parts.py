@@ -1,4 +1,4 @@
-"""Splits the time of a traced step by what the GPU did, and draws it.
+"""Splits the time of a traced step by what the GPU did.
 
 Where kernels of two kinds run at once, their time is the first one's in the order of PARTS: communication is
 exposed where nothing else ran beside it.
@@ -61,30 +61,6 @@ def parts_of_events(events: list[dict[str, Any]], steps: int) -> dict[str, float
         found[part] = (_length(busy) - before) / steps / 1000
     found["idle"] = (stop - start - _length(busy)) / steps / 1000
     return {part: round(value, 3) for part, value in found.items()}
-
-
-def draw(parts: dict[str, dict[str, float]], path: Path) -> None:
-    """A bar for each run, as shares of its step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(11, 1.2 + 0.55 * len(parts)), layout="constrained")
-    names = list(parts)
-    left = [0.0] * len(names)
-    for part, color in zip(PARTS, plt.cm.tab10.colors, strict=False):
-        widths = [100 * parts[name][part] / (sum(parts[name].values()) or 1.0) for name in names]
-        axes.barh(names, widths, left=left, color=color, label=part, height=0.7)
-        for row, (begin, width) in enumerate(zip(left, widths, strict=True)):
-            if width > 4:
-                axes.text(begin + width / 2, row, f"{width:.0f}", ha="center", va="center", fontsize=8)
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("% of a step")
-    axes.invert_yaxis()
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=110)
 
 
 def _union(spans: list[Span]) -> list[Span]:

@@ -15,13 +15,12 @@ clipping, the optimizer and reading the loss. Figures: milliseconds per step, TF
 peak memory, seconds from the start of the program to its first line, with and without cached kernels; and
 ratios of a GPU's rate to the peers' of the same shape: mean over the rounds and half-width of its 95%
 interval. With --against, each run of ours also runs from another checkout, in turn; `over_against` is such a
-ratio of times. With --parts a trace of three steps of ours is split by kind of kernel, and drawn: idle is the
-rest of a step that is not traced, because tracing slows the host down. With --recompute the backward computes
-layers again.
+ratio of times. With --parts a trace of three steps of ours is split by kind of kernel: idle is the rest of a
+step that is not traced, because tracing slows the host down. With --recompute the backward computes layers
+again.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -36,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 import torch
 
-from benchmarks.common import RESULTS, save_result
+from benchmarks.common import RESULTS, end_group, save_result
 from benchmarks.intervals import mean_and_interval
 from benchmarks.plain_training import KINDS
-from benchmarks.step_parts import draw, parts_of_trace
+from benchmarks.step_parts import parts_of_trace
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token
 
@@ -142,7 +141,7 @@ def measure(
                         first = time.perf_counter() - started
                     time.sleep(0.05)
             finally:  # no process may outlive the benchmark
-                _end(process)
+                end_group(process)
         records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         if process.returncode or not records:
             return {"failed": output.read_text()[-2000:]}
@@ -154,16 +153,6 @@ def measure(
         "first_line_seconds": round(first, 1) if first else None,
         "losses": [round(record["lm_loss"], 4) for record in steps],
     }
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run: SIGTERM first, on which a launcher ends its ranks, and SIGKILL after 20 s."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def shape_of(text: str) -> dict[str, Any]:
@@ -206,7 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--extra", nargs="*", default=[], help="more flags for pretrain_gpt.py, as FLAG=VALUE"
     )
-    parser.add_argument("--parts", type=Path, help="PNG file for the figure of the parts of a step")
+    parser.add_argument("--parts", action="store_true", help="split a step of ours")
     parser.add_argument("--name", default="throughput")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -247,8 +236,6 @@ def main() -> None:
                         print(text, run, found, flush=True)
                     figures[text] = summary(rounds, shape, options)
                     save()  # what is measured stays if a limit of time ends the benchmark
-    if options.parts:
-        draw(parts, options.parts)
     print(f"written to {save()}")
 
 

@@ -17,32 +17,19 @@ if TYPE_CHECKING:
     from tests.object_server import ObjectServer
 
 # One of these that began last would leave the other workers without work.
-LONGEST = (
-    "slurm/test_jobs.py",
-    "plan/test_search.py",
-    "plan/test_memory.py",
-    "zero/test_stages.py",
-    "faults/test_bad_inputs.py",
-    "checkpoint/foreign/test_hostile.py",
-    "commands/test_scripts.py",
-    "zero/test_tensor_parallel.py",
-    "plan/test_tensor_parallel.py",
-    "zero/test_differences.py",
-    "train/test_compiling.py",
-    "zero/test_own_modules.py",
-    "zero/test_inside_nodes.py",
-    "benchmarks/test_emulation.py",
-    "checkpoint/test_tensor_parallel.py",
-    "zero/test_quantized.py",
-    "checkpoint/huggingface/test_hub.py",
-    "plan/test_dry_run.py",
-    "train/test_faults.py",
-    "supervision/test_heartbeat.py",
-    "zero/test_row_blocks.py",
-    "train/test_tensor_parallel.py",
-    "exchange/test_gathers.py",
-    "supervision/test_preflight.py",
-)
+LONGEST = """
+    slurm/test_jobs faults/test_bad_inputs zero/test_tensor_parallel plan/test_search
+    exchange/test_reductions plan/test_memory zero/test_compact_states zero/test_stages
+    plan/test_tensor_parallel commands/test_scripts zero/test_own_modules checkpoint/foreign/test_megatron
+    data/text/test_run zero/test_differences benchmarks/test_emulation package/test_python_api
+    plan/test_row_blocks checkpoint/huggingface/test_hub zero/test_quantized
+    checkpoint/test_tensor_parallel model/test_attention config/test_megatron_flags
+    train/test_tensor_parallel data/text/test_shards exchange/test_gathers
+    checkpoint/huggingface/test_families supervision/test_heartbeat checkpoint/foreign/test_hostile
+    train/test_faults train/test_fp8_differences tools/test_preprocess_data supervision/test_preflight
+    plan/test_dry_run train/test_compiling zero/test_sublayers zero/test_muon distributed/test_rendezvous
+    plan/test_traffic
+""".split()
 
 
 def pytest_configure() -> None:
@@ -62,7 +49,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
-    places = {tests / file: place for place, file in enumerate(LONGEST)}
+    places = {tests / f"{file}.py": place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 
 

@@ -1,9 +1,7 @@
 """Runs a module as the ranks of several emulated nodes: one torchrun per node, all ended together."""
 
-import contextlib
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.common import end_group
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 3000  # characters of a failed run's output that a result keeps
@@ -57,7 +57,7 @@ def run_on_nodes(
             failed = _wait(processes, started + limit_seconds)
         finally:  # no process may outlive the benchmark
             for process in processes:
-                _end(process)
+                end_group(process)
         if failed:
             said = [_readable(path) for path in outputs]
             failed += f": {_reason(said)}"
@@ -77,17 +77,6 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | No
         if time.perf_counter() > deadline:
             return "ran past its time limit"
         time.sleep(0.05)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launchers: SIGTERM first, on which a launcher ends its ranks, then SIGKILL."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _readable(output: Path) -> str:

@@ -32,7 +32,7 @@ from benchmarks.faults.crash_points import CrashPoints
 from benchmarks.faults.disturbances import Disturbances
 from benchmarks.faults.injection import preload
 from benchmarks.faults.outcomes import GOOD
-from benchmarks.faults.settings import ALONE, OFFLOADED, TOGETHER
+from benchmarks.faults.settings import ALONE, TOGETHER
 
 
 class NoMoreCases(Exception):
@@ -50,11 +50,6 @@ def crashes(directory: Path) -> Run:
 def ranks(directory: Path) -> Run:
     """The same on one rank of several."""
     return CrashPoints(directory, TOGETHER).case
-
-
-def offloaded(directory: Path) -> Run:
-    """Crash points of runs whose optimizer's states are in CPU memory, on one or two GPUs."""
-    return CrashPoints(directory, OFFLOADED).case
 
 
 def processes(directory: Path) -> Run:
@@ -89,7 +84,6 @@ KINDS = {
     "operations": operations,
     "crashes": crashes,
     "ranks": ranks,
-    "offloaded": offloaded,
     "processes": processes,
 }
 

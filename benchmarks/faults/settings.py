@@ -137,14 +137,6 @@ TOGETHER = (
     ),
 )
 
-_ON_GPU = "--device cuda --no-compile --eval-iters 0 --zero-offload-optimizer"
-OFFLOADED = (  # on one GPU each, the last one on two
-    Setting("GPU, stage 1, async", 1, f"{MOCK} {SHORT} --zero-stage 1 --async-save --keep-last 2 {_ON_GPU}"),
-    Setting("GPU, stage 2, fp16", 1, f"{MOCK} {SHORT} --zero-stage 2 --fp16 --keep-last 1 {_ON_GPU}"),
-    Setting("GPU, ZeRO++", 1, f"{MOCK} {SHORT} --zero-stage 3 {ZEROPP} --async-save {_ON_GPU}"),
-    Setting("2 GPUs, stage 3", 2, f"{MOCK} {SHORT} --zero-stage 3 --async-save --keep-last 2 {_ON_GPU}"),
-)
-
 
 def make_data(data: Path) -> None:
     """The data of all settings: token files, two texts and a tokenizer."""

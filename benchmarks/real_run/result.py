@@ -1,17 +1,14 @@
-"""Makes the result of the real run from its metrics, draws its curves, and writes the logs of other viewers.
+"""Makes the result of the real run from its metrics, and draws its curves.
 
-python benchmarks/real_run/result.py --runs DIR [--logs DIR]     DIR: --output of run.py; several are one run
-python benchmarks/real_run/result.py --plot FILE.png             draws benchmarks/results/real_run.json
+python benchmarks/real_run/result.py --runs DIR        DIR: --output of run.py; several are one run
+python benchmarks/real_run/result.py --plot FILE.png   draws benchmarks/results/real_run.json
 
-The result has the mean training loss of each eight steps, the held-out losses and the step times. --logs
-writes TensorBoard's events, an offline W&B directory and each variant's report page, from the same lines.
+The result has the mean training loss of each eight steps, the held-out losses and the step times.
 """
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 
 from benchmarks.common import RESULTS, save_result
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "plain": "plain PyTorch, compiled",
     "plain_again": "plain PyTorch, again",
@@ -42,7 +38,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=Path, nargs="+", help="folders; a variant is taken from the last one")
-    parser.add_argument("--logs", type=Path)
     parser.add_argument("--name", default="real_run", help="of the result")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path)
@@ -50,8 +45,6 @@ def main() -> None:
     if options.runs:
         metrics = {path.stem: path for folder in options.runs for path in sorted(folder.glob("*.jsonl"))}
         save_result(options.name, figures(options.runs, metrics), options.output)
-        for name, path in metrics.items() if options.logs else ():
-            write_logs(name, path, options.logs)
     if options.plot:
         draw(json.loads((options.output / f"{options.name}.json").read_text())["figures"], options.plot)
 
@@ -136,36 +129,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     below.set_ylabel(f"held out: % above\n{NAMES[BASELINE]}")
     below.set_xlabel("million tokens seen")
     figure.savefig(path, dpi=110)
-
-
-def write_logs(name: str, metrics: Path, folder: Path) -> None:
-    """Write TensorBoard's events, an offline W&B run and the report page."""
-    from megatron_zpp.checkpoint.progress import Progress
-    from megatron_zpp.config.run import LoggingConfig
-    from megatron_zpp.reporting.sinks import TensorBoard, WandB
-
-    os.environ["WANDB_MODE"] = "offline"
-    logging = LoggingConfig(
-        wandb_project="real_run",
-        wandb_exp_name=name,
-        wandb_save_dir=str(folder / "wandb"),
-    )
-    sinks = (
-        TensorBoard(str(folder / "tensorboard" / name), Progress()),
-        WandB(logging, {}, Progress(run=name)),
-    )
-    samples = 0
-    for record in map(json.loads, metrics.read_text().splitlines()):
-        samples = record.get("consumed_samples", samples)
-        for sink in sinks:
-            sink.write(record, samples)
-    for sink in sinks:
-        sink.close()
-    if name.startswith("plain"):  # the page needs what only our metrics have
-        return
-    command = [sys.executable, "-m", "megatron_zpp", "report", str(metrics), "--title", NAMES[name]]
-    command += ["--x", "samples", "--output", str(folder / f"{name}.html")]
-    subprocess.run(command, cwd=ROOT, check=True, env=os.environ)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.model.flops import peak_tflops
 
 USABLE = 0.92  # of the memory: the rest is for CUDA's context, NCCL's buffers and fragmentation
-MEMORY_SHARE = 0.8  # of the memory's rate: a copy reaches 0.87, kernels 0.92 of that (quantization_cuda.json)
+MEMORY_SHARE = 0.8  # of the memory's rate: a copy reaches 0.87, kernels 0.92 of that (internals/kernels.md)
 INSIDE_SHARE = 0.54  # of NVLink's rate: an all-gather on two H200s, 243 of 450 GB/s
 # docs/internals/communication.md has the first two, docs/internals/planner.md the third.
 SLOWDOWN = 1.07  # factor on the time of compute beside transfers

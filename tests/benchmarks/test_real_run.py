@@ -84,6 +84,7 @@ def test_processes_that_end_early_continue_to_the_same_losses(tmp_path: Path, ar
     assert losses == again
 
 
+@pytest.mark.nightly
 def test_a_call_without_all_parts_only_unpacks(tmp_path: Path, archives: Path) -> None:
     first = tmp_path / "archives"
     first.mkdir()

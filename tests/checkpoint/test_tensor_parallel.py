@@ -221,7 +221,7 @@ def resume_padded(topology: Topology, cases: Iterable[Case]) -> list[tuple[dict[
     return found
 
 
-@pytest.mark.parametrize(("model", "multiple", "tensor"), [("gpt2", 1, 1), ("llama", 130, 2)])
+@pytest.mark.parametrize(("model", "multiple", "tensor"), [nightly("gpt2", 1, 1), ("llama", 130, 2)])
 def test_a_vocabulary_may_be_padded_to_another_multiple(
     tmp_path: Path, model: str, multiple: int, tensor: int
 ) -> None:

@@ -152,43 +152,6 @@ def test_a_key_that_would_change_the_result_is_refused(file: Path, key: str) -> 
         parse(file, nested(key, {"a": 1}))
 
 
-# Keys that DeepSpeed's reference documents outside the blocks above, and its examples use.
-DOCUMENTED = """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print
-    optimizer.type optimizer.params scheduler communication_data_type prescale_gradients
-    gradient_predivide_factor sparse_gradients fp16.enabled fp16.auto_cast fp16.loss_scale
-    fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis
-    fp16.min_loss_scale bf16.enabled amp gradient_clipping aio flops_profiler wall_clock_breakdown dump_state
-    zero_optimization.stage zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size
-    zero_optimization.overlap_comm zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size
-    zero_optimization.contiguous_gradients zero_optimization.offload_param zero_optimization.sub_group_size
-    zero_optimization.offload_optimizer zero_optimization.stage3_max_live_parameters
-    zero_optimization.stage3_max_reuse_distance zero_optimization.stage3_prefetch_bucket_size
-    zero_optimization.stage3_param_persistence_threshold zero_optimization.elastic_checkpoint
-    zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.ignore_unused_parameters
-    zero_optimization.round_robin_gradients zero_optimization.zero_hpz_partition_size
-    zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients
-    zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zeropp_loco_param
-    zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather
-    zero_optimization.log_trace_cache_warnings zero_optimization.load_from_fp32_weights
-    activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
-    activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints
-    activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
-    sparse_attention data_efficiency curriculum_learning tensorboard wandb csv_monitor comet elasticity
-    autotuning comms_logger compression_training checkpoint data_types.grad_accum_dtype
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown hybrid_engine
-    progressive_layer_drop eigenvalue pipeline
-""".split()
-
-
-def test_what_deepspeed_documents_is_known(file: Path) -> None:
-    content: dict[str, Any] = {}
-    for key in DOCUMENTED:
-        block, _, name = key.rpartition(".")
-        (content.setdefault(block, {}) if block else content)[name] = None
-    assert parse(file, content) == CommandLine(BASELINE, ())
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [

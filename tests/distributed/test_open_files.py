@@ -14,7 +14,7 @@ import pytest
 from megatron_zpp.checkpoint import write
 from megatron_zpp.distributed import exchange
 from megatron_zpp.distributed.open_files import STORE_CONNECTIONS, raise_limit, reserve_connections
-from tests.support import Run
+from tests.support import Run, nightly
 
 SOFT, HARD = 256, 1024
 FLAGS = (
@@ -83,7 +83,7 @@ def slow_storage() -> None:
     ("flags", "change"),
     [
         ("--save-interval 5", lower_limit),
-        ("--save-interval 1 --keep-last 1 --async-save --train-iters 6", slow_storage),
+        nightly("--save-interval 1 --keep-last 1 --async-save --train-iters 6", slow_storage),
     ],
 )
 def test_ranks_open_no_more_connections_than_estimated(

@@ -71,17 +71,6 @@ def put(name: str, content: bytes | str) -> Harm:
     return lambda site: (site / name).write_bytes(data)
 
 
-def patch(name: str, at: int, content: bytes) -> Harm:
-    """Overwrites some bytes of a file."""
-
-    def harm(site: Path) -> None:
-        data = bytearray((site / name).read_bytes())
-        data[at : at + len(content)] = content
-        (site / name).write_bytes(data)
-
-    return harm
-
-
 def remove(name: str) -> Harm:
     """Removes a file."""
     return lambda site: (site / name).unlink()

@@ -40,10 +40,6 @@ MODEL = [
         "--rope-scaling-factor 8.0: needs --use-rope-scaling",
     ),
     bad(
-        "--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 5",
-        "--rope-low-freq-factor 5.0: not supported: scaling of rope other than Llama 3's",
-    ),
-    bad(
         "--position-embedding-type yarn",
         "--yarn-original-max-position-embeddings (not given): … yarn needs the length of text before it",
     ),
@@ -125,10 +121,6 @@ OPTIMIZER = [
     bad("--min-loss-scale 1e20", "--min-loss-scale 1e+20: must be at most --initial-loss-scale"),
     bad("--fp8 --fp16", "--fp8 (given): needs --bf16, not --fp16"),
     bad("--fp8-recipe delayed", "--fp8-recipe delayed: needs --fp8"),
-    bad(
-        "--fp8-margin 1",
-        "--fp8-margin 1: the largest magnitude of --fp8-recipe delayed always has the largest code",
-    ),
     bad("--bf16 --fp8-param-gather", "--fp8-param-gather (given): needs --fp8"),
     bad(
         "--fp8 --bf16 --kv-channels 16 --fp8-recipe delayed --fp8-param-gather --zero-stage 1 "
@@ -164,24 +156,10 @@ ZERO = [
         "--zero-stage 3 --zero-quantized-weights-format delta4",
         "--zero-quantized-weights-format delta4: needs --zero-quantized-weights",
     ),
-    *(
-        bad(f"--zero-quantized-weights-format {retired}", f"{retired}: is retired; use {current}")
-        for retired, current in (("fp8", "int8"), ("int4", "int8"), ("delta3", "delta4"))
-    ),
-    bad(
-        "--zero-quantized-gradients-format=fp8", "--zero-quantized-gradients-format fp8: is retired; use int8"
-    ),
-    bad(
-        "--zero-stage 1 --zero-quantized-weights --zero-quantized-weights-format delta2",
-        "--zero-quantized-weights-format delta2: is retired; use delta4",
-    ),
+    bad("--zero-quantized-weights-format=fp8", "--zero-quantized-weights-format fp8: is retired; use int8"),
     bad(
         "--zero-stage 3 --zero-quantized-gradients-format rotated4",
         "--zero-quantized-gradients-format rotated4: needs --zero-quantized-gradients",
-    ),
-    bad(
-        "--zero-stage 3 --zero-quantized-weights --zero-quantization-block 64",
-        "--zero-quantization-block 64: blocks have 256 elements, and those of",
     ),
     bad(
         "--zero-stage 3 --zero-quantized-gradients --grad-reduce-in-bf16",
@@ -195,14 +173,10 @@ PLACES = [
     bad("--keep-last 2", "--keep-last 2: needs --save"),
     bad("--save new --keep-last 0", "--keep-last 0: must be at least 1"),
     bad("--save new --keep-every 3", "--keep-every 3: needs --keep-last"),
-    bad("--buddy-snapshots 5", "--buddy-snapshots 5: states are copied to --save alone; omit it"),
     bad("--finetune", "--finetune (given): needs --load"),
     bad("--ckpt-step 5", "--ckpt-step 5: needs --load"),
-    bad("--sample-tokens 5", "--sample-tokens 5: a sampled text always has 64 tokens"),
     bad("--sample-prompt 5 --eval-iters 0", "--sample-prompt 5: needs evaluations; --eval-iters is 0"),
     bad("--profile --profile-step-start 12", "--profile-step-end 12: must be above --profile-step-start 12"),
-    bad("--max-nan-iterations 3", "--max-nan-iterations 3: 10 steps in a row with NaN"),
-    bad("--nccl-sockets 4x2", "--nccl-sockets 4x2: omit it, and set NCCL_SOCKET_NT"),
     bad("--load hf:", "--load hf:: names no directory"),
     bad("--load hf:hf --ckpt-step 5", "--ckpt-step 5: --load hf:hf has no iterations; omit it"),
     bad("--save hf:new", "--save hf:new: name a directory without hf: … megatron-zpp export"),

@@ -5,7 +5,7 @@ import json
 import torch
 
 from tests.faults.cases import Case, Harm, both, cut, fifo, flip, locked, put
-from tests.faults.files import READ_ONLY, WRITABLE
+from tests.faults.files import WRITABLE
 from tests.faults.tools import importing
 
 NEWEST = "checkpoints/iter_0000002"
@@ -29,18 +29,15 @@ def report(argv: str, said: str, **more: object) -> Case:
 
 EVALUATE = [
     evaluate("", "are required: --load", status=2, without="--load"),
-    evaluate("--load gone", "--load gone: holds no checkpoint; name"),
     evaluate(
         "--load checkpoints/iter_0000001",
         "--load checkpoints/iter_0000001: is a checkpoint; give --load checkpoints --ckpt-step 1",
     ),
     evaluate("--load file", "--load file: … Not a directory; name"),
-    evaluate("--ckpt-step 9", "--ckpt-step 9: not in checkpoints; iterations there: 1, 2"),
     evaluate("--valid-data gone.txt", "--valid-data gone.txt: no such file … check the path"),
     evaluate("--task reading", "--task: invalid choice: 'reading' … 'lambada'", status=2),
     evaluate("--seq-length 1000", "--seq-length 1000: … 32"),
     evaluate("--output file/x.json", f"--output file: Not a directory; {WRITABLE}"),
-    evaluate("--output ro/x.json", f"--output ro: Permission denied; {WRITABLE}", harm=READ_ONLY),
     evaluate("", "text.txt: is a FIFO, not a regular file", harm=fifo("text.txt")),
     evaluate("", "text.txt: … check", harm=locked("text.txt")),
     evaluate("", "damaged between bytes 0 and", harm=flip(f"{NEWEST}/rank_00000.safetensors", -4)),

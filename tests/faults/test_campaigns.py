@@ -19,7 +19,7 @@ def campaign(kind: str, cases: int, every: int, directory: Path) -> int:
 @pytest.mark.timeout(300)
 def test_operations_cut_at_some_of_their_calls(tmp_path: Path) -> None:
     """Of saves, loads, removals and caches; the campaign does it at each call."""
-    assert campaign("operations", 100_000, 499, tmp_path) > 8
+    assert campaign("operations", 100_000, 997, tmp_path) > 8
 
 
 @pytest.mark.nightly

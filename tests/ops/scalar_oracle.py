@@ -11,7 +11,6 @@ import numpy as np
 
 FACTORS = {"int8": -Fraction(1, 2**7), "int4": -Fraction(1, 2**3)}
 BITS = {"int8": 8, "int4": 4}
-ROOT_32 = Fraction(float(np.float32(32**-0.5)))
 
 
 def to_even(x: Fraction) -> int:

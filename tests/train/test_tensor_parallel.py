@@ -76,7 +76,7 @@ def compiled(topology: Topology, case: Case) -> Trained:
     "case",
     [
         Case("gpt2", 2, 0, overlapped=True),
-        Case("olmo2", 2, 0, overlapped=True),
+        nightly(Case("olmo2", 2, 0, overlapped=True)),
         case_of("gpt2", 1, 0, 2, "a2a"),
         nightly(case_of("scores", 1, 3, 2, "a2a")),
         nightly(case_of("wide", 1, 1, 2, "p2p", recompute="full")),

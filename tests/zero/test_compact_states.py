@@ -17,6 +17,7 @@ from megatron_zpp.zero.adamw import TorchAdamW
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.optimizer import OffloadedOptimizer
 from tests.checkpoint.saving import TOKENIZER, save
+from tests.support import nightly
 from tests.zero.engines import engine_of, states_of, weights_of
 from tests.zero.offloading import offloaded
 from tests.zero.quantizing import operations
@@ -103,7 +104,7 @@ def at_stage(
     return found
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, nightly(2)])
 @pytest.mark.parametrize("forms", FORMS)
 def test_rounding_does_not_depend_on_the_shards(forms: str, micro_batches: int) -> None:
     """Two ranks with equal gradients have the states of one rank, bit for bit, at every stage."""

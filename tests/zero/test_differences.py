@@ -265,7 +265,9 @@ def on_this_grid(topology: Topology, directory: str, zero: dict[str, Any], load:
     ("zero", "others"),
     [
         (FOUR_BITS | AUTO, [(2, 1, FOUR_BITS | AUTO), (6, 3, FOUR_BITS | AUTO)]),
-        (ALL | AUTO, [(4, 2, {"zero_stage": 1}), (4, 4, {"zero_stage": 0}), (6, 2, {"zero_stage": 2})]),
+        nightly(
+            ALL | AUTO, [(4, 2, {"zero_stage": 1}), (4, 4, {"zero_stage": 0}), (6, 2, {"zero_stage": 2})]
+        ),
     ],
     ids=["references", "int8"],
 )

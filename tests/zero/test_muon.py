@@ -455,6 +455,7 @@ def test_ranks_of_a_node_have_equal_work(layers: int, hidden: int, ranks: int) -
     assert slowest <= 1.1 * total
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_kernels_in_tritons_interpreter() -> None:
     calls = [

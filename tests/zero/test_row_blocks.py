@@ -112,7 +112,7 @@ def beside_whole_tables(
     ("ranks", "local", "cases"),
     [
         nightly(1, 1, [STAGES[0], AGREEING[-1]], id="1"),
-        pytest.param(2, 2, [STAGES[0], STAGES[3], *AGREEING[-2:]], id="2"),
+        nightly(2, 2, [STAGES[0], STAGES[3], *AGREEING[-2:]], id="2"),
         pytest.param(4, 2, [*IN_GROUPS, *SHARED_BLOCKS], id="2x2"),
         nightly(2, 2, [*STAGES[1:3], *MORE_AGREEING], id="2-more"),
         nightly(4, 2, [*AGREEING, *MORE_AGREEING], id="2x2-more"),

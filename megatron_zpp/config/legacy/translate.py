@@ -160,12 +160,13 @@ class Translation:
 def add_old_flags(parser: argparse.ArgumentParser) -> None:
     """Add old flags that may be obeyed to a parser, hidden from its help, in the group `OTHERS`."""
     parser.add_argument("--deepspeed-config", dest="deepspeed.deepspeed_config", help=argparse.SUPPRESS)
+    hidden = parser.add_argument_group()  # a parser formats the help of each flag that is added to itself
     for name, flag in _BY_NAME.items():
         if flag.refused:
             continue
         details: dict[str, Any] = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
         details |= {"nargs": "+"} if flag.many else {}
-        parser.add_argument(name, dest=f"{OTHERS}.{name}", help=argparse.SUPPRESS, **details)
+        hidden.add_argument(name, dest=f"{OTHERS}.{name}", help=argparse.SUPPRESS, **details)
     known = ", ".join(flag.name for flag in RENAMED)
     parser.epilog = textwrap.fill(
         f"These old flags of Megatron-LM and Megatron-DeepSpeed work, and print their current names: "

@@ -59,11 +59,6 @@ class RunSchedule:
         decoupled = rate.decoupled(learning_rate)
         return cls(batches, rate, iterations, training.train_samples, decoupled=decoupled, until=until)
 
-    @property
-    def warmup_iterations(self) -> int:
-        """Iterations of the learning rate's warm-up, counted as `learning_rate_at` does."""
-        return math.ceil(self.learning_rate.warmup / self.batches.global_batch_size)
-
     def resumed(self, start: Progress) -> "RunSchedule":
         """The same schedule from `start` on; other batch sizes may have been used up to there.
 

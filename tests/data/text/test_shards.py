@@ -122,7 +122,7 @@ class CountingFile(io.FileIO):
         return content
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", nightly("jsonl.gz")])
 def test_the_first_sample_needs_a_fraction_of_the_bytes(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
