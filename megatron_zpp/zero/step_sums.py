@@ -13,12 +13,29 @@ from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.sections import GRADIENT_NORM, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.sharded_unit import Unit
 
+LEAST_WEIGHT = 1e-9  # of a step's losses: less than one token of any batch
+
 
 class GradientSums(NamedTuple):
     """Of the summed gradient, on the device: its norm () fp64, and the weights, None if there are none."""
 
     norm: Tensor
     weight: Tensor | None
+
+
+def divisor_of(scale: Tensor, summed: int, weight: Tensor | None) -> Tensor:
+    """What makes a sum of `summed` gradients, of losses times `scale`, their mean by `weight`, if it is given.
+
+    Without a token that counts, all gradients are zero.
+    """
+    return scale * (summed if weight is None else weight.clamp(min=LEAST_WEIGHT).float())
+
+
+def shrink_of(norm: Tensor, clip_grad: float) -> Tensor:
+    """What a gradient of a `norm` () is divided by, so that the norm is at most `clip_grad`, unless that is 0."""
+    if clip_grad > 0:
+        return torch.clamp((norm + 1e-6) / clip_grad, min=1.0)
+    return torch.ones_like(norm)
 
 
 class StepSums:

@@ -7,7 +7,8 @@ import torch
 
 from megatron_zpp.data.documents import as_tensors, counted_share
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.zero.engine import LEAST_WEIGHT, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.step_sums import LEAST_WEIGHT
 
 
 def evaluate(

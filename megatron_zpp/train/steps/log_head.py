@@ -34,6 +34,10 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
         lines.append(f" windows of {windows[0]} tokens in {len(windows)} of {model.num_layers} layers")
     if attention := engine.model.attention.describe():
         lines.append(f" attention: {attention}")
+    if config.optimizer.optimizer_in_backward:
+        norm = f"by the last step's norm, to {config.optimizer.clip_grad:g}"
+        clips = f"clips {norm}" if config.optimizer.clip_grad else "does not clip (--clip-grad 0)"
+        lines.append(f" the optimizer steps in the backward, which {clips}")
     if spare := engine.spare.count:
         lines.append(f" matrix products leave {spare} multiprocessors to NCCL")
     for split in ("train", "valid", "test"):
