@@ -156,10 +156,10 @@ class ZeroEngine:
         self.loss_scale = LossScale(config.precision, device)
         self._in_backward: StepInBackward | None = None
         if config.optimizer.optimizer_in_backward:
-            from megatron_zpp.zero.optimizer_in_backward import StepInBackward
+            from megatron_zpp.zero import optimizer_in_backward as in_backward
 
             assert isinstance(self._optimizer, DeviceOptimizer)
-            self._in_backward = StepInBackward(
+            self._in_backward = in_backward.StepInBackward(
                 self.units, self._optimizer, self._gradients, self.weights, config.optimizer.clip_grad
             )
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
@@ -168,9 +168,11 @@ class ZeroEngine:
         self.spare = spare_multiprocessors(mesh.nodes, device, os.environ)
 
     def begin_step(self, learning_rate: float, decoupled_rate: float | None = None) -> None:
-        """With --optimizer-in-backward: let the next backward step each unit, at the rates of `step`.
+        """With --optimizer-in-backward: let the next backward step each unit, at the rates that `step` gets.
 
-        Call it before `accumulate`. Raises ValueError without the flag.
+        Call it before `accumulate`. A unit's parameters change when their gradients are there, so what has no
+        gradient, as a product with a detached weight, must not read them in the backward. Raises ValueError
+        without the flag.
         """
         if self._in_backward is None:
             fix = "without --optimizer-in-backward units step after the backward; call step alone"
@@ -324,7 +326,7 @@ class ZeroEngine:
 
     @property
     def last_norm(self) -> float | None:
-        """What the next step's units are clipped by at least; None where they are clipped by their own norm."""
+        """The norm by which the next step is clipped, with --optimizer-in-backward; None without."""
         return None if self._in_backward is None else self._in_backward.last_norm.item()
 
     def load_last_norm(self, norm: float | None) -> None:

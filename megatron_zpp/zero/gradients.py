@@ -21,7 +21,7 @@ from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
 # A 16-bit gradient of so many elements stays where the backward made it:
-_STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
+STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
 _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and summing take more calls
 # Of random signs, equal on all ranks and after a resume with another --seed; they may repeat between runs.
 SIGNS_SEED = 0
@@ -180,7 +180,7 @@ class Gradients:
         summing = self._share.start_sum(produced, replicated) if replicated else None
         only = first and last
         if only and not self._sums:
-            segments = segments_of(unit.layout, produced, _STEPPED_THERE)
+            segments = segments_of(unit.layout, produced, STEPPED_THERE)
             pending = None
             if summing is not None:
                 summing.into(segments, unit.layout, replicated)

@@ -24,15 +24,15 @@ class GradientSums(NamedTuple):
 
 
 def divisor_of(scale: Tensor, summed: int, weight: Tensor | None) -> Tensor:
-    """What makes a sum of `summed` gradients, of losses times `scale`, their mean by `weight`, if it is given.
+    """What divides a sum of gradients of losses times `scale`, so that it is their mean.
 
-    Without a token that counts, all gradients are zero.
+    The sum is of `summed` gradients, or by `weight`. Without a token that counts, all gradients are zero.
     """
     return scale * (summed if weight is None else weight.clamp(min=LEAST_WEIGHT).float())
 
 
 def shrink_of(norm: Tensor, clip_grad: float) -> Tensor:
-    """What a gradient of a `norm` () is divided by, so that the norm is at most `clip_grad`, unless that is 0."""
+    """What divides a gradient of this `norm` () to clip it; a `clip_grad` of 0 does not clip."""
     if clip_grad > 0:
         return torch.clamp((norm + 1e-6) / clip_grad, min=1.0)
     return torch.ones_like(norm)
