@@ -158,9 +158,14 @@ class ZeroEngine:
         if config.optimizer.optimizer_in_backward:
             from megatron_zpp.zero import optimizer_in_backward as in_backward
 
+            assert not any(weights.bring for weights in self.plan.weights)  # between ranks
             assert isinstance(self._optimizer, DeviceOptimizer)
             self._in_backward = in_backward.StepInBackward(
-                self.units, self._optimizer, self._gradients, self.weights, config.optimizer.clip_grad
+                self.units,
+                self._optimizer,
+                self._gradients,
+                self.weights.prefetcher,
+                config.optimizer.clip_grad,
             )
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of

@@ -74,7 +74,10 @@ class UpdateRule(Protocol[Scalars]):
     writes_gather_source: bool
 
     def scalars(self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Scalars:
-        """What all units of a step share, computed once per step; `steps` () includes the one to come."""
+        """What all units of a step share; `steps` () includes the one to come.
+
+        Computed once per step, or for each unit where units step in the backward.
+        """
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: Scalars) -> None:
         """Change the master weights and states of `shard`, unless `found_inf` is 1; `gradient` is (n,).

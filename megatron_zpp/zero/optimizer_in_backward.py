@@ -8,9 +8,9 @@ from torch import Tensor
 from megatron_zpp.config.options import option_error
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates
+from megatron_zpp.zero.prefetch import Prefetcher
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.step_sums import divisor_of, shrink_of
-from megatron_zpp.zero.weights import Weights
 
 
 class StepInBackward:
@@ -27,10 +27,10 @@ class StepInBackward:
         units: Sequence[Unit],
         optimizer: DeviceOptimizer,
         gradients: Gradients,
-        weights: Weights,
+        prefetcher: Prefetcher,
         clip_grad: float,
     ) -> None:
-        self._optimizer, self._gradients, self._weights = optimizer, gradients, weights
+        self._optimizer, self._gradients, self._prefetcher = optimizer, gradients, prefetcher
         self._clip_grad = clip_grad
         trained = [unit for unit in units if not unit.frozen]
         self._numbers = {unit: number for number, unit in enumerate(trained)}  # as the optimizer has them
@@ -54,7 +54,6 @@ class StepInBackward:
         self._divisor = divisor_of(self._one, 1, self._weight)
         self._squares = torch.zeros_like(self._squares)
         self._optimizer.begin_step(self.rates, self._divisor, 1.0 - torch.isfinite(loss).float())
-        self._weights.begin_step()
 
     def end(self, rates: Rates) -> tuple[Tensor, Tensor | None]:
         """The norm of the whole gradient () fp32 and the weight () of the loss, if it has one.
@@ -78,5 +77,5 @@ class StepInBackward:
         shrink = shrink_of(torch.maximum(self._norm, self.last_norm), self._clip_grad)
         self._optimizer.compute_scalars(self.rates, self._divisor * shrink, found_inf)
         self._optimizer.update(self._numbers[unit])
-        self._weights.updated(self._indices[unit], found_inf)
+        self._prefetcher.changed(self._indices[unit])  # and gathered at stage 3 when the forward needs it
         unit.grad.release()
