@@ -175,9 +175,9 @@ class ZeroEngine:
     def begin_step(self, learning_rate: float, decoupled_rate: float | None = None) -> None:
         """With --optimizer-in-backward: let the next backward step each unit, at the rates that `step` gets.
 
-        Call it before `accumulate`. A unit's parameters change when their gradients are there, so what has no
-        gradient, as a product with a detached weight, must not read them in the backward. Raises ValueError
-        without the flag.
+        Call it before `accumulate`. A unit's parameters change when all their gradients are there. A backward
+        that reads them later, as that of a product with a detached weight may, raises RuntimeError. Raises
+        ValueError without the flag.
         """
         if self._in_backward is None:
             fix = "without --optimizer-in-backward units step after the backward; call step alone"
@@ -241,6 +241,8 @@ class ZeroEngine:
                 stale = (unit.guard.of_backward(error) for unit in self.units)
                 raise next(filter(None, stale), error) from error
             self._gradients.finish_backward()
+        if self._in_backward is not None:
+            self._in_backward.finish_backward()
         return loss.detach()
 
     def step(self, learning_rate: float, decoupled_rate: float | None = None) -> StepResult:

@@ -55,6 +55,12 @@ class StepInBackward:
         self._squares = torch.zeros_like(self._squares)
         self._optimizer.begin_step(self.rates, self._divisor, 1.0 - torch.isfinite(loss).float())
 
+    def finish_backward(self) -> None:
+        """Allow reads of the new weights, where they are in their slots."""
+        if self._prefetcher.always_gathered:
+            for unit in self._numbers:
+                unit.guard.set_readable(True)
+
     def end(self, rates: Rates) -> tuple[Tensor, Tensor | None]:
         """The norm of the whole gradient () fp32 and the weight () of the loss, if it has one.
 
@@ -78,4 +84,6 @@ class StepInBackward:
         self._optimizer.compute_scalars(self.rates, self._divisor * shrink, found_inf)
         self._optimizer.update(self._numbers[unit])
         self._prefetcher.changed(self._indices[unit])  # and gathered at stage 3 when the forward needs it
+        if self._prefetcher.always_gathered:
+            unit.guard.set_readable(False)  # a backward that has yet to read old weights is an error
         unit.grad.release()

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_zpp
 from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -213,3 +215,32 @@ def test_what_cannot_be_right_is_refused() -> None:
         engine.step(2 * RATE)
     with pytest.raises(ValueError, match=r"begin_step .*without --optimizer-in-backward"):
         engine_in(OptimizerConfig()).begin_step(RATE)
+
+
+class Detached(torch.nn.Module):
+    """Its backward reads the weight twice, the second time when the weight has its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = torch.nn.Linear(8, 8)
+        self.last = torch.nn.Linear(8, 8, bias=False)
+
+    def units(self) -> list[tuple[str, torch.nn.Module]]:
+        return [("before", self.before), ("last", self.last)]
+
+    def recomputed_units(self) -> list[range]:
+        return []
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.before(inputs)
+        weight = self.last.weight
+        return (self.last(hidden @ weight.detach()) - targets).square().mean()
+
+
+def test_a_backward_that_reads_weights_after_their_step_is_an_error() -> None:
+    engine = megatron_zpp.ZeroEngine(
+        Detached(), config=EngineConfig(optimizer=PLAIN), device=torch.device("cpu")
+    )
+    engine.begin_step(RATE)
+    with pytest.raises(RuntimeError, match="last.weight: is read while"):
+        engine.accumulate((torch.randn(4, 8), torch.randn(4, 8)))
