@@ -36,7 +36,8 @@ class StepInBackward:
         self._numbers = {unit: number for number, unit in enumerate(trained)}  # as the optimizer has them
         self._indices = {unit: index for index, unit in enumerate(units)}
         device = units[0].full.device
-        self.rates: Rates | None = None  # of the step that has begun
+        self.rates: Rates | None = None  # of the next backward
+        self._rates: Rates | None = None  # of the newest one, until `end`
         self.last_norm = torch.zeros((), device=device)  # the newest one that was finite
         self._one = torch.ones((), device=device)
         self._weight: Tensor | None = None
@@ -49,11 +50,12 @@ class StepInBackward:
         Raises ValueError if the learning rates of the step are not known.
         """
         if self.rates is None:
-            raise ValueError("with --optimizer-in-backward call begin_step before accumulate")
+            raise ValueError("with --optimizer-in-backward call begin_step before each accumulate")
+        self._rates, self.rates = self.rates, None
         self._weight = None if weight is None else torch.full_like(self._squares, weight)
         self._divisor = divisor_of(self._one, 1, self._weight)
         self._squares = torch.zeros_like(self._squares)
-        self._optimizer.begin_step(self.rates, self._divisor, 1.0 - torch.isfinite(loss).float())
+        self._optimizer.begin_step(self._rates, self._divisor, 1.0 - torch.isfinite(loss).float())
 
     def finish_backward(self) -> None:
         """Allow reads of the new weights, where they are in their slots."""
@@ -64,24 +66,24 @@ class StepInBackward:
     def end(self, rates: Rates) -> tuple[Tensor, Tensor | None]:
         """The norm of the whole gradient () fp32 and the weight () of the loss, if it has one.
 
-        Raises ValueError if `rates` are not those of the step that has begun.
+        Raises ValueError if `rates` are not those of a backward since the last call.
         """
-        if rates != self.rates:
-            fix = f"the backward has stepped at {self.rates}; give step what begin_step got"
+        if rates != self._rates:
+            fix = f"the backward has stepped at {self._rates}; give step what begin_step got"
             raise option_error("learning_rate", rates, fix)
-        self.rates = None
+        self._rates = None
         self.last_norm.copy_(torch.where(torch.isfinite(self._norm), self._norm, self.last_norm))
         return self._norm, self._weight
 
     def _step(self, unit: Unit) -> None:
         """Change a unit whose gradient is whole, and free the gradient."""
-        assert self.rates is not None
+        assert self._rates is not None
         unit.grad.wait()
         self._squares = self._squares + self._gradients.squares_of(unit).sum(dtype=torch.float64)
         self._norm = (self._squares.sqrt() / self._divisor).float()
         found_inf = 1.0 - torch.isfinite(self._norm).float()
         shrink = shrink_of(torch.maximum(self._norm, self.last_norm), self._clip_grad)
-        self._optimizer.compute_scalars(self.rates, self._divisor * shrink, found_inf)
+        self._optimizer.compute_scalars(self._rates, self._divisor * shrink, found_inf)
         self._optimizer.update(self._numbers[unit])
         self._prefetcher.changed(self._indices[unit])  # and gathered at stage 3 when the forward needs it
         if self._prefetcher.always_gathered:

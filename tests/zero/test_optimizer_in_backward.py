@@ -205,12 +205,14 @@ def test_what_cannot_be_right_is_refused() -> None:
         with pytest.raises(ValueError, match=flag + said):
             replace(PLAIN, **changes)  # type: ignore[arg-type]
     engine = engine_in(PLAIN)
-    with pytest.raises(ValueError, match="call begin_step before accumulate"):
+    with pytest.raises(ValueError, match="call begin_step before each accumulate"):
         engine.accumulate(tokens_of(0))
     engine.begin_step(RATE)
     with pytest.raises(ValueError, match=flag + ".*1 rank and 2 micro-batches"):
         engine.accumulate(tokens_of(0), micro_batches=2)
     engine.accumulate(tokens_of(0))
+    with pytest.raises(ValueError, match="call begin_step before each accumulate"):
+        engine.accumulate(tokens_of(0))
     with pytest.raises(ValueError, match=r"learning_rate .*the backward has stepped at"):
         engine.step(2 * RATE)
     with pytest.raises(ValueError, match=r"begin_step .*without --optimizer-in-backward"):
