@@ -3,7 +3,7 @@
     model       weights in fp32, and buffers, by the names of the model's own `state_dict()`
     optimizer   `exp_avg` and `exp_avg_sq`, or the states of another optimizer, by name, each with a tensor in
                 fp32 by parameter; with weight differences also `reference`, with NorMuon `row_moments`
-    progress    `iteration`, `optimizer_steps`, `loss_scale`, `difference_formats`: plain values
+    progress    `iteration`, `optimizer_steps`, `loss_scale`, `difference_formats`, `last_norm`: plain values
 
 Every rank must call the functions here. Rank 0 has the states.
 """
@@ -63,6 +63,7 @@ def state_of(engine: ZeroEngine, names: Mapping[str, Name]) -> State:
         "optimizer_steps": engine.states.optimizer_steps,
         "loss_scale": engine.loss_scale.state(),
         "difference_formats": engine.states.difference_formats(),
+        "last_norm": engine.last_norm,
     }
     if engine.mesh.rank:
         return {}
@@ -126,6 +127,7 @@ def load_state(
     engine.states.load_difference_formats(formats)
     engine.states.load_optimizer_steps(progress["optimizer_steps"])
     engine.loss_scale.load_state(progress["loss_scale"])
+    engine.load_last_norm(progress.get("last_norm"))
     engine.iteration = progress["iteration"]
 
 

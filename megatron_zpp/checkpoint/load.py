@@ -76,6 +76,7 @@ def load_checkpoint(
                 engine.scaling.load_state(reader.state.get("product_scaling"))
             engine.states.load_optimizer_steps(reader.state["optimizer_steps"])
             engine.loss_scale.load_state(reader.state["loss_scale"])
+            engine.load_last_norm(reader.state.get("last_norm"))
         reader.check_rest(engine.topology.rank, engine.topology.world_size)
         progress = Progress.from_json(reader.state["progress"])
         engine.iteration = progress.iteration

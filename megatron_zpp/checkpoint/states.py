@@ -27,6 +27,8 @@ state.json contains the rest:
              all are fp32, and in versions before 10
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step
              after: `raised` and `measured` by unit; null where the run sends none, absent in older versions
+    last_norm   with --optimizer-in-backward, the norm of the last step's gradient, by which the next step is
+             clipped; absent in others
     extra    what a program with an engine of its own keeps there; absent in others
     product_scaling   by linear map, what the scales of 8-bit products follow from (model/fp8/scaling.py);
              null with other recipes and before the first step, absent in older versions
@@ -122,6 +124,7 @@ def describe_state(
         forms={kind: form for kind, form in engine.states.forms().items() if kind in kinds},
         difference_formats=engine.states.difference_formats() if with_optimizer else None,
         product_scaling=engine.scaling.state() if with_optimizer and engine.scaling else None,
+        last_norm=engine.last_norm,
         tokenizer=tokenizer,
         config=config,
     )
@@ -145,6 +148,7 @@ def describe_state_of(
     tensor: int = 1,
     buffers: dict[str, dict[str, Any]] | None = None,
     forms: dict[str, str] | None = None,
+    last_norm: float | None = None,
 ) -> dict[str, Any]:
     """The content of state.json, for a program without an engine."""
     state = {
@@ -164,4 +168,5 @@ def describe_state_of(
         "tokenizer": tokenizer,
         "config": config,
     }
+    state |= {} if last_norm is None else {"last_norm": last_norm}
     return state | {"forms": forms} if forms else state

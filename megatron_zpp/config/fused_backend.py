@@ -36,7 +36,8 @@ def resolve_fused_backend(
         )
     missing = [name for name in _APEX_MODULES if importlib.util.find_spec(name) is None]
     if requested == "auto":
-        others = missing or offload or compiles or several_rates or muon or optimizer.compact
+        own = optimizer.compact or optimizer.optimizer_in_backward
+        others = missing or offload or compiles or several_rates or muon or own
         serves = device == "cuda" and not others
         return "apex" if serves else "torch"
     if requested == "apex" and device != "cuda":

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.words import counted
 
 if TYPE_CHECKING:
     from megatron_zpp.config.zero import ZeroConfig
@@ -81,12 +82,18 @@ class OptimizerConfig(Options):
         "Second moment, likewise. fp8 and fp16: the root of the moment.",
         needs=_PRECISION_AWARE,
     )
+    optimizer_in_backward: bool = option(
+        False,
+        "Step each unit when the backward has made its gradient, and free it: for one rank and one "
+        "micro-batch per step. --clip-grad then takes the last step's norm, or that of the gradients so far "
+        "if it is larger.",
+    )
     fused_backend: Literal["auto", "apex", "torch"] = option(
         "auto",
         "Source of norms and AdamW. apex: NVIDIA apex; torch: torch's norms with this program's "
         "AdamW kernel (torch's AdamW on CPUs and without a compiler); auto: apex on a GPU if it is "
-        "installed and layers are not compiled, without --zero-offload-optimizer, --decoupled-lr, --use-mup "
-        "and --use-precision-aware-optimizer; else torch.",
+        "installed and layers are not compiled, without --zero-offload-optimizer, --decoupled-lr, --use-mup, "
+        "--optimizer-in-backward and --use-precision-aware-optimizer; else torch.",
     )
 
     def check(self) -> None:
@@ -97,6 +104,10 @@ class OptimizerConfig(Options):
             raise self.error("main_params_dtype", "needs --optimizer adam")
         if self.compact and self.fused_backend == "apex":
             raise self.error("use_precision_aware_optimizer", "needs --fused-backend torch")
+        if self.optimizer_in_backward and self.optimizer == "muon":
+            raise self.error("optimizer_in_backward", "needs --optimizer adam")
+        if self.optimizer_in_backward and self.fused_backend == "apex":
+            raise self.error("optimizer_in_backward", "needs --fused-backend torch")
 
     @property
     def compact(self) -> bool:
@@ -142,6 +153,30 @@ class OptimizerConfig(Options):
         }
         for flag in (flag for flag, given in refused.items() if given):
             raise self.error("main_params_dtype", f"needs the rank's own weights in bf16; omit {flag}")
+
+    def check_in_backward(self, zero: "ZeroConfig", compute_dtype: str, *, coded: bool) -> None:
+        """Raise ValueError if units cannot step before the gradients of all are known, and are to.
+
+        `coded`: weights are held as 8-bit codes.
+        """
+        refused = {
+            "needs --bf16 or --fp32: a loss scale skips steps when units have taken them": (
+                compute_dtype == "float16"
+            ),
+            "steps on the GPU; omit --zero-offload-optimizer": zero.zero_offload_optimizer,
+            "has no scales of the whole step yet; omit --fp8-param-gather": coded,
+        }
+        for fix in (fix for fix, given in refused.items() if given and self.optimizer_in_backward):
+            raise self.error("optimizer_in_backward", fix)
+
+    def check_batch(self, ranks: int, micro_batches: int) -> None:
+        """Raise ValueError if gradients are sums over ranks or micro-batches, and units step as they come."""
+        if self.optimizer_in_backward and (ranks, micro_batches) != (1, 1):
+            fix = (
+                "needs 1 rank and a --global-batch-size of 1 micro-batch; this run has "
+                f"{counted(ranks, 'rank')} and {counted(micro_batches, 'micro-batch', 'micro-batches')}"
+            )
+            raise self.error("optimizer_in_backward", fix)
 
 
 @dataclass(frozen=True, kw_only=True)

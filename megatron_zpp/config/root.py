@@ -94,7 +94,9 @@ class Config:
         if model.apply_layernorm_1p and self.optimizer.fused_backend == "apex":
             raise model.error("apply_layernorm_1p", "needs --fused-backend torch")
         self._check_auto()
-        self.optimizer.check_weights(zero, precision.compute_dtype("cuda"), coded=precision.fp8_param_gather)
+        dtype, coded = precision.compute_dtype("cuda"), precision.fp8_param_gather
+        self.optimizer.check_weights(zero, dtype, coded=coded)
+        self.optimizer.check_in_backward(zero, dtype, coded=coded)
         if precision.fp8:
             from megatron_zpp.config.shapes.eight_bits import check_fp8
 

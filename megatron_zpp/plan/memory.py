@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.distributed.peer_rows import region_bytes
 from megatron_zpp.model.shape import layer_shape
+from megatron_zpp.placement import Layout
 from megatron_zpp.plan.activations import (
     attention_bytes,
     attention_working_bytes,
@@ -21,6 +22,7 @@ from megatron_zpp.plan.activations import (
 )
 from megatron_zpp.plan.hardware import USABLE
 from megatron_zpp.plan.job import Job
+from megatron_zpp.zero.gradients import STEPPED_THERE
 
 _SUMMING = 12  # bytes per element while tensor ranks sum a gradient: fp32, joined with others, and the sum
 
@@ -101,7 +103,8 @@ def _peer_rows_bytes(job: Job) -> int:
 def _peak_candidates(job: Job) -> dict[str, int]:
     """Bytes of gradients, activations and temporary tensors at each point of a step that can be the peak."""
     accumulated = _gradients(job, whole=True) if job.micro_batches > 1 else 0
-    final = _gradients(job, whole=False)
+    in_backward = job.optimizer.optimizer_in_backward  # so no gradient stays when its unit has stepped
+    final = 0 if in_backward else _gradients(job, whole=False)
     ends = _ends(job)
     first, total = ends.largest_first, sum(layout.numel for layout in job.layouts)
     by_loss = int(final * ends.by_loss / total)
@@ -120,16 +123,18 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     from_before = 0  # since the last micro-batch
     if job.reduces_as_made and job.micro_batches > 1:
         from_before = on_their_way + embedding
+    copied = [_copied_bytes(job, layout) if in_backward else 0 for layout in job.layer_layouts]
     candidates = {"the loss": accumulated + from_before + activations + loss_bytes(job)}
     working = working_bytes(job)
     attention, mlp = attention_working_bytes(job), job.dtype.itemsize * _mlp_numel(job)
     for one in backward(job):
         points = [
             (one.layer + 1, one.stored + working),
-            (one.layer, one.left + job.dtype.itemsize * of_layer[0]),  # before the reduction takes them
+            # before the reduction takes them
+            (one.layer, one.left + job.dtype.itemsize * of_layer[0] + copied[0]),
         ]
         # In the backward of attention the unit of a whole layer has the gradients of its MLP.
-        both = max(attention, mlp) if len(of_layer) > 1 else attention + mlp
+        both = max(attention, mlp + copied[1]) if len(of_layer) > 1 else attention + mlp
         points.append((one.layer + 1, one.left + attention_bytes(job) + both))
         for layers, live in points:
             done = by_loss + int(others * (1 - layers / job.model.num_layers))
@@ -141,6 +146,8 @@ def _peak_candidates(job: Job) -> dict[str, int]:
             )
     produced = job.dtype.itemsize * first
     end = max(final + produced, by_loss + others + produced + tied)
+    if in_backward:
+        end = max(end, produced + _copied_bytes(job, job.layouts[0]))
     if accumulated:  # complete when the embedding's two gradients are added
         end = accumulated + produced + max(tied, 0 if job.reduces_as_made else embedding)
     summing = _SUMMING * job.replicated[0]  # the embedding's gradients that tensor ranks have whole
@@ -205,10 +212,18 @@ def _sent_bytes(job: Job) -> float:
 
 def _gradients(job: Job, *, whole: bool) -> int:
     """Bytes of the optimizer's gradients, or (`whole`) of their sums between micro-batches."""
+    if job.optimizer.optimizer_in_backward:
+        return job.dtype.itemsize * max(layout.numel for layout in job.layouts)
     if not job.sums_gradients:
         return job.dtype.itemsize * job.owned  # on one rank
     accumulated = job.communication.accumulator_bytes
     return accumulated if whole and accumulated else 4 * job.owned
+
+
+def _copied_bytes(job: Job, layout: Layout) -> int:
+    """Bytes of a unit's gradients that are copied into one buffer for its step on one rank."""
+    small = (each.numel for each in layout.placements if each.numel < STEPPED_THERE)
+    return job.dtype.itemsize * sum(small)
 
 
 def _source_itemsize(job: Job) -> float:

@@ -349,6 +349,8 @@ def sizes_of(job: Job, space: Space) -> list[int]:
     """The sizes of micro-batches, the smallest first."""
     if not (space.micro_batch and job.may_resize):
         return [job.micro_batch_size]
+    if job.optimizer.optimizer_in_backward:  # one micro-batch per step
+        return [job.samples_per_step // job.mesh.data_ranks]
     whole = job.batch_multiple or job.samples_per_step
     return [size for size in divisors(whole // job.mesh.data_ranks) if job.may_have_samples(size)]
 

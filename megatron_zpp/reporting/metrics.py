@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token, peak_tflops
-from megatron_zpp.zero.engine import LEAST_WEIGHT, StepResult
+from megatron_zpp.zero.engine import StepResult
+from megatron_zpp.zero.step_sums import LEAST_WEIGHT
 
 Record = dict[str, float | int | str | None]
 

@@ -48,6 +48,10 @@ def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunI
         schedule = RunSchedule.from_config(
             config.training, config.learning_rate, mesh.data_ranks, seq_length=config.model.seq_length
         )
+    batches = schedule.batches
+    most = batches.global_batch_size // (batches.micro_batch_size * batches.data_parallel_size)
+    with usage_errors():
+        config.optimizer.check_batch(mesh.world_size, most)
     tensor_ranks = config.distributed.tensor_model_parallel_size
     check_vocabulary(config.model, vocab_size, tensor_ranks)
     config.precision.check_vocabulary(config.model.embedding_rows(vocab_size), tensor_ranks)

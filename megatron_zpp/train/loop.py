@@ -173,6 +173,10 @@ class Trainer:
         where, sections = f"step {self.progress.iteration + 1}", self._engine.sections
         if self._profiler:
             self._profiler.before_step(self.progress.iteration + 1)
+        in_backward = self._config.optimizer.optimizer_in_backward
+        if in_backward:
+            rates = self._rates()
+            self._engine.begin_step(*rates)
         for index in range(micro_batches):
             first_sample, _ = schedule.micro_batch(consumed, index, mesh.data_rank)
             seed_dropout(self._config.training.seed, first_sample, mesh.tensor_rank)
@@ -197,22 +201,27 @@ class Trainer:
                 losses += loss if share == 1 else loss * share
                 weights += share
         self._mark(f"{where}, optimizer")
-        if self._saver is not None:
-            self._saver.before_step()
-        self._count_if_skipped()
+        if not in_backward:
+            rates = self._rates()
         with sections(OPTIMIZER):
-            rate = self._schedule.learning_rate_at(self.progress)
-            decoupled_rate = self._schedule.decoupled_rate_at(self.progress)
-            result = self._engine.step(rate, decoupled_rate)
+            result = self._engine.step(*rates)
         self._skip_flag.send(result.skipped)
         self._samples = samples = schedule.global_batch_size_at(consumed)
         self.progress = replace(
             self.progress, iteration=self.progress.iteration + 1, consumed_samples=consumed + samples
         )
-        self._log.add(losses, weights, result, samples, rate, decoupled_rate)
+        self._log.add(losses, weights, result, samples, *rates)
         self._warm = True
         self._mark(f"{where}, report")
         return result
+
+    def _rates(self) -> tuple[float, float | None]:
+        """The learning rates of the step that begins; waits until states that are being saved may change."""
+        if self._saver is not None:
+            self._saver.before_step()
+        self._count_if_skipped()
+        schedule = self._schedule
+        return schedule.learning_rate_at(self.progress), schedule.decoupled_rate_at(self.progress)
 
     def _count_if_skipped(self) -> None:
         """Count the newest step if it was skipped; call it before a rate or a checkpoint uses the count."""

@@ -39,7 +39,8 @@ def job_of(config: Config, vocab_size: int, mesh: Mesh, device: str = "cuda") ->
         overlapped=not config.precision.fp8,
         may_offload=config.optimizer.fused_backend != "apex"
         and config.optimizer.optimizer == "adam"
-        and not config.optimizer.splits_weights,
+        and not config.optimizer.splits_weights
+        and not config.optimizer.optimizer_in_backward,
         copy_engines=device == "cuda",
         device=device,
         batch_given=training.global_batch_size is not None,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,18 @@ from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.model_states import ModelStates
-from megatron_zpp.zero.optimizer import UpdateRule
+from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, UpdateRule
 from megatron_zpp.zero.prefetch import Phase
 from megatron_zpp.zero.product_scaling import ProductScaling
 from megatron_zpp.zero.reads import without_inner
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
-from megatron_zpp.zero.step_sums import StepSums
+from megatron_zpp.zero.step_sums import StepSums, divisor_of, shrink_of
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
 from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder
 from megatron_zpp.zero.weights import Weights
 
-LEAST_WEIGHT = 1e-9  # of a step's losses: less than one token of any batch
+if TYPE_CHECKING:
+    from megatron_zpp.zero.optimizer_in_backward import StepInBackward
 
 # (B, T + 1) tokens, whose inputs and targets overlap by T - 1; or the model's arguments, targets second.
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
@@ -109,7 +110,7 @@ class ZeroEngine:
         _check_settings(config, mesh, share, operations, device, coded=codes is not None)
         self.model, self.mesh, self.device, self.share = model, mesh, device, share
         self.topology, self.scaling, self.sections = Topology.of(mesh), scaling, sections
-        self._clip_grad, self._decouples = config.optimizer.clip_grad, bool(decoupled)
+        self._config_of_optimizer, self._decouples = config.optimizer, bool(decoupled)
         self._ledger = TrafficLedger(mesh)
         self._communication = communication = build_communication(
             modules,
@@ -153,10 +154,35 @@ class ZeroEngine:
             modules, self.units, self.plan.reads, self.weights.prefetcher, self._gradients, self._exchanges
         )
         self.loss_scale = LossScale(config.precision, device)
+        self._in_backward: StepInBackward | None = None
+        if config.optimizer.optimizer_in_backward:
+            from megatron_zpp.zero import optimizer_in_backward as in_backward
+
+            assert not any(weights.bring for weights in self.plan.weights)  # between ranks
+            assert isinstance(self._optimizer, DeviceOptimizer)
+            self._in_backward = in_backward.StepInBackward(
+                self.units,
+                self._optimizer,
+                self._gradients,
+                self.weights.prefetcher,
+                config.optimizer.clip_grad,
+            )
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
         self.spare = spare_multiprocessors(mesh.nodes, device, os.environ)
+
+    def begin_step(self, learning_rate: float, decoupled_rate: float | None = None) -> None:
+        """With --optimizer-in-backward: let the next backward step each unit, at the rates that `step` gets.
+
+        Call it before `accumulate`. A unit's parameters change when all their gradients are there. A backward
+        that reads them later, as that of a product with a detached weight may, raises RuntimeError. Raises
+        ValueError without the flag.
+        """
+        if self._in_backward is None:
+            fix = "without --optimizer-in-backward units step after the backward; call step alone"
+            raise option_error("begin_step", learning_rate, fix)
+        self._in_backward.rates = self._rates(learning_rate, decoupled_rate)
 
     def accumulate(
         self, batch: Batch, *, index: int = 0, micro_batches: int = 1, weight: float | None = None
@@ -174,6 +200,7 @@ class ZeroEngine:
         cannot overflow without it, because fp16 gradients, at most 65504, are summed in fp32 or bf16, which
         hold 2^111 times as much.
         """
+        self._config_of_optimizer.check_batch(self.mesh.world_size, micro_batches)
         if not self.model.training:  # it walks through all modules
             self.model.train()
         self.weights.encode_changed()
@@ -203,6 +230,8 @@ class ZeroEngine:
             assert self._weight is not None, "all micro-batches of a step have weights, or none has"
             self._weight += weight
             scale = scale * weight
+        if self._in_backward is not None:
+            self._in_backward.begin(loss.detach(), self._weight)
         scaled = loss * (scale + 0.0 * loss.detach())
         self.spare.reserve_in_backward_of(scaled)
         with self.sections(BACKWARD):
@@ -212,6 +241,8 @@ class ZeroEngine:
                 stale = (unit.guard.of_backward(error) for unit in self.units)
                 raise next(filter(None, stale), error) from error
             self._gradients.finish_backward()
+        if self._in_backward is not None:
+            self._in_backward.finish_backward()
         return loss.detach()
 
     def step(self, learning_rate: float, decoupled_rate: float | None = None) -> StepResult:
@@ -221,29 +252,26 @@ class ZeroEngine:
         `decoupled_rate` is the learning rate of the decoupled parameters, by default the same. Raises
         ValueError if it is given and no parameter is decoupled.
         """
-        if decoupled_rate is not None and not self._decouples:
-            fix = "no parameter is decoupled; name some in ZeroEngine's decoupled"
-            raise option_error("decoupled_rate", decoupled_rate, fix)
+        rates = self._rates(learning_rate, decoupled_rate)
         scale = self.loss_scale.scale
         formats = self.weights.formats
-        norm, weight = self._sums.of_gradients(self._weight, formats)
-        # From sums of scaled gradients to their mean. Without a token that counts, all gradients are zero.
-        count = self._summed_gradients if weight is None else weight.clamp(min=LEAST_WEIGHT).float()
-        divisor = scale * count
-        grad_norm = (norm / divisor).float()
-        rates = (learning_rate, learning_rate if decoupled_rate is None else decoupled_rate)
+        if self._in_backward is not None:
+            grad_norm, weight = self._in_backward.end(rates)
+        else:
+            norm, weight = self._sums.of_gradients(self._weight, formats)
+            divisor = divisor_of(scale, self._summed_gradients, weight)
+            grad_norm = (norm / divisor).float()
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         if self.scaling is not None:
             maxima = largest_over_ranks(self.scaling.maxima(), self.mesh)
             self.scaling.end_step(maxima, found_inf)
-        shrink = torch.ones_like(grad_norm)
-        if self._clip_grad > 0:
-            shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        self._optimizer.begin_step(rates, divisor * shrink, found_inf)
-        self.weights.begin_step()
-        for number, index in enumerate(self._trained):
-            self._optimizer.update(number)
-            self.weights.updated(index, found_inf)
+        if self._in_backward is None:
+            shrink = shrink_of(grad_norm, self._config_of_optimizer.clip_grad)
+            self._optimizer.begin_step(rates, divisor * shrink, found_inf)
+            self.weights.begin_step()
+            for number, index in enumerate(self._trained):
+                self._optimizer.update(number)
+                self.weights.updated(index, found_inf)
         self._gradients.end_step(found_inf)
         self.iteration += 1
         self.loss_scale.update(found_inf)
@@ -303,6 +331,22 @@ class ZeroEngine:
         """The norm () fp64 of the master weights that are trained; every rank must call it."""
         return self._sums.norm_of_weights()
 
+    @property
+    def last_norm(self) -> float | None:
+        """The norm by which the next step is clipped, with --optimizer-in-backward; None without."""
+        return None if self._in_backward is None else self._in_backward.last_norm.item()
+
+    def load_last_norm(self, norm: float | None) -> None:
+        """The inverse of `last_norm`; None, of a run that had none, is as at the start of a run."""
+        if self._in_backward is not None:
+            self._in_backward.last_norm.fill_(norm or 0.0)
+
+    def _rates(self, learning_rate: float, decoupled_rate: float | None) -> Rates:
+        if decoupled_rate is not None and not self._decouples:
+            fix = "no parameter is decoupled; name some in ZeroEngine's decoupled"
+            raise option_error("decoupled_rate", decoupled_rate, fix)
+        return learning_rate, learning_rate if decoupled_rate is None else decoupled_rate
+
     def _loss(self, batch: Batch) -> Tensor:
         self.spare.reserve()
         if isinstance(batch, Tensor):
@@ -327,6 +371,8 @@ def _check_settings(
     """Raise ValueError for settings that these ranks cannot obey. `coded`: some weights are held as codes."""
     zero, dtype = config.zero, config.precision.compute_dtype(device.type)
     config.optimizer.check_weights(zero, dtype, coded=coded)
+    config.optimizer.check_in_backward(zero, dtype, coded=coded)
+    config.optimizer.check_batch(mesh.world_size, 1)
     check_routes(zero, mesh)
     sharing = 1 if share.group is None else share.group.size
     if mesh.tensor_ranks != sharing:

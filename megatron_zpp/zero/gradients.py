@@ -1,5 +1,6 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
+from collections.abc import Callable
 from itertools import chain
 
 import torch
@@ -20,7 +21,7 @@ from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
 # A 16-bit gradient of so many elements stays where the backward made it:
-_STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
+STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
 _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and summing take more calls
 # Of random signs, equal on all ranks and after a resume with another --seed; they may repeat between runs.
 SIGNS_SEED = 0
@@ -34,6 +35,8 @@ class Gradients:
     accumulate whole and are reduced behind the last backward. If all do, so are gradients. If some do, each
     micro-batch adds to what a group keeps, and the other stages run once per step, unit by unit, behind the
     last backward. Where there is nothing to sum gradients stay as they are.
+
+    `consume` gets each unit when a backward has made all of its gradient; by default it does nothing.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Gradients:
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
         self._slots = dict(zip(units, plan.reduction_slots, strict=True))
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
+        self.consume: Callable[[Unit], None] = lambda unit: None
         self._first = self._last = True
         self._iteration = 0
         self._feeds_back = plan.residual_bytes > 0
@@ -152,6 +156,11 @@ class Gradients:
             unit.grad.release()
 
     def _take(self, unit: Unit, parameters: tuple[nn.Parameter, ...]) -> None:
+        self._take_place(unit, parameters)
+        if unit.grad.taken == len(unit.by_place):
+            self.consume(unit)
+
+    def _take_place(self, unit: Unit, parameters: tuple[nn.Parameter, ...]) -> None:
         """Take over `.grad` of every parameter of one place, and start the reduction that is due.
 
         The gradients of a unit's places are added as those of micro-batches are.
@@ -171,7 +180,7 @@ class Gradients:
         summing = self._share.start_sum(produced, replicated) if replicated else None
         only = first and last
         if only and not self._sums:
-            segments = segments_of(unit.layout, produced, _STEPPED_THERE)
+            segments = segments_of(unit.layout, produced, STEPPED_THERE)
             pending = None
             if summing is not None:
                 summing.into(segments, unit.layout, replicated)

@@ -75,7 +75,10 @@ class UpdateRule(Protocol[Scalars]):
     writes_gather_source: bool
 
     def scalars(self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Scalars:
-        """What all units of a step share, computed once per step; `steps` () includes the one to come."""
+        """What all units of a step share; `steps` () includes the one to come.
+
+        Computed once per step, or for each unit where units step in the backward.
+        """
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: Scalars) -> None:
         """Change the master weights and states of `shard`, unless `found_inf` is 1; `gradient` is (n,).
@@ -143,7 +146,8 @@ class _Steps(Generic[Scalars]):
         runs = zip(starts, stops, strict=True)
         return [_Run(range(start, stop), group) for (start, group), stop in runs if group is not None]
 
-    def _compute_scalars(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
+    def compute_scalars(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
+        """Let the units that follow in a step have other arguments than `begin_step` got."""
         self._scalars = {
             group: rule.scalars(self.steps, rates[group.decoupled] * group.factor, divisor, found_inf)
             for group, rule in self._rules.items()
@@ -184,7 +188,7 @@ class DeviceOptimizer(_Steps[Scalars]):
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """See Optimizer.begin_step."""
         self.steps += 1 - found_inf
-        self._compute_scalars(rates, divisor, found_inf)
+        self.compute_scalars(rates, divisor, found_inf)
 
     def update(self, index: int) -> None:
         """See Optimizer.update."""
@@ -222,7 +226,7 @@ class OffloadedOptimizer(_Steps[Scalars]):
         self._scalars = {}
         if not found_inf.item():
             self.steps += 1
-            self._compute_scalars(rates, divisor, found_inf)
+            self.compute_scalars(rates, divisor, found_inf)
 
     def update(self, index: int) -> None:
         """See Optimizer.update."""

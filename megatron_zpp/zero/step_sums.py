@@ -13,12 +13,29 @@ from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.sections import GRADIENT_NORM, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.sharded_unit import Unit
 
+LEAST_WEIGHT = 1e-9  # of a step's losses: less than one token of any batch
+
 
 class GradientSums(NamedTuple):
     """Of the summed gradient, on the device: its norm () fp64, and the weights, None if there are none."""
 
     norm: Tensor
     weight: Tensor | None
+
+
+def divisor_of(scale: Tensor, summed: int, weight: Tensor | None) -> Tensor:
+    """What divides a sum of gradients of losses times `scale`, so that it is their mean.
+
+    The sum is of `summed` gradients, or by `weight`. Without a token that counts, all gradients are zero.
+    """
+    return scale * (summed if weight is None else weight.clamp(min=LEAST_WEIGHT).float())
+
+
+def shrink_of(norm: Tensor, clip_grad: float) -> Tensor:
+    """What divides a gradient of this `norm` () to clip it; a `clip_grad` of 0 does not clip."""
+    if clip_grad > 0:
+        return torch.clamp((norm + 1e-6) / clip_grad, min=1.0)
+    return torch.ones_like(norm)
 
 
 class StepSums:

@@ -1,15 +1,17 @@
 """Compiled parts on a GPU: one graph for all layers, no wait for the device, and what eager ones learn."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import pytest
 import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.steady import assert_steady
@@ -43,12 +45,22 @@ def plain(
     stage: int = 0,
     precision: PrecisionConfig = BF16,
     unit: Literal["layer", "sublayer"] = "layer",
+    optimizer: OptimizerConfig | None = None,
     **changes: Any,
 ) -> ZeroEngine:
     shape = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": LENGTH}
     config = ModelConfig(**shape | changes, hidden_dropout=dropout, attention_dropout=dropout)
     zero = ZeroConfig(zero_stage=stage, zero_unit=unit)
-    return engine_of(config, VOCAB, zero=zero, precision=precision, recompute=recompute, device="cuda")
+    return engine_of(
+        config,
+        VOCAB,
+        zero=zero,
+        precision=precision,
+        recompute=recompute,
+        optimizer=optimizer,
+        operations=load_operations("cuda", require_kernels=True, say=print) if optimizer else None,
+        device="cuda",
+    )
 
 
 def losses_of(engine: ZeroEngine, steps: int = 20) -> list[float]:
@@ -57,6 +69,8 @@ def losses_of(engine: ZeroEngine, steps: int = 20) -> list[float]:
     losses = []
     for step in range(steps):
         torch.manual_seed(step)
+        if engine._in_backward is not None:
+            engine.begin_step(1e-3)
         losses.append(engine.accumulate(data[step % 4], index=0, micro_batches=1).item())
         assert engine.step(1e-3).skipped.item() == 0
         losses.append(engine.evaluate(data[step % 4]).item())
@@ -101,6 +115,20 @@ def test_recomputation_repeats_the_draws_of_dropout() -> None:
         in_chunks = losses_of(compiled(said, dropout=0.1, recompute=IN_CHUNKS), steps=5)
         both = replace(FULL, mlp_chunks_for_training=4)
         assert losses_of(compiled(said, dropout=0.1, recompute=both, stage=3), steps=5) == in_chunks
+    assert said == []
+
+
+@pytest.mark.parametrize("recompute", [None, FULL], ids=["stored", "recomputed"])
+def test_no_backward_reads_weights_that_have_stepped_in_it(recompute: RecomputeConfig | None) -> None:
+    """Without clipping the losses are those of steps after the backward, to the bit."""
+    said, found = list[str](), []
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for in_backward in (False, True):
+            optimizer = OptimizerConfig(clip_grad=0, optimizer_in_backward=in_backward)
+            for build in (plain, partial(compiled, said)):
+                engine = build(recompute=recompute, optimizer=optimizer)
+                found.append(losses_of(engine, steps=5))
+    assert found[:2] == found[2:]
     assert said == []
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.plan.memory import memory_of
@@ -46,6 +46,8 @@ OFFLOAD = FULL | {"recompute_offload": True}
         ({"bf16": True}, OFFLOAD, {"zero_stage": 1}, LLAMA | {"num_layers": 24}, 1000, 1),
         ({"bf16": True}, IN_CHUNKS, {}, {"seq_length": 4096}, 1000, 1),
         ({"bf16": True}, OFFLOAD | IN_CHUNKS, {"zero_stage": 3}, {"seq_length": 8192}, 1000, 1),
+        ({"bf16": True}, FULL, {}, {"optimizer_in_backward": True}, 1000, 1),
+        ({"bf16": True}, {}, {}, {"optimizer_in_backward": True}, 50_000, 1),
     ],
 )
 def test_the_peak_is_within_five_percent(
@@ -55,18 +57,23 @@ def test_the_peak_is_within_five_percent(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model, size = ModelConfig(**SHAPE | changes), 8
+    settings = SHAPE | changes
+    optimizer = OptimizerConfig(optimizer_in_backward=settings.pop("optimizer_in_backward", False))
+    model, size = ModelConfig(**settings), 8
     engine = engine_of(
         model,
         vocab,
         zero=ZeroConfig(**zero),
         recompute=RecomputeConfig(**recompute),
         precision=PrecisionConfig(**precision),
+        optimizer=optimizer,
         device="cuda",
         operations=load_operations("cuda", require_kernels=True, say=print),
     )
     tokens = torch.randint(vocab, (size, model.seq_length + 1), device="cuda")
     for _ in range(2):
+        if optimizer.optimizer_in_backward:
+            engine.begin_step(1e-4)
         for index in range(micro_batches):
             engine.accumulate(tokens, index=index, micro_batches=micro_batches)
         engine.step(1e-4)
@@ -80,5 +87,6 @@ def test_the_peak_is_within_five_percent(
         precision=PrecisionConfig(**precision),
         micro_batch_size=size,
         micro_batches=micro_batches,
+        optimizer=optimizer,
     )
     assert memory_of(job).peak == pytest.approx(measured, rel=0.05)

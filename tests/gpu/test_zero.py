@@ -35,6 +35,7 @@ COMPACT = OptimizerConfig(
     exp_avg_sq_dtype="fp8",
     main_params_dtype="bf16+8",
 )
+IN_BACKWARD = dataclasses.replace(COMPACT, optimizer_in_backward=True)
 MODEL = ModelConfig(num_layers=6, hidden_size=256, num_attention_heads=4, seq_length=128)
 
 
@@ -44,6 +45,7 @@ MODEL = ModelConfig(num_layers=6, hidden_size=256, num_attention_heads=4, seq_le
         (PrecisionConfig(bf16=True), OptimizerConfig()),
         (PrecisionConfig(fp16=True), OptimizerConfig()),
         (PrecisionConfig(bf16=True), COMPACT),
+        (PrecisionConfig(bf16=True), IN_BACKWARD),
     ],
 )
 @pytest.mark.parametrize("stage", [0, 3])
@@ -60,37 +62,50 @@ def test_a_steady_step_neither_waits_for_the_device_nor_allocates(
         device="cuda",
     )
     tokens = torch.randint(VOCAB, (4, 129), device="cuda")
+    micro_batches = 1 if optimizer.optimizer_in_backward else 2
 
     def step() -> None:
-        for index in range(2):
-            engine.accumulate(tokens, index=index, micro_batches=2)
+        if optimizer.optimizer_in_backward:
+            engine.begin_step(1e-3)
+        for index in range(micro_batches):
+            engine.accumulate(tokens, index=index, micro_batches=micro_batches)
         engine.step(1e-3)
 
     assert_steady(step, warmup=3)
 
 
-@pytest.mark.parametrize(("micro_batches", "nbytes"), [(1, 7.2), (4, 9.2)])
+@pytest.mark.parametrize(
+    ("optimizer", "micro_batches", "nbytes"), [(COMPACT, 1, 7.2), (COMPACT, 4, 9.2), (IN_BACKWARD, 1, 5.2)]
+)
 def test_compact_states_and_gradients_take_the_bytes_that_are_aimed_at(
-    micro_batches: int, nbytes: float
+    optimizer: OptimizerConfig, micro_batches: int, nbytes: float
 ) -> None:
-    """By the allocator, all scales included; few tokens, so that activations take a thousandth of it."""
+    """By the allocator, all scales included; few tokens, so that activations take a thousandth of it.
+
+    Before the optimizer's step or, where units step in the backward, at the peak of forward and backward.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     engine = engine_of(
-        dataclasses.replace(MODEL, num_layers=8, hidden_size=4096, num_attention_heads=32, seq_length=16),
+        dataclasses.replace(MODEL, num_layers=32, hidden_size=2048, num_attention_heads=16, seq_length=16),
         VOCAB,
         precision=PrecisionConfig(bf16=True),
-        optimizer=COMPACT,
+        optimizer=optimizer,
         operations=load_operations("cuda", require_kernels=True, say=print),
         device="cuda",
     )
     elements, held = sum(unit.layout.numel for unit in engine.units), []
     for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        if optimizer.optimizer_in_backward:
+            engine.begin_step(1e-4)
         for index in range(micro_batches):
             tokens = torch.randint(VOCAB, (1, 17), device="cuda")
             engine.accumulate(tokens, index=index, micro_batches=micro_batches)
-        held.append(torch.cuda.memory_allocated() - before)  # with the gradients, of which the step is next
+        in_use = torch.cuda.memory_allocated()  # with the gradients, of which the step is next
+        peak = torch.cuda.max_memory_allocated()
+        held.append((peak if optimizer.optimizer_in_backward else in_use) - before)
         engine.step(1e-4)
     assert max(held) <= nbytes * elements
     engine.close()

@@ -231,6 +231,11 @@ def test_the_share_of_an_h100s_peak_is_the_one_fitted_to_published_runs() -> Non
             "--zero-quantized-weights-format delta4",
             "needs 2 or more nodes",
         ),
+        (
+            "--dry-run --optimizer-in-backward --global-batch-size 8",
+            "--optimizer-in-backward (given): needs 1 rank and a --global-batch-size of 1 micro-batch; this "
+            "run has 1 rank and 4 micro-batches",
+        ),
     ],
 )
 def test_what_these_ranks_cannot_obey_is_a_usage_error(argv: str, said: str) -> None:

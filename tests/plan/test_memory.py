@@ -42,6 +42,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
 BF16 = {"bf16": True}
 SHAPE = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128} | NO_DROPOUT
 WIDE = {"seq_length": 16, "micro_batch_size": 1}  # few tokens: parameters decide
+STEPPED = {"micro_batches": 1, "optimizer": OptimizerConfig(optimizer_in_backward=True)}
 LONG = {"micro_batch_size": 4, "vocab": 100}  # and here the layers do
 IN_CHUNKS = {"mlp_chunks_for_training": 4}
 BLOCKS = {"zero_table_rows": 128}
@@ -51,6 +52,7 @@ ADAMW, MUON = (OptimizerConfig(optimizer=name, weight_decay=0.1) for name in ("a
 FP8 = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8")
 SPLIT = dataclasses.replace(FP8, main_params_dtype="bf16+8")
 MUON_IN_BF16 = dataclasses.replace(FP8, optimizer="muon", exp_avg_dtype="bf16", muon_row_scaling_beta2=0.95)
+IN_BACKWARD = dataclasses.replace(SPLIT, optimizer_in_backward=True)
 MACHINE = Machine(flops=1e15, memory_rate=1e12, inside=1e11, link=1e10)
 
 
@@ -61,6 +63,8 @@ def allocated_at_most(engine: Any, tokens: torch.Tensor, micro_batches: int) -> 
     """
 
     def step() -> None:
+        if engine._in_backward is not None:
+            engine.begin_step(1e-3)
         for index in range(micro_batches):
             engine.accumulate(tokens, index=index, micro_batches=micro_batches)
         engine.step(1e-3)
@@ -133,6 +137,9 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
         ({}, IN_CHUNKS, BF16, LONG | {"ffn_hidden_size": 2048}),
         ({"zero_stage": 3}, FULL | IN_CHUNKS, BF16, LONG | {"micro_batch_size": 16}),
         ({"zero_stage": 1, "zero_unit": "sublayer"}, FULL | IN_CHUNKS, {"fp32": True}, LONG),
+        ({}, {}, {"fp32": True}, STEPPED | WIDE),
+        ({}, FULL, {"fp32": True}, STEPPED | LONG),
+        ({"zero_unit": "sublayer"}, {}, {"fp32": True}, STEPPED | WIDE | UNTIED),
     ],
 )
 def test_a_step_allocates_what_the_plan_says(
@@ -181,8 +188,9 @@ def test_a_step_allocates_what_the_plan_says(
 
 def test_what_decides_whether_a_model_fits_on_one_gpu() -> None:
     """Bytes per parameter of states and gradients, scales included: the aims of the flags, and fp32's."""
-    model = ModelConfig(num_layers=2, hidden_size=4096, num_attention_heads=32, seq_length=8)
+    model = ModelConfig(num_layers=32, hidden_size=4096, num_attention_heads=32, seq_length=8)
     for micro_batches, optimizer, nbytes in (
+        (1, IN_BACKWARD, 5.2),
         (1, SPLIT, 7.2),
         (4, SPLIT, 9.2),
         (1, ADAMW, 16),

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.plan_rows import h100
 from benchmarks.plan_tensor import fitted_h100, zero_3
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import parse_args
@@ -191,6 +191,23 @@ def test_micro_batches_stay_where_their_size_changes_the_numerics() -> None:
     best = found(job).best
     assert best is not None
     assert best.job.micro_batch_size == job.micro_batch_size
+
+
+def test_units_that_step_in_the_backward_take_one_micro_batch() -> None:
+    """Which has all samples of a step; 13B then trains on one card, which has no room for its gradients."""
+    optimizer = OptimizerConfig(
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype="fp8",
+        exp_avg_sq_dtype="fp8",
+        main_params_dtype="bf16+8",
+        optimizer_in_backward=True,
+    )
+    job = dataclasses.replace(preset("13b", 1, 1, 2, optimizer=optimizer), may_offload=False)
+    best = found(job).best
+    assert best is not None
+    assert (best.job.micro_batch_size, best.job.micro_batches) == (2, 1)
+    usual = dataclasses.replace(optimizer, optimizer_in_backward=False)
+    assert found(dataclasses.replace(job, optimizer=usual)).best is None
 
 
 def test_a_space_of_the_stage_or_of_the_size_alone_leaves_the_rest() -> None:

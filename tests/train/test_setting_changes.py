@@ -23,9 +23,12 @@ def test_changed_flags_and_a_jump_of_the_learning_rate_are_said(
     resume = Resumed(corpus, tmp_path)
     resume("--train-iters", "4")
     capsys.readouterr()
-    records = resume("--train-iters", "8", "--clip-grad", "5", "--hidden-dropout", "0", "--zero-stage", "2")
+    others = "--hidden-dropout 0 --zero-stage 2 --optimizer-in-backward".split()
+    records = resume("--train-iters", "8", "--clip-grad", "5", *others)
     said = capsys.readouterr().out
-    changed = "--hidden-dropout 0.1 → 0.0, --train-iters 4 → 8, --clip-grad 1.0 → 5.0, --zero-stage 0 → 2"
+    changed = "--hidden-dropout 0.1 → 0.0, --train-iters 4 → 8, --clip-grad 1.0 → 5.0, "
+    changed += "--optimizer-in-backward not given → given, --zero-stage 0 → 2"
+    assert " units step in the backward, clipped to 5 by the last step's norm, or that" in said
     assert f" changed since the checkpoint: {changed}\n" in said
     assert " WARNING: the learning rate of the next step was 0.000e+00 and is 1.500e-03\n" in said
     assert of(records, "learning_rate")[4] == pytest.approx(1.5e-3)

@@ -44,9 +44,9 @@ def test_a_schedule_in_samples_leaves_out_those_of_skipped_steps(corpus: str, tm
         trained += 0 if record["skipped"] else 2
 
 
-@pytest.mark.parametrize("precision", ["--fp32", "--fp16"])
+@pytest.mark.parametrize("flags", ["--fp32", "--fp16", "--fp32 --optimizer-in-backward"])
 def test_nan_iterations_are_those_whose_loss_is_not_finite(
-    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
     """With any loss scale. A non-finite gradient also skips its step, and is not a nan iteration."""
     healthy, seen = ZeroEngine._loss, []
@@ -59,7 +59,7 @@ def test_nan_iterations_are_those_whose_loss_is_not_finite(
         return loss + {3: torch.nan, 4: torch.inf}.get(len(seen), 0.0)
 
     monkeypatch.setattr(ZeroEngine, "_loss", poisoned)
-    records = Resumed(corpus, tmp_path)(precision, "--train-iters", "5", "--initial-loss-scale", "1024")
+    records = Resumed(corpus, tmp_path)(*flags.split(), "--train-iters", "5", "--initial-loss-scale", "1024")
     assert of(records, "skipped") == [0, 1, 1, 1, 0]
     assert of(records, "nan") == [0, 0, 1, 1, 0]
     assert [record["grad_norm"] is None for record in records] == [False, True, True, True, False]

@@ -185,7 +185,7 @@ def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
 
     What is `large` is not copied first.
     """
-    monkeypatch.setattr("megatron_zpp.zero.gradients._STEPPED_THERE", large)
+    monkeypatch.setattr("megatron_zpp.zero.gradients.STEPPED_THERE", large)
     tokens, found = torch.randint(VOCAB, (3, 2, 9), generator=torch.Generator().manual_seed(2)), []
     for sums in (True, False):
         engine = engine_of(

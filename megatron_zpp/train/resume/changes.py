@@ -50,7 +50,10 @@ _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their 
     "zero": (),
     "distributed": ("tensor_model_parallel_size", "context_parallel_size"),
 }
-_STATES = dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "fp32")
+_YOUNGER_OPTIMIZER = {
+    **dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "fp32"),
+    "optimizer_in_backward": False,
+}
 _OF_THE_START = {  # they change no number of a run
     "zero_prefetch_units",
     "fp8",  # said by matmul_changes
@@ -168,7 +171,7 @@ def setting_changes(saved: Settings, ranks: int, present: Settings, present_rank
     for part, names in _COMPARED.items():
         before, now = saved.get(part, {}), present[part]
         if part == "optimizer":  # states are converted, those of older versions too
-            before = _STATES | before
+            before = _YOUNGER_OPTIMIZER | before
         for name in names or now:
             if name in before and name not in _OF_THE_START and before[name] != now[name]:
                 found.append(f"{flag_name(name)} {_shown(before[name])} → {_shown(now[name])}")

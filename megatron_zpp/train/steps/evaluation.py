@@ -8,7 +8,8 @@ import torch
 from megatron_zpp.data.documents import as_tensors, counted_share
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.zero.engine import LEAST_WEIGHT, Batch, ZeroEngine
+from megatron_zpp.zero.engine import Batch, ZeroEngine
+from megatron_zpp.zero.step_sums import LEAST_WEIGHT
 
 
 def own_share(batch: Batch, mesh: Mesh) -> float:

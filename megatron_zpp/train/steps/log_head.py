@@ -37,6 +37,11 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
         lines.append(f" rope in {rotated} of {model.num_layers} layers")
     if attention := engine.model.attention.describe():
         lines.append(f" attention: {attention}")
+    if config.optimizer.optimizer_in_backward:
+        clip = config.optimizer.clip_grad
+        norm = "the last step's norm, or that of the gradients so far if it is larger"
+        clips = f"clipped to {clip:g} by {norm}" if clip else "without clipping (--clip-grad 0)"
+        lines.append(f" units step in the backward, {clips}")
     if spare := engine.spare.count:
         lines.append(f" matrix products leave {spare} multiprocessors to NCCL")
     for split in ("train", "valid", "test"):

@@ -10,7 +10,8 @@ class SkipFlag:
     The learning rate of a step depends on whether the step before it was skipped. The host reads the flag
     when it has submitted the forward and the backward of the next step. The device then still has that work
     to do, so it never runs dry. The wait keeps the host at most one step ahead of the device, as the vote on
-    stopping does anyway (vote.py).
+    stopping does anyway (vote.py). Where units step in the backward, the rate is needed before the forward,
+    which then starts late by the time that its first kernels take to be submitted.
 
     The rate is computed on the host, because AdamW's kernels take it as an argument, and because cosines
     and roots on a device and on a CPU differ in their last bits.
