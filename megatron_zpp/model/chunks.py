@@ -51,10 +51,16 @@ class ChunkedHalf(Half):
     def outputs(self, x: Tensor, size: int) -> Tensor:
         """The output for x, in chunks of `size` rows, without its gradient."""
         out = x.new_empty(x.shape)
-        for part, of_part in zip(_parts(x, size), _parts(out, size), strict=True):
+        for part, of_part in self.in_chunks(size, x, out):
             own = part.detach().requires_grad_(torch.is_grad_enabled())
             of_part.copy_(self.compute(self, own).detach())
         return out
+
+    def in_chunks(self, size: int, x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Chunks of `size` rows of x and of tensors like it; the dropout of context ranks knows which."""
+        chunks = zip(*(_parts(each, size) for each in (x, *others)), strict=True)
+        placed = getattr(self.dropout, "in_chunks", None) if self.draws else None
+        return chunks if placed is None else placed(chunks, size, x)
 
     @property
     def draws(self) -> bool:
@@ -101,9 +107,8 @@ class _Backward(torch.autograd.Function):
         half, size, needed = ctx.half, ctx.size, ctx.needs_input_grad
         trained = [one for one in half.parameters() if one.requires_grad]
         of_x, sums = x.new_empty(x.shape), list[Tensor]()
-        parts = zip(*(_parts(each, size) for each in (x, gradient, of_x)), strict=True)
         with _drawing_again(ctx.state, x.device):
-            for own, of_out, of_part in parts:
+            for own, of_out, of_part in half.in_chunks(size, x, gradient, of_x):
                 part = own.detach().requires_grad_()
                 with _of_its_own():
                     out = half.compute(half, part)

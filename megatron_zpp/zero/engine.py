@@ -303,14 +303,18 @@ class ZeroEngine:
     def next_token_logits(self, tokens: Tensor, *, after: int = -1) -> Tensor:
         """The logits (V,) fp32, on the CPU, of the token after place `after` of `tokens` (1, T).
 
-        Every rank must call it.
+        Positions do not count what is behind that place. Every rank must call it.
         """
+        positions: Tensor | None = None
+        if after >= 0:  # else all are of one text
+            positions = torch.arange(tokens.shape[1], device=self.device)[None].clamp(max=after)
         self.weights.encode_changed()
         self.model.eval()
         self.spare.reserve()
         self.weights.prefetcher.begin(Phase.FORWARD)
         with self.sections.paused():
-            return self.model(tokens.to(self.device))[0, after].float().cpu()
+            logits = self.model(tokens.to(self.device), None, positions)
+            return logits[0, after].float().cpu()
 
     def take_traffic(self) -> tuple[int, int]:
         """Bytes sent by this rank (inside its node, between nodes) since the last call."""

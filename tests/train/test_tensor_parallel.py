@@ -12,7 +12,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.loop import seed_dropout
 from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.compiling import compile_parts
-from megatron_zpp.train.setup.device import prepare_device
+from megatron_zpp.train.setup.device import check_attention, prepare_device
 from tests.support import nightly, pretrain
 from tests.train.in_process import of
 from tests.zero.ranks import on_ranks
@@ -191,6 +191,20 @@ def shares(topology: Topology) -> list[tuple[bool, bool]]:
 
 def test_layers_are_shared_as_the_flag_says() -> None:
     assert on_ranks(2, shares) == [[(False, False), (True, True)]] * 2
+
+
+@pytest.mark.parametrize(("comm", "tensor", "tokens"), [("a2a", 1, 16), ("p2p", 1, 4), ("auto", 4, 4)])
+def test_the_trial_of_attention_takes_what_a_rank_attends_to_at_once(
+    comm: str, tensor: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole samples, or one of the four chunks of 16 tokens where keys go around a ring."""
+    shared = f"--context-parallel-size 2 --cp-comm-type {comm} --tensor-model-parallel-size {tensor}"
+    config, tried = parse_args([*FLAGS, *shared.split()]), []
+    monkeypatch.setattr(
+        "megatron_zpp.train.setup.device.check_runs", lambda *given, **_: tried.extend(given[2])
+    )
+    check_attention(config, prepare_device(config, Topology(0, 8, 0, 8)))
+    assert tried == [tokens]
 
 
 @pytest.mark.nightly

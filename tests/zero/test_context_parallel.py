@@ -144,11 +144,13 @@ def test_masks_of_dropout_do_not_depend_on_the_ranks() -> None:
     assert torch.equal(half, own_part(masks[0], 2, 1).flatten(0, 1)[4:])
 
 
-def test_recomputation_repeats_dropout_and_grids_draw_alike() -> None:
+def test_recomputation_repeats_dropout_and_grids_and_chunks_draw_alike() -> None:
     case = case_of("gpt2", 1, 3, 2, "a2a", dropout=0.1)
-    two = on_ranks(2, train, (case, replace(case, recompute="full"), replace(case, dropout=0.0)))
-    for kept, recomputed, whole in two:
+    others = [replace(case, recompute=kind) for kind in ("full", "full, MLPs in chunks")]
+    two = on_ranks(2, train, (case, *others, replace(case, dropout=0.0)))
+    for kept, recomputed, chunked, whole in two:
         assert kept == recomputed
+        assert chunked.losses == pytest.approx(kept.losses, rel=1e-6)
         assert kept.losses != whole.losses
     ((four,), *_) = on_ranks(4, train, (replace(case, context=4, stage=1),))
     assert four.losses == pytest.approx(two[0][0].losses, rel=1e-6)

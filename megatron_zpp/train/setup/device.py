@@ -86,7 +86,7 @@ def check_attention(config: Config, device: Device) -> None:
     model, kernel = config.model, device.attention
     settings = _attention(config, device.device)
     del settings["scored"]
-    lengths: Sequence[int] = (model.seq_length,)
+    lengths: Sequence[int] = (_longest(config),)
     windows: set[int | None] = {None}
     if settings.pop("windowed") and not kernel.compiled:
         windows = set(model.layer_windows)
@@ -103,6 +103,18 @@ def check_attention(config: Config, device: Device) -> None:
     check_runs(
         kernel, backend, lengths, windows=windows, queries_per_group=len(heads), scores=scores, **settings
     )
+
+
+def _longest(config: Config) -> int:
+    """The tokens to which a kernel attends at once: of a sample, or of a chunk if keys go around a ring."""
+    tokens, ranks = config.model.seq_length, config.distributed.context_parallel_size
+    if ranks > 1:
+        from megatron_zpp.model.context.sharing import exchanges_heads
+
+        heads = config.model.num_attention_heads // config.distributed.tensor_model_parallel_size
+        if not exchanges_heads(config.distributed.cp_comm_type, ranks, heads):
+            return tokens // (2 * ranks)
+    return tokens
 
 
 def _attention(config: Config, device: torch.device) -> dict[str, Any]:
