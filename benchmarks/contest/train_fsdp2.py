@@ -31,6 +31,7 @@ from benchmarks.contest.protocol import (
     set_learning_rate,
 )
 from benchmarks.contest.sharded_muon import ShardedMuon
+from benchmarks.plain_llama import PlainLlama
 from benchmarks.plain_training import PlainGPT
 
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -41,7 +42,7 @@ def reshard_setting(text: str) -> bool | int:
     return {"true": True, "false": False}[text] if text in ("true", "false") else int(text)
 
 
-def sharded_model(rank: Rank) -> PlainGPT:
+def sharded_model(rank: Rank) -> PlainGPT | PlainLlama:
     """The model with its layers and its root as FSDP2's units."""
     options = rank.options
     model = plain_model(rank)
