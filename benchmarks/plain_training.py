@@ -44,7 +44,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.plain_llama import PlainLlama, cross_entropy
+from benchmarks.plain_llama import PlainLlama, cross_entropy, tables_apart
 from benchmarks.plain_tensor_parallel import TensorParallelGPT, parallelize
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.context.parts import own_part
@@ -186,9 +186,8 @@ def shard(model: nn.Module, layers: str) -> nn.Module:
     blocks = list(getattr(model, layers))
     for block in blocks:
         fully_shard(block, mp_policy=policy)
-    if isinstance(model, PlainLlama) and model.output.weight is not model.tokens.weight:
-        fully_shard(model.tokens, mp_policy=policy)  # else the gradients of both tables wait for the last
-        fully_shard([model.norm, model.output], mp_policy=policy, reshard_after_forward=False)
+    for unit in tables_apart(model):
+        fully_shard(unit, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mp_policy=policy)
     for this, following in pairwise(blocks):
         this.set_modules_to_forward_prefetch([following])
