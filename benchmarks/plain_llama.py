@@ -118,6 +118,13 @@ class PlainLlama(nn.Module):
         return self.masks[window]
 
 
+def tables_apart(model: nn.Module) -> list[list[nn.Module]]:
+    """Modules that FSDP2 gathers beside the layers: both ends of a Llama whose tables are not one."""
+    if not isinstance(model, PlainLlama) or model.output.weight is model.tokens.weight:
+        return []
+    return [[model.tokens], [model.norm, model.output]]
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """(B, T, V) and (B, T) -> their mean cross-entropy in fp32."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

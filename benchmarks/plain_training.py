@@ -10,6 +10,8 @@ whole-bf16  the same with bf16 weights alone: half the memory, and no fp32 maste
 fsdp2       fp32 shards, bf16 compute, fp32 reduction, a graph per layer, prefetch of the next layer in both
             passes, fused AdamW, clipping
 fsdp2-torchao  the same with torchao's tensorwise 8-bit matmuls; all scales are made at once, codes gathered
+…-selective  the last two with torchtitan's selective checkpointing: the backward computes layers again, but
+            for attention and every other matmul
 fsdp2-our-gpt  FSDP2 around megatron_zpp's GPT, with its kernels, which tells the sharding from the model
 dtensor     torch's tensor parallelism of all ranks, see plain_tensor_parallel.py; else as plain
 dtensor-async  the same in its asynchronous form
@@ -29,6 +31,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +39,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.plain_llama import PlainLlama, cross_entropy
+from benchmarks.plain_llama import PlainLlama, cross_entropy, tables_apart
 from benchmarks.plain_tensor_parallel import TensorParallelGPT, parallelize
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.context.parts import own_part
@@ -49,10 +53,18 @@ from megatron_zpp.train.setup.compiling import compile_parts
 
 TENSOR_PARALLEL = ("dtensor", "dtensor-async")
 CONTEXT_PARALLEL = "context-parallel"
-FSDP2 = ("fsdp2", "fsdp2-torchao", "fsdp2-our-gpt", CONTEXT_PARALLEL)
-RECOMPUTED = ("plain", "fsdp2", CONTEXT_PARALLEL)
+SELECTIVE = ("fsdp2-selective", "fsdp2-torchao-selective")
+FSDP2 = ("fsdp2", "fsdp2-torchao", *SELECTIVE, "fsdp2-our-gpt", CONTEXT_PARALLEL)
+RECOMPUTED = ("plain", "fsdp2", "fsdp2-torchao", CONTEXT_PARALLEL)
 KINDS = ("plain", "torchao-tensorwise", "torchao-rowwise", "whole", "whole-bf16", *FSDP2, *TENSOR_PARALLEL)
 BF16_WEIGHTS = (*FSDP2, "whole-bf16")  # the others compute in bf16 by autocast
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+_SAVED = (  # beside every other matmul; the maximum is a scale of 8 bits
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten.max.default,
+)
 
 
 class Block(nn.Module):
@@ -138,10 +150,25 @@ def build(
         for block in model.blocks:
             convert_to_float8_training(block, config=recipe)
     for index, block in enumerate(model.blocks):
+        if kind in SELECTIVE:
+            block = checkpoint_wrapper(block, context_fn=selective_contexts)
+            model.blocks[index] = block
         block.compile(dynamic=False)
         if recompute:
             model.blocks[index] = checkpoint_wrapper(block)
     return shard(model, "blocks") if kind in FSDP2 else model
+
+
+def selective_contexts() -> Any:
+    """What torch's checkpointing of a layer saves, and what it computes again."""
+    counts = {True: 0, False: 0}  # matmuls of the recomputation, and of the forward
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        counts[context.is_recompute] += operator in _MATMULS
+        saved = operator in _SAVED or (operator in _MATMULS and counts[context.is_recompute] % 2 == 1)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def our_gpt(config: ModelConfig, vocabulary: int, micro_batch: int, device: torch.device) -> GPT:
@@ -159,6 +186,8 @@ def shard(model: nn.Module, layers: str) -> nn.Module:
     blocks = list(getattr(model, layers))
     for block in blocks:
         fully_shard(block, mp_policy=policy)
+    for unit in tables_apart(model):
+        fully_shard(unit, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mp_policy=policy)
     for this, following in pairwise(blocks):
         this.set_modules_to_forward_prefetch([following])
@@ -180,7 +209,7 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.kind not in BF16_WEIGHTS)
     scales_of_all: Callable[[nn.Module], None] | None = None
-    if options.kind == "fsdp2-torchao":
+    if options.kind.startswith("fsdp2-torchao"):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         scales_of_all = precompute_float8_dynamic_scale_for_fsdp
@@ -199,15 +228,18 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
     shape = micro_batch, options.seq_length + 1
     on_gpu, started = device.type == "cuda", time.perf_counter()
     for step in range(1, options.steps + 1):
-        tokens = torch.randint(options.vocab_size, shape, generator=draw)
-        tokens = (tokens.pin_memory() if on_gpu else tokens).to(device, non_blocking=True)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if in_parts:  # as context_parallel shards its buffers
-            inputs, targets = (own_part(part, dist.get_world_size(), rank) for part in (inputs, targets))
-        with autocast:
-            loss = model(inputs, targets)
-        if not shared:
-            loss.backward()
+        for left in reversed(range(options.micro_batches)):
+            tokens = torch.randint(options.vocab_size, shape, generator=draw)
+            tokens = (tokens.pin_memory() if on_gpu else tokens).to(device, non_blocking=True)
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+            if in_parts:  # as context_parallel shards its buffers
+                inputs, targets = (own_part(part, dist.get_world_size(), rank) for part in (inputs, targets))
+            if isinstance(model, FSDPModule):
+                model.set_is_last_backward(left == 0)
+            with autocast:
+                loss = model(inputs, targets)
+            if not shared:
+                (loss / options.micro_batches).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         if scales_of_all is not None:
@@ -241,6 +273,7 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--vocab-size", type=int, default=50304)
     parser.add_argument("--micro-batch-size", type=int, required=True)
+    parser.add_argument("--micro-batches", type=int, default=1, help="in each optimizer step")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in the backward")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--log-interval", type=int, default=10)
@@ -248,6 +281,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.recompute and options.kind not in RECOMPUTED:
         parser.error(f"--recompute: of {', '.join(RECOMPUTED)} alone, not {options.kind}")
+    if options.micro_batches > 1 and options.kind in TENSOR_PARALLEL:
+        parser.error(
+            f"--micro-batches {options.micro_batches}: {options.kind} sums their gradients undivided"
+        )
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

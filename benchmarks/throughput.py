@@ -7,17 +7,19 @@ python benchmarks/throughput.py --shapes 345m:16 --runs "stage 3" --against ../o
 python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 \\
     --runs tensor dtensor dtensor-async "stage 3"
 python benchmarks/throughput.py --gpus 2 --shapes 1.3b:1 --seq-length 131072 --recompute \\
-    --runs "context a2a" "context p2p" context-parallel
+    --runs "stage 2, context a2a" "stage 2, context p2p" context-parallel
+python benchmarks/throughput.py --gpus 4 --shapes llama3.1-8b:1 --seq-length 8192 --vocab-size 128256 \\
+    --runs "stage 3" "stage 3, fp8 codes" fsdp2-selective fsdp2-torchao-selective
 
 Every run is a separate process (several with --gpus above 1), so that it inherits no memory, graphs or warm
 cache. Runs take turns, --rounds times; the best interval of ten steps counts, which includes data loading,
-clipping, the optimizer and reading the loss. Figures: milliseconds per step, TFLOP/s per GPU (PaLM's count),
-peak memory, seconds from the start of the program to its first line, with and without cached kernels; and
-ratios of a GPU's rate to the peers' of the same shape: mean over the rounds and half-width of its 95%
-interval. With --against, each run of ours also runs from another checkout, in turn; `over_against` is such a
-ratio of times. With --parts a trace of three steps of ours is split by kind of kernel: idle is the rest of a
-step that is not traced, because tracing slows the host down. With --recompute the backward computes layers
-again.
+clipping, the optimizer and reading the loss. Figures: milliseconds per step, tokens/s and TFLOP/s (PaLM's
+count) per GPU, peak memory, seconds from the start of the program to its first line, with and without cached
+kernels; and ratios of a GPU's rate to the peers' of the same shape: mean over the rounds and half-width of
+its 95% interval. With --against, each run of ours also runs from another checkout, in turn; `over_against` is
+such a ratio of times. With --parts a trace of three steps of ours is split by kind of kernel: idle is the
+rest of a step that is not traced, because tracing slows the host down. With --recompute the backward computes
+layers again.
 """
 
 import argparse
@@ -37,55 +39,50 @@ import torch
 
 from benchmarks.common import RESULTS, end_group, save_result
 from benchmarks.intervals import mean_and_interval
-from benchmarks.plain_training import KINDS
+from benchmarks.plain_training import CONTEXT_PARALLEL, KINDS, TENSOR_PARALLEL
 from benchmarks.step_parts import parts_of_trace
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
-CODES = ("--fp8", "--fp8-recipe", "delayed", "--fp8-param-gather")
-ROWS = ("--zero-table-rows", "8192")
-OURS = {  # flags of pretrain_gpt.py
+PARTS = {  # flags of pretrain_gpt.py; a run of ours is some of these, as "stage 3, tensor, fp8 codes"
     **{f"stage {stage}": ["--zero-stage", str(stage)] for stage in range(4)},
-    **{f"stage {stage}, no compile": ["--zero-stage", str(stage), "--no-compile"] for stage in range(4)},
-    **{f"stage {stage}, apex": ["--zero-stage", str(stage), "--fused-backend", "apex"] for stage in range(4)},
-    "stage 0, fp8": ["--zero-stage", "0", "--fp8"],
-    "stage 0, fp8 delayed": ["--zero-stage", "0", "--fp8", "--fp8-recipe", "delayed"],
-    "stage 0, fp8 codes": ["--zero-stage", "0", *CODES],
-    "stage 0, fp8 codes and output": ["--zero-stage", "0", *CODES, "--fp8-output-layer"],
+    "no compile": ["--no-compile"],
+    "apex": ["--fused-backend", "apex"],
+    "fp8": ["--fp8"],
+    "fp8 delayed": ["--fp8", "--fp8-recipe", "delayed"],
+    "fp8 codes": ["--fp8", "--fp8-recipe", "delayed", "--fp8-param-gather"],
+    "fp8 output": ["--fp8-output-layer"],
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
+    "selective": ["--recompute-activations"],
     "flex": ["--attention-backend", "flex"],
     "windows": ["--window-size", "1023,0"],
-    "windows, flex": ["--window-size", "1023,0", "--attention-backend", "flex"],
     "soft cap": ["--attn-logit-softcapping", "50"],
     "sinks": ["--softmax-type", "learnable"],
-    "selective": ["--recompute-activations"],
-    "tensor": ["--zero-stage", "0", "--tensor-model-parallel-size", "2"],
-    **{
-        f"context {comm_type}": [
-            *("--zero-stage", "2", "--context-parallel-size", "2"),
-            "--cp-comm-type",
-            comm_type,
-        ]
-        for comm_type in ("a2a", "p2p")
-    },
-    "tensor, row blocks": ["--zero-stage", "0", "--tensor-model-parallel-size", "2", *ROWS],
-    **{f"stage {stage}, row blocks": ["--zero-stage", str(stage), *ROWS] for stage in (0, 3)},
+    "tensor": ["--tensor-model-parallel-size", "2"],
+    "context a2a": ["--context-parallel-size", "2", "--cp-comm-type", "a2a"],
+    "context p2p": ["--context-parallel-size", "2", "--cp-comm-type", "p2p"],
+    "row blocks": ["--zero-table-rows", "8192"],
     "zeropp": [
         *("--zero-stage", "3", "--zero-quantized-weights", "--zero-quantized-gradients"),
         *("--zero-hpz-partition-size", "auto"),
     ],
 }
 AGAINST = ", against"  # behind the name of a run of ours in another checkout
-SHARED = {
-    "tensor": 2,
-    "tensor, row blocks": 2,
-    "context a2a": 2,
-    "context p2p": 2,
-    "dtensor": None,
-    "dtensor-async": None,
-    "context-parallel": None,
-}  # GPUs that share a micro-batch; None: all
+
+
+def sharing(run: str, gpus: int) -> int:
+    """GPUs that share a micro-batch in a run."""
+    if run in (*TENSOR_PARALLEL, CONTEXT_PARALLEL):
+        return gpus
+    return 2 if {"tensor", "context a2a", "context p2p"} & set(run.split(", ")) else 1
+
+
+def known_run(text: str) -> str:
+    """A run of `--runs`. Raises ArgumentTypeError for a part that is none of ours, nor a peer."""
+    if text not in KINDS and (unknown := set(text.split(", ")) - set(PARTS)):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not of {', '.join((*PARTS, *KINDS))}")
+    return text
 
 
 def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metrics: Path) -> list[str]:
@@ -95,13 +92,16 @@ def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metric
     common += ["--metrics-file", str(metrics), "--log-interval", str(options.log_interval)]
     if run in KINDS:
         program = ["benchmarks/plain_training.py", "--kind", run, "--steps", str(options.steps)]
-        program += ["--recompute"] * options.recompute
+        program += ["--recompute"] * options.recompute + ["--micro-batches", str(options.micro_batches)]
         common = ["--preset" if part == "--model-preset" else part for part in common]
     else:
-        program = ["pretrain_gpt.py", *OURS[run], "--train-iters", str(options.steps)]
+        program = ["pretrain_gpt.py", *(flag for part in run.split(", ") for flag in PARTS[part])]
+        data_ranks = options.gpus // sharing(run, options.gpus)
+        samples = shape["--micro-batch-size"] * options.micro_batches * data_ranks
+        program += ["--train-iters", str(options.steps), "--global-batch-size", str(samples)]
         program += "--bf16 --mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4".split()
         program += "--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-beta2 0.95".split()
-        program += [*OURS["recompute"] * options.recompute, *options.extra]
+        program += [*PARTS["recompute"] * options.recompute, *options.extra]
     launcher = (
         [] if options.gpus == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(options.gpus)]
     )
@@ -137,6 +137,8 @@ def measure(
             )
             try:
                 while process.poll() is None:
+                    if time.perf_counter() - started > options.run_seconds:
+                        break
                     if first is None and metrics.exists() and metrics.stat().st_size:
                         first = time.perf_counter() - started
                     time.sleep(0.05)
@@ -156,26 +158,30 @@ def measure(
 
 
 def shape_of(text: str) -> dict[str, Any]:
-    """`PRESET:MICRO_BATCH`, or `LAYERSxWIDTHxHEADS:MICRO_BATCH`, as flags."""
+    """`PRESET:MICRO_BATCH`, `PRESET/LAYERS:MICRO_BATCH` or `LAYERSxWIDTHxHEADS:MICRO_BATCH`, as flags."""
     name, micro_batch = text.split(":")
     if "x" in name and name.replace("x", "").isdigit():
         layers, width, heads = name.split("x")
         shape = {"--num-layers": layers, "--hidden-size": width, "--num-attention-heads": heads}
     else:
-        shape = {"--model-preset": name}
+        preset, _, layers = name.partition("/")
+        shape = {"--model-preset": preset, **({"--num-layers": layers} if layers else {})}
     return {**shape, "--micro-batch-size": int(micro_batch)}
 
 
-def tflops(run: str, result: dict[str, Any], shape: dict[str, Any], options: argparse.Namespace) -> float:
-    """TFLOP/s of one GPU, by PaLM's count."""
+def rates(
+    run: str, milliseconds: float, shape: dict[str, Any], options: argparse.Namespace
+) -> dict[str, float]:
+    """Tokens per second of one GPU, and its TFLOP/s by PaLM's count."""
     fields = {flag.removeprefix("--").replace("-", "_"): value for flag, value in shape.items()}
-    micro_batch = fields.pop("micro_batch_size")
+    samples = fields.pop("micro_batch_size") * options.micro_batches
     numbers: dict[str, Any] = {
         name: int(value) if name != "model_preset" else value for name, value in fields.items()
     }
     config = ModelConfig(**numbers, seq_length=options.seq_length)
-    tokens = micro_batch * options.seq_length / (SHARED.get(run, 1) or options.gpus)
-    return tokens * flops_per_token(config, options.vocab_size) / result["milliseconds"] / 1e9
+    tokens = 1000 * samples * options.seq_length / sharing(run, options.gpus) / milliseconds
+    flops = tokens * flops_per_token(config, options.vocab_size)
+    return {"tflops_per_gpu": round(flops / 1e12, 1), "tokens_per_second_per_gpu": round(tokens)}
 
 
 def main() -> None:
@@ -183,12 +189,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", default=["345m:16", "1.3b:16", "2.7b:8"])
-    parser.add_argument("--runs", nargs="+", default=["stage 0", "plain", "whole"], choices=[*OURS, *KINDS])
+    parser.add_argument("--runs", nargs="+", default=["stage 0", "plain", "whole"], type=known_run)
     parser.add_argument("--against", type=Path, help="another checkout, whose runs take turns with ours")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--log-interval", type=int, default=10)
+    parser.add_argument("--micro-batches", type=int, default=1, help="in each optimizer step")
+    parser.add_argument("--run-seconds", type=float, default=600, help="after which a run has failed")
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--vocab-size", type=int, default=50304)
     parser.add_argument("--recompute", action="store_true", help="all runs compute layers again")
@@ -252,7 +260,7 @@ def summary(
         best = min(there, key=lambda result: result["milliseconds"])
         found[run] = {
             **best,
-            "tflops_per_gpu": round(tflops(run.removesuffix(AGAINST), best, shape, options), 1),
+            **rates(run, best["milliseconds"], shape, options),
             "rounds_ms": [result["milliseconds"] for result in there],
             "first_line_seconds": [result["first_line_seconds"] for result in there],
         }
@@ -261,10 +269,9 @@ def summary(
             result["over_against"] = _mean_ratio(rounds[run], rounds[run + AGAINST])
         for peer in set(KINDS) & rounds.keys() - {run}:
             # of one GPU, because runs differ in how many share a micro-batch
-            shared = [SHARED.get(name.removesuffix(AGAINST), 1) or options.gpus for name in (run, peer)]
             mean, half = _mean_ratio(rounds[peer], rounds[run])
             if mean is not None:
-                scale = shared[1] / shared[0]
+                scale = sharing(peer, options.gpus) / sharing(run, options.gpus)
                 result[f"rate_over_{peer}"] = [round(mean * scale, 4), half and round(half * scale, 4)]
     return found
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.plain_llama import PlainLlama
 from benchmarks.plain_training import PlainGPT
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig
@@ -41,6 +42,7 @@ _NAMES = {  # PlainGPT's modules, and ours that hold the same parameters
     "out": "attention.output",
     "norm2": "mlp_norm",
     "up": "mlp.input",
+    "gate_up": "mlp.input",
     "down": "mlp.output",
 }
 
@@ -129,14 +131,16 @@ def join(options: argparse.Namespace) -> Rank:
     return Rank(options, rank, world_size, device)
 
 
-def plain_model(rank: Rank) -> PlainGPT:
+def plain_model(rank: Rank) -> PlainGPT | PlainLlama:
     """The peers' model on this rank's device, whole and in fp32, with the initial weights of ours."""
     config, vocab_size = rank.config, rank.options.vocab_size
+    kind = PlainLlama if config.position_embedding_type == "rope" else PlainGPT
     with torch.device("meta"):
-        ours, model = GPT(config, vocab_size), PlainGPT(config, vocab_size)
+        ours = GPT(config, vocab_size)
+    with rank.device:
+        model = kind(config, vocab_size)
     if ours.config.embedding_rows(vocab_size) != vocab_size:
         raise ValueError(f"--vocab-size {vocab_size}: must not need padding, which the peers' model has not")
-    model.to_empty(device=rank.device)
     for name, parameter in model.named_parameters():
         ours.initialize_parameter(_our_name(name), parameter.data, SEED)
     return model
@@ -146,22 +150,24 @@ def _our_name(name: str) -> str:
     *modules, last = name.split(".")
     if modules[0] == "blocks":
         return f"layers.{modules[1]}.{_NAMES[modules[2]]}.{last}"
-    return f"head.norm.{last}" if modules[0] == "norm" else f"embedding.{name}"
+    return f"head.{name}" if modules[0] in ("norm", "output") else f"embedding.{name}"
 
 
-def compile_plain(model: PlainGPT) -> None:
+def compile_plain(model: PlainGPT | PlainLlama) -> None:
     """Compile a graph per layer, and one for the loss."""
     for block in model.blocks:
         block.compile(dynamic=False)
     model.loss = torch.compile(model.loss, dynamic=False)
 
 
-def muon_matrices(model: PlainGPT) -> list[nn.Parameter]:
+def muon_matrices(model: PlainGPT | PlainLlama) -> list[nn.Parameter]:
     """What Muon trains."""
     return [each for each in model.blocks.parameters() if each.ndim == 2]
 
 
-def plain_adamw(model: PlainGPT, on_gpu: bool, *, beside_muon: bool = False) -> torch.optim.AdamW:
+def plain_adamw(
+    model: PlainGPT | PlainLlama, on_gpu: bool, *, beside_muon: bool = False
+) -> torch.optim.AdamW:
     """Torch's AdamW with our settings, but the learning rate: matrices decay, biases and norms do not."""
     others = {id(each) for each in muon_matrices(model)} if beside_muon else set()
     parameters = [each for each in model.parameters() if id(each) not in others]

@@ -32,7 +32,8 @@ from benchmarks.contest.protocol import (
     report,
     set_learning_rate,
 )
-from benchmarks.plain_training import Block, PlainGPT, cross_entropy
+from benchmarks.plain_llama import PlainLlama
+from benchmarks.plain_training import PlainGPT, cross_entropy
 
 _EVERYTHING = 10**13  # parameters
 
@@ -64,7 +65,7 @@ def settings(rank: Rank) -> dict[str, Any]:
     }
 
 
-def muon(model: PlainGPT) -> torch.optim.Optimizer:
+def muon(model: PlainGPT | PlainLlama) -> torch.optim.Optimizer:
     """DeepSpeed's Muon for the layers' matrices, and its fused AdamW for the rest."""
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -114,8 +115,9 @@ def main() -> None:
             layer.forward = torch.compile(layer.forward, dynamic=False)  # inside the hooks of ZeRO-3
     if not options.no_compile:
         model.loss = torch.compile(cross_entropy, dynamic=False)
-    deepspeed.utils.set_z3_leaf_modules(model, [Block])
-    for table in (model.tokens, model.positions):  # the root's forward reads their weights directly
+    deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
+    tables = (model.tokens, model.positions) if isinstance(model, PlainGPT) else ()
+    for table in tables:  # the root's forward reads their weights directly
         deepspeed.zero.register_external_parameter(model, table.weight)
     optimizer = muon(model) if options.optimizer == "muon" else plain_adamw(model, rank.on_gpu)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(rank))

@@ -31,6 +31,7 @@ from benchmarks.contest.protocol import (
     set_learning_rate,
 )
 from benchmarks.contest.sharded_muon import ShardedMuon
+from benchmarks.plain_llama import PlainLlama, tables_apart
 from benchmarks.plain_training import PlainGPT
 
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -41,7 +42,7 @@ def reshard_setting(text: str) -> bool | int:
     return {"true": True, "false": False}[text] if text in ("true", "false") else int(text)
 
 
-def sharded_model(rank: Rank) -> PlainGPT:
+def sharded_model(rank: Rank) -> PlainGPT | PlainLlama:
     """The model with its layers and its root as FSDP2's units."""
     options = rank.options
     model = plain_model(rank)
@@ -55,6 +56,8 @@ def sharded_model(rank: Rank) -> PlainGPT:
     mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=names)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=options.reshard)
+    for unit in tables_apart(model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # The root's parameters are used at both ends of a pass, so they stay gathered, as is FSDP2's default.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return model

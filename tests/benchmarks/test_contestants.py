@@ -11,12 +11,14 @@ import torch
 from benchmarks.contest.contestants import OURS, contestants, default_names
 from benchmarks.contest.protocol import (
     ADAMW,
+    SEED,
     Rank,
     learning_rate,
     plain_adamw,
     plain_model,
     set_learning_rate,
 )
+from megatron_zpp.model.gpt import GPT
 from tests.support import program
 
 SHAPE = {
@@ -77,6 +79,15 @@ def plain_losses() -> list[float]:
         adamw.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_the_peers_llama_is_ours() -> None:
+    shape = {**SHAPE, "preset": "mistral-7b", "hidden_size": 64, "num_attention_heads": 16}
+    rank = Rank(argparse.Namespace(**shape), 0, 1, torch.device("cpu"))
+    ours = GPT(rank.config, shape["vocab_size"]).initialize(SEED)
+    tokens = torch.randint(shape["vocab_size"], (2, shape["seq_length"] + 1))
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (plain_model(rank), ours)]
+    torch.testing.assert_close(*losses)
 
 
 FSDP2 = [name for name in contestants(2, 1, 2) if name.startswith("fsdp2_fp32") and "muon" not in name]
