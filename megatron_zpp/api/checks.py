@@ -78,9 +78,16 @@ def check_model(
 
 
 def check_matrices(
-    units: NamedUnits, matrices: Mapping[str, tuple[int, ...]], optimizer: OptimizerConfig
+    units: NamedUnits,
+    matrices: Mapping[str, tuple[int, ...]],
+    optimizer: OptimizerConfig,
+    *,
+    decoupled: Collection[str],
 ) -> None:
-    """Raise ValueError unless Muon has matrices, which are those of two-dimensional parameters."""
+    """Raise ValueError unless Muon has matrices, those of two-dimensional parameters that are trained.
+
+    They have the first learning rate.
+    """
     parameters = dict(pair for unit, part in distinct(units) for pair in part.named_parameters(unit))
     _check_known("matrices", matrices, list(parameters), "parameter of the model's units")
     if (optimizer.optimizer == "muon") != bool(matrices):
@@ -90,6 +97,10 @@ def check_matrices(
         shape = tuple(parameters[name].shape)
         if len(shape) != 2 or min(rows, default=0) < 1 or sum(rows) != shape[0]:
             raise option_error("matrices", {name: rows}, f"must be rows that add up to those of {shape}")
+        if not parameters[name].requires_grad:
+            raise option_error("matrices", {name: rows}, "is frozen; omit it")
+        if name in decoupled:
+            raise option_error("decoupled", name, "Muon trains it, at the first learning rate; omit it")
 
 
 def _check_unit(zero: ZeroConfig, model: nn.Module) -> None:

@@ -62,13 +62,15 @@ def _default_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def layer_matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The weights of nn.Linear in the layers, the modules of the longest ModuleLists; each is one matrix.
 
-    By name, with its rows: what Muon trains by default.
+    By name, with its rows: what Muon trains by default. A weight that is computed from others is none.
     """
     layers = {id(part) for modules in _longest(model) for part in modules.modules()}
     return {
-        f"{name}.weight": (part.weight.shape[0],)
+        f"{name}.weight": (weight.shape[0],)
         for name, part in model.named_modules()
-        if isinstance(part, nn.Linear) and id(part) in layers and part.weight.requires_grad
+        if isinstance(part, nn.Linear) and id(part) in layers
+        if (weight := dict(part.named_parameters(recurse=False)).get("weight")) is not None
+        if weight.requires_grad
     }
 
 

@@ -85,7 +85,7 @@ class ZeroEngine(engine.ZeroEngine):
         check_model(model, config.zero, listed, decoupled=decoupled, inside_nodes=inside_nodes)
         if matrices is None:
             matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else {}
-        check_matrices(listed, matrices, config.optimizer)
+        check_matrices(listed, matrices, config.optimizer, decoupled=decoupled)
         names = names_of(model, listed)
         if initialize is None:
             initialize = OwnValues(model, names, take_values_of_rank_0(model, mesh, device))

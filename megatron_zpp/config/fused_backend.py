@@ -18,12 +18,10 @@ def resolve_fused_backend(
 
     `compiles`: layers are compiled, so norms are torch's. `several_rates`: parameters have several learning
     rates, which apex's AdamW has not. Raises ValueError if apex is requested and cannot be used, and for
-    --zero-offload-optimizer without a GPU or with Muon.
+    --zero-offload-optimizer without a GPU.
     """
     requested, offload = optimizer.fused_backend, zero.zero_offload_optimizer
     muon = optimizer.optimizer == "muon"
-    if muon and offload:
-        raise option_error("--optimizer", "muon", "steps on the GPU; omit --zero-offload-optimizer")
     if muon and requested == "apex":
         raise option_error("--fused-backend", "apex", "has no Muon; with --optimizer muon use torch")
     if offload and device != "cuda":

@@ -140,8 +140,10 @@ class OptimizerConfig(Options):
     def check_weights(self, zero: "ZeroConfig", compute_dtype: str, *, coded: bool) -> None:
         """Raise ValueError unless ranks hold bf16 weights as they compute, if --main-params-dtype needs it.
 
-        `coded`: weights are held as 8-bit codes.
+        And with Muon for states in CPU memory. `coded`: weights are held as 8-bit codes.
         """
+        if self.optimizer == "muon" and zero.zero_offload_optimizer:
+            raise self.error("optimizer", "steps on the GPU; omit --zero-offload-optimizer")
         if not self.splits_weights:
             return
         if compute_dtype != "bfloat16":

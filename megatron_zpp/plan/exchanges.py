@@ -125,7 +125,17 @@ def _norm_bytes(job: Job, layers: int) -> int:
 
 def ledgers_of(job: Job, sent: SentBytes) -> SentBytes:
     """What the ledgers of all ranks count in a step in which ZeRO has `sent` this."""
-    return SentBytes(sent.intra + job.ranks * hidden_state_bytes(job), sent.inter)
+    inside = job.ranks * hidden_state_bytes(job) + job.nodes * _muon_bytes(job)
+    return SentBytes(sent.intra + inside, sent.inter)
+
+
+def _muon_bytes(job: Job) -> int:
+    """Bytes that the ranks of a node send each other of matrices under Muon, and of moments of rows."""
+    if not job.muon.elements:
+        return 0
+    ranks = job.mesh.ranks(*job.mesh.inside_node)
+    matrices = sum(job.muon_of(rank).sent for rank in ranks)
+    return job.dtype.itemsize * matrices + len(ranks) * job.row_moments_sent
 
 
 def waiting_seconds(job: Job, machine: Machine, forward: bool) -> float:

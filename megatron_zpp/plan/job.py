@@ -149,12 +149,23 @@ class Job:
     @cached_property
     def muon(self) -> MuonShare:
         """What Muon has and does on rank 0."""
+        return self.muon_of(0)
+
+    def muon_of(self, rank: int) -> MuonShare:
+        """What Muon has and does on a rank."""
         held = {
             index: Held(weights.layout, weights.axes)
             for index, weights in enumerate(self.communication.weights)
             if weights.layout.hull(of_matrices=True)
         }
-        return muon_share(held, self.mesh, self.optimizer.muon_num_ns_steps)
+        return muon_share(held, self.mesh.at(rank), self.optimizer.muon_num_ns_steps)
+
+    @property
+    def row_moments_sent(self) -> int:
+        """Bytes of NorMuon's moments of rows that a rank sends to others of its node."""
+        if self.optimizer.muon_row_scaling_beta2 is None:
+            return 0
+        return 4 * self.muon.rows // self.mesh.node_size * (self.mesh.node_size - 1)
 
     @property
     def block(self) -> int:

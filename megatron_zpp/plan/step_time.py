@@ -258,6 +258,9 @@ def _muon_seconds(job: Job, machine: Machine) -> float:
     # Two passes, which read and write an update too, in place of the second moment's bytes.
     saved = (2 * sum(job.optimizer.saved_bytes[2]) - 4) * share.elements / machine.memory_rate
     work, exchange = share.flops / machine.flops, job.dtype.itemsize * share.sent / machine.inside
+    if job.optimizer.muon_row_scaling_beta2 is not None:  # updates are read twice, and written
+        saved -= 3 * job.dtype.itemsize * share.worked / machine.memory_rate
+        saved -= job.row_moments_sent / machine.inside
     hidden = min(work, exchange / 2) if share.rooms > 1 else 0.0
     return work + exchange - hidden - saved
 

@@ -14,6 +14,7 @@ from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.model_states import MOMENTUM
 from megatron_zpp.zero.optimizer import (
     DeviceOptimizer,
     OffloadedOptimizer,
@@ -42,12 +43,14 @@ def build_optimizer(
     """The optimizer of `rule`; without one, AdamW of the fused backend, or of torch without `operations`.
 
     Raises ValueError for several learning rates where the optimizer has one, and for states in fewer bytes
-    where they are not AdamW's, or without operations.
+    where they are not AdamW's, or without operations; and for a rule with a state of Muon's name.
     """
     plan = communication.plan
     if config.compact and (rule is not None or operations is None or backend == "apex"):
         fix = "needs the project's AdamW, on its operations (ops/library.py)"
         raise option_error("--use-precision-aware-optimizer", "(given)", fix)
+    if config.optimizer == "muon" and rule is not None and MOMENTUM in rule.state_names:
+        raise option_error("optimizer", MOMENTUM, "is the name of Muon's state; give the rule's another")
     if backend == "apex":
         for placement in (each for unit in units for each in unit.layout.placements):
             if placement.decoupled or placement.rate_factor != 1:

@@ -109,7 +109,8 @@ class _Steps(Generic[Scalars]):
         self._units, self._sources = units, sources
         self._rule = rule = rule_of(1.0)
         self.state_names, self.accepts_16bit_gradients = rule.state_names, rule.accepts_16bit_gradients
-        self._changed = [overlap(unit.owned, self.elements(unit, rule.state_names[0])) for unit in units]
+        first = next(iter(rule.state_names), "")  # all have the same elements, or there are none
+        self._changed = [overlap(unit.owned, self.elements(unit, first)) for unit in units]
         self._runs = [self._runs_of(*each) for each in zip(units, self._changed, strict=True)]
         groups = {run.group for runs in self._runs for run in runs}
         self._rules = {group: rule_of(group.factor) for group in groups}

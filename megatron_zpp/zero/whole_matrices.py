@@ -133,6 +133,7 @@ class MuonShare(NamedTuple):
 
     elements: int
     flops: int
+    worked: int  # elements of the matrices of its work
     rooms: int  # in which rounds take turns: two where there is something to exchange ahead
     room: int  # elements of one of them
     working: int  # elements of what Newton-Schulz makes beside them
@@ -152,6 +153,7 @@ def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
         sum(
             len(batch) * flops(batch.shape[1], batch.shape[2], steps) for one in made for batch in one.batches
         ),
+        sum(batch.numel() for one in made for batch in one.batches),
         2 if len(made) > 1 and ranks > 1 else 1,
         max((one.room.used for one in made), default=0),
         max((working_numel(batch) for one in made for batch in one.batches), default=0),

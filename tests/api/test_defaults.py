@@ -13,6 +13,7 @@ from megatron_zpp import (
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
+    ShardSegment,
     Topology,
     ZeroConfig,
     ZeroEngine,
@@ -322,11 +323,58 @@ def test_an_engine_refuses_a_model_of_other_units(
 
 
 def test_muon_trains_the_linear_maps_of_layers() -> None:
-    model = Holder(embedding=linear(), layers=listed(2), more=listed(1), head=linear())
+    model = Holder(embedding=linear(), layers=listed(3), more=listed(1), head=linear())
     model.layers[1].weight.requires_grad = False
+    nn.utils.parametrizations.weight_norm(model.layers[2])  # its weight is no parameter
     assert layer_matrices(model) == {"layers.0.weight": (4,)}
     config = EngineConfig(optimizer=OptimizerConfig(optimizer="muon"))
     engine = ZeroEngine(Stack(), Mesh(), config, device=torch.device("cpu"))
     matrices = [each.name for unit in engine.units for each in unit.layout.placements if each.matrices]
     assert matrices == list(layer_matrices(engine.model))
     assert matrices
+
+
+class Stateless:
+    """Plain gradient descent, with a state of any name beside."""
+
+    accepts_16bit_gradients = writes_gather_source = False
+
+    def __init__(self, *names: str) -> None:
+        self.state_names = names
+
+    def scalars(self, steps: Tensor, rate: float, divisor: Tensor, found_inf: Tensor) -> tuple:
+        return rate, divisor
+
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: tuple) -> None:
+        shard.master.sub_(scalars[0] / scalars[1] * gradient)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"decoupled": ["layers.0.weight"]}, "decoupled layers.0.weight: Muon trains it, at the first .*"),
+        ({"matrices": {"layers.1.weight": (4,)}}, "matrices .*: is frozen; omit it"),
+        ({"optimizer": Stateless("momentum_buffer")}, "optimizer momentum_buffer: is the name of Muon's .*"),
+        ({"zero": ZeroConfig(zero_stage=1, zero_offload_optimizer=True)}, "--optimizer muon: steps on .*"),
+    ],
+)
+def test_muon_refuses_what_it_would_not_obey(settings: dict[str, Any], said: str) -> None:
+    model = Holder(layers=listed(2))
+    model.layers[1].requires_grad_(False)
+    config = EngineConfig(
+        zero=settings.pop("zero", ZeroConfig()), optimizer=OptimizerConfig(optimizer="muon")
+    )
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        ZeroEngine(model, Mesh(), config, device=torch.device("cpu"), **settings)
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_a_rule_without_states(muon: bool) -> None:
+    """Beside Muon it trains the rest."""
+    model = Vision()
+    bias = model.head.bias.detach().clone()
+    engine = engine_of(model, optimizer=Stateless(), muon=muon)
+    steps_of(engine, steps=1)
+    state = engine.state_dict()
+    assert list(state["optimizer"]) == (["momentum_buffer", "row_moments"] if muon else [])
+    assert not torch.equal(state["model"]["head.bias"], bias)
