@@ -11,7 +11,7 @@ import torch
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.model.context.dropout import PlacedDropout
-from megatron_zpp.model.context.parts import from_parts, own_part, places, to_parts
+from megatron_zpp.model.context.parts import chunks_of, from_parts, own_part, places, to_parts
 from tests.support import nightly
 from tests.zero.ranks import on_ranks
 from tests.zero.test_tensor_parallel import (
@@ -36,9 +36,10 @@ def test_parts_of_samples(ranks: int) -> None:
     """Two chunks each, which are as far from the middle; they come back in their order."""
     whole = torch.arange(2 * 24 * 3).view(2, 24, 3)
     parts = to_parts(whole, ranks)
-    assert torch.equal(from_parts(parts), whole)
-    for rank, part in enumerate(parts):
-        assert torch.equal(part, own_part(whole, ranks, rank))
+    assert torch.equal(from_parts(torch.stack(parts).unflatten(0, (ranks, 2))), whole)
+    for rank in range(ranks):
+        own = chunks_of(own_part(whole, ranks, rank))
+        assert torch.equal(own, torch.stack(parts[2 * rank :][:2]))
         first, last = places(24, ranks, rank)
         assert first.start == 24 - last.stop
         assert len(first) == len(last) == 12 // ranks
@@ -131,7 +132,7 @@ def test_masks_of_dropout_do_not_depend_on_the_ranks() -> None:
         for rank in range(ranks):
             torch.manual_seed(5)
             parts.append(PlacedDropout(0.4, 8, ranks, rank)(torch.ones(2, 8 // ranks, 500)))
-        masks.append(from_parts(torch.stack(parts)))
+        masks.append(from_parts(torch.stack([chunks_of(part) for part in parts])))
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(masks[0], masks[2])
     kept = masks[0] != 0

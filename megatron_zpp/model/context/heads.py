@@ -1,13 +1,14 @@
 """Attention of context ranks by all-to-all of heads (DeepSpeed-Ulysses, 2309.14509).
 
-Shapes: B batch, S tokens of a sample, C context ranks, N query heads, G heads of keys and values (G divides
-N), H head width.
+Shapes: B batch, S tokens of a sample, C context ranks, L = S / 2C tokens of a chunk, N query heads, G heads
+of keys and values (G divides N), H head width.
 
 Outside of attention a rank has all heads of S / C tokens, and inside it some heads of all tokens, N / C: one
 exchange brings queries, keys and values there, and another one brings the result back.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,17 +24,46 @@ from megatron_zpp.model.scores import PLAIN_SCORES, Scores
 
 
 class Exchange(torch.autograd.Function):
-    """(C, …), a part for each rank -> what each rank has for this one; gradients go the other way."""
+    """Exchange some tensors at once, from tokens to heads if `to_heads`; gradients go the other way.
+
+    Between both layouts each element is copied once before it is sent, and once after. The message to a rank
+    has one tensor behind the other, and of each tensor its first chunk (B, L, heads, H) before its last one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.exchange_parts(parts)
+    def forward(ctx: Any, group: TensorGroup, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.to_heads = group, to_heads
+        return _exchange(tensors, group, to_heads)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.exchange_parts(gradient), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *_exchange(gradients, ctx.group, not ctx.to_heads)
+
+
+def _exchange(tensors: Sequence[Tensor], group: TensorGroup, to_heads: bool) -> tuple[Tensor, ...]:
+    """`to_heads`: each (B, S / C, N, H) -> (B, S, N / C, H); else the other way."""
+    ranks = group.size
+    if to_heads:
+        pieces = [_heads_of_ranks(x, ranks) for x in tensors]
+        message = torch.cat([piece.flatten(1) for piece in pieces], 1)
+        shapes = [piece.shape for piece in pieces]
+    else:
+        # Of all tensors at once: the compiler would copy what is joined twice.
+        chunks = [to_parts(x, ranks) for x in tensors]
+        ordered = [each[2 * rank + last] for rank in range(ranks) for each in chunks for last in range(2)]
+        message = torch.cat([chunk.flatten() for chunk in ordered]).view(ranks, -1)
+        shapes = [torch.Size((ranks, 2, *each[0].shape)) for each in chunks]
+    received = group.exchange_parts(message).split([math.prod(shape[1:]) for shape in shapes], 1)
+    parts = [x.view(shape) for x, shape in zip(received, shapes, strict=True)]  # each (C, 2, B, L, N / C, H)
+    if to_heads:
+        return tuple(from_parts(part) for part in parts)
+    return tuple(part.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).flatten(1, 2) for part in parts)
+
+
+def _heads_of_ranks(x: Tensor, ranks: int) -> Tensor:
+    """(B, S / C, N, H) -> chunks of the heads of each rank, (C, 2, B, L, N / C, H)."""
+    return x.unflatten(2, (ranks, -1)).unflatten(1, (2, -1)).permute(3, 1, 0, 2, 4, 5)
 
 
 class AllToAllHeads:
@@ -87,12 +117,10 @@ class AllToAllHeads:
         repeated = math.lcm(groups, ranks)
         if repeated != groups:
             k, v = (part.repeat_interleave(repeated // groups, 2) for part in (k, v))
-        parts = [part.unflatten(2, (ranks, -1)).movedim(2, 0) for part in (q, k, v)]
-        received = from_parts(Exchange.apply(torch.cat(parts, 3), self._group))  # (B, S, …, H)
-        q, k, v = received.split([part.shape[3] for part in parts], 2)
+        q, k, v = Exchange.apply(self._group, True, q, k, v)  # each (B, S, …, H)
         mixed = self._kernel(q, k, v, dropout, mask, self._own(scores, heads // ranks))  # (B, S, N / C, H)
-        returned = Exchange.apply(to_parts(mixed, ranks), self._group)  # (C, B, S / C, N / C, H)
-        return returned.movedim(0, 2).flatten(2, 3)
+        (returned,) = Exchange.apply(self._group, False, mixed)
+        return returned
 
     def _own(self, scores: Scores, heads: int) -> Scores:
         """The scores of this rank's heads, of which there are so many."""

@@ -1,8 +1,8 @@
 """Which tokens of a sample a context rank has.
 
-Shapes: B batch, S tokens of a sample, C context ranks.
+Shapes: B batch, S tokens of a sample, C context ranks, L = S / 2C tokens of a chunk.
 
-A sample is cut into 2C chunks of S / 2C tokens. Rank c has chunks c and 2C - 1 - c, in this order, so that
+A sample is cut into 2C chunks. Rank c has chunks c and 2C - 1 - c, in this order, so that
 causal attention is equal work on all ranks.
 """
 
@@ -22,14 +22,18 @@ def own_part(whole: Tensor, ranks: int, rank: int) -> Tensor:
     return torch.cat([whole[:, chunk.start : chunk.stop] for chunk in chunks], 1)
 
 
-def to_parts(whole: Tensor, ranks: int) -> Tensor:
-    """(B, S, …) of whole samples -> those of the tokens of each rank, (C, B, S / C, …)."""
-    chunks = [chunk for rank in range(ranks) for chunk in places(whole.shape[1], ranks, rank)]
-    ordered = torch.cat([whole[:, chunk.start : chunk.stop] for chunk in chunks], 1)
-    return ordered.unflatten(1, (ranks, -1)).movedim(1, 0).contiguous()
+def to_parts(whole: Tensor, ranks: int) -> list[Tensor]:
+    """(B, S, …) of whole samples -> the two chunks of each rank, rank by rank: each (B, L, …)."""
+    found = [chunk for rank in range(ranks) for chunk in places(whole.shape[1], ranks, rank)]
+    return [whole[:, chunk.start : chunk.stop] for chunk in found]
 
 
 def from_parts(parts: Tensor) -> Tensor:
-    """The inverse of `to_parts`: (C, B, S / C, …) -> (B, S, …)."""
-    firsts, lasts = parts.chunk(2, 2)
+    """The inverse of `to_parts`: chunks of each rank (C, 2, B, L, …) -> (B, S, …)."""
+    firsts, lasts = parts.unbind(1)
     return torch.cat([*firsts, *reversed(lasts.unbind())], 1)
+
+
+def chunks_of(part: Tensor) -> Tensor:
+    """(B, S / C, …) of one rank -> its chunks, (2, B, L, …)."""
+    return part.unflatten(1, (2, -1)).movedim(1, 0)

@@ -9,7 +9,7 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.attention import AttentionKernel
 from megatron_zpp.model.context.dropout import PlacedDropout
 from megatron_zpp.model.context.heads import AllToAllHeads
-from megatron_zpp.model.context.parts import from_parts, own_part
+from megatron_zpp.model.context.parts import chunks_of, from_parts, own_part
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Layer
 
@@ -84,4 +84,4 @@ def exchanges_of_attention(model: GPT) -> list[tuple[int, int]]:
 
 def _joined(own: Tensor, *, group: TensorGroup) -> Tensor:
     """This rank's tokens of samples (B, S / C, …) -> all (B, S, …). For inference alone."""
-    return from_parts(group.gather(own[None]))
+    return from_parts(group.gather(chunks_of(own)[None]))
