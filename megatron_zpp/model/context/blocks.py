@@ -184,8 +184,8 @@ class Merged:
                 self._chunks[chunk] = more, more_sum
                 continue
             before, before_sum = self._chunks[chunk]
-            share = torch.sigmoid(more_sum - before_sum)
-            merged = _exact(before).lerp_(_exact(more), _by_head(share))
+            kept, share = (_by_head(torch.sigmoid(x)) for x in (before_sum - more_sum, more_sum - before_sum))
+            merged = torch.addcmul(before * kept, more, share)  # wide, as weights are: no other copies
             self._chunks[chunk] = merged, torch.logaddexp(before_sum, more_sum)
 
     def result(self, like: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -204,21 +204,27 @@ class Merged:
 
 
 class Sums:
-    """Sums of gradients by chunk of tokens, in fp32 at least."""
+    """Sums of gradients by chunk of tokens, in fp32 at least; the last term is added where they are read."""
 
     def __init__(self) -> None:
-        self._chunks: dict[int, Tensor] = {}
+        self._chunks: dict[int, list[Tensor]] = {}  # the sum up to now if there are two, and the last term
 
     def add(self, chunks: range, gradient: Tensor) -> None:
-        """Add a gradient (B, tokens of `chunks`, …), whose memory may be reused."""
+        """Add a gradient (B, tokens of `chunks`, …), whose memory is kept."""
         for chunk, part in zip(chunks, _chunks(gradient, len(chunks)), strict=True):
-            before = self._chunks.get(chunk)
-            self._chunks[chunk] = part if before is None else _exact(before).add_(part)
+            terms = self._chunks.setdefault(chunk, [])
+            if len(terms) == 2:
+                terms[:] = [_sum(*terms)]
+            terms.append(part)
 
     def into(self, out: Tensor, chunks: range) -> None:
         """Move those of `chunks` to `out`, one behind the other."""
         for chunk, part in zip(chunks, _chunks(out, len(chunks)), strict=True):
-            part.copy_(self._chunks.pop(chunk))
+            terms = self._chunks.pop(chunk)
+            if len(terms) == 2:
+                _sum(*terms, out=part)
+            else:
+                part.copy_(terms[0])
 
     def result(self, like: Tensor) -> Tensor:
         """Those of both chunks, in the shape and format of `like`."""
@@ -252,6 +258,12 @@ def _by_head(x: Tensor) -> Tensor:
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """(B, Q, N, H) -> (B, Q, G, N / G, H), in fp32 at least."""
     return _exact(x).unflatten(2, (groups, -1))
+
+
+def _sum(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+    """The sum of two terms, in fp32 at least, or in the format of `out`; in one pass, without wide copies."""
+    one = x.new_ones(1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return torch.addcmul(x, y, one, out=out)
 
 
 def _exact(x: Tensor) -> Tensor:
