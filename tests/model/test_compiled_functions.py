@@ -30,8 +30,6 @@ from tests.zero.ranks import on_ranks
 
 RANKS, ROWS, WIDTH = 2, 16, 32
 CODES = torch.ones(WIDTH, WIDTH).to(torch.float8_e4m3fn)
-
-
 Cases = dict[str, tuple[Callable[..., Tensor], list[Tensor]]]
 
 
@@ -47,11 +45,8 @@ def functions(group: TensorGroup, dtype: torch.dtype) -> Cases:
         made.factors = factors_of(torch.tensor([64.0, 64.0, 64.0])) if known else None
         return made
 
-    def held(x: Tensor, weight: Tensor) -> Tensor:
-        return codes(x, weight, None)
-
     def of_codes(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return given.of_codes(CodedInput(x, CODES[:ROWS], CODES[:, :ROWS]), weight, bias)
+        return coded.of_codes(CodedInput(x, CODES[:ROWS], CODES[:, :ROWS]), weight, bias)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return ring(q, k, v, 0.0, ring.causal(q), Scores(sinks=sinks))
@@ -59,8 +54,8 @@ def functions(group: TensorGroup, dtype: torch.dtype) -> Cases:
     def linear(bias: bool = True) -> list[Tensor]:
         return [drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), *[drawn(WIDTH)] * bias]
 
-    known, given, codes, ring = product(True), product(True), product(True), Ring(DotProduct(), group)
-    codes.codes = CODES
+    known, coded, held, ring = product(True), product(True), product(True), Ring(DotProduct(), group)
+    held.codes = CODES
     made: Cases = {
         "gather": (lambda x: Gather.apply(x, group), [drawn(ROWS, WIDTH)]),
         "scatter_sum": (lambda x: ScatterSum.apply(x, group), [drawn(RANKS * ROWS, WIDTH)]),
@@ -70,7 +65,7 @@ def functions(group: TensorGroup, dtype: torch.dtype) -> Cases:
         "delayed, of the first step": (product(False), linear()),
         "delayed": (known, linear()),
         "delayed, of codes": (of_codes, linear()),
-        "delayed, held as codes": (held, linear(bias=False)),
+        "delayed, held as codes": (partial(held, bias=None), linear(bias=False)),
     }
     for overlapped in (False, True):
         gathered = partial(_apply, GatheredLinear, overlapped, group)
@@ -92,7 +87,7 @@ def _apply(function: Any, overlapped: bool, group: TensorGroup, *given: Tensor) 
 
 
 def lost(topology: Topology, backend: str, dtype: torch.dtype) -> list[tuple[str, int]]:
-    """Functions, and which of their gradients differ where one graph computes all of them, or are zero."""
+    """Functions and places of gradients that are zero, or different if one graph computes all functions."""
     torch._dynamo.reset()
     made = functions(TensorGroup(range(RANKS), topology.rank), dtype)
     inputs = [(name, place, each) for name, (_, given) in made.items() for place, each in enumerate(given)]
