@@ -116,8 +116,11 @@ def one_process(
 
 
 def same_order(case: Case, world: int) -> bool:
-    """Whether the gradients of one node are summed in the order in which one process accumulates them."""
-    return world == 1 or case.accumulation == 1 or case.stage >= 2
+    """Whether the gradients of one node are summed in the order in which one process accumulates them.
+
+    Those of MLPs in chunks are sums over chunks on each rank.
+    """
+    return case.recompute != "mlps" and (world == 1 or case.accumulation == 1 or case.stage >= 2)
 
 
 EACH = tuple(Case(*settings) for settings in itertools.product(STAGES, (1, 3), RECOMPUTE))
