@@ -59,7 +59,7 @@ def functions(group: TensorGroup, dtype: torch.dtype) -> Cases:
     made: Cases = {
         "gather": (lambda x: Gather.apply(x, group), [drawn(ROWS, WIDTH)]),
         "scatter_sum": (lambda x: ScatterSum.apply(x, group), [drawn(RANKS * ROWS, WIDTH)]),
-        "exchange": (lambda x: Exchange.apply(x, group), [drawn(RANKS, ROWS, WIDTH)]),
+        "exchange": (lambda x: Exchange.apply(group, True, x)[0], [drawn(1, ROWS, 2 * RANKS, 8)]),
         "ring": (attention, [*(drawn(1, 2 * ROWS, 2, 8) for _ in range(3)), drawn(2)]),
         "tensorwise": (float8_linear, linear()),
         "delayed, of the first step": (product(False), linear()),

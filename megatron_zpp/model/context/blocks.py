@@ -214,7 +214,7 @@ class Sums:
         for chunk, part in zip(chunks, _chunks(gradient, len(chunks)), strict=True):
             terms = self._chunks.setdefault(chunk, [])
             if len(terms) == 2:
-                terms[:] = [_sum(*terms)]
+                terms[:] = [_sum(terms[0], terms[1])]
             terms.append(part)
 
     def into(self, out: Tensor, chunks: range) -> None:
@@ -222,7 +222,7 @@ class Sums:
         for chunk, part in zip(chunks, _chunks(out, len(chunks)), strict=True):
             terms = self._chunks.pop(chunk)
             if len(terms) == 2:
-                _sum(*terms, out=part)
+                _sum(terms[0], terms[1], out=part)
             else:
                 part.copy_(terms[0])
 
