@@ -79,12 +79,12 @@ def test_a_unit_that_is_cut_over_some_axes_is_what_the_ranks_of_the_others_have_
     layout = Layout(placements=placements_of(mesh.tensor), axes=mesh.shards, multiple=8, alignment=4)
     for rank in range(mesh.world_size):
         here = mesh.at(rank)
-        for over in ((), (mesh.node,), (mesh.local,), (mesh.local, mesh.context), mesh.shards):
+        for over in ((), (mesh.node,), (mesh.replicas,), mesh.shards):
             others = [axis for axis in mesh.shards if axis not in over]
             shards = [layout.ranges(here.at(other)) for other in here.ranks(*others)]
             together = sorted(element for (shard,) in shards for element in shard)
             assert [element for found in layout.ranges(here, over) for element in found] == together
-        assert len(layout.ranges(here, (mesh.local, mesh.context))) == 1  # what nodes exchange is contiguous
+        assert len(layout.ranges(here, (mesh.replicas,))) == 1  # what nodes exchange is contiguous
         assert layout.ranges(here, ()) == [range(layout.numel)]
 
 

@@ -88,7 +88,7 @@ def tiles(file: str, kernel: str, codes: str = E4M3, **settings: Any) -> str:
     return assembly(getattr(module, kernel), codes, **shape, **settings)
 
 
-def muon(name: str, **settings: bool) -> str:
+def muon(name: str, **settings: int) -> str:
     from megatron_zpp.zero.fused import muon
 
     shape = {"ALIGNED": muon._ALIGNED, "BLOCK": muon._BLOCK, "num_warps": muon._WARPS}
@@ -129,7 +129,7 @@ STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
             lambda: tiles("coded_activation", "_backward_kernel", E5M2, KIND=2, **ACTIVATION),
             [*SCALED, *BY_ROWS * 2],
         ),
-        (lambda: muon("_average_kernel", NESTEROV=True), OF_A_PART),
+        (lambda: muon("_average_kernel", NESTEROV=True, HALVES=False, SEED=0), OF_A_PART),
         (lambda: muon("_apply_kernel", WRITES=True), OF_A_PART),
         (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **USUAL, **LOSS), [*STATISTICS, *BY_ROWS]),
         (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **ALL, **LOSS), [*STATISTICS, *BY_ROWS]),
