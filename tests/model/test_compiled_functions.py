@@ -113,7 +113,7 @@ def lost(topology: Topology, backend: str, dtype: torch.dtype) -> list[tuple[str
     return [each[:2] for each, ours, theirs in pairs if not theirs.any() or not same(ours, theirs)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, nightly(torch.bfloat16)])
 @pytest.mark.parametrize("backend", ["aot_eager", nightly("inductor")])
 def test_a_graph_loses_no_gradient(backend: str, dtype: torch.dtype) -> None:
     assert on_ranks(RANKS, lost, backend, dtype) == [[]] * RANKS

@@ -156,6 +156,7 @@ def test_what_costs_time_is_taken_where_nothing_fits_without_it() -> None:
     assert nothing.least.memory.peak < nothing.run.memory.peak
 
 
+@pytest.mark.nightly
 def test_tensor_ranks_are_taken_where_they_pay_alone() -> None:
     """Not on the two H100s where ZeRO-3 was measured to be as fast as two tensor ranks."""
     for gpu in (h100(), fitted_h100(zero_3().alone)):

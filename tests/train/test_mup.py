@@ -154,6 +154,7 @@ LLAMA = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 
     --mup-base-hidden-size 16 --mup-base-head-dim 4 --embedding-multiplier 2""".split()
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_at_another_stage_and_is_exported_with_its_multipliers(
     corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,7 +141,7 @@ MUON = "--position-embedding-type rope --swiglu --optimizer muon"
 @pytest.mark.parametrize(
     ("shared", "more"),
     [
-        ("--tensor-model-parallel-size 2", ACROSS),
+        nightly("--tensor-model-parallel-size 2", ACROSS),
         ("--context-parallel-size 2 --cp-comm-type p2p", f"{MUON} --eod-mask-loss --z-loss-coeff 0.01"),
         nightly("--context-parallel-size 2", f"{MUON} --eod-mask-loss --calculate-per-token-loss"),
     ],
