@@ -154,19 +154,7 @@ class ZeroEngine:
             modules, self.units, self.plan.reads, self.weights.prefetcher, self._gradients, self._exchanges
         )
         self.loss_scale = LossScale(config.precision, device)
-        self._in_backward: StepInBackward | None = None
-        if config.optimizer.optimizer_in_backward:
-            from megatron_zpp.zero import optimizer_in_backward as in_backward
-
-            assert not any(weights.bring for weights in self.plan.weights)  # between ranks
-            assert isinstance(self._optimizer, DeviceOptimizer)
-            self._in_backward = in_backward.StepInBackward(
-                self.units,
-                self._optimizer,
-                self._gradients,
-                self.weights.prefetcher,
-                config.optimizer.clip_grad,
-            )
+        self._in_backward = self._step_in_backward() if config.optimizer.optimizer_in_backward else None
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
@@ -344,6 +332,14 @@ class ZeroEngine:
         """The inverse of `last_norm`; None, of a run that had none, is as at the start of a run."""
         if self._in_backward is not None:
             self._in_backward.last_norm.fill_(norm or 0.0)
+
+    def _step_in_backward(self) -> "StepInBackward":
+        from megatron_zpp.zero.optimizer_in_backward import StepInBackward
+
+        assert not any(weights.bring for weights in self.plan.weights)  # between ranks
+        assert isinstance(self._optimizer, DeviceOptimizer)
+        prefetcher, clip_grad = self.weights.prefetcher, self._config_of_optimizer.clip_grad
+        return StepInBackward(self.units, self._optimizer, self._gradients, prefetcher, clip_grad)
 
     def _rates(self, learning_rate: float, decoupled_rate: float | None) -> Rates:
         if decoupled_rate is not None and not self._decouples:
