@@ -343,12 +343,13 @@ def states_between_steps(topology: Topology) -> list[int]:
 
 @pytest.mark.nightly
 def test_every_rank_holds_the_states_of_the_plan() -> None:
-    for measured in on_ranks(4, states_between_steps, ranks_per_node=2):
-        for (zero, precision, optimizer), states in zip(HELD, measured, strict=True):
-            allowed = 1e-3 if optimizer.optimizer == "adam" else 5e-3  # ranks work on matrices of other sizes
-            settings = {"zero": zero, "precision": PrecisionConfig(**precision), "optimizer": optimizer}
-            job = job_of(MODEL, 300, nodes=2, local=2, **settings)
-            assert memory_of(job).resident == pytest.approx(states, rel=allowed), settings
+    ranks = on_ranks(4, states_between_steps, ranks_per_node=2)
+    for (zero, precision, optimizer), *states in zip(HELD, *ranks, strict=True):
+        settings = {"zero": zero, "precision": PrecisionConfig(**precision), "optimizer": optimizer}
+        resident = memory_of(job_of(MODEL, 300, nodes=2, local=2, **settings)).resident
+        assert resident == pytest.approx(max(states), rel=1e-3), settings
+        if optimizer.optimizer == "adam":  # ranks under Muon work on matrices of other sizes
+            assert resident == pytest.approx(min(states), rel=1e-3), settings
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -19,7 +19,8 @@ from megatron_zpp.plan.activations import loss_bytes
 from megatron_zpp.plan.hardware import USABLE, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.search import search, suggested_rows, with_units
+from megatron_zpp.plan.search import search
+from megatron_zpp.plan.space import suggested_rows, with_units
 from tests.plan.jobs import FULL, NO_DROPOUT, job_of
 from tests.plan.test_memory import BF16, FP32, SHAPE, WIDE, allocated_at_most, peak_of
 from tests.support import nightly
