@@ -43,7 +43,6 @@ CASES: list[tuple[int | None, dict[str, Any], int]] = [(None, BF16, 2), (128, BF
 
 def peaks(topology: Topology) -> list[tuple[int, int]]:
     """(states, peak of a step above them) of each case."""
-    torch.set_num_threads(1)
     found = []
     for rows, precision, micro_batches in CASES:
         engine = engine_of(

@@ -104,7 +104,6 @@ def tokens_of(case: Case) -> torch.Tensor:
 
 
 def saved_for_the_backward(topology: Topology, cases: list[Case]) -> list[int]:
-    torch.set_num_threads(1)
     return [_saved(case.engine(topology), case) for case in cases]
 
 
@@ -175,7 +174,6 @@ def test_a_step_of_a_tensor_rank_allocates_what_the_plan_says(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 3% of the memory above the states, and within 0.1% of the states."""
-    torch.set_num_threads(1)
     monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: Mirrored(len(ranks)))
     monkeypatch.setattr(step_sums, "sum_over_ranks", lambda value, _: value)
     engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
@@ -253,7 +251,6 @@ SMALL = replace(GPT_2, num_layers=3, seq_length=16)
 
 def sent_and_held(started: Topology) -> list[list[tuple[tuple[int, int], int, bool]]]:
     """Bytes sent in a second step, states after it, whether the layouts are planned; by grid and case."""
-    torch.set_num_threads(1)
     rank, world = started.rank, started.world_size
     grids = [Topology(rank, world, rank % local, local) for local in (2, 4)]
     return [[_sent_and_held(topology, *case) for case in SHARED] for topology in grids]

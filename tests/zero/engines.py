@@ -52,6 +52,7 @@ def engine_of(
     `tensor` ranks share each layer; `overlapped`: with products beside their exchanges. `context` ranks share
     each sample.
     """
+    torch.set_num_threads(1)  # as each of several ranks has; sums of more threads have other bits
     zero, mesh = zero or ZeroConfig(), (topology or Topology()).mesh(tensor, context)
     splits, group = {}, None
     if tensor > 1:

@@ -166,7 +166,6 @@ def test_the_ledger_has_what_the_collectives_sent() -> None:
 
 def _traffic(topology: Topology) -> list[tuple[int, int]]:
     """Bytes of exchanges by a ledger of their own, beside that of gradients, and those that were sent."""
-    torch.set_num_threads(1)
     found = []
     for model, recompute in product(("llama", "scores"), ("stored", "selective", "full")):
         engine = build(case_of(model, 1, 0, 2, "a2a", recompute=recompute), topology)

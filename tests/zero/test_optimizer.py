@@ -75,7 +75,6 @@ OFFLOADED = {
 
 def several_rates(topology: Topology, name: str) -> list[bool]:
     """Whether what units hold and send is equal bit for bit on the device and offloaded, without a GPU."""
-    torch.set_num_threads(1)
     zero, precision = OFFLOADED[name]
     found = []
     for kind, where in ((DeviceOptimizer, nullcontext), (OffloadedOptimizer, offloaded)):

@@ -88,7 +88,6 @@ def beside_whole_tables(
     topology: Topology, cases: list[Case]
 ) -> list[tuple[list[float], list[float], float]]:
     """What training finds with whole tables and with blocks, and how far weights are apart, in steps."""
-    torch.set_num_threads(1)
     found = []
     for zero, settings, micro_batches in cases:
         results, weights = [], []
@@ -149,7 +148,6 @@ SAME[4, 2] = [
 
 def groups_of(topology: Topology, groups: list[list[Case]]) -> list[list[tuple[list[float], list]]]:
     """What training finds, and the weights."""
-    torch.set_num_threads(1)
     found = []
     for cases in groups:
         of_group = []
@@ -188,7 +186,6 @@ SHARED += [((1, 37, 1), (3, 38, 2))]
 
 def loaded_elsewhere(topology: Topology, directory: str) -> list[tuple[int, bool, bool]]:
     """The format's version, and whether a run, and a program of one process, load what another run saved."""
-    torch.set_num_threads(1)
     found = []
     for number, ((stage, rows, tensor), (other, others, more)) in enumerate([*RESUMES, *SHARED]):
         engine = build(topology, {"zero_stage": stage}, rows, tensor=tensor)

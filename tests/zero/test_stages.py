@@ -82,7 +82,6 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
 
 def train(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
     """The mean loss of every step, then the loss of an evaluation, for each case."""
-    torch.set_num_threads(1)
     return [_train(build(case, topology), case) for case in cases]
 
 

@@ -80,7 +80,6 @@ def plain(ranks: int, untied: bool, decoupled: bool, mup: bool) -> tuple[Numbers
 def train(
     topology: Topology, stages: list[tuple[int, int | None]], untied: bool, decoupled: bool, mup: bool
 ) -> list[tuple[Numbers, dict[str, list[float]]]]:
-    torch.set_num_threads(1)
     found = []
     for stage, rows in stages:
         engine = engine_of(
@@ -145,7 +144,6 @@ FORMATS = {
 
 def same_rate_twice(topology: Topology, formats: list[str]) -> list[list[bool]]:
     """Whether weights are equal bit for bit when both rates are the same."""
-    torch.set_num_threads(1)
     found = []
     for name in formats:
         zero = ZeroConfig(**FORMATS[name])

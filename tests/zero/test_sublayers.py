@@ -86,7 +86,6 @@ TENSOR: list[Case] = [({"zero_stage": stage}, "full", FP32, 0.0, 2, 2) for stage
 
 def in_both_units(topology: Topology, cases: list[Case]) -> list[tuple[bool, list[list[float]]]]:
     """Whether weights, after three steps, have the bits of whole layers', and the losses of both."""
-    torch.set_num_threads(1)
     found = []
     for zero, recompute, precision, clip_grad, micro_batches, tensor in cases:
         weights, losses = [], []
@@ -128,7 +127,6 @@ def test_whole_layers_and_halves_train_to_the_same_bits(ranks: int, local: int, 
 
 def resumed(topology: Topology, directory: str, zero: dict[str, Any]) -> list[bool]:
     """Whether a run that changes its units at a resume, in both directions, is the run that does not."""
-    torch.set_num_threads(1)
     same = []
     whole = build(topology, zero, "full", BF16, 1.0)
     train(whole, range(4))

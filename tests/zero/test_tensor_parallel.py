@@ -137,7 +137,6 @@ class Trained:
 
 
 def train(topology: Topology, cases: tuple[Case, ...]) -> list[Trained]:
-    torch.set_num_threads(1)
     return [train_engine(build(case, topology), case) for case in cases]
 
 

@@ -33,7 +33,6 @@ def build(
     inside_nodes: Collection[str] = (),
 ) -> ZeroEngine:
     """An engine with the settings `zero`, at stage 3 unless they name another one."""
-    torch.set_num_threads(1)
     return engine_of(
         model,
         VOCAB,
