@@ -224,7 +224,7 @@ class Gradients:
             reduced, message = self._to_all(unit, total, reduction.reduce_accumulated(accumulated, target))
             unit.grad.reduce(all_of([pending, reduced]), sent + message, total, squares, accumulated)
         else:
-            unit.grad.reduce_in_group(pending, sent, accumulated)
+            unit.grad.reduce(pending, sent, None, accumulated=accumulated)
         self._reducing[self._slots[unit]] = unit
 
     def _reduce(
