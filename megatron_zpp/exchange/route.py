@@ -229,10 +229,11 @@ def sent(route: Route, layout: Layout, mesh: Mesh, *, count: Collection[int], he
     for at, stage in enumerate(route):
         if stage.verb == "reduce":
             cut += stage.axes
-            moved = _to_every_other(mesh, stage, _reduced_bytes(stage, route, layout, mesh, cut))
+            part, near = _reduced_bytes(stage, route, layout, mesh, cut), _near(mesh, stage.axes)
+            moved = SentBytes((near - 1) * part, (stage.ranks - near) * part)
         else:
-            part = held * nbytes(stage.format, layout.shard_numel)
-            moved = _around_the_ring(mesh, stage, (stage.ranks - 1) * part)
+            part = (stage.ranks - 1) * held * nbytes(stage.format, layout.shard_numel)
+            moved = SentBytes(part) if _follower_is_near(mesh, stage.axes) else SentBytes(0, part)
             held *= stage.ranks
         total += moved if at in count else SentBytes()
     return total
@@ -251,19 +252,10 @@ def _reduced_bytes(stage: Stage, route: Route, layout: Layout, mesh: Mesh, cut: 
     )
 
 
-def _to_every_other(mesh: Mesh, stage: Stage, part: int) -> SentBytes:
-    near = _near(mesh, stage.axes)
-    return SentBytes((near - 1) * part, (stage.ranks - near) * part)
-
-
 @cache
 def _near(mesh: Mesh, axes: tuple[Axis, ...]) -> int:
     """How many ranks of the group over `axes` are on this rank's node."""
     return sum(mesh.share_a_node((mesh.rank, rank)) for rank in mesh.ranks(*axes))
-
-
-def _around_the_ring(mesh: Mesh, stage: Stage, part: int) -> SentBytes:
-    return SentBytes(part) if _follower_is_near(mesh, stage.axes) else SentBytes(0, part)
 
 
 @cache

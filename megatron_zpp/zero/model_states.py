@@ -100,21 +100,17 @@ class Held(NamedTuple):
         return decoded
 
     def replace(self, kind: str, numbers: Tensor) -> None:
-        """Replace them by fp32 numbers, rounded to the nearest of the form."""
+        """Replace moments by fp32 numbers, rounded to the nearest of the form."""
         from megatron_zpp.ops.reference import tiles
-        from megatron_zpp.ops.state_codes import FORMS, encode, split_weights
+        from megatron_zpp.ops.state_codes import FORMS, encode
 
         for here in tiles(len(numbers)):
             values, beside = self.part(here)
-            new: tuple[Tensor, Tensor | None]
-            if kind == WEIGHTS:
-                new = split_weights(numbers[here])
-            else:
-                new = encode(numbers[here], FORMS[values.dtype], second=kind == SECOND_MOMENT)
-            values.copy_(new[0])
+            codes, scales = encode(numbers[here], FORMS[values.dtype], second=kind == SECOND_MOMENT)
+            values.copy_(codes)
             if beside is not None:
-                assert new[1] is not None
-                beside.copy_(new[1])
+                assert scales is not None
+                beside.copy_(scales)
 
 
 def _named(values: dict[str, Tensor], placement: Placement) -> Tensor:
@@ -258,7 +254,10 @@ class ModelStates:
                 flat = torch.zeros(len(held.values), device=held.values.device)
                 yield unit, elements, flat
                 self._weights.wait_for_brought(index)  # it reads what is replaced of split weights
-                held.replace(kind, flat)
+                if kind == WEIGHTS:
+                    unit.replace_split(flat)
+                else:
+                    held.replace(kind, flat)
             if kind == WEIGHTS:
                 self._weights.replaced(index)
             elif kind == REFERENCE:
