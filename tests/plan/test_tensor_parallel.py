@@ -301,16 +301,3 @@ def test_data_ranks_send_and_hold_what_the_plan_says() -> None:
             assert resident == pytest.approx(max(states), rel=1e-3), (nodes, zero)
             if optimizer is ADAMW:  # Muon's ranks have unequal rooms, and not the first one the largest
                 assert resident == pytest.approx(min(states), rel=1e-3), (nodes, zero)
-
-
-def test_tensor_ranks_divide_model_states_and_what_crosses_nodes_stays() -> None:
-    """States are 1 / T; the bytes between nodes are those of ZeRO alone with as many micro-batches."""
-    model = ModelConfig(model_preset="6.7b", **NO_DROPOUT)
-    grid: dict[str, Any] = {"zero": {"zero_stage": 2}, "nodes": 4, "micro_batches": 2}
-    alone = job_of(model, 50304, local=1, micro_batch_size=1, **grid)
-    shared = job_of(model, 50304, local=8, micro_batch_size=1, tensor=8, **grid)
-    whole, part = memory_of(alone), memory_of(shared)
-    assert part.weights == pytest.approx(whole.weights / 8, rel=0.01)
-    assert part.optimizer == pytest.approx(whole.optimizer / 8, rel=0.01)
-    assert shared.tokens_per_step == alone.tokens_per_step
-    assert total(traffic_of(shared)).inter == pytest.approx(total(traffic_of(alone)).inter, rel=0.01)
