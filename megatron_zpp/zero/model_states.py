@@ -195,22 +195,20 @@ class ModelStates:
             return [range(0)] * len(wholes)
         return [overlap(unit.owned, whole) for unit, whole in zip(self._units, wholes, strict=True)]
 
-    def load(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
-        """Load one of `kinds`; `read(unit, elements)` returns a part of a unit's flat buffer.
-
-        Elements behind the last parameter are not read: they are zero and stay zero.
-        """
-        for index, elements, part in self._loaded(kind):
-            part.copy_(read(index, elements))
-
     def fill(self, kind: str, fill: Callable[[int, range, Tensor], None]) -> None:
-        """The same; `fill(unit, elements, target)` writes the part to `target` (len(elements),) on the CPU.
+        """Load one of `kinds`: `fill(unit, elements, target)` writes a part of a unit's buffer to `target`.
 
-        That is the memory of the states, where they are on the CPU, or memory that all parts share: a load
-        would take most of its time to map fresh memory, and to copy from it.
+        That (len(elements),) is on the CPU: the memory of the states, where they are there, or memory that
+        all parts share. A load would take most of its time to map fresh memory, and to copy from it.
+        Elements behind the last parameter are not written: they are zero and stay zero.
         """
         shared = torch.empty(0)
-        for index, elements, part in self._loaded(kind):
+        for index, (unit, held, flat) in enumerate(self._replaced(kind)):
+            pieces = list(unit.layout.pieces_in(held)) if held else []
+            if not held or not pieces:
+                continue
+            elements = range(held.start, pieces[-1].at.stop)
+            part = flat[: len(elements)]
             if part.device.type == "cpu":
                 fill(index, elements, part)
                 continue
@@ -228,14 +226,6 @@ class ModelStates:
             if elements is not None:
                 values = {placement.name: whole(placement) for placement in unit.layout.placements}
                 unit.fill(flat, elements, partial(_named, values))
-
-    def _loaded(self, kind: str) -> Iterator[tuple[int, range, Tensor]]:
-        """(unit, elements, their part of its buffer), each to be written before the next one is asked for."""
-        for index, (unit, held, flat) in enumerate(self._replaced(kind)):
-            pieces = list(unit.layout.pieces_in(held)) if held else []
-            if held and pieces:
-                elements = range(held.start, pieces[-1].at.stop)
-                yield index, elements, flat[: len(elements)]
 
     def _replaced(self, kind: str) -> Iterator[tuple[Unit, range | None, Tensor]]:
         """Each unit, the elements that this rank has and their buffer, to be written before the next one.

@@ -1,6 +1,7 @@
 """AdamW's states in fewer bytes on the engine: every stage, accumulation, messages, resuming, conversion."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,11 @@ def test_rounding_does_not_depend_on_the_shards(forms: str, micro_batches: int) 
             assert found == one
 
 
-def with_hpz(topology: Topology) -> dict[str, list[float]]:
-    return at_stage(topology, "bf16+8", 3, 2, zero_hpz_partition_size="auto")
-
-
 def test_secondary_shards_are_split_weights_too() -> None:
     """hpZ on two nodes of two ranks: a rank's own part of what its node keeps is the upper part."""
     (one,) = on_ranks(1, at_stage, "bf16+8", 0, 2)
-    for found in on_ranks(4, with_hpz, ranks_per_node=2):
+    with_hpz = partial(at_stage, zero_hpz_partition_size="auto")
+    for found in on_ranks(4, with_hpz, "bf16+8", 3, 2, ranks_per_node=2):
         assert found == one
 
 
@@ -148,15 +146,14 @@ def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, forms: str) -> No
     held = {"fp8": 6 + 2 / 128, "bf16, fp16": 8 + 1 / 128, "bf16+8": 5 + 2 / 128}[forms]
     assert size == pytest.approx(held * sum(unit.layout.numel for unit in engine.units), rel=0.05)
     for stage in (0, 3):
-        other = engine_in(forms, seed=99, zero_stage=stage)
-        load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+        other = loaded_from(path, forms, zero_stage=stage)
         assert bits_of(other) == bits_of(engine)
         assert train(other, 3, begin=3) == train(loaded_from(path, forms), 3, begin=3)
     assert train(engine, 3, begin=3) == train(loaded_from(path, forms), 3, begin=3)
 
 
-def loaded_from(path: Path, forms: str, **zero: Any) -> ZeroEngine:
-    engine = engine_in(forms, seed=99, **zero)
+def loaded_from(path: Path, forms: str, topology: Topology | None = None, **zero: Any) -> ZeroEngine:
+    engine = engine_in(forms, topology, seed=99, **zero)
     load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
     return engine
 
@@ -181,10 +178,7 @@ def test_checkpoints_are_exchangeable(tmp_path: Path) -> None:
 
 
 def resumed_on(topology: Topology, path: str, forms: str, stage: int) -> dict[str, list[float]]:
-    engine = loaded_from(Path(path), forms, zero_stage=stage) if topology.world_size == 1 else None
-    if engine is None:
-        engine = engine_in(forms, topology, seed=99, zero_stage=stage)
-        load_checkpoint(Path(path), engine, TOKENIZER, with_optimizer=True)
+    engine = loaded_from(Path(path), forms, topology, zero_stage=stage)
     train(engine, 2, begin=3)
     found = bits_of(engine)
     engine.close()
