@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.model import RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -14,13 +14,11 @@ from megatron_zpp.placement import Layout
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.read_guard import Unreadable
 from tests.support import nightly
-from tests.zero.engines import engine_of
+from tests.zero.engines import engine_of, model_of
 from tests.zero.ranks import on_ranks
 
 VOCAB = 512
-MODEL = ModelConfig(
-    num_layers=6, hidden_size=128, num_attention_heads=4, seq_length=16, hidden_dropout=0, attention_dropout=0
-)
+MODEL = model_of(num_layers=6, hidden_size=128, num_attention_heads=4)
 BF16 = PrecisionConfig(bf16=True)
 
 

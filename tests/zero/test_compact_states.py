@@ -10,7 +10,6 @@ import torch
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -19,14 +18,12 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.optimizer import OffloadedOptimizer
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import engine_of, states_of, weights_of
+from tests.zero.engines import engine_of, model_of, states_of, weights_of
 from tests.zero.offloading import offloaded
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
-MODEL = ModelConfig(
-    num_layers=2, hidden_size=36, num_attention_heads=3, seq_length=16, attention_dropout=0, hidden_dropout=0
-)
+MODEL = model_of()
 BF16 = PrecisionConfig(bf16=True)
 FORMS = {
     "fp8": ("fp8", "fp8", "fp32"),

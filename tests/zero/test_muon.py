@@ -3,7 +3,6 @@
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from benchmarks.emulation import muon as emulated
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.engine import EngineConfig
-from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -30,7 +28,7 @@ from megatron_zpp.zero.whole_matrices import Round, balanced, matrices_of, round
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import run
 from tests.zero import engines
-from tests.zero.engines import states_of, weights_of
+from tests.zero.engines import model_of, states_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import AUTO, FOUR_BITS
@@ -459,22 +457,20 @@ def test_kernels_in_tritons_interpreter() -> None:
     assert done.returncode == 0, done.stderr
 
 
-GPT = ModelConfig(
-    num_layers=2, hidden_size=24, num_attention_heads=4, seq_length=12, hidden_dropout=0, attention_dropout=0
-)
+GPT = model_of(hidden_size=24, num_attention_heads=4, seq_length=12, swiglu=True)
 
 
 def trained_gpt(topology: Topology, tensor: int, stage: int) -> list[dict[str, list]]:
     """Weights of a GPT before and after three steps on the same samples, whatever the ranks."""
     optimizer = OptimizerConfig(optimizer="muon", weight_decay=DECAY, muon_row_scaling_beta2=0.75)
     engine = engines.engine_of(
-        replace(GPT, swiglu=True),
+        GPT,
         102,
         zero=ZeroConfig(zero_stage=stage),
         optimizer=optimizer,
         topology=topology,
         tensor=tensor,
-        matrices=trained_matrices(replace(GPT, swiglu=True), optimizer),
+        matrices=trained_matrices(GPT, optimizer),
     )
     found = [weights_of(engine)]
     for step in range(3):

@@ -19,19 +19,12 @@ from megatron_zpp.zero.prefetch import WeightState
 from megatron_zpp.zero.reads import Reads
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import engine_of, states_of, train, weights_of
+from tests.zero.engines import engine_of, model_of, states_of, train, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
 VOCAB, ROWS, BLOCKS = 102, 37, 4  # of 128 rows
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=36,  # nothing divides: not by ranks, not by blocks, not by the alignment
-    num_attention_heads=4,
-    seq_length=10,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
+MODEL = model_of(num_attention_heads=4, seq_length=10)
 UNTIED = replace(MODEL, untie_embeddings_and_output_weights=True)
 ROPE = replace(MODEL, position_embedding_type="rope", kv_channels=8, embed_layernorm=True)
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}

@@ -10,7 +10,6 @@ import torch
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.unit_entries import formats_of_units
-from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -18,20 +17,14 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import WeightState
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import engine_of, states_of, train, weights_of
+from tests.zero.engines import engine_of, model_of, states_of, train, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 from tests.zero.test_stages import RECOMPUTE
 
 VOCAB, STEPS, LAYERS = 101, 3, 4
-MODEL = ModelConfig(
-    num_layers=LAYERS,
-    hidden_size=36,  # nothing divides: not by ranks, not by blocks, not by the alignment
-    num_attention_heads=4,
-    seq_length=10,
-    attention_dropout=0.1,
-    hidden_dropout=0.1,
-)
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+MODEL = model_of(num_layers=LAYERS, num_attention_heads=4, seq_length=10, **DROPOUT)
 FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
 SUBLAYER: dict[str, Any] = {"zero_unit": "sublayer"}
 ALL: dict[str, Any] = {

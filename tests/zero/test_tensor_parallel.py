@@ -8,26 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.model import RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.support import nightly
-from tests.zero.engines import engine_of, states_of, weights_of
+from tests.zero.engines import engine_of, model_of, states_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
 VOCAB, SAMPLES = 250, 4
-GPT_2 = ModelConfig(
-    num_layers=3,
-    hidden_size=36,
-    num_attention_heads=4,
-    ffn_hidden_size=52,
-    seq_length=12,
-    hidden_dropout=0,
-    attention_dropout=0,
-)
+GPT_2 = model_of(num_layers=3, num_attention_heads=4, ffn_hidden_size=52, seq_length=12)
 LLAMA = replace(
     GPT_2,
     group_query_attention=True,
