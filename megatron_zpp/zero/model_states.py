@@ -195,7 +195,7 @@ class ModelStates:
             return [range(0)] * len(wholes)
         return [overlap(unit.owned, whole) for unit, whole in zip(self._units, wholes, strict=True)]
 
-    def fill(self, kind: str, fill: Callable[[int, range, Tensor], None]) -> None:
+    def fill(self, kind: str, fill: Callable[[int, range, Tensor], object]) -> None:
         """Load one of `kinds`: `fill(unit, elements, target)` writes a part of a unit's buffer to `target`.
 
         That (len(elements),) is on the CPU: the memory of the states, where they are there, or memory that
