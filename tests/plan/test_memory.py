@@ -11,7 +11,6 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.build import build_model
 from megatron_zpp.model.fp8.cast import factors_of
@@ -24,15 +23,13 @@ from megatron_zpp.model.loss import Objective, keeps_gradient, linear_cross_entr
 from megatron_zpp.model.masks import CAUSAL
 from megatron_zpp.model.matmuls import PLAIN_MATMULS
 from megatron_zpp.model.rotary import Rotation
-from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.plan.activations import layer_bytes, loss_bytes
+from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.train.setup.compiling import compile_parts
 from tests.model.variants import LLAMA
-from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, engine_of, job_of
 from tests.support import GROUPED_FLASH, nightly
-from tests.zero.engines import engine_of
-from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 from tests.zero.test_closed_forms import live_bytes
 
@@ -137,32 +134,20 @@ def test_a_step_allocates_what_the_plan_says(
         settings.pop(name) for name in ("vocab", "micro_batch_size", "micro_batches", "optimizer")
     )
     model = ModelConfig(**settings)
-    engine = engine_of(
+    job = job_of(
         model,
         vocab,
-        zero=ZeroConfig(**zero),
-        recompute=RecomputeConfig(**recompute),
+        zero=zero,
+        recompute=recompute,
         precision=PrecisionConfig(**precision),
-        operations=operations(),  # as a GPU has
+        micro_batch_size=size,
+        micro_batches=micro_batches,
         optimizer=optimizer,
-        matrices=trained_matrices(model, optimizer),
+        device="cpu",
     )
-    tokens = torch.randint(vocab, (size, model.seq_length + 1))
-    peak = allocated_at_most(engine, tokens, micro_batches)
+    engine, planned = engine_of(job), memory_of(job)
+    peak = allocated_at_most(engine, torch.randint(vocab, (size, model.seq_length + 1)), micro_batches)
     states = live_bytes(engine)
-    planned = memory_of(
-        job_of(
-            model,
-            vocab,
-            zero=zero,
-            recompute=recompute,
-            precision=PrecisionConfig(**precision),
-            micro_batch_size=size,
-            micro_batches=micro_batches,
-            optimizer=optimizer,
-            device="cpu",
-        )
-    )
     assert planned.resident == pytest.approx(states, rel=1e-3)
     assert planned.peak - planned.resident == pytest.approx(peak, rel=0.05)
 
@@ -301,20 +286,16 @@ HELD = [
 ]
 
 
+def held(zero: dict, precision: dict, optimizer: OptimizerConfig) -> Job:
+    settings: dict[str, Any] = {"zero": zero, "precision": PrecisionConfig(**precision)}
+    return job_of(MODEL, 300, nodes=2, local=2, optimizer=optimizer, **settings)
+
+
 def states_between_steps(topology: Topology) -> list[int]:
     """Live bytes of an engine of each of HELD."""
     measured = []
-    for zero, precision, optimizer in HELD:
-        engine = engine_of(
-            MODEL,
-            300,
-            zero=ZeroConfig(**zero),
-            precision=PrecisionConfig(**precision),
-            topology=topology,
-            operations=operations(),
-            optimizer=optimizer,
-            matrices=trained_matrices(MODEL, optimizer),
-        )
+    for case in HELD:
+        engine = engine_of(held(*case), topology)
         engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
         engine.step(1e-3)
         measured.append(live_bytes(engine))
@@ -324,22 +305,20 @@ def states_between_steps(topology: Topology) -> list[int]:
 @pytest.mark.nightly
 def test_every_rank_holds_the_states_of_the_plan() -> None:
     ranks = on_ranks(4, states_between_steps, ranks_per_node=2)
-    for (zero, precision, optimizer), *states in zip(HELD, *ranks, strict=True):
-        settings = {"zero": zero, "precision": PrecisionConfig(**precision), "optimizer": optimizer}
-        resident = memory_of(job_of(MODEL, 300, nodes=2, local=2, **settings)).resident
-        assert resident == pytest.approx(max(states), rel=1e-3), settings
-        if optimizer.optimizer == "adam":  # ranks under Muon work on matrices of other sizes
-            assert resident == pytest.approx(min(states), rel=1e-3), settings
+    for case, *states in zip(HELD, *ranks, strict=True):
+        resident = memory_of(held(*case)).resident
+        assert resident == pytest.approx(max(states), rel=1e-3), case
+        if case[2] is ADAMW:  # ranks under Muon work on matrices of other sizes
+            assert resident == pytest.approx(min(states), rel=1e-3), case
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("zero", [*STATES[:4:3], ALL])
 def test_squares_come_with_sums_where_the_plan_says_so(zero: dict, micro_batches: int) -> None:
-    precision = PrecisionConfig(**BF16)
-    engine = engine_of(MODEL, 300, zero=ZeroConfig(**zero), precision=precision, operations=operations())
+    planned = job_of(MODEL, 300, zero=zero, micro_batches=micro_batches)
+    engine = engine_of(planned)
     for index in range(micro_batches):
         engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=index, micro_batches=micro_batches)
-    planned = job_of(MODEL, 300, zero=zero, precision=precision, micro_batches=micro_batches)
     assert {unit.grad.squares is not None for unit in engine.units} == {planned.returns_squared_norms}
 
 

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import SentBytes
-from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.plan.activations import ends_bytes, stored_bytes
 from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes, ledgers_of
 from megatron_zpp.plan.job import Job, UnconnectedGroup
@@ -19,11 +17,10 @@ from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero import step_sums
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, engine_of, job_of
 from tests.plan.test_memory import allocated_at_most
 from tests.support import GROUPED_FLASH
 from tests.zero import engines
-from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 from tests.zero.test_closed_forms import live_bytes
 
@@ -59,17 +56,7 @@ class Case:
     rows: int | None = None
 
     def engine(self, topology: Topology) -> ZeroEngine:
-        return engines.engine_of(
-            MODELS[self.model],
-            VOCAB,
-            zero=ZeroConfig(zero_stage=self.stage, zero_table_rows=self.rows),
-            recompute=RecomputeConfig(**RECOMPUTE[self.recompute]),
-            precision=PrecisionConfig(**{self.precision: True}),
-            topology=topology,
-            operations=operations(),
-            tensor=self.tensor,
-            overlapped=self.overlapped,
-        )
+        return engine_of(self.job(), topology)
 
     def job(self, **grid: int) -> Job:
         job = job_of(
@@ -259,24 +246,15 @@ def sent_and_held(started: Topology) -> list[list[tuple[tuple[int, int], int, bo
 def _sent_and_held(
     topology: Topology, zero: dict[str, Any], optimizer: OptimizerConfig
 ) -> tuple[tuple[int, int], int, bool]:
-    engine = engines.engine_of(
-        SMALL,
-        VOCAB,
-        zero=ZeroConfig(**zero),
-        optimizer=optimizer,
-        precision=PrecisionConfig(bf16=True),
-        topology=topology,
-        operations=operations(),
-        tensor=2,
-        matrices=trained_matrices(SMALL, optimizer),
-    )
+    job = planned(zero, optimizer, topology.nodes)
+    engine = engine_of(job, topology)
     for _ in range(2):  # the first one also gathers what was initialised
         engine.take_traffic()
         for index in range(2):
             tokens = torch.zeros(1, SMALL.seq_length + 1, dtype=torch.long)
             engine.accumulate(tokens, index=index, micro_batches=2)
         engine.step(1e-3)
-    same = topology.rank > 0 or engine.plan.layouts == tuple(planned(zero, optimizer, topology.nodes).layouts)
+    same = topology.rank > 0 or engine.plan.layouts == tuple(job.layouts)
     sent, states = engine.take_traffic(), live_bytes(engine)
     engine.close()
     return sent, states, same

@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.traffic import total, traffic_of
-from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of, printed
+from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, engine_of, job_of, printed
 from tests.support import nightly, trained
-from tests.zero.engines import engine_of
-from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
 VOCAB = 300
@@ -63,16 +59,7 @@ def measure(topology: Topology, cases: list[Case]) -> list[tuple[int, int]]:
 
 
 def sent_in_a_step(topology: Topology, zero: dict, recompute: dict, micro_batches: int) -> tuple[int, int]:
-    settings = ZeroConfig(**zero)
-    engine = engine_of(
-        MODEL,
-        VOCAB,
-        zero=settings,
-        recompute=RecomputeConfig(**recompute),
-        precision=PrecisionConfig(bf16=True),
-        topology=topology,
-        operations=operations() if settings.quantizes else None,
-    )
+    engine = engine_of(job_of(MODEL, VOCAB, zero=zero, recompute=recompute), topology)
     for _ in range(2):  # the first one also gathers what was initialised
         engine.take_traffic()
         for index in range(micro_batches):
@@ -99,17 +86,8 @@ def test_the_plan_of_dry_run_is_the_engines() -> None:
     for zero, recompute, _ in CASES:
         if "zero_quantized_weights_format" in zero:
             continue  # differences need more ranks
-        precision = PrecisionConfig(bf16=True)
-        engine = engine_of(
-            MODEL,
-            VOCAB,
-            zero=ZeroConfig(**zero),
-            precision=precision,
-            operations=operations(),
-            recompute=RecomputeConfig(**recompute),
-        )
         job = job_of(MODEL, VOCAB, zero=zero, recompute=recompute, copy_engines=False)
-        assert engine.plan == job.communication
+        assert engine_of(job).plan == job.communication
 
 
 def run_and_planned(
