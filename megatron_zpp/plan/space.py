@@ -23,7 +23,7 @@ from megatron_zpp.config.shapes.tensor_parallel import (
     divisors,
 )
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.plan.job import Job, units_of
 
 _CHUNK = 8192  # tokens of a chunk of an MLP: products of these read their weights in little of their time

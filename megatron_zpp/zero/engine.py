@@ -15,7 +15,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
-from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.exchange.sums import largest_over_ranks, sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations

@@ -17,7 +17,7 @@ from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changed_flags
 from megatron_zpp.plan.hardware import GPUS, Machine, machine

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from tests.zero.layouts import layout_of
