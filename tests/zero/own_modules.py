@@ -172,17 +172,6 @@ class WithoutElements(Stack):
         return [("activation", self.activation), *super().units(), ("empty", self.empty)]
 
 
-class SharesALayer(Layer):
-    """Has a module twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.again = self.linear
-
-    def encode(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.again(self.linear(x)))
-
-
 class TiesUnits(Stack):
     """Two units with the same parameter."""
 
@@ -252,7 +241,6 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "LoRA": stack_of(LowRank),
     "buffers": stack_of(WithBuffers),
     "no elements": WithoutElements,
-    "shared layer": stack_of(SharesALayer),
     "tied units": TiesUnits,
     "tied inside": stack_of(TiesInside),
     "the rest": ReadsTheRest,
