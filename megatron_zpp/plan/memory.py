@@ -176,9 +176,7 @@ class _Ends:
     """
 
     largest_first: int  # of the largest unit that the end of the backward makes
-    by_lookup: (
-        int  # of all units of which it makes the only gradient, or the last one, which is added to them
-    )
+    by_lookup: int  # of all units of which it makes the only gradient, or the last one
     by_loss: int  # of the units that the loss makes, in blocks, before the layers'
     on_their_way: int  # of those of the loss whose reductions are under way while the layers' begin
     reduced_early: bool
