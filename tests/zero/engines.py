@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
