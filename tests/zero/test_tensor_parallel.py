@@ -172,6 +172,14 @@ def one_process(case: Case) -> Trained:
     return train(Topology(), (case,))[0]
 
 
+def same_on_all(found: list[list[Trained]]) -> list[Trained]:
+    """What the first rank found, if all have the same losses and norms."""
+    first, *others = found
+    for other in others:
+        assert [(each.losses, each.norms) for each in other] == [(each.losses, each.norms) for each in first]
+    return first
+
+
 def check(case: Case, found: Trained, *, rel: float) -> None:
     """Losses, norms and the first gradient, which is compared by its norm as a whole."""
     same = {name: getattr(case, name) for name in ("documents", "tokens", "layers", "steps")}
@@ -191,10 +199,7 @@ def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> Non
     """Within what the order of fp32 sums leaves. Other numbers of ranks are nightly."""
     cases = tuple(Case(model, tensor, stage, layers=2, steps=6) for stage in range(4) for model in PLAIN)
     cases += (Case("olmo2", tensor, 3, layers=2, steps=6), Case("gpt2-across", tensor, 0, layers=2, steps=6))
-    first, *others = on_ranks(tensor * data, train, cases)
-    for other in others:
-        assert [(each.losses, each.norms) for each in other] == [(each.losses, each.norms) for each in first]
-    for case, found in zip(cases, first, strict=True):
+    for case, found in zip(cases, same_on_all(on_ranks(tensor * data, train, cases)), strict=True):
         check(case, found, rel=1e-6)
 
 
@@ -250,8 +255,7 @@ def test_zeropp_acts_over_data_ranks(ranks: int, ranks_per_node: int) -> None:
         Case(model, 2, 3, recompute="full", zero=zero, overlapped=overlapped)
         for model, zero, overlapped in kinds
     )
-    first, *others = on_ranks(ranks, train, cases, ranks_per_node=ranks_per_node)
-    assert all([each.losses for each in other] == [each.losses for each in first] for other in others)
+    first = same_on_all(on_ranks(ranks, train, cases, ranks_per_node=ranks_per_node))
     for case, found in zip(cases, first, strict=True):
         expected = one_process(Case(case.model))
         assert found.losses == pytest.approx(expected.losses, rel=2**-6), case
