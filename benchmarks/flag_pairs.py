@@ -24,7 +24,7 @@ from benchmarks.common import RESULTS, save_result
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.device import prepare_device

@@ -31,17 +31,8 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.job import Job
-from megatron_zpp.plan.search import (
-    FULL,
-    OFF,
-    Plan,
-    Space,
-    families,
-    in_micro_batches_of,
-    plan_of,
-    search,
-    sizes_of,
-)
+from megatron_zpp.plan.search import Plan, plan_of, search
+from megatron_zpp.plan.space import FULL, OFF, Space, families, in_micro_batches_of, sizes_of
 from megatron_zpp.train.auto import hardware
 from megatron_zpp.train.plan_job import job_of
 

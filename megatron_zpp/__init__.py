@@ -3,43 +3,26 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_zpp.version import __version__
+from megatron_zpp.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from megatron_zpp.api.engine import ZeroEngine
-    from megatron_zpp.config.engine import EngineConfig
-    from megatron_zpp.config.model import ModelConfig
-    from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-    from megatron_zpp.config.zero import ZeroConfig
-    from megatron_zpp.data.batches import BatchSchedule
-    from megatron_zpp.data.loader import MicroBatches
-    from megatron_zpp.distributed.topology import Topology
-    from megatron_zpp.mesh import Mesh
-    from megatron_zpp.model.gpt import GPT
-    from megatron_zpp.ops.library import load_operations
-    from megatron_zpp.train.schedule.learning_rate import LearningRate
-    from megatron_zpp.zero.engine import StepResult
-    from megatron_zpp.zero.optimizer import ShardSegment, UpdateRule
+    from megatron_zpp.api.engine import ZeroEngine as ZeroEngine
+    from megatron_zpp.config.engine import EngineConfig as EngineConfig
+    from megatron_zpp.config.model import ModelConfig as ModelConfig
+    from megatron_zpp.config.optimizer import OptimizerConfig as OptimizerConfig
+    from megatron_zpp.config.optimizer import PrecisionConfig as PrecisionConfig
+    from megatron_zpp.config.zero import ZeroConfig as ZeroConfig
+    from megatron_zpp.data.batches import BatchSchedule as BatchSchedule
+    from megatron_zpp.data.loader import MicroBatches as MicroBatches
+    from megatron_zpp.distributed.topology import Topology as Topology
+    from megatron_zpp.mesh import Mesh as Mesh
+    from megatron_zpp.model.gpt import GPT as GPT
+    from megatron_zpp.ops.library import load_operations as load_operations
+    from megatron_zpp.train.schedule.learning_rate import LearningRate as LearningRate
+    from megatron_zpp.zero.engine import StepResult as StepResult
+    from megatron_zpp.zero.optimizer import ShardSegment as ShardSegment
+    from megatron_zpp.zero.optimizer import UpdateRule as UpdateRule
 
-__all__ = [
-    "GPT",
-    "BatchSchedule",
-    "EngineConfig",
-    "LearningRate",
-    "Mesh",
-    "MicroBatches",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PrecisionConfig",
-    "ShardSegment",
-    "StepResult",
-    "Topology",
-    "UpdateRule",
-    "ZeroConfig",
-    "ZeroEngine",
-    "__version__",
-    "load_operations",
-]
 _MODULES = {
     "GPT": "model.gpt",
     "BatchSchedule": "data.batches",
@@ -69,4 +52,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The names of the API."""
-    return sorted(__all__)
+    return sorted([*_MODULES, "__version__"])

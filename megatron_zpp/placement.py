@@ -218,15 +218,13 @@ class Layout:
         ]
         return range(chosen[0].start, chosen[-1].stop) if chosen else range(0)
 
-    def gaps_in(self, elements: range) -> Iterator[range]:
-        """What no parameter has of a range of the buffer."""
-        start = elements.start
-        for piece in self.pieces_in(elements):
-            if start < piece.at.start:
-                yield range(start, piece.at.start)
-            start = piece.at.stop
-        if start < elements.stop:
-            yield range(start, elements.stop)
+    def gaps_in(self, elements: range) -> tuple[slice, ...]:
+        """What no parameter has of a range of the buffer, as parts of memory of these elements."""
+        used = [piece.at for piece in self.pieces_in(elements)]
+        starts = [elements.start, *(at.stop for at in used)]
+        stops = [*(at.start for at in used), elements.stop]
+        gaps = (range(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
+        return tuple(within(gap, elements) for gap in gaps)
 
 
 @cache

@@ -67,7 +67,7 @@ def load_checkpoint(
                     check_states(path, kind, reader.state.get("kinds"))
                     _load(kind, reader, engine, padded)
                 else:  # no step was taken (imported weights), or AdamW took them and had no momentum
-                    engine.states.load(kind, lambda unit, elements: torch.zeros(len(elements)))
+                    engine.states.fill(kind, lambda unit, elements, target: target.zero_())
             engine.states.load_row_moments(reader.read_row_moments)
             formats = reader.state.get("difference_formats") if REFERENCE in saved else None
             present = describe_units(engine)

@@ -127,7 +127,7 @@ class CheckpointReader:
         them. Gaps are zero.
         """
         for gap in layout.gaps_in(elements):
-            target[within(gap, elements)].zero_()
+            target[gap].zero_()
         for piece in layout.pieces_in(elements):
             self._fill(kind, piece, mesh, target[within(piece.at, elements)])
 

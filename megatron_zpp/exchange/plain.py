@@ -1,7 +1,7 @@
 """The sum of gradients as they are in one exchange: from where they lie, wherever that is possible."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,45 +13,18 @@ from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 
 
-class Exchange(Protocol):
-    """Brings together what all ranks have of some elements, and sums it in the order of the ranks.
-
-    The volume is that of a reduce-scatter, but 16-bit numbers stay 16 bits on the wire without a rounding in
-    the sum, whose bits are those of one process that accumulates the ranks' batches in turn.
-    """
-
-    def sum(self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None) -> None:
-        """Exchange and sum, on the communication stream; see Reduction.reduce."""
-
-
 def build_exchange(
     comm_stream: CommStream, operations: Operations | None, numel: int, dtype: torch.dtype
-) -> Exchange:
-    """The exchange among the ranks of a stream of at most `numel` elements, in `dtype` or fewer bytes."""
-    if len(comm_stream.ranks) == 1:
-        return _OneRank(operations)
-    if comm_stream.writes_peers:
-        return _PeerWrites(comm_stream, operations, numel * dtype.itemsize)
+) -> "Exchange":
+    """The exchange among the ranks of a stream of at most `numel` elements, in `dtype` or fewer bytes.
+
+    It brings together what all ranks have of some elements, and sums it in the order of the ranks. The volume
+    is that of a reduce-scatter, but 16-bit numbers stay 16 bits on the wire without a rounding in the sum,
+    whose bits are those of one process that accumulates the ranks' batches in turn.
+    """
+    if len(comm_stream.ranks) == 1 or comm_stream.writes_peers:
+        return _InPlace(comm_stream, operations, numel * dtype.itemsize)
     return _Buffered(comm_stream, operations, numel, dtype)
-
-
-class _OneRank:
-    """Sums from where gradients are; nothing is sent."""
-
-    def __init__(self, operations: Operations | None) -> None:
-        self._operations = operations
-
-    def sum(self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None) -> None:
-        """See Exchange."""
-        for segment in sent:
-            sum_parts(
-                self._operations,
-                segment.flat.view(1, -1),
-                segment.of(total),
-                add=add,
-                own=segment.flat,
-                squares=_blocks_of(segment, squares),
-            )
 
 
 class _Buffered:
@@ -64,7 +37,7 @@ class _Buffered:
         self._joined, self._received = (comm_stream.zeros(numel, dtype) for _ in range(2))
 
     def sum(self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None) -> None:
-        """See Exchange."""
+        """Exchange and sum, on the communication stream; see Reduction.reduce."""
         ranks = len(self._comm_stream.ranks)
         full = join(sent, self._joined.view(sent[0].flat.dtype))
         received = self._received.view(full.dtype)[: ranks * len(total)]
@@ -72,8 +45,8 @@ class _Buffered:
         sum_parts(self._operations, received.view(ranks, -1), total, add=add, squares=squares)
 
 
-class _PeerWrites:
-    """Ranks of one node write into each other's memory, by the copy engines.
+class _InPlace:
+    """Sums from where gradients are; ranks of one node write into each other's memory, by the copy engines.
 
     Each rank writes what another one sums from where it lies, and sums its own part from there, so that
     nothing is copied inside a GPU.
@@ -81,19 +54,21 @@ class _PeerWrites:
 
     def __init__(self, comm_stream: CommStream, operations: Operations | None, nbytes: int) -> None:
         self._comm_stream, self._operations = comm_stream, operations
-        self._received = comm_stream.peer_buffers(nbytes)  # of all ranks, in their order
+        alone = len(comm_stream.ranks) == 1
+        self._received = [] if alone else comm_stream.peer_buffers(nbytes)  # of all ranks, in their order
 
     def sum(self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None) -> None:
-        """See Exchange."""
+        """See _Buffered."""
         group_rank = self._comm_stream.group_rank
-        received = self._write(sent, len(total))
+        received = self._write(sent, len(total)) if self._received else None
         for segment in segments_inside(sent, _part(group_rank, len(total))):
+            own = segment.flat
             sum_parts(
                 self._operations,
-                received[:, segment.start : segment.start + len(segment.flat)],
+                own[None] if received is None else received[:, segment.start : segment.start + len(own)],
                 segment.of(total),
                 add=add,
-                own=segment.flat,
+                own=own,
                 group_rank=group_rank,
                 squares=_blocks_of(segment, squares),
             )
@@ -123,3 +98,6 @@ def _blocks_of(segment: GradSegment, squares: Tensor | None) -> Tensor | None:
         return None
     first = segment.start // SQUARES_BLOCK
     return squares[first : first + len(segment.flat) // SQUARES_BLOCK]
+
+
+Exchange: TypeAlias = _InPlace | _Buffered

@@ -75,20 +75,15 @@ def reduction_rooms(
     hops = [_hop_room(route, at, layouts, mesh) for at in range(len(route))]
     far = hops.pop() if len(route) > 1 and lanes(route, len(route) - 1, mesh) > 1 else None
     held = max(len(chunks(route, layout.shard_numel)[0]) for layout in layouts)
-    in_memory = route[-1].feedback or (far is not None and sums_in_memory(route))
+    sums = far is not None and route[-1].format != torch.float32 and not fused(route)  # of a node, to encode
     return ReductionRooms(
         joined=0 if peer_writes else numel,
         dtype=first if isinstance(first, torch.dtype) else made,
         turns=lanes(route, 0, mesh) if len(route) == 1 else 1,
         near=tuple(hops),
         far=far,
-        exact=held * route[-1].ranks if in_memory else 0,
+        exact=held * route[-1].ranks if sums or route[-1].feedback else 0,
     )
-
-
-def sums_in_memory(route: Route) -> bool:
-    """Whether sums inside a node are written in fp32 before they are sent to other nodes in another form."""
-    return route[-1].format != torch.float32 and not fused(route)
 
 
 def fused(route: Route) -> bool:

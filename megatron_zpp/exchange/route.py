@@ -20,6 +20,7 @@ from typing import Literal, cast
 
 import torch
 
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import GRADIENT_BLOCK, ROTATED_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
@@ -100,6 +101,28 @@ def plain(format: Format) -> torch.dtype:
 def nbytes(format: Format, numel: int) -> int:
     """Bytes of `numel` elements as they travel together."""
     return numel * format.itemsize if isinstance(format, torch.dtype) else format.message_bytes(numel)
+
+
+def check_routes(zero: ZeroConfig, mesh: Mesh) -> None:
+    """Raise ValueError, with the sizes that would be valid, for flags for which `mesh` has no route."""
+    local = mesh.replicas.size
+    zero.hpz_ranks(local)
+    zero.gradient_ranks(local)
+    if not zero.sends_differences:
+        return
+    flag, format = "--zero-quantized-weights-format", zero.zero_quantized_weights_format
+    if mesh.nodes == 1:
+        raise option_error(
+            flag, format, "needs 2 or more nodes; on one node use int8, or omit --zero-quantized-weights"
+        )
+    if not zero.holds_references(local):
+        divisors = [str(size) for size in range(2, local + 1) if local % size == 0]
+        raise option_error(
+            flag,
+            format,
+            f"needs groups inside a node of {local} data ranks, each of which keeps a reference: "
+            f"--zero-hpz-partition-size {', '.join(['auto', *divisors])}; not {zero.zero_hpz_partition_size}",
+        )
 
 
 def weight_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequence[Axis]) -> Route:
@@ -229,10 +252,11 @@ def sent(route: Route, layout: Layout, mesh: Mesh, *, count: Collection[int], he
     for at, stage in enumerate(route):
         if stage.verb == "reduce":
             cut += stage.axes
-            moved = _to_every_other(mesh, stage, _reduced_bytes(stage, route, layout, mesh, cut))
+            part, near = _reduced_bytes(stage, route, layout, mesh, cut), _near(mesh, stage.axes)
+            moved = SentBytes((near - 1) * part, (stage.ranks - near) * part)
         else:
-            part = held * nbytes(stage.format, layout.shard_numel)
-            moved = _around_the_ring(mesh, stage, (stage.ranks - 1) * part)
+            part = (stage.ranks - 1) * held * nbytes(stage.format, layout.shard_numel)
+            moved = SentBytes(part) if _follower_is_near(mesh, stage.axes) else SentBytes(0, part)
             held *= stage.ranks
         total += moved if at in count else SentBytes()
     return total
@@ -251,19 +275,10 @@ def _reduced_bytes(stage: Stage, route: Route, layout: Layout, mesh: Mesh, cut: 
     )
 
 
-def _to_every_other(mesh: Mesh, stage: Stage, part: int) -> SentBytes:
-    near = _near(mesh, stage.axes)
-    return SentBytes((near - 1) * part, (stage.ranks - near) * part)
-
-
 @cache
 def _near(mesh: Mesh, axes: tuple[Axis, ...]) -> int:
     """How many ranks of the group over `axes` are on this rank's node."""
     return sum(mesh.share_a_node((mesh.rank, rank)) for rank in mesh.ranks(*axes))
-
-
-def _around_the_ring(mesh: Mesh, stage: Stage, part: int) -> SentBytes:
-    return SentBytes(part) if _follower_is_near(mesh, stage.axes) else SentBytes(0, part)
 
 
 @cache

@@ -158,13 +158,8 @@ def _coded_loss_bytes(job: Job, chunk_bytes: int | None) -> int:
     Codes of the table and of a part's hidden states are there twice in the forward, and the codes of the
     gradient of a part's logits until its product with the hidden states.
     """
-    tokens, entries, width, itemsize, exact = (
-        job.tokens,
-        job.entries,
-        job.model.hidden_size,
-        job.dtype.itemsize,
-        4,
-    )
+    tokens, entries, width = job.tokens, job.entries, job.model.hidden_size
+    itemsize, exact = job.dtype.itemsize, 4
     lean = job.compiled or job.tensor > 1
     chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=lean)
     from megatron_zpp.model.fp8.output import coded_chunk_rows, part_rows

@@ -131,11 +131,7 @@ def ledgers_of(job: Job, sent: SentBytes) -> SentBytes:
 
 def _muon_bytes(job: Job) -> int:
     """Bytes that the ranks of a node send each other of matrices under Muon, and of moments of rows."""
-    if not job.muon.elements:
-        return 0
-    ranks = job.mesh.ranks(*job.mesh.inside_node)
-    matrices = sum(job.muon_of(rank).sent for rank in ranks)
-    return job.dtype.itemsize * matrices + len(ranks) * job.row_moments_sent
+    return sum(job.dtype.itemsize * each.sent + job.row_moments_sent for each in job.muon)
 
 
 def waiting_seconds(job: Job, machine: Machine, forward: bool) -> float:

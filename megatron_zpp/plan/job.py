@@ -147,25 +147,22 @@ class Job:
         return layouts_of(distinct(self.units), self.mesh, self.block, splits, self.coded, matrices=matrices)
 
     @cached_property
-    def muon(self) -> MuonShare:
-        """What Muon has and does on rank 0."""
-        return self.muon_of(0)
-
-    def muon_of(self, rank: int) -> MuonShare:
-        """What Muon has and does on a rank."""
+    def muon(self) -> list[MuonShare]:
+        """What Muon has and does on each rank of node 0; nothing without Muon."""
         held = {
             index: Held(weights.layout, weights.axes)
             for index, weights in enumerate(self.communication.weights)
             if weights.layout.hull(of_matrices=True)
         }
-        return muon_share(held, self.mesh.at(rank), self.optimizer.muon_num_ns_steps)
+        ranks, steps = self.mesh.ranks(*self.mesh.inside_node), self.optimizer.muon_num_ns_steps
+        return [muon_share(held, self.mesh.at(rank), steps) for rank in ranks if held]
 
     @property
     def row_moments_sent(self) -> int:
         """Bytes of NorMuon's moments of rows that a rank sends to others of its node."""
         if self.optimizer.muon_row_scaling_beta2 is None:
             return 0
-        return 4 * self.muon.rows // self.mesh.node_size * (self.mesh.node_size - 1)
+        return 4 * self.muon[0].rows // self.mesh.node_size * (self.mesh.node_size - 1)
 
     @property
     def block(self) -> int:
@@ -303,6 +300,7 @@ _DEPENDS = {  # what is computed once, and the settings that change it
     "node_communication": _ROUTES,
     "kinds": _ROUTES,
     "owned": _ROUTES,
+    "muon": {*_ROUTES, "optimizer"},
 }
 
 
@@ -314,15 +312,13 @@ class UnconnectedGroup(TensorGroup):
 
 
 def units_of(
-    model: ModelConfig,
-    vocab_size: int,
-    tensor: int = 1,
-    *,
-    cut_layers: bool = False,
-    table_rows: int | None = None,
+    model: ModelConfig, vocab_size: int, tensor: int = 1, zero: ZeroConfig | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """The modules of one tensor rank's part of a model that read units, on the meta device."""
-    group = UnconnectedGroup(tensor) if tensor > 1 else None
+    """The modules of one tensor rank's part of a model that read units, on the meta device.
+
+    `zero` says whether layers and tables are cut; by default they are whole.
+    """
+    group, zero = UnconnectedGroup(tensor) if tensor > 1 else None, zero or ZeroConfig()
+    cut, rows = zero.cuts_layers, zero.zero_table_rows
     with torch.device("meta"):
-        built = build_model(model, vocab_size, cut_layers=cut_layers, table_rows=table_rows, group=group)
-    return built.units()
+        return build_model(model, vocab_size, cut_layers=cut, table_rows=rows, group=group).units()

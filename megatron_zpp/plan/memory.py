@@ -5,6 +5,7 @@ whole run. Gradients and activations come and go and do not peak together. So th
 points of a step where it can be: in the loss, along the backward, in the optimizer's step.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_zpp.distributed.peer_rows import region_bytes
@@ -53,20 +54,14 @@ class Memory:
 
 
 def memory_of(job: Job) -> Memory:
-    """The memory of each rank, which is the same on all ranks."""
+    """The memory of each rank, which is the same on all ranks; under Muon that of the rank with the most."""
     owned, offloaded, communication = job.owned, job.zero.zero_offload_optimizer, job.communication
     differences = communication.differences is not None  # on the GPU, from fp32 weights
     coded = differences or communication.weight_codes is not None
     master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or coded else 0
     if job.optimizer.splits_weights:
         master_bytes = 1
-    muon, matmul_bytes = job.muon, min(job.dtype.itemsize, 4)
-    moments = job.optimizer.moment_bytes
-    second = sum(job.optimizer.saved_bytes[2])  # which matrices under Muon do not have
-    optimizer = int((moments + master_bytes) * owned - second * muon.elements)
-    optimizer += matmul_bytes * muon.rooms * muon.room
-    if job.optimizer.muon_row_scaling_beta2 is not None:
-        optimizer += 4 * muon.rows
+    optimizer = int((job.optimizer.moment_bytes + master_bytes) * owned + _muon_bytes(job))
     staged = 0
     if offloaded and differences:
         staged = 4 * owned
@@ -91,6 +86,14 @@ def memory_of(job: Job) -> Memory:
         peak_at=peak_at,
         cpu=away + (int(optimizer + pinned) if offloaded else 0),
     )
+
+
+def _muon_bytes(job: Job) -> float:
+    """What a rank holds under Muon: rooms and moments of rows, less the second moments of its matrices."""
+    second, itemsize = sum(job.optimizer.saved_bytes[2]), min(job.dtype.itemsize, 4)
+    of_row = 0 if job.optimizer.muon_row_scaling_beta2 is None else 4
+    held = (itemsize * each.rooms * each.room + of_row * each.rows for each in job.muon)
+    return max((own - second * each.elements for own, each in zip(held, job.muon, strict=True)), default=0)
 
 
 def _peer_rows_bytes(job: Job) -> int:
@@ -152,7 +155,8 @@ def _peak_candidates(job: Job) -> dict[str, int]:
         end = accumulated + produced + max(tied, 0 if job.reduces_as_made else embedding)
     summing = _SUMMING * job.replicated[0]  # the embedding's gradients that tensor ranks have whole
     candidates["the end of the backward"] = end + on_their_way + summing
-    candidates["the optimizer's step"] = final + min(job.dtype.itemsize, 4) * job.muon.working
+    made = max((each.working for each in job.muon), default=0)  # by Newton-Schulz
+    candidates["the optimizer's step"] = final + min(job.dtype.itemsize, 4) * made
     return candidates
 
 
@@ -172,9 +176,7 @@ class _Ends:
     """
 
     largest_first: int  # of the largest unit that the end of the backward makes
-    by_lookup: (
-        int  # of all units of which it makes the only gradient, or the last one, which is added to them
-    )
+    by_lookup: int  # of all units of which it makes the only gradient, or the last one
     by_loss: int  # of the units that the loss makes, in blocks, before the layers'
     on_their_way: int  # of those of the loss whose reductions are under way while the layers' begin
     reduced_early: bool
@@ -234,3 +236,22 @@ def _source_itemsize(job: Job) -> float:
     if quant_format is not None:
         return quant_format.block_bytes / quant_format.block
     return 0 if job.dtype.itemsize == 4 else job.dtype.itemsize
+
+
+def copies_bytes(job: Job) -> int:
+    """Bytes of a node's ranks for copies of the states that are saved, pinned if these are on GPUs.
+
+    An offloaded optimizer has weights and moments on the CPU, and the reference on the GPU.
+    """
+    states = job.optimizer.saved_bytes if job.save_optim else job.optimizer.saved_bytes[:1]
+    shards = [layout.shard_numel for layout in job.layouts]
+    sizes = [int(nbytes * numel) for tensors in states for nbytes in tensors for numel in shards]
+    copies = sum(sizes) if job.zero.zero_offload_optimizer else pinned_bytes(sizes)
+    if job.save_optim and job.communication.differences is not None:
+        copies += pinned_bytes(4 * numel for numel in shards)  # the reference
+    return job.local * copies
+
+
+def pinned_bytes(sizes: Iterable[int]) -> int:
+    """What pinned copies of tensors of these bytes take: torch rounds each up to a power of two."""
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)

@@ -17,9 +17,8 @@ from megatron_zpp.plan.hardware import (
     Machine,
 )
 from megatron_zpp.plan.job import Job
-from megatron_zpp.plan.longest_sample import longest_sample
-from megatron_zpp.plan.save_copies import copies_bytes
-from megatron_zpp.plan.search import WORTH, Found, Plan, search
+from megatron_zpp.plan.memory import copies_bytes
+from megatron_zpp.plan.search import WORTH, Found, Plan, longest_sample, search
 from megatron_zpp.plan.step_time import overlap_slowdown, product_time
 
 _PARTS = {

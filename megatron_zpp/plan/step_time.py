@@ -252,9 +252,9 @@ def _muon_seconds(job: Job, machine: Machine) -> float:
 
     Where rounds take turns in two rooms, the first exchange of each is hidden by the work of the one before.
     """
-    share = job.muon
-    if not share.elements:
+    if not job.muon:
         return 0.0
+    share = max(job.muon, key=lambda each: each.flops)
     # Two passes, which read and write an update too, in place of the second moment's bytes.
     saved = (2 * sum(job.optimizer.saved_bytes[2]) - 4) * share.elements / machine.memory_rate
     work, exchange = share.flops / machine.flops, job.dtype.itemsize * share.sent / machine.inside

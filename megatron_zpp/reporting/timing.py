@@ -8,7 +8,7 @@ import torch
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.sections import WAITS, TimedSections
+from megatron_zpp.zero.sections import WAITS
 
 STEP, BATCH, FORWARD_BACKWARD, OPTIMIZER = "step", "batch-generator", "forward-backward", "optimizer"
 LEVEL_1 = (BATCH, FORWARD_BACKWARD, OPTIMIZER)
@@ -24,7 +24,7 @@ class Timing:
 
     def report(self, steps: int) -> tuple[Record, list[str]]:
         """Numbers and log lines for the steps since the last report; every rank must call it."""
-        if not isinstance(self._engine.sections, TimedSections):
+        if not self._engine.sections.timed:
             return {}, []
         seconds = self._engine.sections.take()
         names, topology = list(seconds), self._engine.topology

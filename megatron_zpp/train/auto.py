@@ -18,7 +18,8 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import GPUS, Machine, cpu_ranks, machine, rates_of, real_gpu
 from megatron_zpp.plan.job import Job
-from megatron_zpp.plan.search import Space, fastest, search
+from megatron_zpp.plan.search import fastest, search
+from megatron_zpp.plan.space import Space
 from megatron_zpp.train.plan_job import job_of
 
 

@@ -11,7 +11,7 @@ from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.words import counted
-from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import (
     FLAG,

@@ -1,8 +1,6 @@
 """AdamW (1711.05101, algorithm 2): by the project's kernel, by torch's fused one, and by NVIDIA apex."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +20,6 @@ from megatron_zpp.zero.optimizer import (
     Rates,
     ShardSegment,
     UpdateRule,
-    whole_unit,
     zero_states,
 )
 from megatron_zpp.zero.sharded_unit import Unit
@@ -174,12 +171,10 @@ class TorchAdamW:
             shard.gather_source.copy_(shard.master)
 
 
-class ApexAdamW:
+class ApexAdamW(Optimizer):
     """NVIDIA apex's FusedAdam. The host reads `found_inf` and `steps`, so each step waits for the device."""
 
     state_names = MOMENTS
-    accepts_16bit_gradients = False
-    row_moments: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
 
     def __init__(self, config: OptimizerConfig, units: list[Unit], sources: GatherSources) -> None:
         from apex.optimizers import FusedAdam
@@ -205,10 +200,6 @@ class ApexAdamW:
             [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=config.adam_eps
         )
         self._adam.state.update(adam_states)
-
-    def elements(self, unit: Unit, name: str) -> range:
-        """See Optimizer.elements."""
-        return whole_unit(unit, name)
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """See Optimizer.begin_step. All units change here."""

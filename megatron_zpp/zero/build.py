@@ -151,7 +151,7 @@ class UnitBuilder:
                 by_place.append(self._replace_parameters(other, layout, full, guard))
             else:
                 _put_parameters(other, layout, parameters, guard)
-        differs, elements = weights.differences is not None, weights.kept_elements
+        differs = weights.differences is not None
         return Unit(
             parameters=parameters,
             by_place=tuple(by_place),
@@ -166,7 +166,7 @@ class UnitBuilder:
             message=memory(weights.bring, weights.message) if differs else None,
             encoded=self._encoded(weights, Encoded(owned, master, gather_source), kept, full),
             residuals=self._residuals(weights),
-            gaps=tuple(within(gap, elements) for gap in layout.gaps_in(elements)),
+            gaps=layout.gaps_in(weights.kept_elements),
             wide_dtype=plan.made,
         )
 

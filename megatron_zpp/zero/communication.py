@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -43,18 +42,12 @@ class Communication:
         """Every rank makes the same streams in the same order. Codes need `operations`."""
         self.plan, self._make_comm_stream = plan, make_comm_stream
         self._streams: dict[tuple[str, tuple[Axis, ...]], list[CommStream]] = {}
-        made: dict[tuple[str, Route], Leg] = {}
-        for each in plan.weights:
-            for leg in filter(
-                itemgetter(1), ((_SUMS, each.sums), (_WEIGHTS, each.bring), (_WEIGHTS, each.fill))
-            ):
-                if leg not in made:
-                    made[leg] = self._leg(*leg)
+        self._legs: dict[tuple[str, Route], Leg] = {}
         self.legs = [
             Legs(
-                made.get((_SUMS, each.sums)),
-                made.get((_WEIGHTS, each.bring)),
-                made.get((_WEIGHTS, each.fill)),
+                self._leg(_SUMS, each.sums),
+                self._leg(_WEIGHTS, each.bring),
+                self._leg(_WEIGHTS, each.fill),
             )
             for each in plan.weights
         ]
@@ -81,9 +74,14 @@ class Communication:
         """Memory for what the last of `stages` fills. Every rank must make the same."""
         return self._streams_of(_WEIGHTS, stages, len(stages) - 1)[0].zeros(*buffer)
 
-    def _leg(self, what: str, stages: Route) -> Leg:
-        streams = [self._streams_of(what, stages, at) for at in range(len(stages))]
-        return Leg(stages, self.plan.mesh, streams, self.plan.message_room(stages))
+    def _leg(self, what: str, stages: Route) -> Leg | None:
+        if not stages:
+            return None
+        if (what, stages) not in self._legs:
+            streams = [self._streams_of(what, stages, at) for at in range(len(stages))]
+            room = self.plan.message_room(stages)
+            self._legs[what, stages] = Leg(stages, self.plan.mesh, streams, room)
+        return self._legs[what, stages]
 
     def _streams_of(self, what: str, route: Route, at: int) -> list[CommStream]:
         """The streams of a stage. Weights, gradients and sums do not share any, so that they overlap."""

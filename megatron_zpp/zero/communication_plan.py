@@ -118,16 +118,12 @@ class CommunicationPlan:
         """
         return not self.quantizes_gradients
 
-    @property
-    def accumulator_cut(self) -> tuple[Axis, ...]:
-        """The axes over which gradients have been summed where groups accumulate them."""
-        return axes_of(self.gradients[: accumulating(self.gradients)])
-
     def accumulator_numel(self, layout: Layout) -> int:
         """Elements that this rank accumulates of a unit's gradient, beside what the optimizer takes."""
         if self.every_micro_batch and not self.accumulates_in_groups:
             return 0
-        return sum(map(len, layout.ranges(self.mesh, self.accumulator_cut)))
+        cut = axes_of(self.gradients[: accumulating(self.gradients)])  # over which groups have summed
+        return sum(map(len, layout.ranges(self.mesh, cut)))
 
     def sums_gradients(self, micro_batches: int, *, accepts_16bit: bool) -> bool:
         """Whether the optimizer takes fp32 sums, and not the gradients of a step's only micro-batch as made.

@@ -15,7 +15,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
-from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.exchange.sums import largest_over_ranks, sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations
@@ -28,12 +28,11 @@ from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.model_states import ModelStates
 from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, UpdateRule
 from megatron_zpp.zero.prefetch import Phase
-from megatron_zpp.zero.product_scaling import ProductScaling
 from megatron_zpp.zero.reads import without_inner
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums, divisor_of, shrink_of
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
-from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder
+from megatron_zpp.zero.weight_codes import GatherSources, ProductScaling, WeightEncoder
 from megatron_zpp.zero.weights import Weights
 
 if TYPE_CHECKING:

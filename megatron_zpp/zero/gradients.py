@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
-from megatron_zpp.exchange.codecs import Feedback, Rotation, build_codec, decode_each, encode_with
+from megatron_zpp.exchange.codecs import Feedback, Rotation, build_codec, clear, decode_each, encode_with
 from megatron_zpp.exchange.reductions import Target
 from megatron_zpp.exchange.route import nbytes
 from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
@@ -15,7 +15,7 @@ from megatron_zpp.exchange.sums import sum_squares
 from megatron_zpp.ops.formats import SQUARES_BLOCK, LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
-from megatron_zpp.placement import Layout, within
+from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
@@ -61,20 +61,11 @@ class Gradients:
         self._first = self._last = True
         self._iteration = 0
         self._feeds_back = plan.residual_bytes > 0
-        shards = {layout: layout.shard(plan.mesh) for layout in set(plan.layouts)}
-        self._owned_gaps = {
-            unit: tuple(within(gap, unit.owned) for gap in unit.layout.gaps_in(unit.owned))
-            for unit, leg in self._gather_sums.items()
-            if leg is not None
-        }
-        self._gaps = {
-            layout: tuple(within(gap, shard) for gap in layout.gaps_in(shard))
-            for layout, shard in shards.items()
-        }
+        self._owned_gaps = {unit: unit.layout.gaps_in(unit.owned) for unit in units}
+        self._gaps = {unit: unit.layout.gaps_in(unit.plan.shard) for unit in units}
         self._numbers = {unit: index for index, unit in enumerate(units)}
         self._share = share
         self._replicated = {unit: share.replicated(unit.layout) for unit in units}
-        self._accumulator_numel = {layout: plan.accumulator_numel(layout) for layout in shards}
         self._counted_elsewhere = {
             unit: share.counted_elsewhere(unit.layout, unit.plan.shard) for unit in units
         }
@@ -223,7 +214,7 @@ class Gradients:
         reduction = self._reduction
         accumulated = unit.grad.accumulated
         if accumulated is None:
-            numel = self._accumulator_numel[unit.layout]
+            numel = self._plan.accumulator_numel(unit.layout)
             accumulated = torch.empty(numel, device=sent[0].flat.device)
         pending = reduction.accumulate(sent, accumulated, add=not first)
         if last:
@@ -233,7 +224,7 @@ class Gradients:
             reduced, message = self._to_all(unit, total, reduction.reduce_accumulated(accumulated, target))
             unit.grad.reduce(all_of([pending, reduced]), sent + message, total, squares, accumulated)
         else:
-            unit.grad.reduce_in_group(pending, sent, accumulated)
+            unit.grad.reduce(pending, sent, None, accumulated=accumulated)
         self._reducing[self._slots[unit]] = unit
 
     def _reduce(
@@ -275,7 +266,7 @@ class Gradients:
         if not self._plan.rotates:
             return None
         signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
-        return Rotation(signs, self._gaps[unit.layout])
+        return Rotation(signs, self._gaps[unit])
 
     def _to_all(self, unit: Unit, total: Tensor, reduced: Pending) -> tuple[Pending, tuple[GradSegment, ...]]:
         """Gather the sums that this rank's optimizer takes, if they are more than its shard.
@@ -303,7 +294,7 @@ class Gradients:
                 codec.encode(*sums)
                 return
             lost = unit.residuals.returned[None]
-            feedback = Feedback(lost, self._divisor, self._gaps[unit.layout])
+            feedback = Feedback(lost, self._divisor, self._gaps[unit])
             encode_with(feedback, codec, *sums)
             feedback.clear_gaps()
 
@@ -323,6 +314,5 @@ class Gradients:
 def _new_sum(layout: Layout, device: torch.device) -> Tensor:
     """A buffer (n,) for whole gradients: the parameters' parts are not filled, the gaps are zero."""
     whole = torch.empty(layout.numel, device=device)
-    for gap in layout.gaps_in(range(layout.numel)):
-        whole[gap.start : gap.stop].zero_()
+    clear(whole, layout.gaps_in(range(layout.numel)))
     return whole

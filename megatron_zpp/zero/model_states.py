@@ -100,21 +100,17 @@ class Held(NamedTuple):
         return decoded
 
     def replace(self, kind: str, numbers: Tensor) -> None:
-        """Replace them by fp32 numbers, rounded to the nearest of the form."""
+        """Replace moments by fp32 numbers, rounded to the nearest of the form."""
         from megatron_zpp.ops.reference import tiles
-        from megatron_zpp.ops.state_codes import FORMS, encode, split_weights
+        from megatron_zpp.ops.state_codes import FORMS, encode
 
         for here in tiles(len(numbers)):
             values, beside = self.part(here)
-            new: tuple[Tensor, Tensor | None]
-            if kind == WEIGHTS:
-                new = split_weights(numbers[here])
-            else:
-                new = encode(numbers[here], FORMS[values.dtype], second=kind == SECOND_MOMENT)
-            values.copy_(new[0])
+            codes, scales = encode(numbers[here], FORMS[values.dtype], second=kind == SECOND_MOMENT)
+            values.copy_(codes)
             if beside is not None:
-                assert new[1] is not None
-                beside.copy_(new[1])
+                assert scales is not None
+                beside.copy_(scales)
 
 
 def _named(values: dict[str, Tensor], placement: Placement) -> Tensor:
@@ -199,22 +195,20 @@ class ModelStates:
             return [range(0)] * len(wholes)
         return [overlap(unit.owned, whole) for unit, whole in zip(self._units, wholes, strict=True)]
 
-    def load(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
-        """Load one of `kinds`; `read(unit, elements)` returns a part of a unit's flat buffer.
+    def fill(self, kind: str, fill: Callable[[int, range, Tensor], object]) -> None:
+        """Load one of `kinds`: `fill(unit, elements, target)` writes a part of a unit's buffer to `target`.
 
-        Elements behind the last parameter are not read: they are zero and stay zero.
-        """
-        for index, elements, part in self._loaded(kind):
-            part.copy_(read(index, elements))
-
-    def fill(self, kind: str, fill: Callable[[int, range, Tensor], None]) -> None:
-        """The same; `fill(unit, elements, target)` writes the part to `target` (len(elements),) on the CPU.
-
-        That is the memory of the states, where they are on the CPU, or memory that all parts share: a load
-        would take most of its time to map fresh memory, and to copy from it.
+        That (len(elements),) is on the CPU: the memory of the states, where they are there, or memory that
+        all parts share. A load would take most of its time to map fresh memory, and to copy from it.
+        Elements behind the last parameter are not written: they are zero and stay zero.
         """
         shared = torch.empty(0)
-        for index, elements, part in self._loaded(kind):
+        for index, (unit, held, flat) in enumerate(self._replaced(kind)):
+            pieces = list(unit.layout.pieces_in(held)) if held else []
+            if not held or not pieces:
+                continue
+            elements = range(held.start, pieces[-1].at.stop)
+            part = flat[: len(elements)]
             if part.device.type == "cpu":
                 fill(index, elements, part)
                 continue
@@ -233,14 +227,6 @@ class ModelStates:
                 values = {placement.name: whole(placement) for placement in unit.layout.placements}
                 unit.fill(flat, elements, partial(_named, values))
 
-    def _loaded(self, kind: str) -> Iterator[tuple[int, range, Tensor]]:
-        """(unit, elements, their part of its buffer), each to be written before the next one is asked for."""
-        for index, (unit, held, flat) in enumerate(self._replaced(kind)):
-            pieces = list(unit.layout.pieces_in(held)) if held else []
-            if held and pieces:
-                elements = range(held.start, pieces[-1].at.stop)
-                yield index, elements, flat[: len(elements)]
-
     def _replaced(self, kind: str) -> Iterator[tuple[Unit, range | None, Tensor]]:
         """Each unit, the elements that this rank has and their buffer, to be written before the next one.
 
@@ -258,7 +244,10 @@ class ModelStates:
                 flat = torch.zeros(len(held.values), device=held.values.device)
                 yield unit, elements, flat
                 self._weights.wait_for_brought(index)  # it reads what is replaced of split weights
-                held.replace(kind, flat)
+                if kind == WEIGHTS:
+                    unit.replace_split(flat)
+                else:
+                    held.replace(kind, flat)
             if kind == WEIGHTS:
                 self._weights.replaced(index)
             elif kind == REFERENCE:

@@ -19,7 +19,7 @@ from megatron_zpp.placement import ALIGNMENT, Placement
 from megatron_zpp.zero.model_states import MOMENTUM
 from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers, muon_passes
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
-from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, RuleOf, Scalars, whole_unit, zero_states
+from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, RuleOf, Scalars, zero_states
 from megatron_zpp.zero.row_moments import RowMoments, by_parameter
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
@@ -86,7 +86,7 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         if name == MOMENTUM:
             return matrices
         if not matrices:
-            return whole_unit(unit, name)
+            return super().elements(unit, name)
         others = unit.layout.hull(of_matrices=False)
         return range(others.start, -(-others.stop // ALIGNMENT) * ALIGNMENT)  # whole blocks of states
 

@@ -4,6 +4,7 @@ An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer
 `UpdateRule`; an optimizer that looks at more than one element, as Muon does at matrices, is an Optimizer.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -21,7 +22,7 @@ SCALES = "_scales"  # at the end of the name of a state's scales
 Rates = tuple[float, float]
 
 
-class Optimizer(Protocol):
+class Optimizer(ABC):
     """Changes the master weights of all units of this rank.
 
     A checkpoint saves `steps` and, beside the master weights of each unit, its `states`: by name, of this
@@ -31,12 +32,14 @@ class Optimizer(Protocol):
     state_names: tuple[str, ...]
     states: list[dict[str, Tensor]]
     steps: Tensor  # (); steps taken so far, skipped ones not included
-    accepts_16bit_gradients: bool
-    row_moments: Mapping[str, Sequence[Tensor]]  # by parameter: NorMuon's, of all its rows, in parts
+    accepts_16bit_gradients = False
+    row_moments: Mapping[str, Sequence[Tensor]] = MappingProxyType({})  # by parameter: NorMuon's, in parts
 
     def elements(self, unit: Unit, name: str) -> range:
-        """The elements of a unit's buffer that have the state `name` on some rank."""
+        """The elements of a unit's buffer that have the state `name` on some rank; by default all."""
+        return range(unit.layout.numel)
 
+    @abstractmethod
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """Begin a step on gradients / `divisor` (), in which nothing changes if `found_inf` () is 1.
 
@@ -44,6 +47,7 @@ class Optimizer(Protocol):
         factors.
         """
 
+    @abstractmethod
     def update(self, index: int) -> None:
         """Change unit `index`, and submit the writing of its gather source, which can be sent from then on.
 
@@ -90,10 +94,8 @@ class UpdateRule(Protocol[Scalars]):
 RuleOf: TypeAlias = Callable[[float], UpdateRule[Scalars]]
 
 
-class _Steps(Generic[Scalars]):
+class _Steps(Optimizer, Generic[Scalars]):
     """A step of each unit by an elementwise rule: a loop over the runs of one learning rate in its shard."""
-
-    row_moments: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -124,10 +126,6 @@ class _Steps(Generic[Scalars]):
 
     def _allocate(self) -> None:
         """Allocate what a step needs beside the states."""
-
-    def elements(self, unit: Unit, name: str) -> range:
-        """See Optimizer.elements."""
-        return whole_unit(unit, name)
 
     def _changes(self, placement: Placement) -> bool:
         """Whether the rule changes a parameter."""
@@ -261,11 +259,6 @@ class _Run(NamedTuple):
 
     elements: range
     group: _Group
-
-
-def whole_unit(unit: Unit, name: str) -> range:
-    """The elements that have a state `name` where all have it."""
-    return range(unit.layout.numel)
 
 
 def zero_states(

@@ -3,55 +3,33 @@
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 import torch
 
 FORWARD, BACKWARD = "forward", "backward"
 WAIT_GATHERS, WAIT_REDUCTIONS, GRADIENT_NORM = "wait-for-gathers", "wait-for-reductions", "gradient-norm"
 WAITS = (WAIT_GATHERS, WAIT_REDUCTIONS, GRADIENT_NORM)  # in which a rank that is ahead waits for others
-
-
-class Sections(Protocol):
-    """Receives the begin and end of the parts of a step."""
-
-    def __call__(self, name: str) -> AbstractContextManager[None]:
-        """A context manager around the part `name`."""
-
-    def paused(self) -> AbstractContextManager[None]:
-        """A context manager around work that is no part of a step and is not timed."""
-
-
-class NoSections:
-    """Measures nothing."""
-
-    def __call__(self, name: str) -> AbstractContextManager[None]:
-        """See Sections."""
-        return _NOTHING
-
-    def paused(self) -> AbstractContextManager[None]:
-        """See Sections."""
-        return _NOTHING
-
-
 _NOTHING = nullcontext()
-UNTIMED = NoSections()
 
 
-class TimedSections:
-    """Adds up the times of parts between two reports: of the CUDA stream, or on a CPU of this thread."""
+class Sections:
+    """Adds up the times of parts between two reports: of the CUDA stream, or on a CPU of this thread.
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu, self._running = device.type == "cuda", True
+    Without a device nothing is timed.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.timed, self._on_gpu = device is not None, device is not None and device.type == "cuda"
+        self._running = self.timed
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """A context manager around the part `name` of a step. Parts may lie inside one another."""
+        return self._part(name) if self._running else _NOTHING
+
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """See Sections. Parts may lie inside one another."""
-        if not self._running:
-            yield
-            return
+    def _part(self, name: str) -> Iterator[None]:
         self._seconds.setdefault(name, 0.0)
         if not self._on_gpu:
             started = time.perf_counter()
@@ -66,10 +44,10 @@ class TimedSections:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """See Sections."""
+        """A context manager around work that is no part of a step and is not timed."""
         self._running = False
         yield
-        self._running = True
+        self._running = self.timed
 
     def take(self) -> dict[str, float]:
         """Seconds by name since the last call. Waits for the device."""
@@ -80,3 +58,6 @@ class TimedSections:
         taken = dict(self._seconds)
         self._seconds, self._events = dict.fromkeys(taken, 0.0), []
         return taken
+
+
+UNTIMED = Sections()

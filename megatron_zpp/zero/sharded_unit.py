@@ -64,9 +64,7 @@ class GradientState(Enum):
 
     EMPTY = auto()
     ACCUMULATING = auto()  # `accumulated` is this rank's or group's sum over the micro-batches so far
-    REDUCING = (
-        auto()
-    )  # `pending` sums `sent` over ranks into `segments`, or over the group into `accumulated`
+    REDUCING = auto()  # `pending` sums `sent` over ranks into `segments`, or in a group into `accumulated`
     SUMMED = auto()  # `segments` are over all ranks, and of the micro-batches so far
 
 
@@ -92,20 +90,18 @@ class UnitGradient:
         self,
         pending: Pending,
         sent: tuple[GradSegment, ...],
-        total: Tensor,
-        squares: Tensor | None,
+        total: Tensor | None,
+        squares: Tensor | None = None,
         accumulated: Tensor | None = None,
     ) -> None:
-        """Own what a submitted reduction uses: EMPTY, ACCUMULATING or SUMMED -> REDUCING."""
+        """Own what a submitted reduction uses: EMPTY, ACCUMULATING or SUMMED -> REDUCING.
+
+        Without a `total` it is one in a group alone, into `accumulated`.
+        """
         assert self.state is not GradientState.REDUCING
         self.state, self.pending, self.sent = GradientState.REDUCING, pending, sent
-        self.accumulated, self.segments, self.squares = accumulated, (GradSegment(0, total),), squares
-
-    def reduce_in_group(self, pending: Pending, sent: tuple[GradSegment, ...], accumulated: Tensor) -> None:
-        """Own what a submitted first hop uses: EMPTY or ACCUMULATING -> REDUCING."""
-        assert self.state in (GradientState.EMPTY, GradientState.ACCUMULATING), self.state
-        self.state, self.pending, self.sent = GradientState.REDUCING, pending, sent
-        self.accumulated = accumulated
+        self.segments = () if total is None else (GradSegment(0, total),)
+        self.accumulated, self.squares = accumulated, squares
 
     def wait(self) -> None:
         """Let the compute wait for a reduction under way: REDUCING -> SUMMED, or ACCUMULATING in a group."""

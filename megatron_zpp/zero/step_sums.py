@@ -1,7 +1,6 @@
 """What all ranks must agree on in a step: sums over ranks of squares, zeros and the losses' weights."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +13,6 @@ from megatron_zpp.zero.sections import GRADIENT_NORM, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.sharded_unit import Unit
 
 LEAST_WEIGHT = 1e-9  # of a step's losses: less than one token of any batch
-
-
-class GradientSums(NamedTuple):
-    """Of the summed gradient, on the device: its norm () fp64, and the weights, None if there are none."""
-
-    norm: Tensor
-    weight: Tensor | None
 
 
 def divisor_of(scale: Tensor, summed: int, weight: Tensor | None) -> Tensor:
@@ -45,12 +37,15 @@ class StepSums:
         self._units, self._gradients, self._sections = list(units), gradients, sections
         self._mesh = mesh
 
-    def of_gradients(self, weight: float | None, formats: DifferenceFormats | None) -> GradientSums:
-        """Sum over ranks, all at once; `weight` is that of this rank's losses, None without weights.
+    def of_gradients(
+        self, weight: float | None, formats: DifferenceFormats | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The norm () fp64 of the summed gradient, and the sum () of weights: one all-reduce.
 
-        Squares are summed in fp32 in blocks that no shard boundary divides, then in fp64, whose rounding does
-        not reach the result. So the clipping factor has the same bits however the gradient is sharded. What
-        the newest exchange of weight differences missed (`formats`) is added up with them.
+        `weight` is that of this rank's losses, None without weights. Squares are summed in fp32 in blocks
+        that no shard boundary divides, then in fp64, whose rounding does not reach the result. So the
+        clipping factor has the same bits however the gradient is sharded. What the newest exchange of weight
+        differences missed (`formats`) is added up with them.
         """
         squares = []
         for units in (self._units[1:], self._units[:1]):  # the first unit's gradient is summed last
@@ -60,15 +55,13 @@ class StepSums:
                 squares += [self._gradients.squares_of(unit) for unit in units]
         with self._sections(GRADIENT_NORM):
             sums = [torch.cat(squares).sum(dtype=torch.float64).view(1)]
-            own = self._own_weight(weight, sums[0].device)
-            sums += [] if own is None else [own]
+            if weight is not None:  # counts once for all tensor ranks
+                sums.append(torch.full_like(sums[0], weight if self._mesh.tensor_rank == 0 else 0.0))
             measured = [] if formats is None else [formats.measured.flatten()]
             total = sum_over_ranks(torch.cat((*sums, *measured)), self._mesh)
             if formats is not None:
                 formats.decide(total[len(sums) :].view(-1, 2))
-            summed = None if own is None else total[len(sums) - 1]
-        weights = None if summed is None else summed.view(())
-        return GradientSums(total[0].sqrt(), weights)
+        return total[0].sqrt(), None if weight is None else total[1]
 
     @torch.no_grad()
     def norm_of_weights(self) -> Tensor:
@@ -86,10 +79,3 @@ class StepSums:
         for elements in elsewhere:
             counted[elements.start : elements.stop].zero_()
         return counted
-
-    def _own_weight(self, weight: float | None, device: torch.device) -> Tensor | None:
-        """The weight of this rank's losses (1,) fp64, on the first of its tensor ranks; 0 on the others."""
-        if weight is None:
-            return None
-        own = weight if self._mesh.tensor_rank == 0 else 0.0
-        return torch.full((1,), own, dtype=torch.float64, device=device)

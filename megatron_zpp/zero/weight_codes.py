@@ -6,8 +6,8 @@ master weights. Where weight differences cross nodes, it encodes its part of the
 have been applied: the ranks that have the same part then write the same codes, and no codes cross nodes.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -47,6 +47,30 @@ class WeightEncoder(Protocol):
 
     def encode(self, name: str, numbers: Tensor, codes: Tensor) -> None:
         """Write the codes of a part of a weight, (n,) fp32, to bytes (n,); its maximum grows."""
+
+
+class ProductScaling(Protocol):
+    """Scales of 8-bit products, equal on all ranks, which change once per step: model/fp8/scaling.py."""
+
+    def begin_step(self) -> None:
+        """Called before the first micro-batch of a step."""
+
+    def maxima(self) -> Tensor:
+        """The largest finite magnitudes of this rank's tensors in a step."""
+
+    def end_step(self, maxima: Tensor, found_inf: Tensor) -> None:
+        """Set the scales of the next step; `maxima` are those of all ranks, `found_inf` skips the step.
+
+        They take an all-reduce beside that of the gradients' norm: no operation sums some numbers and takes
+        maxima of others, and the hops of an all-gather would grow with the ranks
+        (docs/internals/performance.md).
+        """
+
+    def state(self) -> dict[str, Any] | None:
+        """The state as JSON; None before the first step."""
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """The inverse of `state`."""
 
 
 class GatherSources:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import Pending
@@ -15,7 +16,6 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.prefetch import Prefetcher
-from megatron_zpp.zero.reference_check import differing_references
 from megatron_zpp.zero.sections import Sections
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder, write_all_codes
@@ -113,12 +113,6 @@ class Weights:
         """Whether weights travel as differences from a reference."""
         return self.formats is not None
 
-    def references(self) -> list[Tensor]:
-        """The references of the units that have one, after all exchanges so far."""
-        for index in range(len(self._units)):
-            self.wait_for_brought(index)
-        return [unit.reference for unit in self._units if unit.message is not None]
-
     def own_references(self) -> list[Tensor]:
         """This rank's part of the reference of each unit; a copy of the weights where no node needs one."""
         for index in range(len(self._units)):
@@ -133,8 +127,20 @@ class Weights:
 
         Every rank must call it, and all get the same answer. It waits for the device.
         """
-        units = [unit for unit in self._units if unit.message is not None]
-        return differing_references(units, self.references(), units[0].plan.holders)
+        units = [index for index, unit in enumerate(self._units) if unit.message is not None]
+        for index in units:
+            self.wait_for_brought(index)
+        digests = torch.stack([_digest(self._units[index].reference) for index in units])  # (units,)
+        holders = self._units[units[0]].plan.holders
+        found = [torch.empty_like(digests) for _ in holders]
+        dist.all_gather(found, digests)
+        by_rank = torch.stack(found).cpu()
+        for number, digest in enumerate(by_rank.T):
+            ranks = [rank for rank, holder in enumerate(holders) if digest[rank] != digest[holder]]
+            if ranks:
+                name = self._units[units[number]].names[0].rsplit(".", 1)[0]
+                return f"unit {number} (with {name}) on ranks {', '.join(map(str, ranks))}"
+        return None
 
     def _set_readable(self, index: int, readable: bool) -> None:
         self._units[index].guard.set_readable(readable)
@@ -222,3 +228,16 @@ class Weights:
 def _leg(leg: Leg | None) -> Leg:
     assert leg is not None
     return leg
+
+
+def _digest(flat: Tensor) -> Tensor:
+    """A hash () int64 of the bits of an fp32 tensor (n,), in pieces, so that it takes little memory.
+
+    Sums with odd factors that differ from element to element see a changed bit and a swap.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(flat), 1 << 22):
+        bits = flat[start : start + (1 << 22)].view(torch.int32).long()
+        place = torch.arange(start, start + len(bits), device=flat.device)
+        total += (bits * (place * 0x9E3779B1 | 1)).sum()
+    return total

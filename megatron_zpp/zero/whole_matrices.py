@@ -98,21 +98,16 @@ def matrices_of(unit: int, layout: Layout) -> list[Matrix]:
     return found
 
 
-def balanced(costs: Sequence[int], ranks: int) -> list[int]:
-    """The place of each of so many costs: the largest first, each where there is the least so far."""
+def balanced(costs: Sequence[int], ranks: int) -> tuple[list[int], float]:
+    """The place of each of so many costs, and the largest load over the mean.
+
+    The largest cost comes first, and each goes where there is the least so far.
+    """
     places, load = [0] * len(costs), [0] * ranks
     for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
         places[at] = min(range(ranks), key=load.__getitem__)
         load[places[at]] += costs[at]
-    return places
-
-
-def imbalance(costs: Sequence[int], places: Sequence[int], ranks: int) -> float:
-    """The largest load over the mean."""
-    load = [0] * ranks
-    for cost, place in zip(costs, places, strict=True):
-        load[place] += cost
-    return max(load) * ranks / max(1, sum(load))
+    return places, max(load) * ranks / max(1, sum(load))
 
 
 def rounds(units: Sequence[Sequence[Matrix]], ranks: int) -> list[list[Matrix]]:
@@ -122,7 +117,7 @@ def rounds(units: Sequence[Sequence[Matrix]], ranks: int) -> list[list[Matrix]]:
     for matrices in units:
         newest = newest + list(matrices)
         costs, numel = [each.cost for each in newest], sum(each.shape[0] * each.shape[1] for each in newest)
-        if numel >= _LEAST * ranks and imbalance(costs, balanced(costs, ranks), ranks) <= _IMBALANCE:
+        if numel >= _LEAST * ranks and balanced(costs, ranks)[1] <= _IMBALANCE:
             found.append(newest)
             newest = []
     return [*found, newest] if newest else found
@@ -195,8 +190,8 @@ class Round:
     def __init__(self, matrices: Sequence[Matrix], held: Mapping[int, Held], mesh: Mesh, room: Room) -> None:
         """`held`: how the states of each unit are cut."""
         ranks, self.room = mesh.ranks(*mesh.inside_node), room
-        costs = [matrix.cost for matrix in matrices]
-        owners = [ranks[place] for place in balanced(costs, len(ranks))]
+        places_of_work, _ = balanced([matrix.cost for matrix in matrices], len(ranks))
+        owners = [ranks[place] for place in places_of_work]
         self.matrices = [
             _by_shape([matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == rank])
             for rank in ranks

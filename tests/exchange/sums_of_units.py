@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.exchange.codecs import clear
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
@@ -163,8 +164,7 @@ class Expected:
             total = self._reduced(total, self._levels[self._early :], None)
         total = total.view(-1)
         if self._levels and isinstance(self._levels[-1][1], LloydMaxFormat):
-            for gap in self._layout.gaps_in(range(len(total))):
-                total[gap.start : gap.stop] = 0
+            clear(total, self._layout.gaps_in(range(len(total))))
         return total
 
     def _reduced(self, grid: Tensor, levels: Sequence[tuple[int, Any]], total: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange import route
-from megatron_zpp.exchange.codecs import Rotation
+from megatron_zpp.exchange.codecs import Rotation, clear
 from megatron_zpp.exchange.reductions import Target
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.exchange.segments import GradSegment
@@ -132,9 +132,7 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
 def rotation_of(plan: CommunicationPlan, unit: int, layout: Layout) -> Rotation | None:
     if not plan.rotates:
         return None
-    shard = layout.shard(plan.mesh)
-    gaps = tuple(within(gap, shard) for gap in layout.gaps_in(shard))
-    return Rotation(Signs(SIGNS_SEED, unit, ITERATION), gaps)
+    return Rotation(Signs(SIGNS_SEED, unit, ITERATION), layout.gaps_in(layout.shard(plan.mesh)))
 
 
 # The error of a sum in its norm: of 24 and 8 bits, and of block codes with outliers of 30 times the others.
@@ -171,8 +169,7 @@ def check_error(case: Case, layout: Layout, total: Tensor, made: Tensor) -> None
         name = case.config.zero_quantized_gradients_format
     exact = made.double().sum((0, 1))
     off = total - exact
-    for gap in layout.gaps_in(range(layout.numel)):
-        off[gap.start : gap.stop] = 0
+    clear(off, layout.gaps_in(range(layout.numel)))
     lost = int(off.isnan().sum())
     assert lost in (0, 1, 128, 256), (case, lost)  # a NaN reaches its element, or its block
     error = off.nan_to_num().norm() / exact.nan_to_num().norm()

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.exchange.checks import check_routes
-from megatron_zpp.exchange.route import SentBytes
+from megatron_zpp.exchange.route import SentBytes, check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Layout, Placement
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication

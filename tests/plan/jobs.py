@@ -10,9 +10,13 @@ from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology, planned
+from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.train.dry_run import dry_run
 from megatron_zpp.train.inputs import check_inputs
+from megatron_zpp.zero.engine import ZeroEngine
+from tests.zero import engines
+from tests.zero.quantizing import operations
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -60,16 +64,27 @@ def job_of(
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
         optimizer=optimizer or OptimizerConfig(),
-        units=units_of(
-            model,
-            vocab_size,
-            tensor,
-            cut_layers=settings.cuts_layers,
-            table_rows=settings.zero_table_rows,
-        ),
+        units=units_of(model, vocab_size, tensor, settings),
         tensor=tensor,
         copy_engines=copy_engines,
         device=device,
+    )
+
+
+def engine_of(job: Job, topology: Topology | None = None) -> ZeroEngine:
+    """The engine of a job as a rank of `topology` has it, with the kernels that a GPU has."""
+    return engines.engine_of(
+        job.model,
+        job.vocab_size,
+        zero=job.zero,
+        recompute=job.recompute,
+        precision=job.precision,
+        optimizer=job.optimizer,
+        topology=topology,
+        operations=operations(),
+        tensor=job.tensor,
+        overlapped=job.overlapped,
+        matrices=trained_matrices(job.model, job.optimizer),
     )
 
 

@@ -11,9 +11,9 @@ from megatron_zpp.plan.activations import layer_bytes
 from megatron_zpp.plan.exchanges import context_bytes, hidden_state_bytes
 from megatron_zpp.plan.hardware import GPUS
 from megatron_zpp.plan.job import Job, UnconnectedGroup
-from megatron_zpp.plan.longest_sample import longest_sample, with_samples_of
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.search import search
+from megatron_zpp.plan.search import longest_sample, search
+from megatron_zpp.plan.space import with_samples_of
 from tests.plan.jobs import FULL, NO_DROPOUT, job_of
 from tests.plan.test_search import rates
 

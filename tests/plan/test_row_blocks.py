@@ -1,6 +1,5 @@
 """Plans of tables in blocks of rows: their memory on ranks, and which blocks a plan suggests."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
-from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.loss import Objective
 from megatron_zpp.model.row_blocks import PLAIN, OutputBlock, OutputBlocks
@@ -19,12 +17,11 @@ from megatron_zpp.plan.activations import loss_bytes
 from megatron_zpp.plan.hardware import USABLE, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.search import search, suggested_rows, with_units
-from tests.plan.jobs import FULL, NO_DROPOUT, job_of
+from megatron_zpp.plan.search import search
+from megatron_zpp.plan.space import suggested_rows, with_units
+from tests.plan.jobs import FULL, NO_DROPOUT, engine_of, job_of
 from tests.plan.test_memory import BF16, FP32, SHAPE, WIDE, allocated_at_most, peak_of
 from tests.support import nightly
-from tests.zero.engines import engine_of
-from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 from tests.zero.test_closed_forms import live_bytes
 
@@ -40,21 +37,18 @@ def zero_of(rows: int | None) -> dict[str, Any]:
 CASES: list[tuple[int | None, dict[str, Any], int]] = [(None, BF16, 2), (128, BF16, 2), (500, FP32, 1)]
 
 
+def job_of_case(rows: int | None, precision: dict[str, Any], micro_batches: int) -> Job:
+    grid: dict[str, Any] = {"local": 2, "micro_batches": micro_batches, "copy_engines": False}
+    return job_of(MODEL, VOCAB, zero=zero_of(rows), precision=PrecisionConfig(**precision), **grid)
+
+
 def peaks(topology: Topology) -> list[tuple[int, int]]:
     """(states, peak of a step above them) of each case."""
-    torch.set_num_threads(1)
     found = []
-    for rows, precision, micro_batches in CASES:
-        engine = engine_of(
-            MODEL,
-            VOCAB,
-            zero=ZeroConfig(**zero_of(rows)),
-            precision=PrecisionConfig(**precision),
-            topology=topology,
-            operations=operations(),
-        )
+    for case in CASES:
+        engine = engine_of(job_of_case(*case), topology)
         tokens = torch.randint(VOCAB, (1, MODEL.seq_length + 1))
-        peak = allocated_at_most(engine, tokens, micro_batches)
+        peak = allocated_at_most(engine, tokens, case[2])
         found.append((live_bytes(engine), peak))
         engine.close()
     return found
@@ -64,17 +58,8 @@ def test_no_rank_holds_the_gradient_of_a_tied_table() -> None:
     """The peak with blocks is lower by more than that gradient, and as planned within 5%."""
     for (_, whole), *in_blocks in on_ranks(2, peaks, ranks_per_node=2):
         assert in_blocks[0][1] < whole - TABLE
-        for (rows, precision, micro_batches), (states, peak) in zip(CASES[1:], in_blocks, strict=True):
-            job = job_of(
-                MODEL,
-                VOCAB,
-                zero=zero_of(rows),
-                precision=PrecisionConfig(**precision),
-                local=2,
-                micro_batches=micro_batches,
-                copy_engines=False,
-            )
-            planned = memory_of(job)
+        for case, (states, peak) in zip(CASES[1:], in_blocks, strict=True):
+            planned = memory_of(job_of_case(*case))
             assert planned.resident == pytest.approx(states, rel=1e-3)
             assert planned.peak - planned.resident == pytest.approx(peak, rel=0.05)
 
@@ -156,9 +141,7 @@ def test_an_engine_accepts_what_is_suggested() -> None:
     model = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=8, **NO_DROPOUT)
     for vocab_size in (1000, 3001):
         job = job_of(model, vocab_size)
-        zero = dataclasses.replace(ZeroConfig(), zero_table_rows=suggested_rows(job))
-        engine = engine_of(model, vocab_size, zero=zero)
-        tokens = torch.randint(vocab_size, (1, 9))
-        engine.accumulate(tokens, index=0, micro_batches=1)
+        engine = engine_of(with_units(job, zero_table_rows=suggested_rows(job)))
+        engine.accumulate(torch.randint(vocab_size, (1, 9)))
         assert math.isfinite(engine.step(1e-3).grad_norm)
         engine.close()

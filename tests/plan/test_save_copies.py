@@ -6,7 +6,7 @@ import pytest
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig
-from megatron_zpp.plan.save_copies import copies_bytes, pinned_bytes
+from megatron_zpp.plan.memory import copies_bytes, pinned_bytes
 from tests.plan.jobs import FOUR_BITS, job_of
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=1, seq_length=8)

@@ -17,13 +17,14 @@ from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changed_flags
 from megatron_zpp.plan.hardware import GPUS, Machine, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.search import FULL, OFF, SELECTIVE, WORTH, Found, Space, fastest, plan_of, search
+from megatron_zpp.plan.search import WORTH, Found, fastest, plan_of, search
+from megatron_zpp.plan.space import FULL, OFF, SELECTIVE, Space
 from megatron_zpp.plan.step_time import step_time
 from megatron_zpp.plan.traffic import traffic_of
 from megatron_zpp.train.auto import resolved

@@ -57,6 +57,11 @@ def test_products_of_few_tokens_take_longer_per_token(samples: int, most: float)
     assert 1 < slow / compute_seconds(one, GPU, True) < most
 
 
+def test_compute_takes_longer_beside_kernels_that_send_than_beside_copies() -> None:
+    copied, sent = (job(nodes=1, local=2, copy_engines=used) for used in (True, False))
+    assert compute_seconds(sent, GPU, True) > compute_seconds(copied, GPU, True)
+
+
 def test_on_a_very_slow_link_a_step_is_its_bytes() -> None:
     slow = dataclasses.replace(GPU, link=1e3)
     sent = total(traffic_of(job()))

@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.traffic import total, traffic_of
-from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of, printed
-from tests.support import trained
-from tests.zero.engines import engine_of
-from tests.zero.quantizing import operations
+from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, engine_of, job_of, printed
+from tests.support import nightly, trained
 from tests.zero.ranks import on_ranks
 
 VOCAB = 300
@@ -25,8 +21,8 @@ STAGE_3 = {"zero_stage": 3}
 ALL = STAGE_3 | QWZ | HPZ | QGZ
 BLOCKS = {"zero_table_rows": 70}  # of 384 rows
 
-# (ZeRO, recomputation, micro-batches)
-CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+Case = tuple[dict[str, Any], dict[str, Any], int]  # ZeRO, recomputation, micro-batches
+CASES: list[Case] = [
     *(({"zero_stage": stage}, {}, 2) for stage in (0, 1, 2)),
     (STAGE_3, {}, 5),
     *(({"zero_stage": stage} | QWZ | QGZ, {}, 2) for stage in (1, 2)),
@@ -54,58 +50,16 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (ALL | BLOCKS, FULL, 1),
     (FOUR_BITS | BLOCKS | {"zero_gradient_partition_size": "auto"}, FULL, 3),
 ]
-ONE_HOP: list[tuple[dict[str, Any], dict[str, Any], int]] = [
-    *(({"zero_stage": stage}, {}, 1) for stage in (0, 1)),
-    (STAGE_3 | HPZ, FULL, 1),
-    (ALL, {}, 2),
-    *((ALL | {"zero_gradient_partition_size": size}, {}, 3) for size in ("auto", "1")),
-    ({"zero_stage": 2, "zero_gradient_partition_size": "auto"}, {}, 3),
-]
-# two groups of two ranks in a node
-GROUPS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
-    ({"zero_stage": stage, "zero_gradient_partition_size": "2"} | more, {}, count)
-    for stage in (1, 3)
-    for more in ({}, QGZ)
-    for count in (1, 3)
-]
-# two groups with a reference each in a node of four ranks
-REFERENCES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
-    (FOUR_BITS | {"zero_hpz_partition_size": "2"}, FULL, 2)
-]
+NIGHTLY = [case for place, case in enumerate(CASES) if place % 3]
 
 
-LARGE_NODES: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 1}, {}, 2), (STAGE_3, {}, 2)]
-WHOLE: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 0}, {}, n) for n in (1, 2)]
-GRIDS = {  # by name; all grids of a name have the same number of ranks
-    "two ranks": [((1, 2), WHOLE + ONE_HOP), ((2, 1), WHOLE + ONE_HOP)],
-    "2 × 2": [((2, 2), CASES[::3])],
-    "2 × 2, the others": [((2, 2), [case for place, case in enumerate(CASES) if place % 3])],
-    "one hop": [((1, 4), ONE_HOP + GROUPS), ((4, 1), ONE_HOP)],
-    "six ranks": [((2, 3), LARGE_NODES), ((3, 2), LARGE_NODES)],
-    "eight ranks": [((2, 4), GROUPS + REFERENCES)],
-}
-NIGHTLY = ("2 × 2, the others", "two ranks", "one hop", "six ranks", "eight ranks")
-
-
-def measure(started: Topology, grids: str) -> list[list[tuple[int, int]]]:
-    """(intra, inter) bytes that this rank sends in a step in the middle of a run, by grid and case."""
-    torch.set_num_threads(1)
-    rank, world = started.rank, started.world_size
-    found = [(Topology(rank, world, rank % local, local), cases) for (_, local), cases in GRIDS[grids]]
-    return [[sent_in_a_step(topology, *case) for case in cases] for topology, cases in found]
+def measure(topology: Topology, cases: list[Case]) -> list[tuple[int, int]]:
+    """(intra, inter) bytes that this rank sends in a step in the middle of a run, by case."""
+    return [sent_in_a_step(topology, *case) for case in cases]
 
 
 def sent_in_a_step(topology: Topology, zero: dict, recompute: dict, micro_batches: int) -> tuple[int, int]:
-    settings = ZeroConfig(**zero)
-    engine = engine_of(
-        MODEL,
-        VOCAB,
-        zero=settings,
-        recompute=RecomputeConfig(**recompute),
-        precision=PrecisionConfig(bf16=True),
-        topology=topology,
-        operations=operations() if settings.quantizes else None,
-    )
+    engine = engine_of(job_of(MODEL, VOCAB, zero=zero, recompute=recompute), topology)
     for _ in range(2):  # the first one also gathers what was initialised
         engine.take_traffic()
         for index in range(micro_batches):
@@ -115,44 +69,25 @@ def sent_in_a_step(topology: Topology, zero: dict, recompute: dict, micro_batche
     return engine.take_traffic()
 
 
-@pytest.mark.parametrize(
-    "grids", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in GRIDS]
-)
-def test_the_plan_is_what_the_ranks_send(grids: str) -> None:
-    (nodes, local), _ = GRIDS[grids][0]
-    ranks = on_ranks(nodes * local, measure, grids)
-    for index, ((nodes, local), cases) in enumerate(GRIDS[grids]):
-        for number, (zero, recompute, micro_batches) in enumerate(cases):
-            job = job_of(
-                MODEL,
-                VOCAB,
-                zero=zero,
-                recompute=recompute,
-                nodes=nodes,
-                local=local,
-                micro_batches=micro_batches,
-            )
-            sent = SentBytes(*(sum(rank[index][number][link] for rank in ranks) for link in (0, 1)))
-            assert sent == total(traffic_of(job)), (nodes, local, zero, recompute, micro_batches)
+@pytest.mark.parametrize("cases", [CASES[::3], nightly(NIGHTLY)], ids=["some", "others"])
+def test_the_plan_is_what_the_ranks_send(cases: list[Case]) -> None:
+    """On two nodes of two ranks; tests/exchange/ has each unit's bytes on other meshes."""
+    for (zero, recompute, count), *sent in zip(
+        cases, *on_ranks(4, measure, cases, ranks_per_node=2), strict=True
+    ):
+        grid = {"nodes": 2, "local": 2, "micro_batches": count}
+        job = job_of(MODEL, VOCAB, zero=zero, recompute=recompute, **grid)
+        found = SentBytes(*map(sum, zip(*sent, strict=True)))
+        assert found == total(traffic_of(job)), (zero, recompute, count)
 
 
 def test_the_plan_of_dry_run_is_the_engines() -> None:
     """On one rank, whose engine needs no group; elsewhere the bytes and the memory are compared."""
     for zero, recompute, _ in CASES:
-        differences = zero.get("zero_quantized_weights_format", "").startswith("delta")
-        if differences or zero.get("zero_hpz_partition_size") == "4":
-            continue  # needs more ranks
-        precision = PrecisionConfig(bf16=True)
-        engine = engine_of(
-            MODEL,
-            VOCAB,
-            zero=ZeroConfig(**zero),
-            precision=precision,
-            operations=operations(),
-            recompute=RecomputeConfig(**recompute),
-        )
+        if "zero_quantized_weights_format" in zero:
+            continue  # differences need more ranks
         job = job_of(MODEL, VOCAB, zero=zero, recompute=recompute, copy_engines=False)
-        assert engine.plan == job.communication
+        assert engine_of(job).plan == job.communication
 
 
 def run_and_planned(

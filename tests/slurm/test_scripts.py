@@ -7,7 +7,7 @@ import pytest
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.route import check_routes
 from tests.support import ROOT, environment
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch" / "slurm").glob("*.sbatch"))

@@ -129,11 +129,10 @@ def losses_of_rounded(seed: int, *more: str) -> list[float]:
     """
     engine, generator = engine_of(Topology(), *more), torch.Generator().manual_seed(seed)
 
-    def near(index: int, elements: range) -> torch.Tensor:
-        weights = engine.units[index].master[: len(elements)]
-        return weights * (1 + 2**-9 * torch.randn(len(weights), generator=generator))
+    def move(index: int, elements: range, weights: torch.Tensor) -> None:
+        weights.mul_(1 + 2**-9 * torch.randn(len(weights), generator=generator))
 
-    engine.states.load("weights", near)
+    engine.states.fill("weights", move)
     losses = three_steps(engine)
     engine.close()
     return losses

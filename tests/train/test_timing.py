@@ -12,7 +12,7 @@ import torch
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import straggler_line, times_line
-from megatron_zpp.zero.sections import NoSections, TimedSections
+from megatron_zpp.zero.sections import Sections
 from tests.support import Run, pretrain
 
 
@@ -95,7 +95,7 @@ def test_lines() -> None:
 
 
 def test_sections_add_up_and_are_reset() -> None:
-    sections = TimedSections(torch.device("cpu"))
+    sections = Sections(torch.device("cpu"))
     for _ in range(2):
         with sections("outer"), sections("inner"):
             time.sleep(0.01)
@@ -105,5 +105,5 @@ def test_sections_add_up_and_are_reset() -> None:
     assert list(taken) == ["outer", "inner"]
     assert taken["outer"] >= taken["inner"] >= 0.02
     assert sections.take() == {"outer": 0.0, "inner": 0.0}
-    with pytest.raises(ValueError, match="x"), NoSections()("outer"):
+    with pytest.raises(ValueError, match="x"), Sections()("outer"):
         raise ValueError("x")

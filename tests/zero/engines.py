@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,12 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import owners_of
 from megatron_zpp.zero.optimizer import UpdateRule
 from megatron_zpp.zero.tensor_parallel import TensorShare
+
+
+def model_of(**settings: Any) -> ModelConfig:
+    """A small model without dropout, of which nothing divides: not by ranks, blocks or the alignment."""
+    small = {"num_layers": 2, "hidden_size": 36, "num_attention_heads": 3, "seq_length": 16}
+    return ModelConfig(**small | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | settings)
 
 
 def engine_of(
@@ -52,6 +58,7 @@ def engine_of(
     `tensor` ranks share each layer; `overlapped`: with products beside their exchanges. `context` ranks share
     each sample.
     """
+    torch.set_num_threads(1)  # as each of several ranks has; sums of more threads have other bits
     zero, mesh = zero or ZeroConfig(), (topology or Topology()).mesh(tensor, context)
     splits, group = {}, None
     if tensor > 1:

@@ -67,29 +67,18 @@ class Returned:
     beside: Any
 
 
-class ReturnsTuple(Layer):
+class ReturnsNested(Layer):
     def forward(self, x: Tensor) -> Any:
-        return None, [x.mean(), self.encode(x)]
-
-
-class ReturnsDict(Layer):
-    def forward(self, x: Tensor) -> Any:
-        return {"hidden": self.encode(x), "weights": {"none": None}}
-
-
-class ReturnsDataclass(Layer):
-    def forward(self, x: Tensor) -> Any:
-        return Returned(self.encode(x), beside=(x.detach(), "name"))
+        return None, {"found": [x.mean(), Returned(self.encode(x), beside=(x.detach(), "name"))]}
 
 
 class Unpacks(Stack):
     """Takes what the layers return."""
 
     def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        found = layer(x)
-        if isinstance(found, Returned):
-            return found.hidden
-        return found["hidden"] if isinstance(found, dict) else found[1][1] + found[1][0]
+        _, parts = layer(x)
+        mean, found = parts["found"]
+        return found.hidden + mean
 
 
 class TwoHeads(Layer):
@@ -183,17 +172,6 @@ class WithoutElements(Stack):
         return [("activation", self.activation), *super().units(), ("empty", self.empty)]
 
 
-class SharesALayer(Layer):
-    """Has a module twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.again = self.linear
-
-    def encode(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.again(self.linear(x)))
-
-
 class TiesUnits(Stack):
     """Two units with the same parameter."""
 
@@ -256,16 +234,13 @@ def stack_of(layer: Callable[[], nn.Module], kind: type[Stack] = Stack) -> Calla
 
 
 TRAINED: dict[str, Callable[[], nn.Module]] = {
-    "tuple": stack_of(ReturnsTuple, Unpacks),
-    "dict": stack_of(ReturnsDict, Unpacks),
-    "dataclass": stack_of(ReturnsDataclass, Unpacks),
+    "nested outputs": stack_of(ReturnsNested, Unpacks),
     "late output": stack_of(TwoHeads, Skips),
     "MultiheadAttention": stack_of(Attends, TakesFirst),
     "LSTM": stack_of(lambda: nn.LSTM(WIDTH, WIDTH), TakesFirst),
     "LoRA": stack_of(LowRank),
     "buffers": stack_of(WithBuffers),
     "no elements": WithoutElements,
-    "shared layer": stack_of(SharesALayer),
     "tied units": TiesUnits,
     "tied inside": stack_of(TiesInside),
     "the rest": ReadsTheRest,

@@ -1,6 +1,7 @@
 """AdamW's states in fewer bytes on the engine: every stage, accumulation, messages, resuming, conversion."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -18,14 +18,12 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.optimizer import OffloadedOptimizer
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import engine_of, states_of, weights_of
+from tests.zero.engines import engine_of, model_of, states_of, weights_of
 from tests.zero.offloading import offloaded
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
-MODEL = ModelConfig(
-    num_layers=2, hidden_size=36, num_attention_heads=3, seq_length=16, attention_dropout=0, hidden_dropout=0
-)
+MODEL = model_of()
 BF16 = PrecisionConfig(bf16=True)
 FORMS = {
     "fp8": ("fp8", "fp8", "fp32"),
@@ -87,16 +85,14 @@ def test_losses_are_those_of_fp32_states_but_for_rounding(forms: str) -> None:
     assert ours[-1] < 0.6 * ours[0]
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=0.02, atol=0)
     for unit in engine.units:
-        gaps = unit.layout.gaps_in(unit.owned)
         weights = unit.weights(slice(0, len(unit.owned)))
-        assert not any(weights[gap.start : gap.stop].any() for gap in gaps)
+        assert not any(weights[gap].any() for gap in unit.layout.gaps_in(unit.owned))
         assert torch.equal(unit.gather_source.float(), unit.full[: len(unit.owned)].float())
 
 
 def at_stage(
     topology: Topology, forms: str, stage: int, micro_batches: int, **zero: Any
 ) -> dict[str, list[float]]:
-    torch.set_num_threads(1)
     engine = engine_in(forms, topology, zero_stage=stage, **zero)
     train(engine, 3, micro_batches)
     found = bits_of(engine)
@@ -114,14 +110,11 @@ def test_rounding_does_not_depend_on_the_shards(forms: str, micro_batches: int) 
             assert found == one
 
 
-def with_hpz(topology: Topology) -> dict[str, list[float]]:
-    return at_stage(topology, "bf16+8", 3, 2, zero_hpz_partition_size="auto")
-
-
 def test_secondary_shards_are_split_weights_too() -> None:
     """hpZ on two nodes of two ranks: a rank's own part of what its node keeps is the upper part."""
     (one,) = on_ranks(1, at_stage, "bf16+8", 0, 2)
-    for found in on_ranks(4, with_hpz, ranks_per_node=2):
+    with_hpz = partial(at_stage, zero_hpz_partition_size="auto")
+    for found in on_ranks(4, with_hpz, "bf16+8", 3, 2, ranks_per_node=2):
         assert found == one
 
 
@@ -150,15 +143,14 @@ def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, forms: str) -> No
     held = {"fp8": 6 + 2 / 128, "bf16, fp16": 8 + 1 / 128, "bf16+8": 5 + 2 / 128}[forms]
     assert size == pytest.approx(held * sum(unit.layout.numel for unit in engine.units), rel=0.05)
     for stage in (0, 3):
-        other = engine_in(forms, seed=99, zero_stage=stage)
-        load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+        other = loaded_from(path, forms, zero_stage=stage)
         assert bits_of(other) == bits_of(engine)
         assert train(other, 3, begin=3) == train(loaded_from(path, forms), 3, begin=3)
     assert train(engine, 3, begin=3) == train(loaded_from(path, forms), 3, begin=3)
 
 
-def loaded_from(path: Path, forms: str, **zero: Any) -> ZeroEngine:
-    engine = engine_in(forms, seed=99, **zero)
+def loaded_from(path: Path, forms: str, topology: Topology | None = None, **zero: Any) -> ZeroEngine:
+    engine = engine_in(forms, topology, seed=99, **zero)
     load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
     return engine
 
@@ -183,11 +175,7 @@ def test_checkpoints_are_exchangeable(tmp_path: Path) -> None:
 
 
 def resumed_on(topology: Topology, path: str, forms: str, stage: int) -> dict[str, list[float]]:
-    torch.set_num_threads(1)
-    engine = loaded_from(Path(path), forms, zero_stage=stage) if topology.world_size == 1 else None
-    if engine is None:
-        engine = engine_in(forms, topology, seed=99, zero_stage=stage)
-        load_checkpoint(Path(path), engine, TOKENIZER, with_optimizer=True)
+    engine = loaded_from(Path(path), forms, topology, zero_stage=stage)
     train(engine, 2, begin=3)
     found = bits_of(engine)
     engine.close()
@@ -223,7 +211,6 @@ def test_moments_go_with_weights_in_messages(zero: dict[str, Any]) -> None:
 
 
 def with_messages(topology: Topology, zero: dict[str, Any]) -> list[list[float]]:
-    torch.set_num_threads(1)
     found = []
     for forms in ("fp8", "fp32"):
         engine = engine_in(forms, topology, **zero)

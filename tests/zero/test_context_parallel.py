@@ -24,6 +24,7 @@ from tests.zero.test_tensor_parallel import (
     build,
     check,
     one_process,
+    same_on_all,
     train,
 )
 
@@ -47,14 +48,6 @@ def test_parts_of_samples(ranks: int) -> None:
 
 def case_of(model: str, tensor: int, stage: int, context: int, comm: str, **more: Any) -> Case:
     return Case(model, tensor, stage, context=context, comm=comm, **(LONG | more))
-
-
-def same_on_all(found: list[list[Any]]) -> list[Any]:
-    """What the first rank found, if all have the same losses and norms."""
-    first, *others = found
-    for other in others:
-        assert [(each.losses, each.norms) for each in other] == [(each.losses, each.norms) for each in first]
-    return first
 
 
 @pytest.mark.parametrize(
@@ -166,7 +159,6 @@ def test_the_ledger_has_what_the_collectives_sent() -> None:
 
 def _traffic(topology: Topology) -> list[tuple[int, int]]:
     """Bytes of exchanges by a ledger of their own, beside that of gradients, and those that were sent."""
-    torch.set_num_threads(1)
     found = []
     for model, recompute in product(("llama", "scores"), ("stored", "selective", "full")):
         engine = build(case_of(model, 1, 0, 2, "a2a", recompute=recompute), topology)

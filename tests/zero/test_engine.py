@@ -11,18 +11,11 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import keeps_gradient
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.zero.engines import engine_of, weights_of
+from tests.zero.engines import engine_of, model_of, weights_of
 from tests.zero.quantizing import operations
 
 VOCAB, RATE = 101, 3e-3
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    seq_length=16,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
+MODEL = model_of(hidden_size=32, num_attention_heads=4)
 
 
 def small(

@@ -1,16 +1,14 @@
-"""The states of a unit's weights and gradient: every transition on values, without ranks."""
+"""Where the weights of units are in a step: every transition on values, without ranks."""
 
 import pytest
 import torch
 
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import Pending
-from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.prefetch import Phase, Prefetcher, WeightState
-from megatron_zpp.zero.sharded_unit import GradientState, UnitGradient
 from tests.zero.layouts import layout_of
 
 SHARDED, GATHERING, GATHERED = WeightState.SHARDED, WeightState.GATHERING, WeightState.GATHERED
@@ -148,39 +146,3 @@ def test_below_stage_3_each_unit_has_its_slot(stage: int) -> None:
         walk.prefetcher.before_backward(index)
     assert walk.weights() == [GATHERED] * 3
     assert walk.taken() == []
-
-
-def test_a_gradient_that_accumulates_is_reduced_once() -> None:
-    waited, gradient, total = [], UnitGradient(), torch.zeros(4)
-    assert gradient.state is GradientState.EMPTY
-    for _ in range(2):
-        gradient.accumulate(total)
-        assert gradient.state is GradientState.ACCUMULATING
-    sent = (GradSegment(0, total),)
-    gradient.reduce(Pending(lambda: waited.append(1)), sent, torch.ones(4), None)
-    assert gradient.state is GradientState.REDUCING
-    assert gradient.sent is sent
-    assert gradient.accumulated is None
-    for _ in range(2):  # it is waited for once
-        gradient.wait()
-        assert gradient.state is GradientState.SUMMED
-    assert (waited, gradient.sent) == ([1], ())
-    gradient.release()
-    assert gradient.state is GradientState.EMPTY
-    assert gradient.segments == ()
-
-
-def test_a_gradient_is_reduced_again_only_after_it_was_waited_for() -> None:
-    gradient, sent = UnitGradient(), (GradSegment(0, torch.zeros(4)),)
-    gradient.reduce(Pending(), sent, torch.ones(4), None)
-    for change in (lambda: gradient.reduce(Pending(), sent, torch.ones(4), None), gradient.release):
-        with pytest.raises(AssertionError):
-            change()
-    gradient.wait()
-    gradient.reduce(Pending(), sent, torch.ones(4), None)
-    gradient.wait()
-    with pytest.raises(AssertionError):
-        gradient.take(sent)
-    gradient.release()
-    gradient.take(sent)
-    assert gradient.state is GradientState.SUMMED

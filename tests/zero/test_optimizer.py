@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -16,15 +15,13 @@ from megatron_zpp.train.setup.build_engine import DECOUPLED
 from megatron_zpp.zero.adamw import KernelAdamW, TorchAdamW
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.optimizer import DeviceOptimizer, OffloadedOptimizer
-from tests.zero.engines import engine_of, weights_of
+from tests.zero.engines import engine_of, model_of, weights_of
 from tests.zero.offloading import offloaded
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
 VOCAB = 101
-MODEL = ModelConfig(
-    num_layers=2, hidden_size=36, num_attention_heads=3, seq_length=16, attention_dropout=0, hidden_dropout=0
-)
+MODEL = model_of()
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, adam_eps=1e-4)  # a key bias has no gradient but rounding
 
 
@@ -75,7 +72,6 @@ OFFLOADED = {
 
 def several_rates(topology: Topology, name: str) -> list[bool]:
     """Whether what units hold and send is equal bit for bit on the device and offloaded, without a GPU."""
-    torch.set_num_threads(1)
     zero, precision = OFFLOADED[name]
     found = []
     for kind, where in ((DeviceOptimizer, nullcontext), (OffloadedOptimizer, offloaded)):

@@ -19,13 +19,11 @@ from megatron_zpp.model.build import build_model
 from megatron_zpp.train.setup.build_engine import DECOUPLED
 from megatron_zpp.zero.engine import StepResult, ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
-from tests.zero.engines import engine_of, states_of, weights_of
+from tests.zero.engines import engine_of, model_of, states_of, weights_of
 from tests.zero.quantizing import operations
 
 VOCAB, RATE = 101, 1e-2
-MODEL = ModelConfig(
-    num_layers=3, hidden_size=36, num_attention_heads=3, seq_length=16, attention_dropout=0, hidden_dropout=0
-)
+MODEL = model_of(num_layers=3)
 UNTIED = replace(MODEL, untie_embeddings_and_output_weights=True)
 # eps: a key bias has no gradient but rounding
 CLIPPED = OptimizerConfig(weight_decay=0.1, adam_eps=1e-4, clip_grad=0.5, optimizer_in_backward=True)

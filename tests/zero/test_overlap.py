@@ -14,6 +14,7 @@ from megatron_zpp.distributed.peer_rows import CollectiveRows
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
+from megatron_zpp.plan.job import UnconnectedGroup
 from tests.zero.ranks import on_ranks
 from tests.zero.test_tensor_parallel import VOCAB, Case, build
 
@@ -36,7 +37,6 @@ class Comparison:
 
 def differences(topology: Topology, overlapped: bool) -> list[float]:
     """The largest differences from what one process computes of the parts of all ranks."""
-    torch.set_num_threads(1)
     ranks, rank = topology.world_size, topology.rank
     group, generator = TensorGroup(range(ranks), rank), torch.Generator().manual_seed(5)
     tokens, compared = 12 * ranks, Comparison()
@@ -117,7 +117,6 @@ class Recorder(TorchDispatchMode):
 
 def order(topology: Topology) -> list[list[str]]:
     """Of the forward and the backward of both kinds of maps."""
-    torch.set_num_threads(1)
     group = TensorGroup(range(topology.world_size), topology.rank)
     found, recorder = [], Recorder()
     rows, inner = torch.ones(4, INPUTS), torch.ones(4 * group.size, INPUTS)
@@ -150,7 +149,7 @@ def test_ranks_send_before_the_products_beside_which_it_travels() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_in_each_round_a_rank_hears_from_one_and_sends_to_one(size: int) -> None:
     """Rows come in the order in which they are taken."""
-    groups = [Member(rank, size) for rank in range(size)]
+    groups = [UnconnectedGroup(size, rank) for rank in range(size)]
     sent, taken = (list(map(order_of, groups)) for order_of in (peer_rows.others_first, peer_rows.own_first))
     for rank in range(size):
         assert sorted(sent[rank]) == sorted(taken[rank]) == list(range(size))
@@ -159,16 +158,8 @@ def test_in_each_round_a_rank_hears_from_one_and_sends_to_one(size: int) -> None
             assert sent[taken[rank][1 + number]][number] == rank
 
 
-class Member(TensorGroup):
-    """One of some ranks, without a communicator."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.ranks, self.size, self.rank = tuple(range(size)), size, rank
-
-
 def logits(topology: Topology, case: Case) -> list[float]:
     """Of the token after the sixth. Tensor ranks have more behind it, which is no part of the text."""
-    torch.set_num_threads(1)
     engine = build(case, topology)
     tokens, more = torch.arange(12)[None] * 7 % VOCAB, {"after": 5}
     if case.tensor == 1:

@@ -182,37 +182,8 @@ def test_buffers_that_a_forward_changes_are_refused_on_several_ranks() -> None:
         assert re.match(r"layers.0.norm.\w+: a buffer that the forward changes, .* 2 ranks .*BatchNorm", said)
 
 
-def attribute(model: Stack) -> None:
-    model.layers[1].tables = {"mask": [torch.ones(3)]}
-
-
-def kept_parameters(model: Stack) -> None:
-    model.all_weights = [layer.linear.weight for layer in model.layers]
-
-
-def complex_parameter(model: Stack) -> None:
-    model.head.spectrum = nn.Parameter(torch.zeros(3, dtype=torch.cfloat))
-
-
-def integers(model: Stack) -> None:
-    model.head.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
-
-
-def list_of_modules(model: Stack) -> None:
-    model.units = lambda: [("layers", model.layers), ("head", model.head)]
-
-
-def all_frozen(model: Stack) -> None:
-    model.requires_grad_(False)
-
-
-def tie_to_a_part(model: Stack) -> None:
-    model.layers[1].linear.weight = model.layers[0].linear.weight
-
-
-def forget(model: Stack) -> None:
-    units = model.units()
-    model.units = lambda: units[1:]
+def units_of(model: Stack, units: list[tuple[str, nn.Module]]) -> None:
+    model.units = lambda: units
 
 
 def tie_outside(model: Stack) -> None:
@@ -223,17 +194,35 @@ def tie_outside(model: Stack) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (attribute, r"layers.1.tables: a tensor on the meta device .* register_buffer"),
-        (kept_parameters, r"all_weights: a tensor on the meta device"),
-        (complex_parameter, r"head.spectrum: is complex; .*view_as_complex"),
-        (integers, r"head.codes: is torch.int8; make it a buffer"),
-        (list_of_modules, r"layers: ModuleList has no forward, .*; list its modules"),
-        (all_frozen, r"the model has no parameter to train"),
         (
-            tie_to_a_part,
+            lambda model: setattr(model.layers[1], "tables", {"mask": [torch.ones(3)]}),
+            r"layers.1.tables: a tensor on the meta device .* register_buffer",
+        ),
+        (
+            lambda model: setattr(model, "all_weights", [layer.linear.weight for layer in model.layers]),
+            r"all_weights: a tensor on the meta device",
+        ),
+        (
+            lambda model: setattr(model.head, "spectrum", nn.Parameter(torch.zeros(3, dtype=torch.cfloat))),
+            r"head.spectrum: is complex; .*view_as_complex",
+        ),
+        (
+            lambda model: setattr(model.head, "codes", nn.Parameter(torch.zeros(3, dtype=torch.int8), False)),
+            r"head.codes: is torch.int8; make it a buffer",
+        ),
+        (
+            lambda model: units_of(model, [("layers", model.layers), ("head", model.head)]),
+            r"layers: ModuleList has no forward, .*; list its modules",
+        ),
+        (lambda model: model.requires_grad_(False), r"the model has no parameter to train"),
+        (
+            lambda model: setattr(model.layers[1].linear, "weight", model.layers[0].linear.weight),
             r"layers.1.linear.weight: is tied to layers.0.linear.weight; .* parts of one unit, or ",
         ),
-        (forget, r"layers.0.linear.weight: belongs to no unit; units\(\) must list a module that has it$"),
+        (
+            lambda model: units_of(model, model.units()[1:]),
+            r"layers.0.linear.weight: belongs to no unit; units\(\) must list a module that has it$",
+        ),
         (tie_outside, r"other.weight: belongs to no unit; "),
     ],
 )

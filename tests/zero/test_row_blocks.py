@@ -19,19 +19,12 @@ from megatron_zpp.zero.prefetch import WeightState
 from megatron_zpp.zero.reads import Reads
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import engine_of, states_of, train, weights_of
+from tests.zero.engines import engine_of, model_of, states_of, train, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
 VOCAB, ROWS, BLOCKS = 102, 37, 4  # of 128 rows
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=36,  # nothing divides: not by ranks, not by blocks, not by the alignment
-    num_attention_heads=4,
-    seq_length=10,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
+MODEL = model_of(num_attention_heads=4, seq_length=10)
 UNTIED = replace(MODEL, untie_embeddings_and_output_weights=True)
 ROPE = replace(MODEL, position_embedding_type="rope", kv_channels=8, embed_layernorm=True)
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
@@ -88,7 +81,6 @@ def beside_whole_tables(
     topology: Topology, cases: list[Case]
 ) -> list[tuple[list[float], list[float], float]]:
     """What training finds with whole tables and with blocks, and how far weights are apart, in steps."""
-    torch.set_num_threads(1)
     found = []
     for zero, settings, micro_batches in cases:
         results, weights = [], []
@@ -149,7 +141,6 @@ SAME[4, 2] = [
 
 def groups_of(topology: Topology, groups: list[list[Case]]) -> list[list[tuple[list[float], list]]]:
     """What training finds, and the weights."""
-    torch.set_num_threads(1)
     found = []
     for cases in groups:
         of_group = []
@@ -188,7 +179,6 @@ SHARED += [((1, 37, 1), (3, 38, 2))]
 
 def loaded_elsewhere(topology: Topology, directory: str) -> list[tuple[int, bool, bool]]:
     """The format's version, and whether a run, and a program of one process, load what another run saved."""
-    torch.set_num_threads(1)
     found = []
     for number, ((stage, rows, tensor), (other, others, more)) in enumerate([*RESUMES, *SHARED]):
         engine = build(topology, {"zero_stage": stage}, rows, tensor=tensor)

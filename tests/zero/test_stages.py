@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.model import RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
@@ -22,19 +22,12 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import Phase, WeightState
 from megatron_zpp.zero.sharded_unit import GradientState
 from tests.support import nightly
-from tests.zero.engines import engine_of
+from tests.zero.engines import engine_of, model_of
 from tests.zero.ranks import on_ranks
 from tests.zero.shared_memory import SharedMemoryStream
 
 VOCAB, STEPS = 101, 3
-MODEL = ModelConfig(
-    num_layers=4,
-    hidden_size=36,  # nothing divides: not by ranks, not by blocks, not by the alignment
-    num_attention_heads=3,
-    seq_length=10,
-    attention_dropout=0.1,
-    hidden_dropout=0.1,
-)
+MODEL = model_of(num_layers=4, seq_length=10, hidden_dropout=0.1, attention_dropout=0.1)
 RECOMPUTE = {
     "stored": RecomputeConfig(),
     "selective": RecomputeConfig(recompute_activations=True),
@@ -82,7 +75,6 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
 
 def train(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
     """The mean loss of every step, then the loss of an evaluation, for each case."""
-    torch.set_num_threads(1)
     return [_train(build(case, topology), case) for case in cases]
 
 

@@ -13,19 +13,14 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.setup.build_engine import DECOUPLED, decoupled_of
 from tests.support import nightly
-from tests.zero.engines import engine_of, weights_of
+from tests.zero.engines import engine_of, model_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
 VOCAB, STEPS, MICRO_BATCHES, RANKS = 101, 3, 2, 2
 RATE, DECOUPLED_RATE = 1e-2, 3e-3
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=36,  # nothing divides evenly
-    num_attention_heads=3,
+MODEL = model_of(
     seq_length=10,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
     untie_embeddings_and_output_weights=True,
     disable_bias_linear=True,  # the gradient of keys' biases is zero but for rounding
 )
@@ -80,7 +75,6 @@ def plain(ranks: int, untied: bool, decoupled: bool, mup: bool) -> tuple[Numbers
 def train(
     topology: Topology, stages: list[tuple[int, int | None]], untied: bool, decoupled: bool, mup: bool
 ) -> list[tuple[Numbers, dict[str, list[float]]]]:
-    torch.set_num_threads(1)
     found = []
     for stage, rows in stages:
         engine = engine_of(
@@ -145,7 +139,6 @@ FORMATS = {
 
 def same_rate_twice(topology: Topology, formats: list[str]) -> list[list[bool]]:
     """Whether weights are equal bit for bit when both rates are the same."""
-    torch.set_num_threads(1)
     found = []
     for name in formats:
         zero = ZeroConfig(**FORMATS[name])

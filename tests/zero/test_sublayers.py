@@ -10,7 +10,6 @@ import torch
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.unit_entries import formats_of_units
-from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -18,20 +17,14 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import WeightState
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import engine_of, states_of, train, weights_of
+from tests.zero.engines import engine_of, model_of, states_of, train, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 from tests.zero.test_stages import RECOMPUTE
 
 VOCAB, STEPS, LAYERS = 101, 3, 4
-MODEL = ModelConfig(
-    num_layers=LAYERS,
-    hidden_size=36,  # nothing divides: not by ranks, not by blocks, not by the alignment
-    num_attention_heads=4,
-    seq_length=10,
-    attention_dropout=0.1,
-    hidden_dropout=0.1,
-)
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+MODEL = model_of(num_layers=LAYERS, num_attention_heads=4, seq_length=10, **DROPOUT)
 FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
 SUBLAYER: dict[str, Any] = {"zero_unit": "sublayer"}
 ALL: dict[str, Any] = {
@@ -86,7 +79,6 @@ TENSOR: list[Case] = [({"zero_stage": stage}, "full", FP32, 0.0, 2, 2) for stage
 
 def in_both_units(topology: Topology, cases: list[Case]) -> list[tuple[bool, list[list[float]]]]:
     """Whether weights, after three steps, have the bits of whole layers', and the losses of both."""
-    torch.set_num_threads(1)
     found = []
     for zero, recompute, precision, clip_grad, micro_batches, tensor in cases:
         weights, losses = [], []
@@ -128,7 +120,6 @@ def test_whole_layers_and_halves_train_to_the_same_bits(ranks: int, local: int, 
 
 def resumed(topology: Topology, directory: str, zero: dict[str, Any]) -> list[bool]:
     """Whether a run that changes its units at a resume, in both directions, is the run that does not."""
-    torch.set_num_threads(1)
     same = []
     whole = build(topology, zero, "full", BF16, 1.0)
     train(whole, range(4))

@@ -10,13 +10,11 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.zero.engines import engine_of
+from tests.zero.engines import engine_of, model_of
 from tests.zero.quantizing import operations, this_device
 
 VOCAB = 101
-MODEL = ModelConfig(  # no size is a multiple of ranks or blocks
-    num_layers=4, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
-)
+MODEL = model_of(num_layers=4, seq_length=10)
 BF16 = PrecisionConfig(bf16=True)
 QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 HPZ, AUTO = {"zero_hpz_partition_size": "auto"}, {"zero_gradient_partition_size": "auto"}
@@ -33,7 +31,6 @@ def build(
     inside_nodes: Collection[str] = (),
 ) -> ZeroEngine:
     """An engine with the settings `zero`, at stage 3 unless they name another one."""
-    torch.set_num_threads(1)
     return engine_of(
         model,
         VOCAB,

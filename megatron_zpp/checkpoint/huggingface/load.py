@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from megatron_zpp.checkpoint.huggingface.architecture import check_vocabulary, read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import named_directory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
@@ -22,7 +24,8 @@ def load_weights(directory: str, engine: ZeroEngine, model: ModelConfig, tokeniz
     """Put them into the engine. Sends nothing: ranks may fail independently."""
     with open_weights(directory, model, tokenizer) as weights:
 
-        def read(index: int, elements: range) -> Any:
-            return weights.unit_elements(engine.units[index].layout, elements, engine.topology.rank)
+        def fill(index: int, elements: range, target: Tensor) -> None:
+            layout = engine.units[index].layout
+            target.copy_(weights.unit_elements(layout, elements, engine.topology.rank))
 
-        engine.states.load(WEIGHTS, read)
+        engine.states.fill(WEIGHTS, fill)

@@ -20,7 +20,7 @@ from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.train.setup.device import Device, check_attention
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.sections import UNTIMED, TimedSections
+from megatron_zpp.zero.sections import Sections
 from megatron_zpp.zero.tensor_parallel import TensorShare
 
 # Parameters of GPT that --decoupled-lr is for, as in Megatron-LM.
@@ -85,7 +85,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         fused_backend=device.fused_backend,
         operations=device.operations,
         timeout=config.distributed.timeout,
-        sections=TimedSections(device.device) if config.timing.level else UNTIMED,
+        sections=Sections(device.device if config.timing.level else None),
         say=device.say,
         decoupled=decoupled,
         rate_factors=model.rate_factors(),

@@ -14,7 +14,7 @@ from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.exchange.checks import check_routes
+from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
 from megatron_zpp.model.scores import Scores
 from megatron_zpp.ops.operations import Operations
