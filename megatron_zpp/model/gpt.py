@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.model.attention import AttentionKernel, DotProduct, mask_of
+from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.layer import Layer, Norm, norm_of
 from megatron_zpp.model.loss import (
     PLAIN,
@@ -196,7 +196,7 @@ class GPT(nn.Module):
         tokens, rotations = self.part(tokens), self.rotations(positions)
         x = self.embedding(tokens, self.part(positions))  # (B, T, D)
         shaped = x.new_empty(1).expand(*tokens.shape, 1)  # x itself may be of some of the tokens only
-        masks = {window: mask_of(self.attention, shaped, window, documents) for window in set(self.windows)}
+        masks = {window: self.attention.mask(shaped, window, documents) for window in set(self.windows)}
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
             run = partial(self._run_layers, first=first, last=last, masks=masks, rotations=rotations)
             if recomputed and self.training:

@@ -14,14 +14,8 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.data.documents import as_tensors, masked_samples
 from megatron_zpp.data.mock import MockDataset
-from megatron_zpp.model.attention import (
-    AttentionKernel,
-    DotProduct,
-    PackedFlash,
-    check_runs,
-    choose_attention,
-    mask_of,
-)
+from megatron_zpp.model.attention import AttentionKernel, DotProduct, PackedFlash
+from megatron_zpp.model.attention_choice import check_runs, choose_attention
 from megatron_zpp.model.flex import Flex
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.scores import Scores, alibi_slopes
@@ -76,7 +70,7 @@ def results(
     The kernel gets so many copies of keys and values, whose gradients are then sums.
     """
     qkv = qkv.detach().requires_grad_()  # (B, T, N + 2 G, H)
-    mask = mask_of(kernel, qkv, window, ends)
+    mask = kernel.mask(qkv, window, ends)
     heads = [qkv.shape[2] - 2 * groups, groups, groups]
     q, k, v = qkv.split(heads, 2)
     mixed = kernel(q, *(part.repeat_interleave(copies, 2) for part in (k, v)), 0.0, mask)
@@ -95,7 +89,7 @@ def test_each_kernel_is_fp32s_within_the_rounding_of_bf16(
     """Also for 4 heads of queries in groups, whose keys and values only the reference gets as copies."""
     given = settings(head_width, masked)
     try:
-        kernel = choose_attention(backend, windowed=window is not None, **given)
+        kernel = choose_attention(backend, windowed=window is not None, **given).make()
         check_runs(kernel, backend, (TOKENS,), windows=(window,), queries_per_group=4 // groups, **given)
     except ValueError as refused:
         if backend in ("cudnn", "flash3") or (backend == "efficient" and groups < 4):
@@ -152,7 +146,7 @@ def test_flex_attention_is_that_of_scores_in_memory(
             slopes(heads) if "slopes" in kinds else None,
             sinks if "sinks" in kinds else None,
         )
-        mask = mask_of(kernel, x, window, ends if masked else None)
+        mask = kernel.mask(x, window, ends if masked else None)
         mixed = kernel(*x.split([heads, groups, groups], 2), 0.0, mask, scores)
         wanted = [x, *[sinks] * ("sinks" in kinds)]
         of_x, *of_sinks = torch.autograd.grad(mixed, wanted, weights.to(form))
@@ -170,7 +164,7 @@ def test_flex_attention_is_that_of_scores_in_memory(
 )
 def test_packed_documents_train_as_a_dense_mask_does(recompute: dict[str, Any]) -> None:
     curves = []
-    for kernel in (DotProduct("math"), choose_attention("auto", **settings(64, True))):
+    for kernel in (DotProduct("math"), choose_attention("auto", **settings(64, True)).make()):
         engine = engine_of(
             MODEL,
             VOCAB,
@@ -193,7 +187,7 @@ def test_packed_documents_train_as_a_dense_mask_does(recompute: dict[str, Any]) 
 
 @pytest.mark.parametrize("backend", ["auto", "flex"])
 def test_a_masked_step_does_not_wait_for_the_device(backend: str) -> None:
-    kernel = choose_attention(backend, **settings(64, True))
+    kernel = choose_attention(backend, **settings(64, True)).make()
     engine = engine_of(MODEL, VOCAB, precision=PrecisionConfig(bf16=True), device="cuda", kernel=kernel)
     data = batches(6)
 
@@ -214,7 +208,7 @@ def test_a_masked_step_does_not_wait_for_the_device(backend: str) -> None:
 )
 def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: str) -> None:
     given = settings(64, True)
-    kernel = choose_attention(backend, **given)
+    kernel = choose_attention(backend, **given).make()
     try:
         check_runs(kernel, backend, (TOKENS,), **given)
     except ValueError as refused:

@@ -12,7 +12,8 @@ from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention, mask_of
+from megatron_zpp.model.attention import DotProduct, PackedFlash
+from megatron_zpp.model.attention_choice import check_runs, choose_attention
 from megatron_zpp.model.flex import Flex
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
@@ -101,7 +102,7 @@ def test_a_window_hides_what_came_before_it(
     kernel = DotProduct(backend)
     if backend == "flash" and not GROUPED_FLASH:
         pytest.skip("this torch's flash attention for CPUs knows no groups of queries")
-    found = kernel(q, k, v, 0.0, mask_of(kernel, q, window, ends if documents else None), scores)
+    found = kernel(q, k, v, 0.0, kernel.mask(q, window, ends if documents else None), scores)
     begins = torch.zeros(3, 16, dtype=torch.long)
     if documents:
         firsts = [[first] * length for row in LENGTHS for first, length in _firsts(row)]
@@ -213,11 +214,11 @@ def test_heads_have_the_slopes_of_alibi() -> None:
 def test_blocks_of_a_mask_hold_every_token_that_is_seen(documents: bool, window: int | None) -> None:
     """As torch finds them in the whole mask: whole blocks, and those in which the mask decides."""
     x, ends = torch.empty(2, 400, 1), torch.tensor([0, 3, 131, 400, 656, 657, 800, 800], dtype=torch.int32)
-    found = mask_of(Flex(), x, window, ends if documents else None).bounds
+    found = Flex().mask(x, window, ends if documents else None).bounds
     expected = create_block_mask(found.mask_mod, 2 if documents else 1, 1, 400, 400, device="cpu")
     if window or documents:
         seen = create_mask(found.mask_mod, 2 if documents else 1, 1, 400, 400, device="cpu")
-        dense = mask_of(DotProduct(), x, window, ends if documents else None)
+        dense = DotProduct().mask(x, window, ends if documents else None)
         assert torch.equal(seen, dense.bounds == 0)
     for kind in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, kind), getattr(expected, kind)), kind
@@ -277,16 +278,17 @@ def test_what_cannot_serve_is_refused(backend: str, given: dict, said: str) -> N
 
 
 def test_a_mask_that_is_slow_is_said() -> None:
-    kernel = choose_attention("auto", **CHOICE | {"masked": True, "dropout": 0.1})
+    kernel = choose_attention("auto", **CHOICE | {"masked": True, "dropout": 0.1}).make()
     assert kernel.describe() == (
         "torch's choice, documents through a dense mask; flash attention needs --attention-dropout 0"
     )
-    kernel = choose_attention("auto", **CHOICE | {"scored": "--softmax-type learnable", "dropout": 0.1})
+    sinks = {"scored": "--softmax-type learnable", "dropout": 0.1}
+    kernel = choose_attention("auto", **CHOICE | sinks).make()
     assert kernel.describe() == (
         "math, --softmax-type learnable through scores in memory; FlexAttention needs --attention-dropout 0"
     )
-    assert choose_attention("auto", **CHOICE | SCORED | {"device": CPU}).describe() == "math"
-    assert choose_attention("auto", **CHOICE | {"device": CPU}).describe() == ""
+    assert choose_attention("auto", **CHOICE | SCORED | {"device": CPU}).make().describe() == "math"
+    assert choose_attention("auto", **CHOICE | {"device": CPU}).make().describe() == ""
 
 
 @pytest.mark.parametrize(
@@ -296,7 +298,7 @@ def test_flex_attention_serves_what_flash_attention_cannot(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    assert choose_attention("auto", **CHOICE | given).describe() == "flex_attention"
+    assert choose_attention("auto", **CHOICE | given).make().describe() == "flex_attention"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +312,7 @@ def test_a_kernel_that_torch_lacks_is_refused_before_a_model_is_built(
     with pytest.raises(
         ValueError, match=f"^--attention-backend {backend}: cannot compute 16 tokens"
     ) as refused:
-        try_it(choose_attention(backend, **given))
+        try_it(choose_attention(backend, **given).make())
     assert "\n" not in str(refused.value)
     check_runs(DotProduct("math"), "math", (1, 2, 16), **given)
 

@@ -26,7 +26,8 @@ from torch.nn.attention import SDPBackend
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.model.attention import FLAG, AttentionKernel, DotProduct, PackedFlash
+from megatron_zpp.model.attention import AttentionKernel, DotProduct, PackedFlash
+from megatron_zpp.model.attention_choice import FLAG
 from megatron_zpp.model.context.blocks import (
     BlockKernel,
     BlocksInMemory,
@@ -62,7 +63,7 @@ class Seen:
     blocks: "dict[Block, BlockMask]" = field(default_factory=dict)
 
 
-class Ring:
+class Ring(AttentionKernel):
     """Attention over samples of which each rank of `group` has two chunks; `kernel` is that of one rank.
 
     Causal attention to plain scores takes flash attention or cuDNN's kernel. Windows, documents and other
@@ -94,18 +95,10 @@ class Ring:
     def sent(
         self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
     ) -> tuple[int, int]:
-        """Return the elements that a forward and a backward send per token of this rank.
-
-        For samples of `tokens`, in a layer with the `window`. As many keys and values of one chunk are sent
-        as this rank has tokens.
-        """
+        """See AttentionKernel. As many keys and values of one chunk are sent as this rank has tokens."""
         others = rounds(self.context_ranks, self._group.rank, tokens, window)[1:]
         sent, returned = sum(len(each.sent) for each in others), sum(len(each.received) for each in others)
         return sent * groups * head_width, (sent + returned) * groups * head_width
-
-    def sent_behind(self, heads: int, head_width: int) -> int:
-        """Return the elements that a forward sends behind all that its backward needs: none."""
-        return 0
 
     def causal(self, x: Tensor) -> Causal:
         """(B, T, …) -> the mask of whole samples."""
