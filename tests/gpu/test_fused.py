@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.layer import swiglu
-from megatron_zpp.model.rotary import RotaryEmbedding, Rotation
+from megatron_zpp.model.rotary import RotaryEmbedding, Rotation, positions_per_radian
 
 Norm = nn.LayerNorm | nn.RMSNorm
 Given = tuple[list[Tensor], list[nn.Module]]  # tensors that get gradients, and modules
@@ -201,9 +201,10 @@ def test_rotation(
     from megatron_zpp.model.fused.rotary import rotate_heads
 
     positions = torch.arange(300)[None] if shared else torch.randint(300, (2, 300))
-    found = RotaryEmbedding(
-        rotated, 1e4, interleaved=interleaved, attention_factor=1.25 if interleaved else 1.0
-    ).rotation(positions.cuda())
+    frequencies = 1 / positions_per_radian(rotated, 1e4)
+    factor = 1.25 if interleaved else 1.0
+    rotary = RotaryEmbedding(frequencies, interleaved=interleaved, attention_factor=factor)
+    found = rotary.rotation(positions.cuda())
 
     def ours(x: Tensor) -> list[Tensor]:
         return [torch.cat(rotate_heads(x, heads, groups, width, found), 2)]
