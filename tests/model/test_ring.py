@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.model.context import ring as ring_module
+from megatron_zpp.model.context import travel
 from megatron_zpp.model.context.parts import own_part, places
 from megatron_zpp.model.context.ring import Ring
 from megatron_zpp.model.context.rounds import rounds
@@ -104,13 +104,13 @@ def error(
 def errors(topology: Topology, cases: list[tuple]) -> list[tuple]:
     """Cases that are not those of whole samples, or for which `sent` does not tell what is sent."""
     group, wrong, sent = TensorGroup(range(topology.world_size), topology.rank), [], [0]
-    transfer = ring_module.dist.all_to_all_single
+    transfer = travel.dist.all_to_all_single
 
     def counted(received: Tensor, given: Tensor, *others: Any, **options: Any) -> Any:
         sent[0] += given.numel()
         return transfer(received, given, *others, **options)
 
-    ring_module.dist.all_to_all_single = counted
+    travel.dist.all_to_all_single = counted
     for backend in (None, "math"):
         ring = Ring(DotProduct(backend), group)
         for case in cases:
@@ -121,7 +121,7 @@ def errors(topology: Topology, cases: list[tuple]) -> list[tuple]:
             told = sum(ring.sent(heads, groups, WIDTH, tokens, window)) * BATCH * tokens // group.size
             if not found < 1e-12 or (sent[0] != told):
                 wrong.append((backend, case, found, sent[0], told))
-    ring_module.dist.all_to_all_single = transfer
+    travel.dist.all_to_all_single = transfer
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for backend in (None, "math"):
             found = error(Ring(DotProduct(backend), group), group, (HEADS[0], None, False, "sinks"), dtype)
