@@ -88,15 +88,10 @@ def coded(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     return codes.masked_fill(~(stored > 0)[:, None], 0), stored
 
 
-def level_table(bits: int, device: torch.device) -> Tensor:
-    """The levels (2^bits,) fp32 by code."""
-    positive = torch.tensor(LEVELS[bits], device=device)
-    return torch.cat((-positive.flip(0), positive))
-
-
 def levels_of(codes: Tensor, bits: int) -> Tensor:
     """The fp32 levels of codes, in their shape."""
-    return level_table(bits, codes.device)[codes.int()]
+    positive = torch.tensor(LEVELS[bits], device=codes.device)
+    return torch.cat((-positive.flip(0), positive))[codes.int()]
 
 
 def decoded(codes: Tensor, stored: Tensor, bits: int) -> Tensor:

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops.adamw import AdamWScalars, AdamWStep
-from megatron_zpp.ops.block_codes import decode_blocks, encode_blocks, to_dtype
 from megatron_zpp.ops.formats import SCALE_BYTES, SQUARES_BLOCK, CodeType, QuantFormat
+from megatron_zpp.ops.lloyd_max import ordered_sum
 
 # R rows, n columns, G output messages, P input messages, m elements, K blocks, B elements per block
 TILE = 1 << 20
+_FACTORS = {"int8": -(2.0**-7), "int4": -(2.0**-3)}
+_SMALLEST_NORMAL = 2.0**-126
+_NAN_BITS = 0x7FC0  # of bf16
+_FP16_MAX = 65504.0
 
 
 def tiles(numel: int) -> list[slice]:
@@ -37,7 +41,7 @@ def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -
         _zero_padding(message, format, rows.numel())
         for row_tile, column_tile in _tiles(len(rows), n, block):
             x = rows[row_tile, column_tile].float()
-            encoded, stored = encode_blocks(x.reshape(-1, block), format)
+            encoded, stored = _encode_blocks(x.reshape(-1, block), format)
             _tile_of(code_rows, len(rows), row_tile, column_tile, block).copy_(
                 encoded.view(*x.shape[:1], -1, encoded.shape[1])
             )
@@ -57,9 +61,9 @@ def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int
             encoded = _tile_of(code_rows, len(rows), row_tile, column_tile, block)
             stored = _tile_of(scale_rows, len(rows), row_tile, column_tile, block)
             shape = len(encoded), -1
-            x = decode_blocks(encoded.flatten(0, 1), _scales_of(stored.flatten(0, 1)), format)
+            x = _decode_blocks(encoded.flatten(0, 1), _scales_of(stored.flatten(0, 1)), format)
             x = x.view(shape)
-            rows[row_tile, column_tile].copy_(to_dtype(x, output.dtype))
+            rows[row_tile, column_tile].copy_(_to_dtype(x, output.dtype))
 
 
 def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
@@ -76,7 +80,7 @@ def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: i
         for tile in tiles(part):
             here = slice(group * part + tile.start, group * part + tile.stop)
             value = _sum_of(messages, format, m, here)
-            encoded, stored = encode_blocks(value.view(-1, block), format)
+            encoded, stored = _encode_blocks(value.view(-1, block), format)
             blocks = slice(tile.start // block, tile.stop // block)
             code_blocks[blocks] = encoded
             scale_blocks[blocks] = stored.view(torch.uint8).view(-1, SCALE_BYTES)
@@ -124,14 +128,8 @@ def sum_squares(input: Tensor, sums: Tensor) -> None:
     The order is fixed: each 8 neighbours in turn, then sum i and sum i + 16, then i and i + 8, and so on.
     """
     for here in tiles(len(input)):
-        x = input[here].float().view(-1, SQUARES_BLOCK // 8, 8)
-        total = x[:, :, 0] * x[:, :, 0]
-        for i in range(1, 8):
-            total = total + x[:, :, i] * x[:, :, i]
-        while total.shape[1] > 1:
-            low, high = total.chunk(2, dim=1)
-            total = low + high
-        sums[here.start // SQUARES_BLOCK :][: len(total)] = total[:, 0]
+        x = input[here].float().view(-1, SQUARES_BLOCK)
+        sums[here.start // SQUARES_BLOCK :][: len(x)] = ordered_sum(x * x)
 
 
 def adamw(
@@ -225,10 +223,55 @@ def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tenso
     values = []
     for message in messages:
         encoded, stored = (part[first:last] for part in _message_parts(message, format, m))
-        values.append(decode_blocks(encoded, _scales_of(stored), format))
+        values.append(_decode_blocks(encoded, _scales_of(stored), format))
     offset = here.start - first * format.block
     return reduce(torch.add, values).flatten()[offset : offset + here.stop - here.start]
 
 
 def _put(target: Tensor, total: Tensor, add: bool) -> None:
     target.copy_(target + total if add else total)
+
+
+def _encode_blocks(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
+    """Return codes (K, bytes) and scales (K,) of fp32 blocks x (K, B), rounded to nearest."""
+    stored, usable = _block_scales(x, format)
+    zero = torch.zeros_like(x[:, :1])
+    inverse = torch.where(usable[:, None], stored.float().reciprocal()[:, None], zero)
+    x = torch.where(usable[:, None], x, zero)
+    return _to_integers(x, inverse, format.bits), stored
+
+
+def _decode_blocks(codes: Tensor, stored: Tensor, format: QuantFormat) -> Tensor:
+    """The fp32 values (K, B) of codes (K, bytes) and scales (K,); a NaN scale makes its block NaN."""
+    if format.code_type == "int8":
+        numbers = codes.view(torch.int8).float()
+    else:
+        halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int8)
+        numbers = ((halves ^ 8) - 8).float()
+    return numbers * stored.float()[:, None]
+
+
+def _to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to nearest even in fp32, bf16 or fp16; finite numbers saturate in fp16, infinity does not."""
+    if dtype == torch.float16:
+        x = torch.where(x.isinf(), x, x.clamp(-_FP16_MAX, _FP16_MAX))
+    return x.to(dtype)
+
+
+def _block_scales(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
+    """Stored scales (K,), and (K,) bool: whether a block has codes other than zeros."""
+    finite = x.isfinite().all(1)
+    magnitude = x.abs().amax(1)
+    peak = torch.where((x == magnitude[:, None]).any(1), magnitude, -magnitude)
+    stored = (peak * _FACTORS[format.code_type]).bfloat16()
+    usable = finite & (stored.float().abs() >= _SMALLEST_NORMAL)
+    # Set as bits, because the NaN that a conversion makes depends on the device.
+    bits = torch.where(usable, stored, 0.0).view(torch.int16)
+    return bits.masked_fill(~finite, _NAN_BITS).view(torch.bfloat16), usable
+
+
+def _to_integers(x: Tensor, inverse: Tensor, bits: int) -> Tensor:
+    """Return two's complement codes (K, bytes) of x (K, B) · inverse (K, 1)."""
+    q = torch.round(x.double() * inverse.double())  # the product of two fp32 numbers is exact in fp64
+    q = q.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8).view(torch.uint8)
+    return q if bits == 8 else q[:, 0::2] & 15 | q[:, 1::2] << 4
