@@ -11,6 +11,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.build import norm_classes
 from megatron_zpp.model.layer import TORCH_NORMS
+from tests.gpu.steady import losses_of
 from tests.model.variants import MODELS
 from tests.zero.engines import engine_of, weights_of
 
@@ -43,12 +44,7 @@ def train(
         fused_backend=backend,
     )
     data = torch.randint(VOCAB, (STEPS, 2, 4, 129), generator=torch.Generator().manual_seed(8))
-    losses = []
-    for step in data:
-        parts = [engine.accumulate(part, index=index, micro_batches=2) for index, part in enumerate(step)]
-        losses.append(torch.stack(parts).mean().item())
-        assert engine.step(1e-3).skipped.item() == 0
-    return losses, weights_of(engine)
+    return losses_of(engine, data), weights_of(engine)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.step_parts import parts_of_trace
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
@@ -19,6 +17,7 @@ from megatron_zpp.model.context.ring import Ring
 from megatron_zpp.model.flex import Flex
 from megatron_zpp.train.setup.compiling import compile_parts
 from tests.gpu.ranks import on_gpus
+from tests.gpu.steady import parts_of_steps
 from tests.gpu.test_tensor_parallel import BATCH, BF16, LENGTH, LLAMA, SHAPE, VOCAB
 from tests.model.test_ring import error
 from tests.zero.engines import engine_of
@@ -121,11 +120,8 @@ def exposed(topology: Topology, directory: str) -> tuple[float, float]:
         torch.cuda.synchronize()
 
     passes(2)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        passes(STEPS)
     file = Path(directory) / f"rank{topology.rank}.json.gz"
-    trace.export_chrome_trace(str(file))
-    parts = parts_of_trace(file, STEPS)
+    parts = parts_of_steps(lambda: passes(STEPS), STEPS, file)
     return parts["exposed communication"], sum(parts.values())
 
 

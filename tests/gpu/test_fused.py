@@ -140,19 +140,21 @@ def plain_norm(
     return [torch.stack((normed, total + after, second(total)))]
 
 
-@pytest.mark.parametrize("fused", [fused_norm, without_biases])
+@pytest.mark.parametrize(
+    ("fused", "kind"),
+    [(fused_norm, nn.LayerNorm), (without_biases, nn.LayerNorm), (without_biases, nn.RMSNorm)],
+)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (700, 1000), (4096, 2048), (1500, 2560), (300, 12288)])
 @pytest.mark.parametrize(("dtype", "compiles"), FORMATS)
 def test_norms(
-    rows: int, width: int, dtype: torch.dtype, fused: Callable[..., list[Tensor]], compiles: bool
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    fused: Callable[..., list[Tensor]],
+    kind: type[nn.Module],
+    compiles: bool,
 ) -> None:
-    check(fused, plain_norm, norms_of(rows, width, dtype), compiles, roundings=1)
-
-
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (700, 1000), (1500, 4096)])
-@pytest.mark.parametrize(("dtype", "compiles"), FORMATS)
-def test_rms_norms(rows: int, width: int, dtype: torch.dtype, compiles: bool) -> None:
-    check(without_biases, plain_norm, norms_of(rows, width, dtype, nn.RMSNorm), compiles, roundings=1)
+    check(fused, plain_norm, norms_of(rows, width, dtype, kind), compiles, roundings=1)
 
 
 @pytest.mark.parametrize("path", [0, 1, 2])

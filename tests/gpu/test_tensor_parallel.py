@@ -19,6 +19,7 @@ from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero import step_sums
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.ranks import on_gpus
+from tests.gpu.steady import losses_of
 from tests.model import variants
 from tests.plan.jobs import job_of
 from tests.plan.test_tensor_parallel import Mirrored
@@ -72,11 +73,7 @@ def losses(
     data = torch.randint(VOCAB, (10, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
     for model, precision, compiled in cases:
         engine = build(topology, tensor, model, precision, compiled, overlapped)
-        its = []
-        for batch in data:
-            its.append(engine.accumulate(batch, index=0, micro_batches=1).item())
-            assert engine.step(1e-3).skipped.item() == 0
-        its.append(engine.evaluate(data[0]).item())
+        its = [*losses_of(engine, data[:, None]), engine.evaluate(data[0]).item()]
         engine.close()
         found.append(its)
     return found

@@ -1,4 +1,4 @@
-"""Llama-like models and BLOOM against transformers: logits and gradients, with a cache and without one."""
+"""GPT-2, Llama-like models, BLOOM against transformers: logits and gradients, with and without a cache."""
 
 from pathlib import Path
 

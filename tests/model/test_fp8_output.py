@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, WEIGHT
@@ -119,20 +118,6 @@ def test_products_are_those_of_the_nearest_codes(
             assert maxima.tolist() == [each.abs().max().item() for each in given] + [0.0]
         scaling.end_step(scaling.maxima(), STEPPED)
         scaling.begin_step()
-
-
-@pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_gradients_are_near_those_of_wide_products(tokens: int, width: int) -> None:
-    """E4M3 is off by 2^-5 of a number on average at most, E5M2 by 2^-4; neither has a bias."""
-    x, weight, targets = inputs(tokens, width)
-    found = results(output_layer()[0], x, weight, targets)
-    exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    loss = F.cross_entropy(F.linear(*exact)[:, :VOCAB], targets)
-    assert found[0].item() == pytest.approx(loss.item(), abs=0.05)
-    for mine, theirs in zip(found[1:], torch.autograd.grad(loss, exact), strict=True):
-        assert error(mine, theirs) <= 2.0**-4
-        along = (mine.double() * theirs).sum() / theirs.square().sum()
-        assert along.item() == pytest.approx(1.0, abs=2.0**-6)
 
 
 def test_the_constant_scale_of_gradients_keeps_what_is_small() -> None:
