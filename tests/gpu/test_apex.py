@@ -12,7 +12,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.build import norm_classes
 from megatron_zpp.model.layer import TORCH_NORMS
 from tests.gpu.steady import losses_of
-from tests.model.variants import MODELS
+from tests.model.variants import MODELS, NO_DROPOUT
 from tests.zero.engines import engine_of, weights_of
 
 pytest.importorskip("amp_C", reason="apex is not built; README.md says how")
@@ -20,14 +20,8 @@ pytest.importorskip("fused_layer_norm_cuda", reason="apex is not built; README.m
 
 VOCAB = 1001
 STEPS = 10
-MODEL = ModelConfig(
-    num_layers=3,
-    hidden_size=320,
-    num_attention_heads=4,
-    seq_length=128,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
+SHAPE = {"num_layers": 3, "hidden_size": 320, "num_attention_heads": 4, "seq_length": 128}
+MODEL = ModelConfig(**SHAPE, **NO_DROPOUT)
 
 
 def train(

@@ -20,32 +20,20 @@ from megatron_zpp.model.flex import Flex
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.scores import Scores, alibi_slopes
 from tests.gpu.steady import waits_are_errors
-from tests.model.variants import SCORES
+from tests.model.variants import NO_DROPOUT, SCORES
 from tests.support import pretrain
 from tests.zero.engines import engine_of
 
 VOCAB, EOD, TOKENS = 40, 3, 256  # a document of 40 tokens on average
 MASKS = DataConfig(mock_data=True, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
-MODEL = ModelConfig(
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=4,
-    seq_length=TOKENS,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
+SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": TOKENS}
+MODEL = ModelConfig(**SHAPE, **NO_DROPOUT)
 EPSILON = torch.finfo(torch.bfloat16).eps
 
 
 def settings(head_width: int, masked: bool) -> dict[str, Any]:
-    device = torch.device("cuda")
-    return {
-        "masked": masked,
-        "head_width": head_width,
-        "dropout": 0.0,
-        "dtype": torch.bfloat16,
-        "device": device,
-    }
+    given = {"masked": masked, "head_width": head_width, "dropout": 0.0, "dtype": torch.bfloat16}
+    return given | {"device": torch.device("cuda")}
 
 
 def batches(count: int, samples: int = 4) -> list[tuple[Tensor, ...]]:

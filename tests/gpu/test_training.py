@@ -9,18 +9,13 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.train.steps.skips import SkipFlag
 from tests.gpu.steady import assert_steady, losses_of
+from tests.model.variants import NO_DROPOUT
 from tests.support import logged, pretrain, trained
 from tests.zero.engines import engine_of
 
 VOCAB = 1000
-MODEL = ModelConfig(
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=4,
-    seq_length=128,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
+SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
+MODEL = ModelConfig(**SHAPE, **NO_DROPOUT)
 
 
 def losses_on(device: str, precision: PrecisionConfig) -> list[float]:

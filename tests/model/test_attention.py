@@ -1,4 +1,4 @@
-"""Documents in one row against each of them alone, and the choice of a kernel."""
+"""Attention inside windows and documents, recomputed and compiled, and the choice of a kernel."""
 
 import dataclasses
 import importlib.util
@@ -19,19 +19,12 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
 from megatron_zpp.model.scores import Scores, alibi_slopes
 from megatron_zpp.train.setup.compiling import compile_parts
-from tests.model.variants import LLAMA, MODELS, SCORES, WINDOWS
+from tests.model.variants import LLAMA, MODELS, NO_DROPOUT, SCORES, WINDOWS
 from tests.support import GROUPED_FLASH
 
 VOCAB = 50
-MODEL = ModelConfig(
-    num_layers=3,
-    hidden_size=32,
-    num_attention_heads=4,
-    seq_length=16,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    init_method_std=0.3,  # so that attention prefers some tokens to others
-)
+SHAPE = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+MODEL = ModelConfig(**SHAPE, **NO_DROPOUT, init_method_std=0.3)  # so that attention prefers some tokens
 LENGTHS = ((5, 1, 1, 9), (16,), (2, 14))  # of the documents of each row
 TORCHS = DotProduct()
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -50,35 +43,6 @@ def packed(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> tuple[Tensor, Tens
     flat = torch.tensor([length for row in lengths for length in row])
     ends = torch.cat([torch.zeros(1), flat.cumsum(0), torch.full((7,), tokens.numel())])
     return tokens, positions, ends.to(torch.int32)
-
-
-def documents_alone(model: GPT, tokens: Tensor, first_positions: bool) -> Tensor:
-    """Return the logits of each document by itself; positions count in the row, or in the document."""
-    rows = []
-    for row, lengths in zip(tokens, LENGTHS, strict=True):
-        places = torch.arange(16).split(lengths)
-        parts = zip(row.split(lengths), places, strict=True)
-        rows.append(
-            torch.cat(
-                [
-                    model(ids[None], positions=None if first_positions else place[None])[0]
-                    for ids, place in parts
-                ]
-            )
-        )
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("kernel", [TORCHS, DotProduct("math"), DotProduct("flash")])
-def test_packed_documents_are_as_each_of_them_alone(kernel: DotProduct) -> None:
-    model = model_of(kernel=kernel)
-    tokens, positions, ends = packed()
-    both = model(tokens, positions=positions, documents=ends)
-    torch.testing.assert_close(both, documents_alone(model, tokens, first_positions=True))
-    attention = model(tokens, documents=ends)
-    torch.testing.assert_close(attention, documents_alone(model, tokens, first_positions=False))
-    assert not torch.allclose(both, attention)
-    assert not torch.allclose(both, model(tokens, positions=positions))
 
 
 @pytest.mark.parametrize("documents", [False, True])

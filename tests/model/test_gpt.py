@@ -13,18 +13,11 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.build import build_model, norm_classes
 from megatron_zpp.model.flops import flops_per_token, parameter_count
 from megatron_zpp.model.gpt import GPT
-from tests.model.variants import MODELS
+from tests.model.variants import MODELS, NO_DROPOUT
 
 VOCAB = 203  # not a multiple of anything that the tables are padded to
-TINY = ModelConfig(
-    num_layers=3,
-    hidden_size=64,
-    num_attention_heads=4,
-    seq_length=24,
-    max_position_embeddings=32,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
+SHAPE = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 24}
+TINY = ModelConfig(**SHAPE, max_position_embeddings=32, **NO_DROPOUT)
 
 
 def test_loss_does_not_depend_on_vocabulary_padding_which_gets_no_gradient() -> None:
