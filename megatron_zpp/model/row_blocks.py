@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.gpt import GPT, Head
+from megatron_zpp.model.gpt import GPT, Head, embedding
 from megatron_zpp.model.loss import (
     CHUNK_BYTES,
     IGNORED,
@@ -331,11 +331,5 @@ def blocks_of(kind: Callable[..., Any], entries: int, width: int, rows: int) -> 
     blocks = []
     for start in range(0, entries, rows):
         block_rows = range(start, min(start + rows, entries))
-        blocks.append(kind(row_parameter(len(block_rows), width), block_rows, entries))
+        blocks.append(kind(embedding(len(block_rows), width).weight, block_rows, entries))
     return blocks
-
-
-def row_parameter(rows: int, width: int) -> nn.Parameter:
-    """Rows of a table, not initialised on the meta device: torch would import sympy, which takes seconds."""
-    weight = torch.empty(rows, width)
-    return nn.Parameter(weight if weight.is_meta else weight.normal_())

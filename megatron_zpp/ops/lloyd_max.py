@@ -30,8 +30,9 @@ BOUNDARIES = {
 
 
 def ordered_sum(x: Tensor) -> Tensor:
-    """The sums (K,) of fp32 blocks (K, B): eight neighbours in turn, then the results in halves onto each
-    other. The order of `reference.sum_squares`.
+    """The sums (K,) of fp32 blocks (K, B) in a fixed order.
+
+    Each 8 neighbours are added in turn; of n such sums i and i + n / 2, then i and i + n / 4, and so on.
     """
     parts = x.reshape(len(x), -1, 8)
     total = parts[:, :, 0]

@@ -1,8 +1,9 @@
 """The operations in plain torch: the oracle of the kernels, and their substitute where none can be compiled.
 
-Functions have the signatures of the operators. Each rounding is one torch operation: fp32 operations are not
-fused, exact products are computed in fp64, and bits are changed as integers. So every device gives the same
-bits. Tensors are processed in tiles of `TILE` elements, so scratch memory does not grow with them.
+Functions have the signatures of the operators, and ops/operations.py says what each of them does. Each
+rounding is one torch operation: fp32 operations are not fused, exact products are computed in fp64, and bits
+are changed as integers. So every device gives the same bits. Tensors are processed in tiles of `TILE`
+elements, so scratch memory does not grow with them.
 """
 
 from collections.abc import Sequence
@@ -29,10 +30,7 @@ def tiles(numel: int) -> list[slice]:
 
 
 def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -> None:
-    """Encode `input` (R, n) into `messages` (G, message_bytes(R/G · n)).
-
-    Message g holds the R/G rows from g · R/G on.
-    """
+    """See Operations."""
     format = QuantFormat(code_type, block)
     count, n = len(input) // len(messages), input.shape[1]  # of the rows of a message
     for group, message in enumerate(messages):
@@ -51,7 +49,7 @@ def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -
 
 
 def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
-    """Decode `messages` (G, message_bytes(R/G · n)) into `output` (R, n): the inverse of `quantize`."""
+    """See Operations."""
     format = QuantFormat(code_type, block)
     count = len(output) // len(messages)  # of the rows of a message
     for group, message in enumerate(messages):
@@ -67,10 +65,7 @@ def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int
 
 
 def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
-    """Sum `messages` (P, message_bytes(m)) in order and encode part g of the sum as message g of `output`.
-
-    `output` is (G, message_bytes(m / G)).
-    """
+    """See Operations; messages are added in order."""
     format = QuantFormat(code_type, block)
     m = format.numel_of(messages)
     part = m // max(len(output), 1)
@@ -87,10 +82,7 @@ def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: i
 
 
 def sum_into(messages: Tensor, shard: Tensor, code_type: CodeType, block: int, add: bool) -> None:
-    """Write the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32.
-
-    Messages are added in order. With `add`, the result is added to the shard.
-    """
+    """See Operations; messages are added in order."""
     format = QuantFormat(code_type, block)
     for here in tiles(len(shard)):
         _put(shard[here], _sum_of(messages, format, len(shard), here), add)
@@ -104,12 +96,7 @@ def sum_parts(
     group_rank: int = 0,
     squares: Tensor | None = None,
 ) -> None:
-    """Write the sum of the rows of `parts` (P, m) to `shard` (m,) fp32.
-
-    Rows are added in order. With `add`, the result is added to the shard. `own` (m,) in the same dtype
-    replaces row `group_rank`, which is then not read. `shard` may be a row of `parts`, and rows may be any
-    stride apart. `squares` (m / 256,) is set to what `sum_squares` computes of the new shard.
-    """
+    """See Operations; rows, which may be any stride apart, are added in order."""
     rows = list(parts)
     if own is not None:
         rows[group_rank] = own
@@ -123,10 +110,7 @@ def sum_parts(
 
 
 def sum_squares(input: Tensor, sums: Tensor) -> None:
-    """Write the sum of the squares of each 256 elements of `input` (m,) to `sums` (m / 256,) fp32.
-
-    The order is fixed: each 8 neighbours in turn, then sum i and sum i + 16, then i and i + 8, and so on.
-    """
+    """See Operations; the order of the additions is that of `ordered_sum`."""
     for here in tiles(len(input)):
         x = input[here].float().view(-1, SQUARES_BLOCK)
         sums[here.start // SQUARES_BLOCK :][: len(x)] = ordered_sum(x * x)
@@ -142,11 +126,7 @@ def adamw(
     host_scalars: Sequence[float],
     decayed: int,
 ) -> None:
-    """Take one step of AdamW (1711.05101, algorithm 2) on fp32 tensors (m,); see `AdamWScalars.packed`.
-
-    `gradient` may have 16 bits. The first `decayed` elements have weight decay. `gather_source` (m,) is set
-    to the new weights in its own dtype. Nothing is written if `found_inf` is not 0.
-    """
+    """See Operations and `AdamWScalars`. Nothing is written if `found_inf` is not 0."""
     states = master, gradient, exp_avg, exp_avg_sq
     scalars = AdamWScalars.unpacked(device_scalars, host_scalars)
     skip = scalars.found_inf != 0

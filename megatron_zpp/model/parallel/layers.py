@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
-from megatron_zpp.model.gpt import GPT, Head, PositionedEmbedding
+from megatron_zpp.model.gpt import GPT, Head, PositionedEmbedding, embedding
 from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import (
     IGNORED,
@@ -188,8 +188,7 @@ class VocabularyParallelEmbedding(nn.Embedding):
     """(B, S) ids -> the rows of this rank's tokens, (R, D); each rank has V / T entries of the table."""
 
     def __init__(self, entries: int, width: int, group: TensorGroup) -> None:
-        weight = torch.empty(entries, width)
-        super().__init__(entries, width, _weight=weight if weight.is_meta else weight.normal_())
+        super().__init__(entries, width, _weight=embedding(entries, width).weight.data)
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
