@@ -107,18 +107,22 @@ class OutputBlock(Block):
         return _Statistics.apply(x, self.weight, targets - self.first, own, passes or PLAIN)
 
 
-class RowBlockTable(nn.Module):
-    """The embedding of tokens, in blocks."""
+class _Blocks(nn.Module):
+    """A table in blocks."""
 
-    weight = None  # of all rows: there is none
-
-    def __init__(self, blocks: Sequence[LookupBlock]) -> None:
+    def __init__(self, blocks: Sequence[Block]) -> None:
         super().__init__()
         self.width, self.blocks = blocks[0].weight.shape[1], nn.ModuleList(blocks)
 
-    def each(self) -> Iterator[LookupBlock]:
+    def each(self) -> Iterator[Any]:
         """The blocks, in the order of their rows."""
-        yield from self.blocks  # type: ignore[misc]  # torch's stubs: modules
+        yield from self.blocks
+
+
+class RowBlockTable(_Blocks):
+    """The embedding of tokens, in blocks."""
+
+    weight = None  # of all rows: there is none
 
     def forward(self, ids: Tensor) -> Tensor:
         """(…) -> (…, D)."""
@@ -128,16 +132,8 @@ class RowBlockTable(nn.Module):
         return found
 
 
-class OutputBlocks(nn.Module):
+class OutputBlocks(_Blocks):
     """The output weights, in blocks."""
-
-    def __init__(self, blocks: Sequence[OutputBlock]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def each(self) -> Iterator[OutputBlock]:
-        """See RowBlockTable."""
-        yield from self.blocks  # type: ignore[misc]  # torch's stubs: modules
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> logits (…, V)."""

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from megatron_zpp.model.fp8.delayed import DelayedLinear
 from megatron_zpp.model.fp8.output import OutputProduct, coded_chunk_rows, part_rows
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.loss import IGNORED, Objective, linear_cross_entropy, logits_to_codes
+from tests.model import test_loss
 from tests.model.test_fp8_delayed import CPU, SKIPPED, STEPPED, nearest
-from tests.model.test_loss import plain
+from tests.model.test_loss import error, plain
 
 PADDED, VOCAB = 1008, 1001
 OBJECTIVE, WITH_ALL = Objective(VOCAB), Objective(VOCAB, cap=5.0, z_coeff=0.01)
@@ -49,12 +51,8 @@ def results(
     objective: Objective = OBJECTIVE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, and the gradients of x and weight times `factor`."""
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    value = product.loss(x, weight, targets, objective, chunk_bytes=CHUNK)
-    (value.flatten()[0] * factor).backward()
-    assert x.grad is not None
-    assert weight.grad is not None
-    return value.detach(), x.grad, weight.grad
+    loss = partial(product.loss, chunk_bytes=CHUNK)
+    return test_loss.results(loss, x, weight, targets, objective, factor)
 
 
 def decoded(x: Tensor, scale: float, kind: int) -> Tensor:
@@ -82,10 +80,6 @@ def oracle(
 
 def scale_of(x: Tensor) -> float:
     return (448.0 / x.abs().max().float()).item()
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
