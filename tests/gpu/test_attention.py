@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.config.data import DataConfig
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.data.documents import as_tensors, masked_samples
 from megatron_zpp.data.mock import MockDataset
-from megatron_zpp.model.attention import AttentionKernel, DotProduct, PackedFlash
+from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.attention_choice import check_runs, choose_attention
 from megatron_zpp.model.flex import Flex
 from megatron_zpp.model.gpt import GPT
@@ -143,34 +142,6 @@ def test_flex_attention_is_that_of_scores_in_memory(
     for exact, ours in zip(*results, strict=True):
         error = torch.linalg.vector_norm(ours.float() - exact)
         assert error <= rounding * torch.linalg.vector_norm(exact)
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [{}, {"recompute_activations": True}, {"recompute_granularity": "full", "recompute_method": "uniform"}],
-    ids=["stored", "selective", "full"],
-)
-def test_packed_documents_train_as_a_dense_mask_does(recompute: dict[str, Any]) -> None:
-    curves = []
-    for kernel in (DotProduct("math"), choose_attention("auto", **settings(64, True)).make()):
-        engine = engine_of(
-            MODEL,
-            VOCAB,
-            zero=ZeroConfig(zero_stage=3),
-            recompute=RecomputeConfig(**recompute),
-            precision=PrecisionConfig(bf16=True),
-            device="cuda",
-            kernel=kernel,
-        )
-        losses = []
-        for batch in batches(8):
-            losses.append(engine.accumulate(batch, index=0, micro_batches=1).item())
-            engine.step(1e-3)
-        losses.append(engine.evaluate(batches(1)[0]).item())
-        curves.append(losses)
-        engine.close()
-    assert type(kernel) is PackedFlash
-    assert curves[1] == pytest.approx(curves[0], rel=2 * EPSILON)
 
 
 @pytest.mark.parametrize("backend", ["auto", "flex"])

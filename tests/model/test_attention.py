@@ -128,20 +128,6 @@ def test_recomputation_sees_the_same_documents(
     assert torch.equal(*gradients)
 
 
-def test_the_compiler_takes_a_layer_whole_and_once() -> None:
-    """With a backend forced, for any documents of one E, in training."""
-    kernel = DotProduct("math")
-    layer = model_of(kernel=kernel).layers[1]
-    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True, dynamic=False)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for row in ((5, 1, 1, 9), (2, 3, 4, 7), (1, 1, 1, 13)):
-            _, _, ends = packed((row,))
-            x = torch.randn(1, 16, 32, dtype=torch.double, requires_grad=True)
-            found = torch.autograd.grad(compiled(x, kernel.documents(ends, x)).square().sum(), x)
-            expected = torch.autograd.grad(layer(x, kernel.documents(ends, x)).square().sum(), x)
-            torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("changes", [WINDOWS, {"group_query_attention": True, "num_query_groups": 1}])
 def test_flash_of_variable_lengths_fits_the_model(changes: dict[str, Any]) -> None:
     """On the meta device, where the kernel's own shapes are checked and nothing is computed."""
