@@ -45,7 +45,7 @@ def embedding(entries: int, width: int) -> nn.Embedding:
 
 
 class Embedding(nn.Module):
-    """Token embedding, with dropout."""
+    """Token embedding, plus that of positions if they are learned, with dropout."""
 
     tokens: Any  # an embedding, or what shares or cuts the table
 
@@ -55,32 +55,23 @@ class Embedding(nn.Module):
         self.multiplier = config.embedding_multiplier
         self.norm = norm_of(config, config.hidden_size) if config.embed_layernorm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """(B, T) ids and their positions (B or 1, T) -> (B, T, D)."""
-        return self.dropout(self.look_up(tokens))
-
-    def look_up(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids -> their vectors, times --embedding-multiplier in their format, behind a norm if any."""
-        found = self.tokens(tokens)
-        if self.multiplier != 1:
-            found = found * torch.full((), self.multiplier, dtype=found.dtype, device=found.device)
-        return self.norm(found)
-
-
-class PositionedEmbedding(Embedding):
-    """Token plus learned position embedding."""
-
-    def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
-        super().__init__(config, padded_vocab_size)
-        self.positions = embedding(config.max_position_embeddings, config.hidden_size)
+        learned = config.position_embedding_type == "learned_absolute"
+        self.positions = embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.own: Callable[[Tensor, Tensor], Tensor] | None = None  # positions of this rank's tokens
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """See Embedding."""
-        if self.own is not None:
-            positions = self.own(positions, tokens)
-        return self.dropout(self.look_up(tokens) + self.positions(positions))
+        """(B, T) ids and their positions (B or 1, T) -> (B, T, D).
+
+        Vectors of tokens are multiplied by --embedding-multiplier in their format, and then normalised if at
+        all.
+        """
+        found = self.tokens(tokens)
+        if self.multiplier != 1:
+            found = found * torch.full((), self.multiplier, dtype=found.dtype, device=found.device)
+        found = self.norm(found)
+        if self.positions is not None:
+            found = found + self.positions(positions if self.own is None else self.own(positions, tokens))
+        return self.dropout(found)
 
 
 class Head(nn.Module):
@@ -157,10 +148,9 @@ class GPT(nn.Module):
         padded = config.embedding_rows(entries)
         selective = self.recompute.recompute_granularity == "selective"
         self.offload = _activation_offload() if self.recompute.recompute_offload else None
-        learned = config.position_embedding_type == "learned_absolute"
         self.windows = config.layer_windows
         self.attention = attention or DotProduct()
-        self.embedding = (PositionedEmbedding if learned else Embedding)(config, padded)
+        self.embedding = Embedding(config, padded)
         self.rotary, self.rotary_local = rotary_embeddings(config)
         self.layers = nn.ModuleList(
             Layer(

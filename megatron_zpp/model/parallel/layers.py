@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
-from megatron_zpp.model.gpt import GPT, Head, PositionedEmbedding, embedding
+from megatron_zpp.model.gpt import GPT, Head, embedding
 from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import (
     IGNORED,
@@ -87,8 +87,7 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
         attention.heads, attention.groups = attention.heads // ranks, attention.groups // ranks
         attention.first_head = sharing.group.rank * attention.heads
     model.tensor_ranks = ranks
-    if isinstance(model.embedding, PositionedEmbedding):
-        model.embedding.own = partial(_own_positions, group=sharing.group)
+    model.embedding.own = partial(_own_positions, group=sharing.group)
 
 
 def share_tables(model: GPT, sharing: Sharing) -> None:
