@@ -93,18 +93,13 @@ def test_messages_there_and_back(bits: int, block: int) -> None:
     assert torch.equal(scales.view(torch.int16), stored.view(torch.int16))
 
 
-def test_an_empty_message_and_odd_sizes() -> None:
+def test_sizes_of_messages() -> None:
     format = LloydMaxFormat()  # 4 bits in blocks of 256
     assert format.message_bytes(0) == 0
     assert (format.message_bytes(256), LloydMaxFormat(2, 256).message_bytes(256)) == (144, 80)
     assert LloydMaxFormat(2, 256).bytes_per_element == 0.2578125
-    for numel in (-256, 1, 255, 300):
-        with pytest.raises(ValueError, match=f"whole blocks of 256 elements, got {numel}"):
-            format.message_bytes(numel)
     with pytest.raises(ValueError, match="bits must be 2 or 4, got 3"):
         LloydMaxFormat(3)
-    with pytest.raises(ValueError, match="power of two from 32 to 2048, got 48"):
-        LloydMaxFormat(4, 48)
 
 
 def test_the_order_of_sums() -> None:
