@@ -35,7 +35,8 @@ class AdamWScalars:
     @staticmethod
     def unpacked(device_scalars: Sequence[Tensor], host_scalars: Sequence[float]) -> "AdamWScalars":
         """The inverse of `packed`."""
-        return AdamWScalars(*device_scalars, *host_scalars)
+        divisor, found_inf, bias_corrections = device_scalars
+        return AdamWScalars(divisor, found_inf, bias_corrections, *host_scalars)
 
 
 class AdamWStep:

@@ -4,6 +4,8 @@ Shapes: T tensor ranks, B batch, S tokens per sample, D hidden size, R = B · S 
 padded vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ def share_row_blocks(model: GPT, group: TensorGroup, tokens: int) -> None:
     table, head = model.embedding.tokens, model.head
     assert isinstance(table, RowBlockTable)
     assert isinstance(head, RowBlockHead)
-    parts: dict[nn.Parameter, nn.Parameter] = {}
+    parts: dict[nn.Parameter, Any] = {}
     for block in (*table.each(), *head.output.each()):
         held, width = len(block.block_rows) // group.size, block.weight.shape[1]
         if block.weight not in parts:
