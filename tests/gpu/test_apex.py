@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
@@ -24,10 +23,8 @@ SHAPE = {"num_layers": 3, "hidden_size": 320, "num_attention_heads": 4, "seq_len
 MODEL = ModelConfig(**SHAPE, **NO_DROPOUT)
 
 
-def train(
-    backend: str, stage: int, precision: PrecisionConfig, model: str = "gpt2"
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of STEPS steps of two micro-batches, and the whole master weights after them."""
+def train(backend: str, stage: int, precision: PrecisionConfig, model: str) -> list[float]:
+    """Losses of STEPS steps of two micro-batches."""
     engine = engine_of(
         dataclasses.replace(MODEL, **MODELS[model]),
         VOCAB,
@@ -38,7 +35,7 @@ def train(
         fused_backend=backend,
     )
     data = torch.randint(VOCAB, (STEPS, 2, 4, 129), generator=torch.Generator().manual_seed(8))
-    return losses_of(engine, data), weights_of(engine)
+    return losses_of(engine, data)
 
 
 @pytest.mark.parametrize(
@@ -53,18 +50,8 @@ def train(
 def test_steps_agree_with_the_other_backend(
     stage: int, model: str, precision: PrecisionConfig, rounding: float
 ) -> None:
-    losses, _ = train("apex", stage, precision, model)
-    expected, _ = train("torch", stage, precision, model)
-    assert losses == pytest.approx(expected, rel=rounding)
-
-
-def test_stages_have_the_same_bits() -> None:
-    precision = PrecisionConfig(bf16=True)
-    losses, weights = train("apex", 0, precision)
-    for stage in (1, 2, 3):
-        others, other = train("apex", stage, precision)
-        assert others == losses
-        assert all(torch.equal(weights[name], other[name]) for name in weights)
+    expected = train("torch", stage, precision, model)
+    assert train("apex", stage, precision, model) == pytest.approx(expected, rel=rounding)
 
 
 def test_a_step_that_overflows_changes_nothing() -> None:

@@ -252,18 +252,6 @@ def check_held_codes(engine: ZeroEngine) -> None:
 
 
 @needs_fp8
-def test_held_weights_are_gathered_at_every_stage() -> None:
-    """Of one rank, whose stages compute the same bits; layers take half the memory of bf16 in their slots."""
-    found = []
-    for stage in ("0", "2", "3"):
-        engine = engine_of(HELD, "--zero-stage", stage)
-        found.append(losses_of(engine))
-        assert all(unit.full.nbytes == unit.layout.numel for unit in engine.units[1:-1])
-        engine.close()
-    assert found[0] == found[1] == found[2]
-
-
-@needs_fp8
 @pytest.mark.gpu_long
 def test_recomputed_layers_have_the_same_codes() -> None:
     recompute = "--recompute-granularity full --recompute-method uniform".split()
