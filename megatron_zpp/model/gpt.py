@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,6 @@ from megatron_zpp.model.loss import (
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
 from megatron_zpp.model.rotary import UNROTATED, Part, Rotation, rotary_embeddings, whole
-
-if TYPE_CHECKING:
-    from megatron_zpp.model.offload import ActivationOffload
 
 
 def embedding(entries: int, width: int) -> nn.Embedding:
@@ -147,7 +144,11 @@ class GPT(nn.Module):
         self.recompute = recompute or RecomputeConfig()
         padded = config.embedding_rows(entries)
         selective = self.recompute.recompute_granularity == "selective"
-        self.offload = _activation_offload() if self.recompute.recompute_offload else None
+        self.offload: Any = None  # of activations
+        if self.recompute.recompute_offload:
+            from megatron_zpp.model.offload import ActivationOffload
+
+            self.offload = ActivationOffload()
         self.windows = config.layer_windows
         self.attention = attention or DotProduct()
         self.embedding = Embedding(config, padded)
@@ -309,12 +310,6 @@ class GPT(nn.Module):
 def _one_unit(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The units of the embedding or the head."""
     return [(name, module)]
-
-
-def _activation_offload() -> "ActivationOffload":
-    from megatron_zpp.model.offload import ActivationOffload
-
-    return ActivationOffload()
 
 
 def _tensor_seed(seed: int, name: str) -> int:

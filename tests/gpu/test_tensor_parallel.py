@@ -139,34 +139,6 @@ def steps(engine: ZeroEngine) -> list[float]:
     return found
 
 
-def checkpointed(topology: Topology, overlapped: bool) -> tuple[list[float], list[float], int]:
-    """Losses with checkpoints of layers on the GPU and in CPU memory, and the bytes of the latter."""
-    full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
-    kept = build(topology, 2, "llama", BF16, False, overlapped, recompute=full)
-    stored = steps(kept)
-    kept.close()
-    moving = replace(full, recompute_offload=True)
-    engine = build(topology, 2, "llama", BF16, False, overlapped, recompute=moving)
-    offloaded = steps(engine)
-    homes = engine.model.offload._homes.values()  # all are free between steps
-    engine.close()
-    return stored, offloaded, sum(home.nbytes for alike in homes for home in alike)
-
-
-@pytest.mark.parametrize(
-    "overlapped",
-    [pytest.param(False, id="waiting"), pytest.param(True, id="overlapped", marks=pytest.mark.gpu_long)],
-)
-def test_a_tensor_rank_offloads_the_checkpoints_of_its_own_tokens(overlapped: bool) -> None:
-    """1/T of the input of each layer; losses stay the same (P_a+cpu of 1910.02054, section 6.1)."""
-    if overlapped and torch.cuda.device_count() < 2:
-        pytest.skip("copies beside products need two GPUs")
-    whole = SHAPE["num_layers"] * BATCH * LENGTH * SHAPE["hidden_size"] * BF16_BYTES
-    for stored, offloaded, moved in on_gpus(1, 2, checkpointed, overlapped, share_one_gpu=not overlapped):
-        assert offloaded == stored
-        assert moved == whole // 2
-
-
 def with_optimizers(topology: Topology, stage: int) -> list[list[float]]:
     """Losses with the optimizer on the GPU and on the CPU."""
     found = []

@@ -119,8 +119,8 @@ def fuse(model: GPT) -> None:
         mlp.follows_bias = fused_linear.serves(mlp.input) and mlp.activation is gelu
         norms = fuses_norms(layer)
         maps = attention.output, mlp.output, attention.qkv, mlp.input
-        joins = norms and fused_norm.has_bias(layer.mlp_norm) and _adds_what_it_made(layer)
-        if joins and all(map(fused_linear.serves, maps)):
+        joins = norms and isinstance(layer.mlp_norm, nn.LayerNorm) and _adds_what_it_made(layer)
+        if joins and all(map(fused_linear.serves, maps)):  # kernels of a LayerNorm sum gradients of biases
             attention.output.__class__ = mlp.output.__class__ = fused_linear.LinearIntoSum
         if norms:
             layer.halves[0].__class__, layer.halves[1].__class__ = FusedFirstHalf, FusedSecondHalf
