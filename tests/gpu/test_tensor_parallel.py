@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -32,7 +32,6 @@ LLAMA = variants.LLAMA | {"num_attention_heads": 8, "num_query_groups": 2, "kv_c
 ACROSS = {"qk_layernorm_across_heads": True, "norm_placement": "after"}
 MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA, "olmo2": LLAMA | ACROSS}
 BF16, FP32 = PrecisionConfig(bf16=True), PrecisionConfig(fp32=True)
-BF16_BYTES = 2
 
 
 def build(
@@ -43,7 +42,6 @@ def build(
     compiled: bool,
     overlapped: bool = False,
     zero: ZeroConfig | None = None,
-    recompute: RecomputeConfig | None = None,
     **changes: Any,
 ) -> ZeroEngine:
     torch._dynamo.reset()
@@ -52,7 +50,6 @@ def build(
         config,
         VOCAB,
         zero=zero or ZeroConfig(zero_stage=0),
-        recompute=recompute,
         precision=precision,
         topology=topology,
         device="cuda",
