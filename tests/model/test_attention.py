@@ -150,15 +150,6 @@ def test_flash_of_variable_lengths_fits_the_model(changes: dict[str, Any]) -> No
     assert gradient.shape == x.shape
 
 
-def test_heads_have_the_slopes_of_alibi() -> None:
-    """The paper's of 8 heads, and BLOOM's of 12; tensor ranks have theirs by the number of a head."""
-    eight = [2.0**-power for power in range(1, 9)]
-    assert alibi_slopes(8, 0, 8, CPU).tolist() == eight
-    more = [2.0**-power for power in (0.5, 1.5, 2.5, 3.5)]
-    assert alibi_slopes(12, 0, 12, CPU).tolist() == pytest.approx(eight + more)
-    assert alibi_slopes(12, 6, 6, CPU).tolist() == pytest.approx(eight[6:] + more)
-
-
 @pytest.mark.parametrize("window", [None, 1, 128, 150])
 @pytest.mark.parametrize("documents", [False, True])
 def test_blocks_of_a_mask_hold_every_token_that_is_seen(documents: bool, window: int | None) -> None:

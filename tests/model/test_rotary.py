@@ -83,18 +83,6 @@ def test_as_transformers_rotates(width: int, base: float, kind: str, last: int) 
     torch.testing.assert_close(ours.rotation(positions)(x)[near], expected[near], rtol=1e-5, atol=1e-5)
 
 
-def test_long_documents_alone_have_the_long_factors() -> None:
-    """Whatever else is in the row: each document is rotated as if it were alone."""
-    of_both = torch.tensor([[1.0], [4.0]]) * positions_per_radian(8, 10_000.0)
-    rotary = RotaryEmbedding(1 / of_both, original=5)
-    parts = [torch.arange(count)[None] for count in (5, 6, 1)]
-    found = rotary.rotation(torch.cat(parts, 1))
-    assert torch.equal(found.cos, torch.cat([rotary.rotation(part).cos for part in parts], 1))
-    short, long = (RotaryEmbedding(1 / inverse) for inverse in of_both)
-    for part, as_if in zip(parts, (short, long, short), strict=True):
-        assert torch.equal(rotary.rotation(part).sin, as_if.rotation(part).sin)
-
-
 def test_ntk_scaling_stretches_the_longest_wavelength_alone() -> None:
     shape = {"num_layers": 1, "hidden_size": 40, "num_attention_heads": 1, "seq_length": 8}
     plain, scaled = (
