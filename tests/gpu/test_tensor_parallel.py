@@ -42,6 +42,8 @@ def build(
     compiled: bool,
     overlapped: bool = False,
     zero: ZeroConfig | None = None,
+    context: int = 1,
+    comm_type: str = "auto",
     **changes: Any,
 ) -> ZeroEngine:
     torch._dynamo.reset()
@@ -55,10 +57,11 @@ def build(
         device="cuda",
         tensor=tensor,
         overlapped=overlapped,
+        context=context,
+        comm_type=comm_type,
     )
     if compiled:
-        shape = (BATCH, config.seq_length)
-        compile_parts(engine.model, shape, print, on_gpu=True)
+        compile_parts(engine.model, (BATCH, config.seq_length), print, on_gpu=True)
     return engine
 
 
