@@ -219,7 +219,7 @@ class VocabularyParallelHead(Head):
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
-        self.passes = VocabularyParallelLoss(self.group).kernels(compiler)
+        self.passes = VocabularyParallelLoss(self.group, compiler).kernels()
 
 
 class VocabularyParallelLoss:
@@ -229,13 +229,12 @@ class VocabularyParallelLoss:
     exchange of these three numbers per token tells all ranks the softmax.
     """
 
-    def __init__(self, group: TensorGroup) -> None:
+    def __init__(self, group: TensorGroup, compiler: Compiler = lambda function: function) -> None:
         self._group = group
-        self._local, self._to_gradient = local_statistics, _to_gradient
-
-    def kernels(self, compiler: Compiler = lambda function: function) -> LossKernels:
-        """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
         self._local, self._to_gradient = compiler(local_statistics), compiler(_to_gradient)
+
+    def kernels(self) -> LossKernels:
+        """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
         to_codes = partial(logits_to_codes, to_gradient=self.to_gradient)
         return LossKernels(self.to_gradient, lean=True, loss=self.loss, to_codes=to_codes)
 
