@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.model.attention import AttentionKernel, DotProduct, mask_of
+from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.layer import Layer, Norm, norm_of
 from megatron_zpp.model.loss import (
     PLAIN,
@@ -34,9 +34,6 @@ from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
 from megatron_zpp.model.rotary import UNROTATED, Part, Rotation, rotary_embeddings, whole
 
-if TYPE_CHECKING:
-    from megatron_zpp.model.offload import ActivationOffload
-
 
 def embedding(entries: int, width: int) -> nn.Embedding:
     """Return torch's embedding. Initialised by torch on the meta device it would import sympy: seconds."""
@@ -45,7 +42,7 @@ def embedding(entries: int, width: int) -> nn.Embedding:
 
 
 class Embedding(nn.Module):
-    """Token embedding, with dropout."""
+    """Token embedding, plus that of positions if they are learned, with dropout."""
 
     tokens: Any  # an embedding, or what shares or cuts the table
 
@@ -55,32 +52,23 @@ class Embedding(nn.Module):
         self.multiplier = config.embedding_multiplier
         self.norm = norm_of(config, config.hidden_size) if config.embed_layernorm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """(B, T) ids and their positions (B or 1, T) -> (B, T, D)."""
-        return self.dropout(self.look_up(tokens))
-
-    def look_up(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids -> their vectors, times --embedding-multiplier in their format, behind a norm if any."""
-        found = self.tokens(tokens)
-        if self.multiplier != 1:
-            found = found * torch.full((), self.multiplier, dtype=found.dtype, device=found.device)
-        return self.norm(found)
-
-
-class PositionedEmbedding(Embedding):
-    """Token plus learned position embedding."""
-
-    def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
-        super().__init__(config, padded_vocab_size)
-        self.positions = embedding(config.max_position_embeddings, config.hidden_size)
+        learned = config.position_embedding_type == "learned_absolute"
+        self.positions = embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.own: Callable[[Tensor, Tensor], Tensor] | None = None  # positions of this rank's tokens
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """See Embedding."""
-        if self.own is not None:
-            positions = self.own(positions, tokens)
-        return self.dropout(self.look_up(tokens) + self.positions(positions))
+        """(B, T) ids and their positions (B or 1, T) -> (B, T, D).
+
+        Vectors of tokens are multiplied by --embedding-multiplier in their format, and then normalised if at
+        all.
+        """
+        found = self.tokens(tokens)
+        if self.multiplier != 1:
+            found = found * torch.full((), self.multiplier, dtype=found.dtype, device=found.device)
+        found = self.norm(found)
+        if self.positions is not None:
+            found = found + self.positions(positions if self.own is None else self.own(positions, tokens))
+        return self.dropout(found)
 
 
 class Head(nn.Module):
@@ -156,11 +144,14 @@ class GPT(nn.Module):
         self.recompute = recompute or RecomputeConfig()
         padded = config.embedding_rows(entries)
         selective = self.recompute.recompute_granularity == "selective"
-        self.offload = _activation_offload() if self.recompute.recompute_offload else None
-        learned = config.position_embedding_type == "learned_absolute"
+        self.offload: Any = None  # of activations
+        if self.recompute.recompute_offload:
+            from megatron_zpp.model.offload import ActivationOffload
+
+            self.offload = ActivationOffload()
         self.windows = config.layer_windows
         self.attention = attention or DotProduct()
-        self.embedding = (PositionedEmbedding if learned else Embedding)(config, padded)
+        self.embedding = Embedding(config, padded)
         self.rotary, self.rotary_local = rotary_embeddings(config)
         self.layers = nn.ModuleList(
             Layer(
@@ -196,7 +187,7 @@ class GPT(nn.Module):
         tokens, rotations = self.part(tokens), self.rotations(positions)
         x = self.embedding(tokens, self.part(positions))  # (B, T, D)
         shaped = x.new_empty(1).expand(*tokens.shape, 1)  # x itself may be of some of the tokens only
-        masks = {window: mask_of(self.attention, shaped, window, documents) for window in set(self.windows)}
+        masks = {window: self.attention.mask(shaped, window, documents) for window in set(self.windows)}
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
             run = partial(self._run_layers, first=first, last=last, masks=masks, rotations=rotations)
             if recomputed and self.training:
@@ -319,12 +310,6 @@ class GPT(nn.Module):
 def _one_unit(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The units of the embedding or the head."""
     return [(name, module)]
-
-
-def _activation_offload() -> "ActivationOffload":
-    from megatron_zpp.model.offload import ActivationOffload
-
-    return ActivationOffload()
 
 
 def _tensor_seed(seed: int, name: str) -> int:

@@ -8,6 +8,7 @@ keys and values, H head width.
 
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -34,7 +35,9 @@ class LayerCache:
 
     def resize(self, rows: int, columns: int) -> None:
         """Change the storage; what lies inside both sizes stays."""
-        self._keys, self._values = (_resized(kept, rows, columns) for kept in (self._keys, self._values))
+        _, _, now, _ = self._keys.shape
+        more = (0, 0, 0, columns - now, 0, 0, 0, rows - len(self._keys))  # or less, below 0
+        self._keys, self._values = F.pad(self._keys, more), F.pad(self._values, more)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values (R, T, G, H) at `place`; return those of all columns, views (R, C, G, H)."""
@@ -57,10 +60,3 @@ class LayerCache:
         """Zero columns of a row, because a masked column still takes part in products: NaN · 0 is NaN."""
         for kept in (self._keys, self._values):
             kept[row, :, first:end] = 0
-
-
-def _resized(kept: Tensor, rows: int, columns: int) -> Tensor:
-    new = kept.new_zeros((rows, kept.shape[1], columns, kept.shape[3]))
-    both_rows, both_columns = min(rows, kept.shape[0]), min(columns, kept.shape[2])
-    new[:both_rows, :, :both_columns] = kept[:both_rows, :, :both_columns]
-    return new

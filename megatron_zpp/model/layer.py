@@ -100,7 +100,7 @@ class Attention(nn.Module):
             mixed = checkpoint(attend, q, k, v, use_reentrant=False)
         else:
             mixed = attend(q, k, v)
-        return self.project(mixed.flatten(2))  # of (B, T, N, H)
+        return self.output(mixed.flatten(2))  # of (B, T, N, H)
 
     def scores(self, device: torch.device) -> Scores:
         """How scores are made."""
@@ -125,10 +125,6 @@ class Attention(nn.Module):
     def normalize(self, x: Tensor, norm: nn.Module) -> Tensor:
         """The norm of heads (B, T, N or G, H): one by one, or all together."""
         return norm(x.flatten(2)).view(x.shape) if self.across_heads else norm(x)
-
-    def project(self, mixed: Tensor) -> Tensor:
-        """(B, T, N · H) -> (B, T, D)."""
-        return self.output(mixed)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -173,15 +169,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        return self.project(self.activate(x))
+        return self.output(self.activate(x))
 
     def activate(self, x: Tensor) -> Tensor:
         """(B, T, D) -> the inner values (B, T, F)."""
         return self.activation(self.input(x))
-
-    def project(self, inner: Tensor) -> Tensor:
-        """(B, T, F) -> (B, T, D)."""
-        return self.output(inner)
 
 
 class Half(nn.Module):

@@ -27,71 +27,6 @@ def whole(x: Tensor) -> Tensor:
     return x
 
 
-@dataclass(frozen=True)
-class LinearScaling:
-    """Positions divided by `factor` (positional interpolation, 2306.15595)."""
-
-    factor: float
-
-    def apply(self, frequencies: Tensor) -> Tensor:
-        """(R / 2) frequencies in radians per position -> scaled frequencies."""
-        return frequencies / self.factor
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling of frequencies; Hugging Face's rope_type "llama3".
-
-    Wavelengths above original positions / low_freq_factor are multiplied by `factor`, wavelengths below
-    original positions / high_freq_factor are unchanged, and frequencies between them are interpolated.
-    """
-
-    factor: float
-
-    def apply(self, frequencies: Tensor) -> Tensor:
-        """(R / 2) frequencies in radians per position -> scaled frequencies."""
-        wavelengths = 2 * math.pi / frequencies
-        periods = _ORIGINAL_POSITIONS / wavelengths
-        share = (periods - _LOW_FREQ_FACTOR) / (_HIGH_FREQ_FACTOR - _LOW_FREQ_FACTOR)
-        share = share.clamp(0.0, 1.0)  # 1 keeps the frequency, 0 divides it by the factor
-        return frequencies * share + frequencies / self.factor * (1 - share)
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (2309.00071, 3.2): pairs that turn often in a text of `original` tokens keep their frequency.
-
-    Frequencies of pairs that turn at most `beta_slow` times are divided by `factor`. Those of pairs that turn
-    at least `beta_fast` times are unchanged. Between these, they are interpolated by the number of the pair.
-    `rounds`: the ends of that range are whole numbers.
-    """
-
-    factor: float
-    base: float
-    original: int
-    beta_fast: float
-    beta_slow: float
-    rounds: bool
-
-    def apply(self, frequencies: Tensor) -> Tensor:
-        """(R / 2) frequencies in radians per position -> scaled frequencies."""
-        pairs = len(frequencies)
-        first, last = self._pair(self.beta_fast, pairs), self._pair(self.beta_slow, pairs)
-        if self.rounds:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, 2 * pairs - 1)
-        numbers = torch.arange(pairs, device="cpu")
-        share = ((numbers - first) / (last - first or 0.001)).clamp(0.0, 1.0)  # 0 keeps, 1 divides
-        return frequencies / self.factor * share + frequencies * (1 - share)
-
-    def _pair(self, turns: float, pairs: int) -> float:
-        """The number, not rounded, of the pair that turns so often in a text of the original length."""
-        return pairs * math.log(self.original / (2 * math.pi * turns)) / math.log(self.base)
-
-
-RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
-
-
 def positions_per_radian(rotated: int, base: float) -> Tensor:
     """Return the inverse frequency of each pair of channels (R / 2), fp32."""
     # On the CPU: all devices rotate by the same angles, and the model may be built on the meta device.
@@ -99,10 +34,48 @@ def positions_per_radian(rotated: int, base: float) -> Tensor:
     return base**exponents
 
 
-def frequencies(rotated: int, base: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Return the fp32 frequency of each pair of channels (R / 2), in radians per position."""
-    found = 1.0 / positions_per_radian(rotated, base)
-    return scaling.apply(found) if scaling else found
+def llama3_scaled(frequencies: Tensor, factor: float) -> Tensor:
+    """Llama 3.1's scaling of frequencies (R / 2); Hugging Face's rope_type "llama3".
+
+    Wavelengths above original positions / low_freq_factor are multiplied by `factor`, wavelengths below
+    original positions / high_freq_factor are unchanged, and frequencies between them are interpolated.
+    """
+    wavelengths = 2 * math.pi / frequencies
+    periods = _ORIGINAL_POSITIONS / wavelengths
+    share = (periods - _LOW_FREQ_FACTOR) / (_HIGH_FREQ_FACTOR - _LOW_FREQ_FACTOR)
+    share = share.clamp(0.0, 1.0)  # 1 keeps the frequency, 0 divides it by the factor
+    return frequencies * share + frequencies / factor * (1 - share)
+
+
+def yarn_scaled(
+    frequencies: Tensor,
+    factor: float,
+    *,
+    base: float,
+    original: int,
+    beta_fast: float,
+    beta_slow: float,
+    rounds: bool,
+) -> Tensor:
+    """YaRN (2309.00071, 3.2): pairs that turn often in a text of `original` tokens keep their frequency.
+
+    Frequencies (R / 2) of pairs that turn at most `beta_slow` times are divided by `factor`. Those of pairs
+    that turn at least `beta_fast` times are unchanged. Between these, they are interpolated by the number of
+    the pair. `rounds`: the ends of that range are whole numbers.
+    """
+    pairs = len(frequencies)
+
+    def pair(turns: float) -> float:
+        """The number, not rounded, of the pair that turns so often in a text of the original length."""
+        return pairs * math.log(original / (2 * math.pi * turns)) / math.log(base)
+
+    first, last = pair(beta_fast), pair(beta_slow)
+    if rounds:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    numbers = torch.arange(pairs, device="cpu")
+    share = ((numbers - first) / (last - first or 0.001)).clamp(0.0, 1.0)  # 0 keeps, 1 divides
+    return frequencies / factor * share + frequencies * (1 - share)
 
 
 @dataclass(frozen=True)
@@ -144,60 +117,39 @@ UNROTATED = Rotation()
 
 
 class RotaryEmbedding:
-    """The rotation of each position, for R rotated channels, which are multiplied by a factor too."""
+    """The rotation of each position, by `frequencies` (R / 2) fp32 in radians per position.
+
+    Rotated channels are multiplied by `attention_factor` too. With LongRoPE (2402.13753) frequencies are
+    (2, R / 2): those of texts of at most `original` tokens, and of longer ones. A text is what positions
+    count without a break, so that each document of a row has its own.
+    """
 
     def __init__(
         self,
-        rotated: int,
-        base: float,
-        scaling: RopeScaling | None = None,
+        frequencies: Tensor,
         *,
         interleaved: bool = False,
         attention_factor: float = 1.0,
+        original: int | None = None,
     ) -> None:
-        self.frequencies = frequencies(rotated, base, scaling)
+        self.frequencies, self.original = frequencies, original
         self.interleaved, self.attention_factor = interleaved, attention_factor
 
     def rotation(self, positions: Tensor, part: Part = whole) -> Rotation:
         """Return the rotation of a `part` of positions (B or 1, T)."""
-        angles = part(positions)[..., None, None].float() * self.frequencies_at(positions, part)
+        angles = part(positions)[..., None, None].float() * self._frequencies_at(positions, part)
         cos, sin = angles.cos(), angles.sin()  # each (B or 1, T, 1, R / 2)
         if self.attention_factor != 1:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return Rotation(cos, sin, self.interleaved)
 
-    def frequencies_at(self, positions: Tensor, part: Part) -> Tensor:
+    def _frequencies_at(self, positions: Tensor, part: Part) -> Tensor:
         """The frequencies of a `part` of positions, in a shape that broadcasts to (B or 1, T, 1, R / 2)."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
-        return self.frequencies
-
-
-class LongRotaryEmbedding(RotaryEmbedding):
-    """LongRoPE (2402.13753): wavelengths have other factors in texts of more than `original` tokens.
-
-    A text is what positions count without a break, so that each document of a row has its own factors.
-    """
-
-    def __init__(
-        self,
-        rotated: int,
-        base: float,
-        short: tuple[float, ...],
-        long: tuple[float, ...],
-        original: int,
-        *,
-        interleaved: bool = False,
-        attention_factor: float = 1.0,
-    ) -> None:
-        super().__init__(rotated, base, interleaved=interleaved, attention_factor=attention_factor)
-        factors = torch.tensor([short, long], device="cpu")  # (2, R / 2), as are frequencies
-        self.frequencies = 1.0 / (factors * positions_per_radian(rotated, base))
-        self.original = original
-
-    def frequencies_at(self, positions: Tensor, part: Part) -> Tensor:
-        """(B or 1, T) -> (B or 1, T, 1, R / 2)."""
-        short, long = super().frequencies_at(positions, part)
+        if self.original is None:
+            return self.frequencies
+        short, long = self.frequencies
         return torch.where(part(_text_lengths(positions) > self.original)[..., None, None], long, short)
 
 
@@ -215,44 +167,43 @@ def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding | None, Rota
     """The rotations of a model's layers, and those of layers with a window where they have others."""
     if not config.rotary:
         return None, None
-    rotated, base, interleaved = config.rotated_channels, config.scaled_rotary_base, config.rotary_interleaved
-    local = None
+    local, interleaved = None, config.rotary_interleaved
     if config.rotary_base_local is not None:
-        local = RotaryEmbedding(rotated, config.rotary_base_local, interleaved=interleaved)
-    factor = config.rotary_attention_factor
-    if config.position_embedding_type == "longrope":
-        short, long = config.longrope_short_factor, config.longrope_long_factor
-        original = config.yarn_original_max_position_embeddings
-        assert short is not None
-        assert long is not None
-        assert original is not None
-        found = LongRotaryEmbedding(
-            *(rotated, base, short, long, original), interleaved=interleaved, attention_factor=factor
-        )
-        return found, local
-    usual = RotaryEmbedding(rotated, base, _scaling(config), interleaved=interleaved, attention_factor=factor)
+        of_windows = 1.0 / positions_per_radian(config.rotated_channels, config.rotary_base_local)
+        local = RotaryEmbedding(of_windows, interleaved=interleaved)
+    usual = RotaryEmbedding(
+        _frequencies(config),
+        interleaved=interleaved,
+        attention_factor=config.rotary_attention_factor,
+        original=config.longrope_limit,
+    )
     return usual, local
 
 
-def _scaling(config: ModelConfig) -> RopeScaling | None:
-    """How the frequencies of rope or YaRN are scaled; ModelConfig.check has filled what is asserted."""
+def _frequencies(config: ModelConfig) -> Tensor:
+    """Those of RotaryEmbedding; ModelConfig.check has filled what is asserted."""
+    inverse = positions_per_radian(config.rotated_channels, config.scaled_rotary_base)
+    if config.position_embedding_type == "longrope":
+        factors = [config.longrope_short_factor, config.longrope_long_factor]
+        return 1.0 / (torch.tensor(factors, device="cpu") * inverse)
+    found = 1.0 / inverse
     if config.position_embedding_type == "yarn":
         assert config.rotary_scaling_factor is not None
         assert config.rotary_base is not None
         assert config.yarn_original_max_position_embeddings is not None
         assert config.yarn_beta_fast is not None
         assert config.yarn_beta_slow is not None
-        return YarnScaling(
+        return yarn_scaled(
+            found,
             config.rotary_scaling_factor,
-            config.rotary_base,
-            config.yarn_original_max_position_embeddings,
-            config.yarn_beta_fast,
-            config.yarn_beta_slow,
-            config.yarn_correction_range_round_to_int,
+            base=config.rotary_base,
+            original=config.yarn_original_max_position_embeddings,
+            beta_fast=config.yarn_beta_fast,
+            beta_slow=config.yarn_beta_slow,
+            rounds=config.yarn_correction_range_round_to_int,
         )
     if config.use_rope_scaling:
         assert config.rope_scaling_factor is not None
-        return Llama3Scaling(config.rope_scaling_factor)
-    if config.rotary_seq_len_interpolation_factor is not None:
-        return LinearScaling(config.rotary_seq_len_interpolation_factor)
-    return None
+        return llama3_scaled(found, config.rope_scaling_factor)
+    # Positional interpolation (2306.15595) divides positions.
+    return found / (config.rotary_seq_len_interpolation_factor or 1.0)

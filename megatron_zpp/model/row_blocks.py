@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.gpt import GPT, Head
+from megatron_zpp.model.gpt import GPT, Head, embedding
 from megatron_zpp.model.loss import (
     CHUNK_BYTES,
     IGNORED,
@@ -107,18 +107,22 @@ class OutputBlock(Block):
         return _Statistics.apply(x, self.weight, targets - self.first, own, passes or PLAIN)
 
 
-class RowBlockTable(nn.Module):
-    """The embedding of tokens, in blocks."""
+class _Blocks(nn.Module):
+    """A table in blocks."""
 
-    weight = None  # of all rows: there is none
-
-    def __init__(self, blocks: Sequence[LookupBlock]) -> None:
+    def __init__(self, blocks: Sequence[Block]) -> None:
         super().__init__()
         self.width, self.blocks = blocks[0].weight.shape[1], nn.ModuleList(blocks)
 
-    def each(self) -> Iterator[LookupBlock]:
+    def each(self) -> Iterator[Any]:
         """The blocks, in the order of their rows."""
-        yield from self.blocks  # type: ignore[misc]  # torch's stubs: modules
+        yield from self.blocks
+
+
+class RowBlockTable(_Blocks):
+    """The embedding of tokens, in blocks."""
+
+    weight = None  # of all rows: there is none
 
     def forward(self, ids: Tensor) -> Tensor:
         """(…) -> (…, D)."""
@@ -128,16 +132,8 @@ class RowBlockTable(nn.Module):
         return found
 
 
-class OutputBlocks(nn.Module):
+class OutputBlocks(_Blocks):
     """The output weights, in blocks."""
-
-    def __init__(self, blocks: Sequence[OutputBlock]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def each(self) -> Iterator[OutputBlock]:
-        """See RowBlockTable."""
-        yield from self.blocks  # type: ignore[misc]  # torch's stubs: modules
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> logits (…, V)."""
@@ -331,11 +327,5 @@ def blocks_of(kind: Callable[..., Any], entries: int, width: int, rows: int) -> 
     blocks = []
     for start in range(0, entries, rows):
         block_rows = range(start, min(start + rows, entries))
-        blocks.append(kind(row_parameter(len(block_rows), width), block_rows, entries))
+        blocks.append(kind(embedding(len(block_rows), width).weight, block_rows, entries))
     return blocks
-
-
-def row_parameter(rows: int, width: int) -> nn.Parameter:
-    """Rows of a table, not initialised on the meta device: torch would import sympy, which takes seconds."""
-    weight = torch.empty(rows, width)
-    return nn.Parameter(weight if weight.is_meta else weight.normal_())

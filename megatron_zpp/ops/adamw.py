@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AdamWScalars:
     """The arguments of a step besides the tensors of a shard; the same for all shards of a step.
 
@@ -26,8 +26,8 @@ class AdamWScalars:
     def packed(self) -> tuple[list[Tensor], list[float]]:
         """The scalars as two lists, `device_scalars` and `host_scalars`.
 
-        A torch operator's schema allows tensors, numbers, strings and lists of them, but no dataclass. Only
-        this method, `unpacked` and `unpacked` of csrc/bindings.cpp know the order.
+        A torch operator's schema allows tensors, numbers, strings and lists of them, but no dataclass. The
+        order is that of the fields, which `unpacked` of csrc/bindings.cpp knows too.
         """
         on_device = [self.divisor, self.found_inf, self.bias_corrections]
         return on_device, [self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay]
@@ -36,17 +36,7 @@ class AdamWScalars:
     def unpacked(device_scalars: Sequence[Tensor], host_scalars: Sequence[float]) -> "AdamWScalars":
         """The inverse of `packed`."""
         divisor, found_inf, bias_corrections = device_scalars
-        learning_rate, beta1, beta2, eps, weight_decay = host_scalars
-        return AdamWScalars(
-            divisor=divisor,
-            found_inf=found_inf,
-            bias_corrections=bias_corrections,
-            learning_rate=learning_rate,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-        )
+        return AdamWScalars(divisor, found_inf, bias_corrections, *host_scalars)
 
 
 class AdamWStep:

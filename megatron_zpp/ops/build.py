@@ -100,9 +100,9 @@ def _compile(
     """Run the commands in `directory`, one per core at a time, with their output in `log`."""
     (directory / "build.ninja").write_text(ninja_text(commands))
     argv = [tools.ninja, "-C", str(directory), "-v", f"-j{len(os.sched_getaffinity(0))}"]
-    progress, lines = _Progress(len(commands)), []
+    done, lines = "0", []
     with (
-        progress.shown(say, every_seconds),
+        _shown(lambda: f"{done} of {len(commands)} files done", say, every_seconds),
         log.open("w") as file,
         subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
     ):
@@ -111,7 +111,8 @@ def _compile(
             file.write(line)
             file.flush()
             lines.append(line.rstrip())
-            progress.heed(line)
+            if found := re.match(r"\[(\d+)/\d+\]", line):  # [DONE/TOTAL], when a command is done
+                done = found[1]
             if verbose:
                 say(lines[-1])
     if process.returncode:
@@ -119,37 +120,24 @@ def _compile(
         raise BuildError(f"the kernels do not compile; the whole output is in {log}, its end is:\n{shown}")
 
 
-@dataclass
-class _Progress:
-    """How many of a build's commands are done, as ninja says it."""
+@contextmanager
+def _shown(progress: Callable[[], str], say: Callable[[str], None], every: float) -> Iterator[None]:
+    """Call `say` with the progress of the block every `every` seconds, and with the time that it took."""
+    started, ended = time.monotonic(), threading.Event()
 
-    total: int
-    done: int = 0
+    def work() -> None:
+        while not ended.wait(every):
+            say(f"compiling the kernels: {progress()}, {time.monotonic() - started:.0f} s so far")
 
-    def heed(self, line: str) -> None:
-        """Take note of a line of ninja's output, which begins with [DONE/TOTAL] when a command is done."""
-        if found := re.match(r"\[(\d+)/\d+\]", line):
-            self.done = int(found[1])
-
-    @contextmanager
-    def shown(self, say: Callable[[str], None], every: float) -> Iterator[None]:
-        """Call `say` with the progress of the block every `every` seconds, and with the time that it took."""
-        started, ended = time.monotonic(), threading.Event()
-
-        def work() -> None:
-            while not ended.wait(every):
-                files = f"{self.done} of {self.total} files done"
-                say(f"compiling the kernels: {files}, {time.monotonic() - started:.0f} s so far")
-
-        thread = threading.Thread(target=work, name="progress", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-        if time.monotonic() - started > every:
-            say(f"built the kernels in {time.monotonic() - started:.0f} s")
+    thread = threading.Thread(target=work, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if time.monotonic() - started > every:
+        say(f"built the kernels in {time.monotonic() - started:.0f} s")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,9 @@ BOUNDARIES = {
 
 
 def ordered_sum(x: Tensor) -> Tensor:
-    """The sums (K,) of fp32 blocks (K, B): eight neighbours in turn, then the results in halves onto each
-    other. The order of `reference.sum_squares`.
+    """The sums (K,) of fp32 blocks (K, B) in a fixed order.
+
+    Each 8 neighbours are added in turn; of n such sums i and i + n / 2, then i and i + n / 4, and so on.
     """
     parts = x.reshape(len(x), -1, 8)
     total = parts[:, :, 0]
@@ -88,15 +89,10 @@ def coded(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     return codes.masked_fill(~(stored > 0)[:, None], 0), stored
 
 
-def level_table(bits: int, device: torch.device) -> Tensor:
-    """The levels (2^bits,) fp32 by code."""
-    positive = torch.tensor(LEVELS[bits], device=device)
-    return torch.cat((-positive.flip(0), positive))
-
-
 def levels_of(codes: Tensor, bits: int) -> Tensor:
     """The fp32 levels of codes, in their shape."""
-    return level_table(bits, codes.device)[codes.int()]
+    positive = torch.tensor(LEVELS[bits], device=codes.device)
+    return torch.cat((-positive.flip(0), positive))[codes.int()]
 
 
 def decoded(codes: Tensor, stored: Tensor, bits: int) -> Tensor:

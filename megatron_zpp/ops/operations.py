@@ -1,5 +1,6 @@
 """The operations as callers use them: formats and scalars are values, run by the kernels or the reference."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -130,7 +131,7 @@ class Operations:
         bytes has the corrections of the weights, whose bf16 part is the `gather_source`.
         """
         moments = exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales
-        run = self._compact().adamw_compact
+        run = self._of("reference_compact").adamw_compact
         run(master, gradient, *moments, gather_source, *scalars.packed(), decayed, *rounding.packed())
 
     def quantize_difference(
@@ -149,17 +150,17 @@ class Operations:
         `skip` () is not 0 the message changes nothing. `squares` (2, m / block) fp32 gets per block the sums
         of the squares of the differences, and of what the codes lose of them.
         """
-        run = self._differences().quantize_difference
+        run = self._of("reference_difference").quantize_difference
         run(weights, reference, message, format.bits, format.block, skip, squares)
 
     def add_difference(self, messages: Tensor, reference: Tensor, format: LloydMaxFormat) -> None:
         """Move part p of `reference` (P · m,) fp32 by message p of `messages` (P, message_bytes(m))."""
-        run = self._differences().add_difference
+        run = self._of("reference_difference").add_difference
         run(messages, reference, format.bits, format.block)
 
     def quantize_rotated(self, input: Tensor, messages: Tensor, format: LloydMaxFormat, signs: Signs) -> None:
         """Rotate `input` (n,) fp32, bf16 or fp16 and encode it as `messages` (G, message_bytes(n / G))."""
-        run = self._rotations().quantize_rotated
+        run = self._of("reference_rotation").quantize_rotated
         run(input, messages, format.bits, format.block, *signs.packed())
 
     def sum_rotated(
@@ -175,32 +176,12 @@ class Operations:
 
         Messages are summed in their order and rotated back once. So all of them must have the same signs.
         """
-        run = self._rotations().sum_rotated
+        run = self._of("reference_rotation").sum_rotated
         run(messages, shard, format.bits, format.block, *signs.packed(), add)
 
-    def _compact(self) -> Any:
-        """What steps states in fewer bytes: the kernels, or the reference where none are loaded."""
-        if self.compiled:
-            return self._kernels
-        from megatron_zpp.ops import reference_compact
-
-        return reference_compact
-
-    def _differences(self) -> Any:
-        """What computes differences: the kernels, or the reference where none are loaded."""
-        if self.compiled:
-            return self._kernels
-        from megatron_zpp.ops import reference_difference
-
-        return reference_difference
-
-    def _rotations(self) -> Any:
-        """What computes rotated codes: the kernels, or the reference where none are loaded."""
-        if self.compiled:
-            return self._kernels
-        from megatron_zpp.ops import reference_rotation
-
-        return reference_rotation
+    def _of(self, module: str) -> Any:
+        """The kernels, or else a part of the reference, which few runs need and import."""
+        return self._kernels if self.compiled else import_module(f"megatron_zpp.ops.{module}")
 
 
 def _flat(format: QuantFormat) -> tuple[Any, ...]:

@@ -1,8 +1,9 @@
 """The operations in plain torch: the oracle of the kernels, and their substitute where none can be compiled.
 
-Functions have the signatures of the operators. Each rounding is one torch operation: fp32 operations are not
-fused, exact products are computed in fp64, and bits are changed as integers. So every device gives the same
-bits. Tensors are processed in tiles of `TILE` elements, so scratch memory does not grow with them.
+Functions have the signatures of the operators, and ops/operations.py says what each of them does. Each
+rounding is one torch operation: fp32 operations are not fused, exact products are computed in fp64, and bits
+are changed as integers. So every device gives the same bits. Tensors are processed in tiles of `TILE`
+elements, so scratch memory does not grow with them.
 """
 
 from collections.abc import Sequence
@@ -12,11 +13,15 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops.adamw import AdamWScalars, AdamWStep
-from megatron_zpp.ops.block_codes import decode_blocks, encode_blocks, to_dtype
 from megatron_zpp.ops.formats import SCALE_BYTES, SQUARES_BLOCK, CodeType, QuantFormat
+from megatron_zpp.ops.lloyd_max import ordered_sum
 
 # R rows, n columns, G output messages, P input messages, m elements, K blocks, B elements per block
 TILE = 1 << 20
+_FACTORS = {"int8": -(2.0**-7), "int4": -(2.0**-3)}
+_SMALLEST_NORMAL = 2.0**-126
+_NAN_BITS = 0x7FC0  # of bf16
+_FP16_MAX = 65504.0
 
 
 def tiles(numel: int) -> list[slice]:
@@ -25,10 +30,7 @@ def tiles(numel: int) -> list[slice]:
 
 
 def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -> None:
-    """Encode `input` (R, n) into `messages` (G, message_bytes(R/G · n)).
-
-    Message g holds the R/G rows from g · R/G on.
-    """
+    """See Operations."""
     format = QuantFormat(code_type, block)
     count, n = len(input) // len(messages), input.shape[1]  # of the rows of a message
     for group, message in enumerate(messages):
@@ -37,7 +39,7 @@ def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -
         _zero_padding(message, format, rows.numel())
         for row_tile, column_tile in _tiles(len(rows), n, block):
             x = rows[row_tile, column_tile].float()
-            encoded, stored = encode_blocks(x.reshape(-1, block), format)
+            encoded, stored = _encode_blocks(x.reshape(-1, block), format)
             _tile_of(code_rows, len(rows), row_tile, column_tile, block).copy_(
                 encoded.view(*x.shape[:1], -1, encoded.shape[1])
             )
@@ -47,7 +49,7 @@ def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -
 
 
 def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
-    """Decode `messages` (G, message_bytes(R/G · n)) into `output` (R, n): the inverse of `quantize`."""
+    """See Operations."""
     format = QuantFormat(code_type, block)
     count = len(output) // len(messages)  # of the rows of a message
     for group, message in enumerate(messages):
@@ -57,16 +59,13 @@ def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int
             encoded = _tile_of(code_rows, len(rows), row_tile, column_tile, block)
             stored = _tile_of(scale_rows, len(rows), row_tile, column_tile, block)
             shape = len(encoded), -1
-            x = decode_blocks(encoded.flatten(0, 1), _scales_of(stored.flatten(0, 1)), format)
+            x = _decode_blocks(encoded.flatten(0, 1), _scales_of(stored.flatten(0, 1)), format)
             x = x.view(shape)
-            rows[row_tile, column_tile].copy_(to_dtype(x, output.dtype))
+            rows[row_tile, column_tile].copy_(_to_dtype(x, output.dtype))
 
 
 def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
-    """Sum `messages` (P, message_bytes(m)) in order and encode part g of the sum as message g of `output`.
-
-    `output` is (G, message_bytes(m / G)).
-    """
+    """See Operations; messages are added in order."""
     format = QuantFormat(code_type, block)
     m = format.numel_of(messages)
     part = m // max(len(output), 1)
@@ -76,17 +75,14 @@ def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: i
         for tile in tiles(part):
             here = slice(group * part + tile.start, group * part + tile.stop)
             value = _sum_of(messages, format, m, here)
-            encoded, stored = encode_blocks(value.view(-1, block), format)
+            encoded, stored = _encode_blocks(value.view(-1, block), format)
             blocks = slice(tile.start // block, tile.stop // block)
             code_blocks[blocks] = encoded
             scale_blocks[blocks] = stored.view(torch.uint8).view(-1, SCALE_BYTES)
 
 
 def sum_into(messages: Tensor, shard: Tensor, code_type: CodeType, block: int, add: bool) -> None:
-    """Write the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32.
-
-    Messages are added in order. With `add`, the result is added to the shard.
-    """
+    """See Operations; messages are added in order."""
     format = QuantFormat(code_type, block)
     for here in tiles(len(shard)):
         _put(shard[here], _sum_of(messages, format, len(shard), here), add)
@@ -100,12 +96,7 @@ def sum_parts(
     group_rank: int = 0,
     squares: Tensor | None = None,
 ) -> None:
-    """Write the sum of the rows of `parts` (P, m) to `shard` (m,) fp32.
-
-    Rows are added in order. With `add`, the result is added to the shard. `own` (m,) in the same dtype
-    replaces row `group_rank`, which is then not read. `shard` may be a row of `parts`, and rows may be any
-    stride apart. `squares` (m / 256,) is set to what `sum_squares` computes of the new shard.
-    """
+    """See Operations; rows, which may be any stride apart, are added in order."""
     rows = list(parts)
     if own is not None:
         rows[group_rank] = own
@@ -119,19 +110,10 @@ def sum_parts(
 
 
 def sum_squares(input: Tensor, sums: Tensor) -> None:
-    """Write the sum of the squares of each 256 elements of `input` (m,) to `sums` (m / 256,) fp32.
-
-    The order is fixed: each 8 neighbours in turn, then sum i and sum i + 16, then i and i + 8, and so on.
-    """
+    """See Operations; the order of the additions is that of `ordered_sum`."""
     for here in tiles(len(input)):
-        x = input[here].float().view(-1, SQUARES_BLOCK // 8, 8)
-        total = x[:, :, 0] * x[:, :, 0]
-        for i in range(1, 8):
-            total = total + x[:, :, i] * x[:, :, i]
-        while total.shape[1] > 1:
-            low, high = total.chunk(2, dim=1)
-            total = low + high
-        sums[here.start // SQUARES_BLOCK :][: len(total)] = total[:, 0]
+        x = input[here].float().view(-1, SQUARES_BLOCK)
+        sums[here.start // SQUARES_BLOCK :][: len(x)] = ordered_sum(x * x)
 
 
 def adamw(
@@ -144,11 +126,7 @@ def adamw(
     host_scalars: Sequence[float],
     decayed: int,
 ) -> None:
-    """Take one step of AdamW (1711.05101, algorithm 2) on fp32 tensors (m,); see `AdamWScalars.packed`.
-
-    `gradient` may have 16 bits. The first `decayed` elements have weight decay. `gather_source` (m,) is set
-    to the new weights in its own dtype. Nothing is written if `found_inf` is not 0.
-    """
+    """See Operations and `AdamWScalars`. Nothing is written if `found_inf` is not 0."""
     states = master, gradient, exp_avg, exp_avg_sq
     scalars = AdamWScalars.unpacked(device_scalars, host_scalars)
     skip = scalars.found_inf != 0
@@ -225,10 +203,55 @@ def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tenso
     values = []
     for message in messages:
         encoded, stored = (part[first:last] for part in _message_parts(message, format, m))
-        values.append(decode_blocks(encoded, _scales_of(stored), format))
+        values.append(_decode_blocks(encoded, _scales_of(stored), format))
     offset = here.start - first * format.block
     return reduce(torch.add, values).flatten()[offset : offset + here.stop - here.start]
 
 
 def _put(target: Tensor, total: Tensor, add: bool) -> None:
     target.copy_(target + total if add else total)
+
+
+def _encode_blocks(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
+    """Return codes (K, bytes) and scales (K,) of fp32 blocks x (K, B), rounded to nearest."""
+    stored, usable = _block_scales(x, format)
+    zero = torch.zeros_like(x[:, :1])
+    inverse = torch.where(usable[:, None], stored.float().reciprocal()[:, None], zero)
+    x = torch.where(usable[:, None], x, zero)
+    return _to_integers(x, inverse, format.bits), stored
+
+
+def _decode_blocks(codes: Tensor, stored: Tensor, format: QuantFormat) -> Tensor:
+    """The fp32 values (K, B) of codes (K, bytes) and scales (K,); a NaN scale makes its block NaN."""
+    if format.code_type == "int8":
+        numbers = codes.view(torch.int8).float()
+    else:
+        halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int8)
+        numbers = ((halves ^ 8) - 8).float()
+    return numbers * stored.float()[:, None]
+
+
+def _to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to nearest even in fp32, bf16 or fp16; finite numbers saturate in fp16, infinity does not."""
+    if dtype == torch.float16:
+        x = torch.where(x.isinf(), x, x.clamp(-_FP16_MAX, _FP16_MAX))
+    return x.to(dtype)
+
+
+def _block_scales(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
+    """Stored scales (K,), and (K,) bool: whether a block has codes other than zeros."""
+    finite = x.isfinite().all(1)
+    magnitude = x.abs().amax(1)
+    peak = torch.where((x == magnitude[:, None]).any(1), magnitude, -magnitude)
+    stored = (peak * _FACTORS[format.code_type]).bfloat16()
+    usable = finite & (stored.float().abs() >= _SMALLEST_NORMAL)
+    # Set as bits, because the NaN that a conversion makes depends on the device.
+    bits = torch.where(usable, stored, 0.0).view(torch.int16)
+    return bits.masked_fill(~finite, _NAN_BITS).view(torch.bfloat16), usable
+
+
+def _to_integers(x: Tensor, inverse: Tensor, bits: int) -> Tensor:
+    """Return two's complement codes (K, bytes) of x (K, B) · inverse (K, 1)."""
+    q = torch.round(x.double() * inverse.double())  # the product of two fp32 numbers is exact in fp64
+    q = q.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8).view(torch.uint8)
+    return q if bits == 8 else q[:, 0::2] & 15 | q[:, 1::2] << 4

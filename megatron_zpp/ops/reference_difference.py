@@ -39,12 +39,7 @@ def quantize_difference(
     skip: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> None:
-    """Encode `weights` (n,) fp32 less `reference` (n,) into `message`; `add_difference` applies it.
-
-    `reference` is fp32, `message` (message_bytes(n),) uint8. Where `skip` () is not 0 all scales and
-    codes are 0, so nothing changes. `squares` (2, n / block) fp32 get, per block, the sums of the squares of
-    the difference and of what its codes lose, both 0 where `skip` is not.
-    """
+    """See Operations. Where `skip` is not 0 all scales, codes and squares are 0."""
     encoded = [
         encode_difference(weights[here].view(-1, block), reference[here].view(-1, block), bits)
         for here in tiles(len(reference))
@@ -67,7 +62,7 @@ def quantize_difference(
 
 
 def add_difference(messages: Tensor, reference: Tensor, bits: int, block: int) -> None:
-    """Apply `messages` (P, message_bytes(m)) once to the parts of `reference` (P · m,), in their order.
+    """See Operations.
 
     No level is zero, so elements between parameters that share a block with elements of one get noise.
     """

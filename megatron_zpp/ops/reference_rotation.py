@@ -61,29 +61,16 @@ def quantize_rotated(
     iteration: int,
     first: int = 0,
 ) -> None:
-    """Rotate `input` (n,) fp32, bf16 or fp16 and encode it into `messages` (G, message_bytes(n / G)) uint8.
-
-    `first`, a multiple of 128, is the element of the unit that `input` begins with.
-    """
+    """See Operations and Signs."""
     numel = len(input) // max(len(messages), 1)
-    for group, message in enumerate(messages):
-        start = group * numel
-        part = input[start : start + numel]
-        _quantize_message(part, message, bits, block, (seed, unit, iteration), first + start)
-
-
-def _quantize_message(
-    input: Tensor, message: Tensor, bits: int, block: int, draw: tuple[int, int, int], first: int
-) -> None:
-    codes, stored = [], []
-    for here in tiles(len(input)):
-        x = input[here].float().view(-1, block)
-        signs = _signs_like(x, first + here.start, *draw)
-        part, scale = encode_rotated(rotate(x, signs), bits)
-        codes.append(part)
-        stored.append(scale)
-    if codes:
-        write_message(message, torch.cat(codes), torch.cat(stored), LloydMaxFormat(bits, block))
+    for start, message in zip(range(0, len(input), max(numel, 1)), messages, strict=False):
+        encoded = []
+        for here in tiles(numel):
+            x = input[start : start + numel][here].float().view(-1, block)
+            signs = _signs_like(x, first + start + here.start, seed, unit, iteration)
+            encoded.append(encode_rotated(rotate(x, signs), bits))
+        codes, stored = map(torch.cat, zip(*encoded, strict=True))
+        write_message(message, codes, stored, LloydMaxFormat(bits, block))
 
 
 def sum_rotated(
@@ -97,10 +84,9 @@ def sum_rotated(
     first: int = 0,
     add: bool = False,
 ) -> None:
-    """Sum `messages` (P, message_bytes(n)) in order, rotate back once, and put the sum into `shard` (n,).
+    """See Operations.
 
-    `shard` is fp32 and gets the sum; with `add` that is added to it. Elements that belong to
-    no parameter get noise, since a rotation mixes the elements of a block.
+    Elements that belong to no parameter get noise, since a rotation mixes the elements of a block.
     """
     read = [read_message(message, len(shard), LloydMaxFormat(bits, block)) for message in messages]
     result = torch.empty_like(shard)
@@ -125,13 +111,9 @@ def random_signs(counter: tuple[Tensor, Tensor, Tensor], seed: int, iteration: i
         (low, high, unit, torch.full_like(low, iteration & _LOW_32)), (seed & _LOW_32, seed >> 32 & _LOW_32)
     )
     by_byte = torch.stack(words, dim=1).view(torch.uint8).view(-1, 8)[:, :4]  # the low 32 bits, lowest first
-    return _signs_of_bytes(low.device)[by_byte.reshape(-1).int()].view(-1)
-
-
-def _signs_of_bytes(device: torch.device) -> Tensor:
-    """Return the signs (256, 8) fp32 of the bits of each byte, the lowest bit first."""
-    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
-    return 1.0 - 2.0 * bits
+    bits = torch.arange(256, device=low.device)[:, None] >> torch.arange(8, device=low.device) & 1
+    of_bytes = 1.0 - 2.0 * bits  # (256, 8) fp32, the lowest bit first
+    return of_bytes[by_byte.reshape(-1).int()].view(-1)
 
 
 def rotate(x: Tensor, signs: Tensor) -> Tensor:

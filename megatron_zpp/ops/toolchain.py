@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -151,7 +152,7 @@ def ninja_text(commands: list[Command]) -> str:
     """The contents of build.ninja for the commands."""
     lines = ["rule run", "  command = $line", "  description = $what", ""]
     for command in commands:
-        line = " ".join(map(_quoted, command.argv)).replace("$", "$$")
+        line = shlex.join(command.argv).replace("$", "$$")
         lines += [f"build {' '.join((f'{command.output}: run', *command.needs))}", f"  line = {line}"]
         lines += [f"  what = {Path(command.argv[0]).name} {command.output}"]
     return "\n".join(lines) + "\n"
@@ -219,10 +220,6 @@ def _processor() -> list[str]:
     except OSError:
         first = []
     return [platform.machine(), *(line for line in first if line.split(":")[0].strip() in wanted)]
-
-
-def _quoted(word: str) -> str:
-    return word if re.fullmatch(r"[\w@%+=:,./-]+", word) else "'" + word.replace("'", "'\\''") + "'"
 
 
 def _run(*argv: str) -> str:

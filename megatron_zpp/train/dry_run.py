@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.options import option_error, usage_errors
@@ -13,20 +12,13 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.config.words import counted
 from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.model.attention import (
-    FLAG,
-    TORCH_BACKENDS,
-    check_flash3_settings,
-    check_scores,
-    flex_hindrance,
-    no_masks,
-    packed_flash_hindrance,
-)
+from megatron_zpp.model.attention_choice import Choice
 from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.plan_job import compiles_on_gpus, job_of
+from megatron_zpp.train.setup.device import attention_choice
 
 _PIPELINE = "--pipeline-model-parallel-size"
 
@@ -81,73 +73,30 @@ def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:
         config.plan.link_of(mesh.nodes)
     rates = machine(config.plan, dtype, mesh.nodes)
     config.precision.check_device("cuda", gpu.capability)
-    scores, dense = _scores_in_memory(config), _dense_mask(config, getattr(torch, dtype))
+    attention = attention_choice(config, None)
     if speaks:
         job = job_of(config, inputs.tokenizer["vocab_size"], mesh)
         lines = report(job, gpu, rates, schedule.iterations)
-        lines += _not_planned(config, scores, dense)
+        lines += _not_planned(config, attention)
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
 
 
-def _scores_in_memory(config: Config) -> str:
-    """Return for which settings attention keeps its scores on any GPU; empty if it need not.
-
-    Raises ValueError for settings that --attention-backend cannot obey on any GPU.
-    """
-    model, backend = config.model, config.attention.attention_backend
-    hindrance = flex_hindrance(model.kv_channels, model.attention_dropout)
-    if backend == "flex" and hindrance:
-        raise option_error(FLAG, backend, f"{hindrance}; use auto")
-    if TORCH_BACKENDS.get(backend) is SDPBackend.MATH:
-        return f"--attention-backend {backend}"
-    if not model.changed_scores:
-        return ""
-    check_scores(backend, model.changed_scores)
-    return f"{model.changed_scores}, because FlexAttention {hindrance}," if hindrance else ""
-
-
-def _dense_mask(config: Config, dtype: torch.dtype) -> str:
-    """Return why masks of documents and windows are dense on any GPU; empty if they need not be.
-
-    Raises ValueError for settings that --attention-backend cannot obey on any GPU.
-    """
-    model, backend = config.model, config.attention.attention_backend
-    if backend == "flash3":
-        check_flash3_settings(model.attention_dropout, dtype)
-        return ""
-    masked = config.data.reset_attention_mask
-    if backend == "flex" or (not masked and not any(model.layer_windows)):
-        return ""
-    no_flex = flex_hindrance(model.kv_channels, model.attention_dropout)
-    if model.changed_scores and backend == "auto":
-        return f"FlexAttention {no_flex}" if no_flex else ""
-    if backend not in ("auto", "flash"):
-        return f"--attention-backend {backend} knows no other"
-    hindrance = packed_flash_hindrance(model.kv_channels, model.attention_dropout, dtype)
-    if hindrance and backend == "flash":
-        raise no_masks(hindrance, masked=masked)
-    return f"flash attention {hindrance}" if hindrance and no_flex else ""
-
-
-def _not_planned(config: Config, scores: str, dense: str) -> list[str]:
-    """Lines, to follow the plan's list of assumptions, on settings of this run that it ignores.
-
-    `scores`: what keeps scores of attention, if anything does; `dense`: why masks are dense, if they are.
-    """
+def _not_planned(config: Config, attention: Choice) -> list[str]:
+    """Lines, to follow the plan's list of assumptions, on settings of this run that it ignores."""
     masked, lines = config.data.reset_attention_mask, []
-    if scores:
+    if attention.scores:
         lines.append(
-            f"  attention that keeps no scores; {scores} keeps them, for each layer and head, and takes "
-            "longer"
+            f"  attention that keeps no scores; {attention.scores} keeps them, for each layer and head, and "
+            "takes longer"
         )
     if masked:
         lines.append("  attention over whole samples, also with --reset-attention-mask")
-    if dense:
+    if attention.dense:
         tokens = config.model.seq_length
         rows = tokens * config.training.micro_batch_size if masked else tokens
         lines.append(
             f"  attention without masks in memory; this run's are dense, {rows:,} × {tokens:,} numbers, and "
-            f"layers compute whole attention: {dense}"
+            f"layers compute whole attention: {attention.dense}"
         )
     return lines

@@ -1,9 +1,34 @@
-"""What a step does once buffers are taken: nothing that waits for the device, nothing that allocates."""
+"""Steps of an engine: their losses, what their kernels take, and what a steady one must not do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.step_parts import parts_of_trace
+from megatron_zpp.zero.engine import ZeroEngine
+
+
+def losses_of(engine: ZeroEngine, steps: Iterable[Sequence[Tensor]]) -> list[float]:
+    """The mean loss of the micro-batches of each step; none is skipped."""
+    losses = []
+    for step in steps:
+        parts = [engine.accumulate(part, index=at, micro_batches=len(step)) for at, part in enumerate(step)]
+        losses.append(torch.stack(parts).mean().item())
+        assert engine.step(1e-3).skipped.item() == 0
+    return losses
+
+
+def parts_of_steps(run: Callable[[], None], count: int, file: Path) -> dict[str, float]:
+    """Milliseconds of each kind of kernels, per step of a `run` of so many, whose trace is written."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    trace.export_chrome_trace(str(file))
+    return parts_of_trace(file, count)
 
 
 @contextmanager

@@ -9,49 +9,30 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.config.data import DataConfig
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.data.documents import as_tensors, masked_samples
 from megatron_zpp.data.mock import MockDataset
-from megatron_zpp.model.attention import (
-    AttentionKernel,
-    DotProduct,
-    PackedFlash,
-    check_runs,
-    choose_attention,
-    mask_of,
-)
+from megatron_zpp.model.attention import AttentionKernel, DotProduct
+from megatron_zpp.model.attention_choice import check_runs, choose_attention
 from megatron_zpp.model.flex import Flex
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.scores import Scores, alibi_slopes
 from tests.gpu.steady import waits_are_errors
-from tests.model.variants import SCORES
+from tests.model.variants import NO_DROPOUT, SCORES
 from tests.support import pretrain
 from tests.zero.engines import engine_of
 
 VOCAB, EOD, TOKENS = 40, 3, 256  # a document of 40 tokens on average
 MASKS = DataConfig(mock_data=True, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
-MODEL = ModelConfig(
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=4,
-    seq_length=TOKENS,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
+SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": TOKENS}
+MODEL = ModelConfig(**SHAPE, **NO_DROPOUT)
 EPSILON = torch.finfo(torch.bfloat16).eps
 
 
 def settings(head_width: int, masked: bool) -> dict[str, Any]:
-    device = torch.device("cuda")
-    return {
-        "masked": masked,
-        "head_width": head_width,
-        "dropout": 0.0,
-        "dtype": torch.bfloat16,
-        "device": device,
-    }
+    given = {"masked": masked, "head_width": head_width, "dropout": 0.0, "dtype": torch.bfloat16}
+    return given | {"device": torch.device("cuda")}
 
 
 def batches(count: int, samples: int = 4) -> list[tuple[Tensor, ...]]:
@@ -76,7 +57,7 @@ def results(
     The kernel gets so many copies of keys and values, whose gradients are then sums.
     """
     qkv = qkv.detach().requires_grad_()  # (B, T, N + 2 G, H)
-    mask = mask_of(kernel, qkv, window, ends)
+    mask = kernel.mask(qkv, window, ends)
     heads = [qkv.shape[2] - 2 * groups, groups, groups]
     q, k, v = qkv.split(heads, 2)
     mixed = kernel(q, *(part.repeat_interleave(copies, 2) for part in (k, v)), 0.0, mask)
@@ -95,7 +76,7 @@ def test_each_kernel_is_fp32s_within_the_rounding_of_bf16(
     """Also for 4 heads of queries in groups, whose keys and values only the reference gets as copies."""
     given = settings(head_width, masked)
     try:
-        kernel = choose_attention(backend, windowed=window is not None, **given)
+        kernel = choose_attention(backend, windowed=window is not None, **given).make()
         check_runs(kernel, backend, (TOKENS,), windows=(window,), queries_per_group=4 // groups, **given)
     except ValueError as refused:
         if backend in ("cudnn", "flash3") or (backend == "efficient" and groups < 4):
@@ -152,7 +133,7 @@ def test_flex_attention_is_that_of_scores_in_memory(
             slopes(heads) if "slopes" in kinds else None,
             sinks if "sinks" in kinds else None,
         )
-        mask = mask_of(kernel, x, window, ends if masked else None)
+        mask = kernel.mask(x, window, ends if masked else None)
         mixed = kernel(*x.split([heads, groups, groups], 2), 0.0, mask, scores)
         wanted = [x, *[sinks] * ("sinks" in kinds)]
         of_x, *of_sinks = torch.autograd.grad(mixed, wanted, weights.to(form))
@@ -163,37 +144,9 @@ def test_flex_attention_is_that_of_scores_in_memory(
         assert error <= rounding * torch.linalg.vector_norm(exact)
 
 
-@pytest.mark.parametrize(
-    "recompute",
-    [{}, {"recompute_activations": True}, {"recompute_granularity": "full", "recompute_method": "uniform"}],
-    ids=["stored", "selective", "full"],
-)
-def test_packed_documents_train_as_a_dense_mask_does(recompute: dict[str, Any]) -> None:
-    curves = []
-    for kernel in (DotProduct("math"), choose_attention("auto", **settings(64, True))):
-        engine = engine_of(
-            MODEL,
-            VOCAB,
-            zero=ZeroConfig(zero_stage=3),
-            recompute=RecomputeConfig(**recompute),
-            precision=PrecisionConfig(bf16=True),
-            device="cuda",
-            kernel=kernel,
-        )
-        losses = []
-        for batch in batches(8):
-            losses.append(engine.accumulate(batch, index=0, micro_batches=1).item())
-            engine.step(1e-3)
-        losses.append(engine.evaluate(batches(1)[0]).item())
-        curves.append(losses)
-        engine.close()
-    assert type(kernel) is PackedFlash
-    assert curves[1] == pytest.approx(curves[0], rel=2 * EPSILON)
-
-
 @pytest.mark.parametrize("backend", ["auto", "flex"])
 def test_a_masked_step_does_not_wait_for_the_device(backend: str) -> None:
-    kernel = choose_attention(backend, **settings(64, True))
+    kernel = choose_attention(backend, **settings(64, True)).make()
     engine = engine_of(MODEL, VOCAB, precision=PrecisionConfig(bf16=True), device="cuda", kernel=kernel)
     data = batches(6)
 
@@ -214,7 +167,7 @@ def test_a_masked_step_does_not_wait_for_the_device(backend: str) -> None:
 )
 def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: str) -> None:
     given = settings(64, True)
-    kernel = choose_attention(backend, **given)
+    kernel = choose_attention(backend, **given).make()
     try:
         check_runs(kernel, backend, (TOKENS,), **given)
     except ValueError as refused:

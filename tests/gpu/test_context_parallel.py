@@ -7,21 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.step_parts import parts_of_trace
-from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.context.ring import Ring
 from megatron_zpp.model.flex import Flex
-from megatron_zpp.train.setup.compiling import compile_parts
 from tests.gpu.ranks import on_gpus
-from tests.gpu.test_tensor_parallel import BATCH, BF16, LENGTH, LLAMA, SHAPE, VOCAB
+from tests.gpu.steady import parts_of_steps
+from tests.gpu.test_tensor_parallel import BATCH, BF16, LENGTH, VOCAB, build
 from tests.model.test_ring import error
-from tests.zero.engines import engine_of
 
 CHUNK, WIDTH = 300, 64  # blocks of 128 do not divide a chunk
 LONG, HEADS, STEPS = 32768, 16, 3
@@ -75,20 +71,8 @@ def test_each_kernel_of_a_ring_is_attention_to_whole_samples() -> None:
 
 def losses(topology: Topology, context: int, comm_type: str, compiled: bool) -> list[float]:
     """Of this rank's tokens in ten steps and an evaluation of a Llama in bf16, at stage 3."""
-    torch._dynamo.reset()
-    config = ModelConfig(**SHAPE | LLAMA, hidden_dropout=0.0, attention_dropout=0.0)
-    engine = engine_of(
-        config,
-        VOCAB,
-        zero=ZeroConfig(zero_stage=3),
-        precision=BF16,
-        topology=topology,
-        device="cuda",
-        context=context,
-        comm_type=comm_type,
-    )
-    if compiled:
-        compile_parts(engine.model, (BATCH, LENGTH), print, on_gpu=True)
+    zero = ZeroConfig(zero_stage=3)
+    engine = build(topology, 1, "llama", BF16, compiled, zero=zero, context=context, comm_type=comm_type)
     data = torch.randint(VOCAB, (10, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
     found = []
     for batch in data:
@@ -121,11 +105,8 @@ def exposed(topology: Topology, directory: str) -> tuple[float, float]:
         torch.cuda.synchronize()
 
     passes(2)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        passes(STEPS)
     file = Path(directory) / f"rank{topology.rank}.json.gz"
-    trace.export_chrome_trace(str(file))
-    parts = parts_of_trace(file, STEPS)
+    parts = parts_of_steps(lambda: passes(STEPS), STEPS, file)
     return parts["exposed communication"], sum(parts.values())
 
 

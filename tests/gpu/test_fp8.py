@@ -10,33 +10,28 @@ from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, factors_of, plain_cast
 from megatron_zpp.model.fp8.delayed import DelayedLinear
+from megatron_zpp.model.fp8.tensorwise import Float8Linear
 from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.gpu.steady import assert_steady
+from tests.gpu import steady
 from tests.model.test_fp8 import check_products
 from tests.model.variants import MODELS, flags_of
 
 DELAYED = "--fp8 --fp8-recipe delayed"
 HELD = f"{DELAYED} --fp8-param-gather"
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-SHAPES = [(64, 32, 48), (256, 1024, 512), (4096, 2048, 2048)]
 needs_fp8 = pytest.mark.skipif(not CAPABLE, reason="needs a GPU of compute capability 8.9")
 
 
 @needs_fp8
-@pytest.mark.parametrize(("rows", "inner", "outer"), SHAPES)
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(64, 32, 48), (256, 1024, 512), (4096, 2048, 2048)])
 def test_products_are_within_what_the_codes_allow(rows: int, inner: int, outer: int) -> None:
-    check_products(rows, inner, outer, torch.bfloat16, "cuda", fast=2.0**-13)
-
-
-@needs_fp8
-@pytest.mark.parametrize(("rows", "inner", "outer"), SHAPES)
-def test_products_with_delayed_scaling_are_too(rows: int, inner: int, outer: int) -> None:
+    """With scales of each tensor, and with delayed ones."""
     from megatron_zpp.model.fp8.kernels.cast import cast
 
-    kind = partial(DelayedLinear, cast=cast)
-    check_products(rows, inner, outer, torch.bfloat16, "cuda", fast=2.0**-13, kind=kind)
+    for kind in (Float8Linear, partial(DelayedLinear, cast=cast)):
+        check_products(rows, inner, outer, torch.bfloat16, "cuda", fast=2.0**-13, kind=kind)
 
 
 @needs_fp8
@@ -203,11 +198,7 @@ def engine_of(recipe: str, *more: str) -> ZeroEngine:
 
 def losses_of(engine: ZeroEngine) -> list[float]:
     data = torch.randint(1000, (4, 8, 129), generator=torch.Generator().manual_seed(8))
-    losses = []
-    for step in range(24):
-        losses.append(engine.accumulate(data[step % 4], index=0, micro_batches=1).item())
-        assert engine.step(1e-3).skipped.item() == 0
-    return losses
+    return steady.losses_of(engine, data.repeat(6, 1, 1)[:, None])
 
 
 def check_steady(engine: ZeroEngine) -> None:
@@ -217,7 +208,7 @@ def check_steady(engine: ZeroEngine) -> None:
         engine.accumulate(tokens, index=0, micro_batches=1)
         engine.step(1e-3)
 
-    assert_steady(step, warmup=3)
+    steady.assert_steady(step, warmup=3)
 
 
 @needs_fp8
@@ -258,18 +249,6 @@ def check_held_codes(engine: ZeroEngine) -> None:
                 found, maxima = factors[linear], torch.zeros(3, device="cuda")
                 codes, _ = plain_cast(master, found, maxima, WEIGHT, rows=True, columns=False)
                 same_codes(engine.model.get_submodule(linear).product.codes, codes)
-
-
-@needs_fp8
-def test_held_weights_are_gathered_at_every_stage() -> None:
-    """Of one rank, whose stages compute the same bits; layers take half the memory of bf16 in their slots."""
-    found = []
-    for stage in ("0", "2", "3"):
-        engine = engine_of(HELD, "--zero-stage", stage)
-        found.append(losses_of(engine))
-        assert all(unit.full.nbytes == unit.layout.numel for unit in engine.units[1:-1])
-        engine.close()
-    assert found[0] == found[1] == found[2]
 
 
 @needs_fp8

@@ -1,6 +1,5 @@
 """The chunked loss on a GPU, at the sizes of a 1.3B model's output layer."""
 
-import gc
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from megatron_zpp.model.loss import Objective, chunk_rows, keeps_gradient, linear_cross_entropy
 from tests.gpu.steady import waits_are_errors
-from tests.model.test_loss import plain as plain_loss
+from tests.model.test_loss import error, plain, results
 
 WIDTH, VOCAB, PADDED = 2048, 50257, 50304
 ALONE, WITH_ALL = Objective(VOCAB), Objective(VOCAB, cap=8.0, z_coeff=0.01)
@@ -18,46 +17,20 @@ SIZES = (512, 8192, 16384)  # one chunk; several, of which the gradient is kept;
 
 def inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(tokens)
-    x = torch.randn(tokens, WIDTH, generator=generator, device="cuda").to(dtype).requires_grad_()
+    x = torch.randn(tokens, WIDTH, generator=generator, device="cuda").to(dtype)
     weight = torch.randn(PADDED, WIDTH, generator=generator, device="cuda").mul_(0.05)
     targets = torch.randint(VOCAB, (tokens,), generator=generator, device="cuda")
     targets[5] = -100
-    return x, weight.to(dtype).requires_grad_(), targets
+    return x, weight.to(dtype), targets
 
 
-def plain(x: Tensor, weight: Tensor, targets: Tensor, objective: Objective = ALONE) -> Tensor:
-    return plain_loss(x, weight, targets, objective)
-
-
-def ours(x: Tensor, weight: Tensor, targets: Tensor, objective: Objective = ALONE) -> Tensor:
-    return linear_cross_entropy(x, weight, targets, objective)
-
-
-def fused(x: Tensor, weight: Tensor, targets: Tensor, objective: Objective = ALONE) -> Tensor:
+def fused(x: Tensor, weight: Tensor, targets: Tensor, objective: Objective) -> Tensor:
     from megatron_zpp.model.fused.loss import PASSES
 
     return linear_cross_entropy(x, weight, targets, objective, passes=PASSES)
 
 
-def results(
-    loss: Callable[..., Tensor],
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    scale: Tensor,
-    objective: Objective = ALONE,
-) -> tuple[Tensor, Tensor, Tensor]:
-    x.grad = weight.grad = None
-    value = loss(x, weight, targets, objective)
-    (value.flatten()[0] * scale).backward()
-    return value.detach(), x.grad, weight.grad
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return ((found.float() - exact).norm() / exact.norm()).item()
-
-
-@pytest.mark.parametrize("loss_of", [ours, fused])
+@pytest.mark.parametrize("loss_of", [linear_cross_entropy, fused])
 @pytest.mark.parametrize("tokens", SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("objective", [ALONE, WITH_ALL], ids=["alone", "capped with z-loss"])
@@ -69,10 +42,10 @@ def test_losses_and_gradients_are_as_exact_as_the_plain_ones(
     assert chunk_rows(16384, PADDED) == 2048
     x, weight, targets = inputs(tokens, dtype)
     scale = torch.tensor(0.7 * (1024 if dtype == torch.float16 else 1), device="cuda")
-    whole = x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
-    _, *exact = results(plain, *whole, targets, scale, objective)
-    losses, *gradients = results(loss_of, x, weight, targets, scale, objective)
-    plain_losses, *plain_gradients = results(plain, x, weight, targets, scale, objective)
+    given = targets, objective, scale
+    _, *exact = results(plain, x.float(), weight.float(), *given)
+    losses, *gradients = results(loss_of, x, weight, *given)
+    plain_losses, *plain_gradients = results(plain, x, weight, *given)
     torch.testing.assert_close(losses, plain_losses, rtol=1e-6, atol=0)
     exact_sums = (
         torch.finfo(torch.float32).eps * max(tokens, PADDED) ** 0.5
@@ -81,24 +54,6 @@ def test_losses_and_gradients_are_as_exact_as_the_plain_ones(
         assert error(found, expected) <= 2 * error(of_plain, expected) + exact_sums
     assert torch.count_nonzero(gradients[1][VOCAB:]) == 0
     assert torch.count_nonzero(gradients[0][5]) == 0
-
-
-def peak(loss: Callable[..., Tensor], *given: Tensor) -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results(loss, *given)
-    return torch.cuda.max_memory_allocated() - before
-
-
-@pytest.mark.parametrize("tokens", SIZES)
-def test_memory_is_a_part_of_the_plain_losses(tokens: int) -> None:
-    x, weight, targets = inputs(tokens, torch.bfloat16)
-    given = x, weight, targets, torch.ones((), device="cuda")
-    results(ours, *given)  # the products' workspaces
-    found, of_plain = peak(ours, *given), peak(plain, *given)
-    assert found <= (of_plain if tokens == 512 else 0.5 * of_plain)
 
 
 def test_a_certain_prediction_keeps_its_small_gradient() -> None:
@@ -117,22 +72,20 @@ def test_a_certain_prediction_keeps_its_small_gradient() -> None:
 
 def test_nothing_waits_for_the_device() -> None:
     for tokens in SIZES:
-        x, weight, targets = inputs(tokens, torch.bfloat16)
-        scale = torch.ones((), device="cuda")
-        results(ours, x, weight, targets, scale)
+        given = *inputs(tokens, torch.bfloat16), ALONE
+        results(linear_cross_entropy, *given)
         with waits_are_errors():
-            results(ours, x, weight, targets, scale)
+            results(linear_cross_entropy, *given)
             with torch.no_grad():
-                ours(x, weight, targets)
+                linear_cross_entropy(*given)
 
 
-@pytest.mark.parametrize("loss_of", [ours, fused])
+@pytest.mark.parametrize("loss_of", [linear_cross_entropy, fused])
 def test_what_is_not_finite_stays_so(loss_of: Callable[..., Tensor]) -> None:
     for tokens in SIZES:
         x, weight, targets = inputs(tokens, torch.bfloat16)
-        with torch.no_grad():
-            x[7, 3] = float("nan")
-        loss, of_x, of_weight = results(loss_of, x, weight, targets, torch.ones((), device="cuda"))
+        x[7, 3] = float("nan")
+        loss, of_x, of_weight = results(loss_of, x, weight, targets, ALONE)
         assert loss.isnan()
         assert of_x[7].isnan().all()
         assert of_weight.isnan().any()

@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.step_parts import parts_of_trace
 from megatron_zpp.distributed.peer_rows import CopiedRows, others_first, own_first, region_bytes
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from tests.gpu.ranks import on_gpus
+from tests.gpu.steady import losses_of, parts_of_steps
 from tests.gpu.test_tensor_parallel import (
     BATCH,
     BF16,
@@ -73,10 +72,7 @@ def losses(topology: Topology) -> list[tuple[list[float], list[float]]]:
 
     def run(model: str, precision: object, compiled: bool, overlapped: bool) -> list[float]:
         engine = build(topology, 2, model, precision, compiled, overlapped)
-        found = []
-        for batch in data:
-            found.append(engine.accumulate(batch, index=0, micro_batches=1).item())
-            engine.step(1e-3)
+        found = losses_of(engine, data[:, None])
         engine.close()
         return found
 
@@ -107,12 +103,10 @@ def exposed(topology: Topology, overlapped: bool, directory: str) -> float:
         torch.cuda.synchronize()
 
     steps(3)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        steps(STEPS)
     file = Path(directory) / f"rank{topology.rank}.json.gz"
-    trace.export_chrome_trace(str(file))
+    parts = parts_of_steps(lambda: steps(STEPS), STEPS, file)
     engine.close()
-    return parts_of_trace(file, STEPS)["exposed communication"]
+    return parts["exposed communication"]
 
 
 @pytest.mark.gpu_long

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -19,6 +19,7 @@ from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero import step_sums
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.ranks import on_gpus
+from tests.gpu.steady import losses_of
 from tests.model import variants
 from tests.plan.jobs import job_of
 from tests.plan.test_tensor_parallel import Mirrored
@@ -31,7 +32,6 @@ LLAMA = variants.LLAMA | {"num_attention_heads": 8, "num_query_groups": 2, "kv_c
 ACROSS = {"qk_layernorm_across_heads": True, "norm_placement": "after"}
 MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA, "olmo2": LLAMA | ACROSS}
 BF16, FP32 = PrecisionConfig(bf16=True), PrecisionConfig(fp32=True)
-BF16_BYTES = 2
 
 
 def build(
@@ -42,7 +42,8 @@ def build(
     compiled: bool,
     overlapped: bool = False,
     zero: ZeroConfig | None = None,
-    recompute: RecomputeConfig | None = None,
+    context: int = 1,
+    comm_type: str = "auto",
     **changes: Any,
 ) -> ZeroEngine:
     torch._dynamo.reset()
@@ -51,16 +52,16 @@ def build(
         config,
         VOCAB,
         zero=zero or ZeroConfig(zero_stage=0),
-        recompute=recompute,
         precision=precision,
         topology=topology,
         device="cuda",
         tensor=tensor,
         overlapped=overlapped,
+        context=context,
+        comm_type=comm_type,
     )
     if compiled:
-        shape = (BATCH, config.seq_length)
-        compile_parts(engine.model, shape, print, on_gpu=True)
+        compile_parts(engine.model, (BATCH, config.seq_length), print, on_gpu=True)
     return engine
 
 
@@ -72,11 +73,7 @@ def losses(
     data = torch.randint(VOCAB, (10, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
     for model, precision, compiled in cases:
         engine = build(topology, tensor, model, precision, compiled, overlapped)
-        its = []
-        for batch in data:
-            its.append(engine.accumulate(batch, index=0, micro_batches=1).item())
-            assert engine.step(1e-3).skipped.item() == 0
-        its.append(engine.evaluate(data[0]).item())
+        its = [*losses_of(engine, data[:, None]), engine.evaluate(data[0]).item()]
         engine.close()
         found.append(its)
     return found
@@ -140,34 +137,6 @@ def steps(engine: ZeroEngine) -> list[float]:
         if number % 2:
             engine.step(1e-3)
     return found
-
-
-def checkpointed(topology: Topology, overlapped: bool) -> tuple[list[float], list[float], int]:
-    """Losses with checkpoints of layers on the GPU and in CPU memory, and the bytes of the latter."""
-    full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
-    kept = build(topology, 2, "llama", BF16, False, overlapped, recompute=full)
-    stored = steps(kept)
-    kept.close()
-    moving = replace(full, recompute_offload=True)
-    engine = build(topology, 2, "llama", BF16, False, overlapped, recompute=moving)
-    offloaded = steps(engine)
-    homes = engine.model.offload._homes.values()  # all are free between steps
-    engine.close()
-    return stored, offloaded, sum(home.nbytes for alike in homes for home in alike)
-
-
-@pytest.mark.parametrize(
-    "overlapped",
-    [pytest.param(False, id="waiting"), pytest.param(True, id="overlapped", marks=pytest.mark.gpu_long)],
-)
-def test_a_tensor_rank_offloads_the_checkpoints_of_its_own_tokens(overlapped: bool) -> None:
-    """1/T of the input of each layer; losses stay the same (P_a+cpu of 1910.02054, section 6.1)."""
-    if overlapped and torch.cuda.device_count() < 2:
-        pytest.skip("copies beside products need two GPUs")
-    whole = SHAPE["num_layers"] * BATCH * LENGTH * SHAPE["hidden_size"] * BF16_BYTES
-    for stored, offloaded, moved in on_gpus(1, 2, checkpointed, overlapped, share_one_gpu=not overlapped):
-        assert offloaded == stored
-        assert moved == whole // 2
 
 
 def with_optimizers(topology: Topology, stage: int) -> list[list[float]]:

@@ -1,6 +1,5 @@
 """Training on a GPU: the CPU's numbers, each number format, and a resume that loses nothing."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,31 +8,21 @@ import torch
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.train.steps.skips import SkipFlag
-from tests.gpu.steady import assert_steady
+from tests.gpu.steady import assert_steady, losses_of
+from tests.model.variants import NO_DROPOUT
 from tests.support import logged, pretrain, trained
 from tests.zero.engines import engine_of
 
 VOCAB = 1000
-MODEL = ModelConfig(
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=4,
-    seq_length=128,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
+SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
+MODEL = ModelConfig(**SHAPE, **NO_DROPOUT)
 
 
 def losses_on(device: str, precision: PrecisionConfig) -> list[float]:
     """Ten steps of two micro-batches from the same CPU-made weights."""
     engine = engine_of(MODEL, VOCAB, precision=precision, device=device)
     data = torch.randint(VOCAB, (10, 2, 4, 129), generator=torch.Generator().manual_seed(8))
-    losses = []
-    for step in data:
-        parts = [engine.accumulate(part, index=index, micro_batches=2) for index, part in enumerate(step)]
-        losses.append(torch.stack(parts).mean().item())
-        assert engine.step(1e-3).skipped.item() == 0
-    return losses
+    return losses_of(engine, data)
 
 
 def test_the_flag_of_a_skipped_step_comes_without_a_wait_for_the_device() -> None:
@@ -97,14 +86,3 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, flags: str) -
         trained(*parted, *extra)
     curves = [logged(path) for path in (whole, parts)]
     assert curves[0] == curves[1]
-
-
-def test_dropout_differs_between_micro_batches_and_repeats_with_the_seed() -> None:
-    dropped = dataclasses.replace(MODEL, hidden_dropout=0.5)
-    engine = engine_of(dropped, VOCAB, precision=PrecisionConfig(bf16=True), device="cuda")
-    tokens = torch.randint(VOCAB, (2, 129))
-    losses = []
-    for seed in (1, 2, 1):
-        torch.manual_seed(seed)
-        losses.append(engine.accumulate(tokens, index=0, micro_batches=1).item())
-    assert losses[0] == losses[2] != losses[1]

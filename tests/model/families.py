@@ -1,4 +1,4 @@
-"""Small models of transformers' families but GPT-2, on shapes that nothing divides, and ours beside them.
+"""Small models of transformers' families, on shapes that nothing divides, and ours beside them.
 
 `python -m tests.model.families` writes which of them have which piece, for the site (docs/site/families.py).
 """
@@ -92,6 +92,7 @@ def with_images(text: transformers.PreTrainedConfig) -> "transformers.PreTrained
 
 
 FAMILIES = {
+    "gpt2": Family(transformers.GPT2Config, {}),
     "bloom": Family(transformers.BloomConfig, {"seq_length": 64}),
     "bloom-heads": Family(
         transformers.BloomConfig,

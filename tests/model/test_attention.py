@@ -1,4 +1,4 @@
-"""Documents in one row against each of them alone, and the choice of a kernel."""
+"""Attention inside windows and documents, recomputed and compiled, and the choice of a kernel."""
 
 import dataclasses
 import importlib.util
@@ -12,25 +12,19 @@ from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention, mask_of
+from megatron_zpp.model.attention import DotProduct, PackedFlash
+from megatron_zpp.model.attention_choice import check_runs, choose_attention
 from megatron_zpp.model.flex import Flex
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
 from megatron_zpp.model.scores import Scores, alibi_slopes
 from megatron_zpp.train.setup.compiling import compile_parts
-from tests.model.variants import LLAMA, MODELS, SCORES, WINDOWS
+from tests.model.variants import LLAMA, MODELS, NO_DROPOUT, SCORES, WINDOWS
 from tests.support import GROUPED_FLASH
 
 VOCAB = 50
-MODEL = ModelConfig(
-    num_layers=3,
-    hidden_size=32,
-    num_attention_heads=4,
-    seq_length=16,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    init_method_std=0.3,  # so that attention prefers some tokens to others
-)
+SHAPE = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+MODEL = ModelConfig(**SHAPE, **NO_DROPOUT, init_method_std=0.3)  # so that attention prefers some tokens
 LENGTHS = ((5, 1, 1, 9), (16,), (2, 14))  # of the documents of each row
 TORCHS = DotProduct()
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -49,35 +43,6 @@ def packed(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> tuple[Tensor, Tens
     flat = torch.tensor([length for row in lengths for length in row])
     ends = torch.cat([torch.zeros(1), flat.cumsum(0), torch.full((7,), tokens.numel())])
     return tokens, positions, ends.to(torch.int32)
-
-
-def documents_alone(model: GPT, tokens: Tensor, first_positions: bool) -> Tensor:
-    """Return the logits of each document by itself; positions count in the row, or in the document."""
-    rows = []
-    for row, lengths in zip(tokens, LENGTHS, strict=True):
-        places = torch.arange(16).split(lengths)
-        parts = zip(row.split(lengths), places, strict=True)
-        rows.append(
-            torch.cat(
-                [
-                    model(ids[None], positions=None if first_positions else place[None])[0]
-                    for ids, place in parts
-                ]
-            )
-        )
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("kernel", [TORCHS, DotProduct("math"), DotProduct("flash")])
-def test_packed_documents_are_as_each_of_them_alone(kernel: DotProduct) -> None:
-    model = model_of(kernel=kernel)
-    tokens, positions, ends = packed()
-    both = model(tokens, positions=positions, documents=ends)
-    torch.testing.assert_close(both, documents_alone(model, tokens, first_positions=True))
-    attention = model(tokens, documents=ends)
-    torch.testing.assert_close(attention, documents_alone(model, tokens, first_positions=False))
-    assert not torch.allclose(both, attention)
-    assert not torch.allclose(both, model(tokens, positions=positions))
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -101,7 +66,7 @@ def test_a_window_hides_what_came_before_it(
     kernel = DotProduct(backend)
     if backend == "flash" and not GROUPED_FLASH:
         pytest.skip("this torch's flash attention for CPUs knows no groups of queries")
-    found = kernel(q, k, v, 0.0, mask_of(kernel, q, window, ends if documents else None), scores)
+    found = kernel(q, k, v, 0.0, kernel.mask(q, window, ends if documents else None), scores)
     begins = torch.zeros(3, 16, dtype=torch.long)
     if documents:
         firsts = [[first] * length for row in LENGTHS for first, length in _firsts(row)]
@@ -163,20 +128,6 @@ def test_recomputation_sees_the_same_documents(
     assert torch.equal(*gradients)
 
 
-def test_the_compiler_takes_a_layer_whole_and_once() -> None:
-    """With a backend forced, for any documents of one E, in training."""
-    kernel = DotProduct("math")
-    layer = model_of(kernel=kernel).layers[1]
-    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True, dynamic=False)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for row in ((5, 1, 1, 9), (2, 3, 4, 7), (1, 1, 1, 13)):
-            _, _, ends = packed((row,))
-            x = torch.randn(1, 16, 32, dtype=torch.double, requires_grad=True)
-            found = torch.autograd.grad(compiled(x, kernel.documents(ends, x)).square().sum(), x)
-            expected = torch.autograd.grad(layer(x, kernel.documents(ends, x)).square().sum(), x)
-            torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("changes", [WINDOWS, {"group_query_attention": True, "num_query_groups": 1}])
 def test_flash_of_variable_lengths_fits_the_model(changes: dict[str, Any]) -> None:
     """On the meta device, where the kernel's own shapes are checked and nothing is computed."""
@@ -199,25 +150,16 @@ def test_flash_of_variable_lengths_fits_the_model(changes: dict[str, Any]) -> No
     assert gradient.shape == x.shape
 
 
-def test_heads_have_the_slopes_of_alibi() -> None:
-    """The paper's of 8 heads, and BLOOM's of 12; tensor ranks have theirs by the number of a head."""
-    eight = [2.0**-power for power in range(1, 9)]
-    assert alibi_slopes(8, 0, 8, CPU).tolist() == eight
-    more = [2.0**-power for power in (0.5, 1.5, 2.5, 3.5)]
-    assert alibi_slopes(12, 0, 12, CPU).tolist() == pytest.approx(eight + more)
-    assert alibi_slopes(12, 6, 6, CPU).tolist() == pytest.approx(eight[6:] + more)
-
-
 @pytest.mark.parametrize("window", [None, 1, 128, 150])
 @pytest.mark.parametrize("documents", [False, True])
 def test_blocks_of_a_mask_hold_every_token_that_is_seen(documents: bool, window: int | None) -> None:
     """As torch finds them in the whole mask: whole blocks, and those in which the mask decides."""
     x, ends = torch.empty(2, 400, 1), torch.tensor([0, 3, 131, 400, 656, 657, 800, 800], dtype=torch.int32)
-    found = mask_of(Flex(), x, window, ends if documents else None).bounds
+    found = Flex().mask(x, window, ends if documents else None).bounds
     expected = create_block_mask(found.mask_mod, 2 if documents else 1, 1, 400, 400, device="cpu")
     if window or documents:
         seen = create_mask(found.mask_mod, 2 if documents else 1, 1, 400, 400, device="cpu")
-        dense = mask_of(DotProduct(), x, window, ends if documents else None)
+        dense = DotProduct().mask(x, window, ends if documents else None)
         assert torch.equal(seen, dense.bounds == 0)
     for kind in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, kind), getattr(expected, kind)), kind
@@ -277,16 +219,17 @@ def test_what_cannot_serve_is_refused(backend: str, given: dict, said: str) -> N
 
 
 def test_a_mask_that_is_slow_is_said() -> None:
-    kernel = choose_attention("auto", **CHOICE | {"masked": True, "dropout": 0.1})
+    kernel = choose_attention("auto", **CHOICE | {"masked": True, "dropout": 0.1}).make()
     assert kernel.describe() == (
         "torch's choice, documents through a dense mask; flash attention needs --attention-dropout 0"
     )
-    kernel = choose_attention("auto", **CHOICE | {"scored": "--softmax-type learnable", "dropout": 0.1})
+    sinks = {"scored": "--softmax-type learnable", "dropout": 0.1}
+    kernel = choose_attention("auto", **CHOICE | sinks).make()
     assert kernel.describe() == (
         "math, --softmax-type learnable through scores in memory; FlexAttention needs --attention-dropout 0"
     )
-    assert choose_attention("auto", **CHOICE | SCORED | {"device": CPU}).describe() == "math"
-    assert choose_attention("auto", **CHOICE | {"device": CPU}).describe() == ""
+    assert choose_attention("auto", **CHOICE | SCORED | {"device": CPU}).make().describe() == "math"
+    assert choose_attention("auto", **CHOICE | {"device": CPU}).make().describe() == ""
 
 
 @pytest.mark.parametrize(
@@ -296,7 +239,7 @@ def test_flex_attention_serves_what_flash_attention_cannot(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    assert choose_attention("auto", **CHOICE | given).describe() == "flex_attention"
+    assert choose_attention("auto", **CHOICE | given).make().describe() == "flex_attention"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +253,7 @@ def test_a_kernel_that_torch_lacks_is_refused_before_a_model_is_built(
     with pytest.raises(
         ValueError, match=f"^--attention-backend {backend}: cannot compute 16 tokens"
     ) as refused:
-        try_it(choose_attention(backend, **given))
+        try_it(choose_attention(backend, **given).make())
     assert "\n" not in str(refused.value)
     check_runs(DotProduct("math"), "math", (1, 2, 16), **given)
 

@@ -14,7 +14,7 @@ from megatron_zpp.model.fp8.matmuls import DelayedMatmuls, TensorwiseMatmuls
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.fp8.tensorwise import Float8Linear
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
-from tests.model.variants import MODELS
+from tests.model.variants import MODELS, NO_DROPOUT
 
 E4M3, E5M2 = (3, -9, 448.0), (2, -16, 57344.0)  # bits of the fraction, log2 of the least, the largest
 FP32 = 2.0**-23
@@ -141,15 +141,9 @@ RECOMPUTE = {
 
 def losses_of(model: str, recompute: str | None, matmuls: Matmuls, steps: int = 12) -> list[float]:
     """In bf16, on one batch again and again."""
-    config = ModelConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=2,
-        seq_length=16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **MODELS[model] | ({"num_query_groups": 1} if model == "llama" else {}),
-    )
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16} | NO_DROPOUT
+    groups = {"num_query_groups": 1} if model == "llama" else {}
+    config = ModelConfig(**shape | MODELS[model] | groups)
     recomputed = RECOMPUTE[recompute]
     gpt = build_model(config, 64, recomputed, matmuls=matmuls).initialize(1).bfloat16()
     scaling = None

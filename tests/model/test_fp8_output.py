@@ -3,11 +3,11 @@
 import itertools
 import math
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, WEIGHT
@@ -15,8 +15,9 @@ from megatron_zpp.model.fp8.delayed import DelayedLinear
 from megatron_zpp.model.fp8.output import OutputProduct, coded_chunk_rows, part_rows
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.loss import IGNORED, Objective, linear_cross_entropy, logits_to_codes
+from tests.model import test_loss
 from tests.model.test_fp8_delayed import CPU, SKIPPED, STEPPED, nearest
-from tests.model.test_loss import plain
+from tests.model.test_loss import error, plain
 
 PADDED, VOCAB = 1008, 1001
 OBJECTIVE, WITH_ALL = Objective(VOCAB), Objective(VOCAB, cap=5.0, z_coeff=0.01)
@@ -50,12 +51,8 @@ def results(
     objective: Objective = OBJECTIVE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, and the gradients of x and weight times `factor`."""
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    value = product.loss(x, weight, targets, objective, chunk_bytes=CHUNK)
-    (value.flatten()[0] * factor).backward()
-    assert x.grad is not None
-    assert weight.grad is not None
-    return value.detach(), x.grad, weight.grad
+    loss = partial(product.loss, chunk_bytes=CHUNK)
+    return test_loss.results(loss, x, weight, targets, objective, factor)
 
 
 def decoded(x: Tensor, scale: float, kind: int) -> Tensor:
@@ -83,10 +80,6 @@ def oracle(
 
 def scale_of(x: Tensor) -> float:
     return (448.0 / x.abs().max().float()).item()
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
@@ -119,20 +112,6 @@ def test_products_are_those_of_the_nearest_codes(
             assert maxima.tolist() == [each.abs().max().item() for each in given] + [0.0]
         scaling.end_step(scaling.maxima(), STEPPED)
         scaling.begin_step()
-
-
-@pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_gradients_are_near_those_of_wide_products(tokens: int, width: int) -> None:
-    """E4M3 is off by 2^-5 of a number on average at most, E5M2 by 2^-4; neither has a bias."""
-    x, weight, targets = inputs(tokens, width)
-    found = results(output_layer()[0], x, weight, targets)
-    exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    loss = F.cross_entropy(F.linear(*exact)[:, :VOCAB], targets)
-    assert found[0].item() == pytest.approx(loss.item(), abs=0.05)
-    for mine, theirs in zip(found[1:], torch.autograd.grad(loss, exact), strict=True):
-        assert error(mine, theirs) <= 2.0**-4
-        along = (mine.double() * theirs).sum() / theirs.square().sum()
-        assert along.item() == pytest.approx(1.0, abs=2.0**-6)
 
 
 def test_the_constant_scale_of_gradients_keeps_what_is_small() -> None:

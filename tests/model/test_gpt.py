@@ -1,4 +1,4 @@
-"""The GPT against transformers' GPT2LMHeadModel, and what must not depend on settings."""
+"""What must not depend on settings; test_families.py has the GPT beside transformers'."""
 
 import dataclasses
 import sys
@@ -7,111 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.build import build_model, norm_classes
 from megatron_zpp.model.flops import flops_per_token, parameter_count
 from megatron_zpp.model.gpt import GPT
-from tests.model.variants import MODELS
+from tests.model.variants import MODELS, NO_DROPOUT
 
 VOCAB = 203  # not a multiple of anything that the tables are padded to
-TINY = ModelConfig(
-    num_layers=3,
-    hidden_size=64,
-    num_attention_heads=4,
-    seq_length=24,
-    max_position_embeddings=32,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
-
-
-def transformers_gpt2() -> "transformers.GPT2LMHeadModel":
-    torch.manual_seed(7)
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=32,
-        n_embd=64,
-        n_layer=3,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    for parameter in model.parameters():  # biases and norms too, so that every path carries signal
-        nn.init.normal_(parameter, std=0.1)
-    return model
-
-
-def names_in_transformers(layers: int) -> dict[str, tuple[str, bool]]:
-    """Our parameter name -> (theirs, whether theirs is transposed)."""
-    names = {
-        "embedding.tokens.weight": ("transformer.wte.weight", False),
-        "embedding.positions.weight": ("transformer.wpe.weight", False),
-        "head.norm.weight": ("transformer.ln_f.weight", False),
-        "head.norm.bias": ("transformer.ln_f.bias", False),
-    }
-    parts = {
-        "attention_norm": "ln_1",
-        "attention.qkv": "attn.c_attn",
-        "attention.output": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "mlp.input": "mlp.c_fc",
-        "mlp.output": "mlp.c_proj",
-    }
-    for index in range(layers):
-        for ours, theirs in parts.items():
-            for kind in ("weight", "bias"):
-                transposed = kind == "weight" and "norm" not in ours  # Conv1D keeps (in, out)
-                names[f"layers.{index}.{ours}.{kind}"] = (
-                    f"transformer.h.{index}.{theirs}.{kind}",
-                    transposed,
-                )
-    return names
-
-
-def with_their_weights(theirs: "transformers.GPT2LMHeadModel", recompute: RecomputeConfig) -> GPT:
-    ours = GPT(TINY, VOCAB, recompute).initialize(seed=1)
-    weights = theirs.state_dict()
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            their_name, transposed = names_in_transformers(TINY.num_layers)[name]
-            weight = weights[their_name].T if transposed else weights[their_name]
-            parameter[: len(weight)] = weight
-    return ours
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        RecomputeConfig(),
-        RecomputeConfig(recompute_activations=True),
-        RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
-        RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
-        RecomputeConfig(mlp_chunks_for_training=2),
-    ],
-    ids=["stored", "selective", "uniform", "block", "MLP in chunks"],
-)
-def test_same_logits_and_gradients_as_transformers(recompute: RecomputeConfig) -> None:
-    theirs = transformers_gpt2()
-    ours = with_their_weights(theirs, recompute)
-    tokens = torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
-    assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
-
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    loss = ours(inputs, targets)
-    loss.backward()
-    their_loss = theirs(tokens, labels=tokens).loss
-    their_loss.backward()
-    assert torch.allclose(loss, their_loss, atol=1e-5, rtol=1e-5)
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        their_name, transposed = names_in_transformers(TINY.num_layers)[name]
-        expected = gradients[their_name].T if transposed else gradients[their_name]
-        assert torch.allclose(parameter.grad[: len(expected)], expected, atol=1e-5, rtol=1e-5), name
+SHAPE = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 24}
+TINY = ModelConfig(**SHAPE, max_position_embeddings=32, **NO_DROPOUT)
 
 
 def test_loss_does_not_depend_on_vocabulary_padding_which_gets_no_gradient() -> None:

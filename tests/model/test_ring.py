@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.attention import DotProduct, mask_of
-from megatron_zpp.model.context import ring as ring_module
+from megatron_zpp.model.attention import DotProduct
+from megatron_zpp.model.context import travel
 from megatron_zpp.model.context.parts import own_part, places
 from megatron_zpp.model.context.ring import Ring
 from megatron_zpp.model.context.rounds import rounds
@@ -88,14 +88,12 @@ def error(
     inputs = [part.to(device) for part in drawn(group.size, heads, groups, dtype, chunk, width)]
     oracle, ends = DotProduct("math"), ends_of(inputs[0].shape[1], chunk).to(device) if documents else None
     whole = [part.double() for part in inputs]
-    mask = mask_of(oracle, whole[0], window, ends)
+    mask = oracle.mask(whole[0], window, ends)
     expected = results(partial(oracle, dropout=0.0, mask=mask), whole, kind)
     own = partial(own_part, ranks=group.size, rank=group.rank)
     *parts, sinks = inputs
     parts = [own(part) for part in parts]
-    mask = ring.documents(ends, parts[0], window) if documents else ring.causal(parts[0])
-    if window and not documents:
-        mask = ring.sliding_window(window, parts[0])
+    mask = ring.mask(parts[0], window, ends)
     found = results(around(partial(ring, dropout=0.0, mask=mask)), [*parts, sinks], kind)
     found[4:] = [group.sum(part) for part in found[4:]]  # of sinks, each rank has the part of its tokens
     expected[:4] = [own(part) for part in expected[:4]]
@@ -106,13 +104,13 @@ def error(
 def errors(topology: Topology, cases: list[tuple]) -> list[tuple]:
     """Cases that are not those of whole samples, or for which `sent` does not tell what is sent."""
     group, wrong, sent = TensorGroup(range(topology.world_size), topology.rank), [], [0]
-    transfer = ring_module.dist.all_to_all_single
+    transfer = travel.dist.all_to_all_single
 
     def counted(received: Tensor, given: Tensor, *others: Any, **options: Any) -> Any:
         sent[0] += given.numel()
         return transfer(received, given, *others, **options)
 
-    ring_module.dist.all_to_all_single = counted
+    travel.dist.all_to_all_single = counted
     for backend in (None, "math"):
         ring = Ring(DotProduct(backend), group)
         for case in cases:
@@ -123,7 +121,7 @@ def errors(topology: Topology, cases: list[tuple]) -> list[tuple]:
             told = sum(ring.sent(heads, groups, WIDTH, tokens, window)) * BATCH * tokens // group.size
             if not found < 1e-12 or (sent[0] != told):
                 wrong.append((backend, case, found, sent[0], told))
-    ring_module.dist.all_to_all_single = transfer
+    travel.dist.all_to_all_single = transfer
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for backend in (None, "math"):
             found = error(Ring(DotProduct(backend), group), group, (HEADS[0], None, False, "sinks"), dtype)
@@ -178,7 +176,7 @@ def compiled_and_recomputed(topology: Topology, flex_cases: list[tuple]) -> list
         *parts, sinks = drawn(group.size, heads, groups, torch.float32)
         inputs = [*(own_part(part, group.size, group.rank) for part in parts), sinks]
         ring = Ring(kernel, group)
-        mask = ring.sliding_window(window, inputs[0]) if window else ring.causal(inputs[0])
+        mask = ring.mask(inputs[0], window, None)
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Any = ring, mask: Any = mask

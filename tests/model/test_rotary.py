@@ -5,7 +5,7 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.positions import ROTARY
-from megatron_zpp.model.rotary import LinearScaling, LongRotaryEmbedding, RotaryEmbedding, rotary_embeddings
+from megatron_zpp.model.rotary import RotaryEmbedding, positions_per_radian, rotary_embeddings
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -14,6 +14,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+FREQUENCIES = 1 / positions_per_radian(20, 10_000.0)
 
 
 def heads(width: int, tokens: int = 7) -> torch.Tensor:
@@ -80,17 +83,6 @@ def test_as_transformers_rotates(width: int, base: float, kind: str, last: int) 
     torch.testing.assert_close(ours.rotation(positions)(x)[near], expected[near], rtol=1e-5, atol=1e-5)
 
 
-def test_long_documents_alone_have_the_long_factors() -> None:
-    """Whatever else is in the row: each document is rotated as if it were alone."""
-    rotary = LongRotaryEmbedding(8, 10_000.0, (1.0,) * 4, (4.0,) * 4, original=5)
-    parts = [torch.arange(count)[None] for count in (5, 6, 1)]
-    found = rotary.rotation(torch.cat(parts, 1))
-    assert torch.equal(found.cos, torch.cat([rotary.rotation(part).cos for part in parts], 1))
-    short, long = (RotaryEmbedding(8, 10_000.0, LinearScaling(factor)) for factor in (1.0, 4.0))
-    for part, as_if in zip(parts, (short, long, short), strict=True):
-        torch.testing.assert_close(rotary.rotation(part).sin, as_if.rotation(part).sin, rtol=1e-6, atol=1e-6)
-
-
 def test_ntk_scaling_stretches_the_longest_wavelength_alone() -> None:
     shape = {"num_layers": 1, "hidden_size": 40, "num_attention_heads": 1, "seq_length": 8}
     plain, scaled = (
@@ -106,7 +98,7 @@ def test_neighbours_are_pairs_if_interleaved() -> None:
     """The same as halves, of channels in another order."""
     x = heads(40)
     halves, neighbours = (
-        RotaryEmbedding(20, 10_000.0, interleaved=interleaved).rotation(torch.arange(7)[None])
+        RotaryEmbedding(FREQUENCIES, interleaved=interleaved).rotation(torch.arange(7)[None])
         for interleaved in (False, True)
     )
     order = [*range(0, 20, 2), *range(1, 20, 2), *range(20, 40)]
@@ -115,7 +107,7 @@ def test_neighbours_are_pairs_if_interleaved() -> None:
 
 def test_channels_beyond_the_rotated_ones_are_unchanged() -> None:
     x = heads(40).bfloat16()
-    out = RotaryEmbedding(20, 10_000.0).rotation(torch.arange(7)[None])(x)
+    out = RotaryEmbedding(FREQUENCIES).rotation(torch.arange(7)[None])(x)
     assert out.dtype == x.dtype
     assert torch.equal(out[..., 20:], x[..., 20:])
     assert torch.equal(out[:, 0], x[:, 0])  # position 0 is not rotated

@@ -20,9 +20,9 @@ from megatron_zpp.model.row_blocks import (
     blocks_of,
 )
 from tests.model.test_loss import IN_CHUNKS, chunked, exactly, in_blocks, inputs, results
+from tests.model.variants import NO_DROPOUT
 
 SHAPE = {"num_layers": 2, "hidden_size": 36, "num_attention_heads": 4, "seq_length": 10}
-NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 
 @pytest.mark.parametrize("rows", [1, 10, 32, 64, 100])

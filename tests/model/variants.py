@@ -2,6 +2,7 @@
 
 from typing import Any
 
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 LLAMA: dict[str, Any] = {  # of 4 heads, or a multiple of 2
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",

@@ -4,8 +4,6 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.formats import QuantFormat
@@ -190,42 +188,3 @@ def test_zero_elements(device: str) -> None:
         "adamw_quantize", *states, messages, *adamw_scalars().packed(), 0, *plain(format), device=device
     )
     assert_agree("sum_quantize", garbage(3, 0), garbage(2, 0), *plain(format), device=device)
-
-
-floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
-
-
-@settings(max_examples=100)
-@given(
-    code_type=st.sampled_from(cases.CODE_TYPES),
-    dtype=st.sampled_from(cases.FLOATS),
-    per_message=st.integers(1, 4),
-    groups=st.integers(1, 4),
-    blocks=st.integers(1, 5),
-    values=st.lists(floats, min_size=1, max_size=200),
-)
-def test_any_numbers_encode_the_same(
-    code_type: str, dtype: torch.dtype, per_message: int, groups: int, blocks: int, values: list[float]
-) -> None:
-    format, rows, n = QuantFormat(code_type, 32), per_message * groups, 32 * blocks
-    x = torch.tensor(values).repeat(-(-rows * n // len(values)))[: rows * n].view(rows, n).to(dtype)
-    messages = garbage(groups, format.message_bytes(per_message * n))
-    _, messages, *_ = assert_agree("quantize", x, messages, *plain(format))
-    assert_agree("dequantize", messages, torch.ones(rows, n, dtype=dtype), *plain(format))
-
-
-@settings(max_examples=50)
-@given(
-    code_type=st.sampled_from(cases.CODE_TYPES),
-    block=st.sampled_from((32, 64, 256)),
-    count=st.integers(1, 17),
-    groups=st.integers(1, 9),
-    blocks=st.integers(1, 4),
-)
-def test_any_parts_of_a_sum_encode_the_same(
-    code_type: str, block: int, count: int, groups: int, blocks: int
-) -> None:
-    format, part = QuantFormat(code_type, block), blocks * block
-    messages = random_messages(count, format, groups * part, seed=blocks)
-    output = garbage(groups, format.message_bytes(part))
-    assert_agree("sum_quantize", messages, output, *plain(format))

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megatron_zpp.native.cache import BuildError
-from megatron_zpp.ops import library, reference
+from megatron_zpp.ops import library
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.library import load_operations
-from megatron_zpp.ops.toolchain import ARCHITECTURES, capability_problem
 from tests.ops.agreement import assert_same_bits
 from tests.ops.cases import adamw_scalars, adamw_states, garbage, plain
 
@@ -52,17 +51,12 @@ REFUSALS = [  # operator, position and value of the wrong argument, what is said
     ("quantize", 0, torch.randn(5, 128), "messages must"),
     ("quantize", 1, torch.zeros(2, 272).char(), "messages must be uint8 of shape (2, 272)"),
     ("quantize", 1, torch.zeros(2, 256).byte(), "messages must be uint8 of shape (2, 272)"),
-    ("quantize", 1, torch.zeros(2, 544, dtype=BYTES)[:, ::2], "messages must be contiguous"),
     ("quantize", 1, torch.zeros(0, 272, dtype=BYTES), "messages must"),
     ("quantize", 1, torch.zeros(544, dtype=BYTES), "messages must"),
     ("quantize", 2, "int5", "code_type must be int8 or int4, got int5"),
-    *(
-        ("quantize", 3, b, f"block must be a power of two from 32 to 2048, got {b}")
-        for b in (48, 0, -32, 4096)
-    ),
+    *(("quantize", 3, b, f"block must be a power of two from 32 to 2048, got {b}") for b in (48, 0, 4096)),
     ("dequantize", 1, torch.zeros(4, 128).int(), "output must be"),
     ("dequantize", 0, torch.zeros(3, 272, dtype=BYTES), "messages must"),
-    ("dequantize", 2, "fp4", "code_type must be int8 or int4, got fp4"),
     ("sum_quantize", 0, torch.zeros(3, 150, dtype=BYTES), "messages must"),
     ("sum_quantize", 0, torch.zeros(0, 144, dtype=BYTES), "messages must"),
     ("sum_quantize", 1, torch.zeros(3, 100, dtype=BYTES), "output must"),
@@ -159,42 +153,8 @@ def test_the_reference_serves_gpus_that_are_older_than_the_kernels(monkeypatch: 
         load_operations("cuda", require_kernels=True, say=said.append)
 
 
-def test_device_code_is_compiled_for_the_oldest_gpu_that_it_runs_on() -> None:
-    compiled = [int(number) for line in ARCHITECTURES for number in re.findall(r"compute_(\d+),", line)]
-    assert min(compiled) == 80
-    assert capability_problem((8, 0)) is None
-
-
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA here")
 def test_kernels_without_cuda_serve_cpus_alone(kernels: None) -> None:
     assert load_operations("cpu", require_kernels=True, say=pytest.fail).compiled
     with pytest.raises(BuildError, match="built without CUDA"):
         load_operations("cuda", require_kernels=True, say=print)
-
-
-def test_adamw_follows_torchs() -> None:
-    """Ten steps against torch.optim.AdamW in fp64.
-
-    A step rounds fewer than 16 times, each by 2^-24 of a number no larger than the weight or the update, and
-    the update is the learning rate times at most 10 (the moments' ratio at the start).
-    """
-    generator, m, decayed, rate = torch.Generator().manual_seed(8), 3000, 1000, 1e-2
-    start = torch.randn(m, generator=generator)
-    parts = [torch.nn.Parameter(part.double()) for part in (start[:decayed], start[decayed:])]
-    groups = [{"params": parts[:1], "weight_decay": 0.1}, {"params": parts[1:], "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
-    master, exp_avg, exp_avg_sq = start.clone(), torch.zeros(m), torch.zeros(m)
-    gather_source = torch.empty(m, dtype=torch.bfloat16)
-    for step in range(1, 11):
-        gradient = torch.randn(m, generator=generator)
-        for part, own in zip(parts, (gradient[:decayed], gradient[decayed:]), strict=True):
-            part.grad = own.double()
-        adamw.step()
-        reference.adamw(
-            *(master, gradient * 4, exp_avg, exp_avg_sq, gather_source),
-            *adamw_scalars(divisor=4.0, step=step, learning_rate=rate).packed(),
-            decayed,
-        )
-    exact = torch.cat([part.detach() for part in parts])
-    assert ((master - exact).abs() <= 10 * 16 * 2.0**-24 * (exact.abs() + 10 * rate)).all()
-    assert torch.equal(gather_source, master.bfloat16())

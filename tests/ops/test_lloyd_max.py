@@ -15,7 +15,6 @@ from megatron_zpp.ops.lloyd_max import (
     normalised,
     ordered_sum,
     pack,
-    read_message,
     stored_scales,
     write_message,
 )
@@ -79,32 +78,13 @@ def test_bytes_of_each_format() -> None:
     assert message.tolist() == [0b11100100] * 8 + [0x80, 0x3F] + [0] * 6
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("block", [32, 256, 2048])
-def test_messages_there_and_back(bits: int, block: int) -> None:
-    format = LloydMaxFormat(bits, block)
-    generator = torch.Generator().manual_seed(bits)
-    codes = torch.randint(1 << bits, (3, block), generator=generator).to(torch.uint8)
-    stored = torch.tensor([0.0, float("nan"), 1.5], dtype=torch.bfloat16)
-    message = torch.full((format.message_bytes(3 * block),), 165, dtype=torch.uint8)
-    write_message(message, codes, stored, format)
-    again, scales = read_message(message, 3 * block, format)
-    assert torch.equal(again, codes)
-    assert torch.equal(scales.view(torch.int16), stored.view(torch.int16))
-
-
-def test_an_empty_message_and_odd_sizes() -> None:
+def test_sizes_of_messages() -> None:
     format = LloydMaxFormat()  # 4 bits in blocks of 256
     assert format.message_bytes(0) == 0
     assert (format.message_bytes(256), LloydMaxFormat(2, 256).message_bytes(256)) == (144, 80)
     assert LloydMaxFormat(2, 256).bytes_per_element == 0.2578125
-    for numel in (-256, 1, 255, 300):
-        with pytest.raises(ValueError, match=f"whole blocks of 256 elements, got {numel}"):
-            format.message_bytes(numel)
     with pytest.raises(ValueError, match="bits must be 2 or 4, got 3"):
         LloydMaxFormat(3)
-    with pytest.raises(ValueError, match="power of two from 32 to 2048, got 48"):
-        LloydMaxFormat(4, 48)
 
 
 def test_the_order_of_sums() -> None:

@@ -94,17 +94,6 @@ def test_one_huge_difference() -> None:
     assert reference[8] == scale * LEVELS[4][0]
 
 
-def test_a_skipped_step_changes_nothing() -> None:
-    weights, reference = close_pair(512, 1)
-    before = reference.clone()
-    message = sent(weights, reference, 4, 256, skip=torch.ones(()))
-    assert torch.equal(reference, before)
-    _, stored = read_message(message, 512, LloydMaxFormat(4, 256))
-    assert stored.tolist() == [0.0, 0.0]
-    sent(weights, reference, 4, 256, skip=torch.zeros(()))
-    assert not torch.equal(reference, before)
-
-
 @pytest.mark.parametrize(("bits", "left"), [(2, 0.36), (4, 0.11)])
 def test_what_a_code_missed_is_sent_the_next_time(bits: int, left: float) -> None:
     """Every exchange leaves about the root of Max's error of a normal difference; the rest follows."""

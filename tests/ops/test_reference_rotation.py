@@ -1,13 +1,10 @@
 """Rotated gradients against exact fractions, the Hadamard matrix in fp64, and averages over signs."""
 
-from fractions import Fraction
-
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_zpp.ops.formats import LloydMaxFormat
-from megatron_zpp.ops.lloyd_max import read_message
 from megatron_zpp.ops.reference_rotation import (
     counters,
     encode_rotated,
@@ -19,7 +16,6 @@ from megatron_zpp.ops.reference_rotation import (
 )
 from megatron_zpp.ops.signs import philox
 from tests.ops.awkward import KINDS, awkward
-from tests.ops.scalar_oracle import fp32
 
 SEED = -0x1234_5678_9ABC_DEF  # both key words in use
 
@@ -57,18 +53,6 @@ def test_rotation_is_the_hadamard_matrix(block: int) -> None:
     y = rotate(x, signs)
     assert torch.allclose(y.double().view(-1, width), expected, atol=2**-20)
     assert torch.allclose(rotate_back(y, signs), x, atol=2**-19)
-
-
-def test_butterflies_bit_for_bit() -> None:
-    x = normal(1, 256)[0]
-    expected = [Fraction(value) for value in x.tolist()]
-    for h in (1, 2, 4, 8, 16, 32, 64, 128):
-        for i in range(256):
-            if not i & h:
-                a, b = expected[i], expected[i + h]
-                expected[i], expected[i + h] = fp32(a + b), fp32(a - b)
-    y = rotate(x[None], torch.ones(1, 256))[0]
-    assert [Fraction(value) for value in y.tolist()] == [value / 16 for value in expected]
 
 
 def test_signs_are_bits_of_philox() -> None:
@@ -111,41 +95,6 @@ def test_nearly_unbiased_over_signs() -> None:
     assert along[True] == pytest.approx(1.0, abs=2**-9)  # a bf16 scale is off by 2^-9 on average at most
     assert along[False] < 0.9  # 1 - Max's error of 0.1175
     assert (means[True] - x[0]).norm() / x.norm() < 0.02
-
-
-def test_a_sum_rotates_back_once_and_in_the_senders_order() -> None:
-    rows = normal(3, 512)
-    format = LloydMaxFormat(4, 256)
-    messages = torch.zeros(3, format.message_bytes(512), dtype=torch.uint8)
-    signs = random_signs(counters(0, 512, 3), SEED, 5).view(-1, 256)
-    total = None
-    for row, message in zip(rows, messages, strict=True):
-        quantize_rotated(row, message[None], 4, 256, SEED, 3, 5)
-        codes, stored = read_message(message, 512, format)
-        value = torch.tensor(levels_4())[codes.int()] * stored.float()[:, None]
-        total = value if total is None else total + value
-    shard = torch.ones(512)
-    sum_rotated(messages, shard, 4, 256, SEED, 3, 5, add=True)
-    expected = rotate_back(total, signs).view(-1)
-    assert torch.equal(shard, 1 + expected)
-    sum_rotated(messages, shard, 4, 256, SEED, 3, 5)
-    assert torch.equal(shard, expected)
-
-
-def test_messages_hold_the_elements_one_after_the_other() -> None:
-    x, format = normal(1, 4 * 256)[0], LloydMaxFormat(4, 256)
-    together = torch.zeros(2, format.message_bytes(512), dtype=torch.uint8)
-    apart = torch.zeros_like(together)
-    quantize_rotated(x, together, 4, 256, SEED, 3, 5, first=256)
-    for index in range(2):
-        part = x[512 * index : 512 * (index + 1)]
-        quantize_rotated(part, apart[index : index + 1], 4, 256, SEED, 3, 5, first=256 + 512 * index)
-    assert torch.equal(together, apart)
-
-
-def levels_4() -> list[float]:
-    positive = [0.12839504, 0.3880483, 0.65675914, 0.94234043, 1.2562312, 1.6180464, 2.0690172, 2.7325895]
-    return [-level for level in reversed(positive)] + positive
 
 
 @pytest.mark.parametrize("bits", [2, 4])

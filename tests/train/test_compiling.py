@@ -139,7 +139,7 @@ class ReadsEnds(DotProduct):
         return super().__call__(q, k, v, dropout, super().documents(mask.bounds, q), **more)
 
 
-@pytest.mark.parametrize("kernel", [DotProduct(), ReadsEnds()], ids=["dense", "ends"])
+@pytest.mark.parametrize("kernel", [DotProduct("math"), ReadsEnds()], ids=["dense", "ends"])
 @pytest.mark.parametrize(("model", "recompute"), [("gpt2", "full"), ("llama", "selective")])
 def test_documents_in_compiled_layers(recompute: str, model: str, kernel: DotProduct) -> None:
     """Masks are arguments of one graph, which gives the gradients of plain layers for any documents."""

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.attention import AttentionKernel
 from megatron_zpp.model.context.parts import from_parts, to_parts
-from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
+from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.scores import PLAIN_SCORES, Scores
 
 
@@ -66,7 +66,7 @@ def _heads_of_ranks(x: Tensor, ranks: int) -> Tensor:
     return x.unflatten(2, (ranks, -1)).unflatten(1, (2, -1)).permute(3, 1, 0, 2, 4, 5)
 
 
-class AllToAllHeads:
+class AllToAllHeads(AttentionKernel):
     """Attention by `kernel`, of whole samples and some of the heads; C divides N.
 
     Where C does not divide G, heads of keys and values are repeated until it does.
@@ -85,28 +85,21 @@ class AllToAllHeads:
     def sent(
         self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
     ) -> tuple[int, int]:
-        """Return the elements that a forward and a backward send per token of this rank, of any window."""
+        """See AttentionKernel; the same for any window."""
         elements = self._to_others(2 * (heads + math.lcm(groups, self.context_ranks)) * head_width)
         return elements, elements
 
     def sent_behind(self, heads: int, head_width: int) -> int:
-        """Return those that a forward sends behind all that its backward needs: the result."""
+        """See AttentionKernel: the result."""
         return self._to_others(heads * head_width)
 
     def _to_others(self, elements: int) -> int:
         return elements // self.context_ranks * (self.context_ranks - 1)
 
-    def causal(self, x: Tensor) -> Causal:
-        """As the kernel, of whole samples; x (B, S / C, …)."""
-        return self._kernel.causal(self._whole(x))
-
-    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
-        """As `causal`."""
-        return self._kernel.sliding_window(window, self._whole(x))
-
-    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
-        """As `causal`."""
-        return self._kernel.documents(ends, self._whole(x), window)
+    def mask(self, x: Tensor, window: int | None, ends: Tensor | None) -> Mask:
+        """That of the kernel for whole samples; x (B, S / C, …)."""
+        whole = x.new_empty(1).expand(len(x), x.shape[1] * self.context_ranks, 1)  # without memory
+        return self._kernel.mask(whole, window, ends)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
@@ -127,7 +120,3 @@ class AllToAllHeads:
         own = slice(self._group.rank * heads, (self._group.rank + 1) * heads)
         slopes = None if scores.slopes is None else scores.slopes[own]
         return replace(scores, slopes=slopes, sinks=None if scores.sinks is None else scores.sinks[own])
-
-    def _whole(self, x: Tensor) -> Tensor:
-        """Something like whole samples, without memory."""
-        return x.new_empty(1).expand(len(x), x.shape[1] * self.context_ranks, 1)

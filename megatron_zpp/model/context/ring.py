@@ -13,12 +13,11 @@ Inside a compiled layer forward and backward are one operator each. With FlexAtt
 itself, they run between two graphs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
@@ -26,7 +25,8 @@ from torch.nn.attention import SDPBackend
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.model.attention import FLAG, AttentionKernel, DotProduct, PackedFlash
+from megatron_zpp.model.attention import AttentionKernel, DotProduct, PackedFlash
+from megatron_zpp.model.attention_choice import FLAG
 from megatron_zpp.model.context.blocks import (
     BlockKernel,
     BlocksInMemory,
@@ -39,6 +39,7 @@ from megatron_zpp.model.context.blocks import (
 )
 from megatron_zpp.model.context.parts import places
 from megatron_zpp.model.context.rounds import Pair, Round, rounds
+from megatron_zpp.model.context.travel import Returning, send_home, travelling_keys
 from megatron_zpp.model.masks import CAUSAL, CachedPrefix, Causal, InsideDocuments, Mask, SlidingWindow
 from megatron_zpp.model.scores import PLAIN_SCORES, Scores
 
@@ -62,7 +63,7 @@ class Seen:
     blocks: "dict[Block, BlockMask]" = field(default_factory=dict)
 
 
-class Ring:
+class Ring(AttentionKernel):
     """Attention over samples of which each rank of `group` has two chunks; `kernel` is that of one rank.
 
     Causal attention to plain scores takes flash attention or cuDNN's kernel. Windows, documents and other
@@ -94,18 +95,10 @@ class Ring:
     def sent(
         self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
     ) -> tuple[int, int]:
-        """Return the elements that a forward and a backward send per token of this rank.
-
-        For samples of `tokens`, in a layer with the `window`. As many keys and values of one chunk are sent
-        as this rank has tokens.
-        """
+        """See AttentionKernel. As many keys and values of one chunk are sent as this rank has tokens."""
         others = rounds(self.context_ranks, self._group.rank, tokens, window)[1:]
         sent, returned = sum(len(each.sent) for each in others), sum(len(each.received) for each in others)
         return sent * groups * head_width, (sent + returned) * groups * head_width
-
-    def sent_behind(self, heads: int, head_width: int) -> int:
-        """Return the elements that a forward sends behind all that its backward needs: none."""
-        return 0
 
     def causal(self, x: Tensor) -> Causal:
         """(B, T, …) -> the mask of whole samples."""
@@ -195,7 +188,7 @@ class _Passes:
         """What attention makes (B, T, N, H), and the logarithms of its sums of exponentials (B, N, T)."""
         group, merged, size = TensorGroup.named(self.group), Merged(), q.shape[1] // 2
         kernel = self.kernel or self._chosen(q, k, v, slopes, first)
-        for each, keys, values in _travelling(k, v, group, self.window):
+        for each, keys, values in travelling_keys(k, v, group, self.window):
             for block in each.blocks(each.pairs, joined=kernel.joins):
                 queries = of_chunks(q, block.queries, size)
                 seen = (of_chunks(part, block.keys, size, each.received.start) for part in (keys, values))
@@ -236,18 +229,18 @@ class _Passes:
                 for total, part in zip((of_q, *sums), found, strict=True):
                     total.add(block.queries if total is of_q else block.keys, part)
 
-        def send_home(each: Round, keys: Sequence[Tensor]) -> _Returning:
+        def returned(each: Round, keys: Sequence[Tensor]) -> Returning:
             """Send the gradients of a round's keys to their rank."""
             sums = Sums(), Sums()
             add(each, each.pairs, kernel.joins, keys, sums)
-            return _return(each, sums, k, group)
+            return send_home(each, sums, k, group)
 
-        travelling = _travelling(k, v, group, self.window)
+        travelling = travelling_keys(k, v, group, self.window)
         at_home, *keys = next(travelling)
         add(at_home, at_home.below, kernel.joins, keys, own)
-        returning: _Returning | None = None
+        returning: Returning | None = None
         for each, *keys in travelling:
-            following = send_home(each, keys)
+            following = returned(each, keys)
             if returning is not None:
                 returning.add_to(own)
             returning = following
@@ -273,72 +266,6 @@ class _Passes:
         if backend in _FUSED and q.shape[-1] % 8 == 0:
             return FusedBlocks(backend, self.scale)
         return BlocksInMemory(Scores(self.scale, self.softcap, slopes), first)
-
-
-class _Transfer:
-    """Rows of two tensors, on their way to the rank `distance` places behind, and those that come here.
-
-    All ranks of the group must make it. It owns its buffers until `wait` has returned.
-    """
-
-    def __init__(self, sent: Tensor, received: Tensor, distance: int, group: TensorGroup) -> None:
-        """Contiguous (2, B, rows, G, H); ranks may send each other different numbers of rows, or none."""
-        self._sent, self._received = sent, received
-        taken, given = [0] * group.size, [0] * group.size
-        taken[(group.rank - distance) % group.size] = received.numel()
-        given[(group.rank + distance) % group.size] = sent.numel()
-        self._work = dist.all_to_all_single(
-            received.view(-1), sent.view(-1), taken, given, group=group.process_group, async_op=True
-        )
-
-    def wait(self) -> Tensor:
-        """Let the current stream (on a CPU: the caller) wait for what this rank receives."""
-        self._work.wait()
-        return self._received
-
-
-def _travelling(k: Tensor, v: Tensor, group: TensorGroup, window: int | None) -> Iterator[tuple[Any, ...]]:
-    """Each round with its keys and values, while those of the next one are on their way."""
-    size = k.shape[1] // 2
-    each, *others = rounds(group.size, group.rank, k.shape[1] * group.size, window)
-    keys: tuple[Tensor, ...] = k, v
-    for following in others:
-        coming = _Transfer(
-            torch.stack([of_chunks(part, following.sent, size) for part in (k, v)]),
-            _rows(k, following.received),
-            following.distance,
-            group,
-        )
-        yield each, *keys
-        each, keys = following, coming.wait().unbind()
-        del coming  # with what was sent
-    yield each, *keys
-
-
-@dataclass(frozen=True)
-class _Returning:
-    """Gradients on their way home, where they are those of `chunks`."""
-
-    transfer: _Transfer
-    chunks: range
-
-    def add_to(self, sums: Sequence[Sums]) -> None:
-        """Add them to those of keys and of values."""
-        for total, part in zip(sums, self.transfer.wait().unbind(), strict=True):
-            total.add(self.chunks, part)
-
-
-def _return(each: Round, sums: Sequence[Sums], k: Tensor, group: TensorGroup) -> _Returning:
-    """Send the gradients of a round's keys and values home, and receive those of the keys that were sent."""
-    sent, received = _rows(k, each.received), _rows(k, each.sent)
-    for total, part in zip(sums, sent, strict=True):
-        total.into(part, each.received)
-    return _Returning(_Transfer(sent, received, -each.distance, group), each.sent)
-
-
-def _rows(k: Tensor, chunks: range) -> Tensor:
-    """Memory for keys and values of `chunks`, (2, B, rows, G, H)."""
-    return k.new_empty(2, len(k), len(chunks) * (k.shape[1] // 2), *k.shape[2:])
 
 
 class _Attention(torch.autograd.Function):
@@ -376,22 +303,17 @@ class _Attention(torch.autograd.Function):
         return *found, lost, None, None, None
 
 
-@custom_op("megatron_zpp_model::ring_attention", mutates_args=())
-def _ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    first: Tensor | None,
-    group: str,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
-    backend: int,
-) -> tuple[Tensor, Tensor]:
-    ring = _Passes(group, window, scale, softcap, backend)
-    return ring.forward(q, k, v, sinks, slopes, first)
+_CONSTANTS = "str group, SymInt? window, float? scale, float? softcap, SymInt backend"  # of `_Passes`
+
+
+@custom_op(
+    "megatron_zpp_model::ring_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor? first, "
+    f"{_CONSTANTS}) -> (Tensor, Tensor)",
+)
+def _ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _Passes(*arguments[6:]).forward(*arguments[:6])
 
 
 @_ring_attention.register_fake
@@ -401,24 +323,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), log_sum
 
 
-@custom_op("megatron_zpp_model::ring_attention_backward", mutates_args=())
-def _ring_attention_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    slopes: Tensor | None,
-    first: Tensor | None,
-    group: str,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
-    backend: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    ring = _Passes(group, window, scale, softcap, backend)
-    return ring.backward(gradient, q, k, v, out, log_sum, slopes, first)
+@custom_op(
+    "megatron_zpp_model::ring_attention_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum, Tensor? slopes, "
+    f"Tensor? first, {_CONSTANTS}) -> (Tensor, Tensor, Tensor)",
+)
+def _ring_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _Passes(*arguments[8:]).backward(*arguments[:8])
 
 
 @_ring_attention_backward.register_fake

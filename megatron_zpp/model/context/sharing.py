@@ -1,7 +1,6 @@
 """A model whose samples context ranks share: each rank has some tokens of every sample."""
 
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -12,22 +11,6 @@ from megatron_zpp.model.context.heads import AllToAllHeads
 from megatron_zpp.model.context.parts import chunks_of, from_parts, own_part
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Layer
-
-
-@runtime_checkable
-class ContextKernel(AttentionKernel, Protocol):
-    """Attention of context ranks."""
-
-    def sent(
-        self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
-    ) -> tuple[int, int]:
-        """Return the elements that a forward and a backward send per token of this rank.
-
-        For samples of `tokens`, in a layer with the `window`.
-        """
-
-    def sent_behind(self, heads: int, head_width: int) -> int:
-        """Return those that a forward sends behind all that its backward needs."""
 
 
 def share_samples(model: GPT, group: TensorGroup, tensor_rank: int = 0) -> None:
@@ -46,7 +29,9 @@ def share_samples(model: GPT, group: TensorGroup, tensor_rank: int = 0) -> None:
             owner.dropout = dropout
 
 
-def context_kernel(kernel: AttentionKernel, group: TensorGroup, comm_type: str, heads: int) -> ContextKernel:
+def context_kernel(
+    kernel: AttentionKernel, group: TensorGroup, comm_type: str, heads: int
+) -> AttentionKernel:
     """Attention by `kernel` among the ranks of `group`, which have so many heads of their tokens.
 
     `comm_type` is a2a, p2p, or auto, as --cp-comm-type.
@@ -73,7 +58,6 @@ def exchanges_of_attention(model: GPT) -> list[tuple[int, int]]:
     for layer, window in zip(model.layers, model.windows, strict=True):
         assert isinstance(layer, Layer)
         attention, kernel = layer.attention, layer.attention.kernel
-        assert isinstance(kernel, ContextKernel)
         heads = attention.heads, attention.groups, attention.head_width
         forward, backward = kernel.sent(*heads, model.config.seq_length, window)
         if attention.recompute_scores:

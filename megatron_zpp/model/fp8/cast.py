@@ -11,24 +11,17 @@ a NaN, so that the step is not finite, as in bf16; it does not count for the max
 sound.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+Cast: TypeAlias = Callable[..., tuple[Tensor, Tensor]]  # what `plain_cast` computes, perhaps by a kernel
 INPUT, WEIGHT, GRADIENT = range(3)
 FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)  # by kind
 LARGEST = tuple(torch.finfo(format).max for format in FORMATS)  # codes
 SMALLEST = 1e-12  # of a tensor's largest magnitude, or the scale of zeros would be infinite
-
-
-class Cast(Protocol):
-    """What `plain_cast` computes, perhaps by a kernel."""
-
-    def __call__(
-        self, x: Tensor, factors: Tensor, maxima: Tensor, kind: int, *, rows: bool, columns: bool
-    ) -> tuple[Tensor, Tensor]:
-        """See plain_cast."""
 
 
 def plain_cast(

@@ -13,7 +13,7 @@ backward.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, Cast, back, plain_cast, present_factors
 from megatron_zpp.model.fp8.tensorwise import multiply
+
+Transpose: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # what `plain_transpose` does, perhaps by a kernel
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,6 @@ class CodedInput:
     carrier: Tensor
     codes: Tensor
     columns: Tensor
-
-
-class Transpose(Protocol):
-    """What `plain_transpose` computes, perhaps by a kernel."""
-
-    def __call__(self, codes: Tensor, after: Tensor) -> Tensor:
-        """See plain_transpose."""
 
 
 def plain_transpose(codes: Tensor, after: Tensor) -> Tensor:

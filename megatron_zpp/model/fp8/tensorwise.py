@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_SMALLEST = 1e-12  # of a tensor's largest magnitude, or the scale of zeros would be infinite
+from megatron_zpp.model.fp8.cast import SMALLEST
 
 
 class Float8Linear(nn.Linear):
@@ -67,7 +67,7 @@ class _Product(torch.autograd.Function):
 def _encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The codes, and the fp32 scalar () that gives x back when they are multiplied by it."""
     largest = torch.finfo(dtype).max
-    scale = x.abs().amax().float().clamp(min=_SMALLEST) / largest
+    scale = x.abs().amax().float().clamp(min=SMALLEST) / largest
     codes = (x.float() / scale).clamp(-largest, largest).to(dtype)  # rounding may lead above the largest
     return codes, scale
 

@@ -10,20 +10,13 @@ before, over all ranks; larger numbers saturate. Before a run's first step, and 
 scales, it is that of the weight itself, over all ranks.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.model.fp8.cast import FORMATS, LARGEST, SMALLEST, WEIGHT, factors_of, plain_cast
 from megatron_zpp.model.fp8.scaling import DelayedScaling
-
-
-class Encode(Protocol):
-    """What `plain_encode` does, perhaps by a kernel."""
-
-    def __call__(self, numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor) -> None:
-        """See plain_encode."""
 
 
 def plain_encode(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor) -> None:
@@ -38,7 +31,7 @@ class WeightCodes:
     `names` are the parameters that are held so, as the model calls them.
     """
 
-    def __init__(self, scaling: DelayedScaling, encode: Encode = plain_encode) -> None:
+    def __init__(self, scaling: DelayedScaling, encode: Callable[..., None] = plain_encode) -> None:
         self._scaling, self._encode = scaling, encode
         self._held = {f"{name}.weight": held for name, held in scaling.hold_codes().items()}
         self.names = tuple(self._held)

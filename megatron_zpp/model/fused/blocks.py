@@ -7,7 +7,6 @@ alone: outside of one, where a text grows or scales are not known, a module comp
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.fused import linear as fused_linear
@@ -35,7 +34,6 @@ class FusedAttention(Attention):
     """Attention whose kernels split and rotate heads, or join their gradients."""
 
     joins_heads: bool  # where heads are not rotated, with the gradient of the bias
-    sums_bias: bool  # whether the gradient of the last bias is made where that of the residual sum is
 
     def split(self, x: Any, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """See Attention."""
@@ -52,17 +50,10 @@ class FusedAttention(Attention):
         """Whether one kernel splits and rotates heads."""
         return rotation.rotates and not self.normalized
 
-    def project(self, mixed: Tensor) -> Tensor:
-        """See Attention."""
-        if self.sums_bias and torch.compiler.is_compiling():
-            return F.linear(mixed, self.output.weight, self.output.bias.detach())
-        return super().project(mixed)
-
 
 class FusedMLP(MLP):
     """An MLP whose kernels are the activation's."""
 
-    sums_bias: bool  # see FusedAttention
     follows_bias: bool  # whether the activation's kernel makes the gradient of the first bias
 
     def activate(self, x: Tensor) -> Tensor:
@@ -73,12 +64,6 @@ class FusedMLP(MLP):
             if self.follows_bias:
                 return fused_linear.gelu_of_linear(x, self.input)
         return super().activate(x)
-
-    def project(self, inner: Tensor) -> Tensor:
-        """See MLP."""
-        if self.sums_bias and torch.compiler.is_compiling():
-            return F.linear(inner, self.output.weight, self.output.bias.detach())
-        return super().project(inner)
 
 
 class FusedFirstHalf(Half):
@@ -98,8 +83,9 @@ class FusedFirstHalf(Half):
         """See Half."""
         if not isinstance(x, Residual):
             return super().leave(x, added)
-        bias = self.attention.output.bias if self.attention.sums_bias else None
-        return x._replace(added=added, bias=bias)
+        output = self.attention.output
+        sums_bias = isinstance(output, fused_linear.LinearIntoSum)
+        return x._replace(added=added, bias=output.bias if sums_bias else None)
 
 
 class FusedSecondHalf(Half):
@@ -133,8 +119,9 @@ def fuse(model: GPT) -> None:
         mlp.follows_bias = fused_linear.serves(mlp.input) and mlp.activation is gelu
         norms = fuses_norms(layer)
         maps = attention.output, mlp.output, attention.qkv, mlp.input
-        joins = norms and fused_norm.has_bias(layer.mlp_norm) and _adds_what_it_made(layer)
-        attention.sums_bias = mlp.sums_bias = joins and all(map(fused_linear.serves, maps))
+        joins = norms and isinstance(layer.mlp_norm, nn.LayerNorm) and _adds_what_it_made(layer)
+        if joins and all(map(fused_linear.serves, maps)):  # kernels of a LayerNorm sum gradients of biases
+            attention.output.__class__ = mlp.output.__class__ = fused_linear.LinearIntoSum
         if norms:
             layer.halves[0].__class__, layer.halves[1].__class__ = FusedFirstHalf, FusedSecondHalf
 

@@ -31,6 +31,15 @@ def serves(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.bias is not None
 
 
+class LinearIntoSum(nn.Linear):
+    """A map whose bias has its gradient where that of the residual sum is made: see fused/norm.add_norm."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, in) -> (…, out)."""
+        bias = self.bias.detach() if torch.compiler.is_compiling() else self.bias
+        return F.linear(input, self.weight, bias)
+
+
 def gelu_of_linear(x: Tensor, linear: nn.Linear) -> Tensor:
     """F.gelu(linear(x), approximate="tanh")."""
     return _gelu(F.linear(x, linear.weight, linear.bias.detach()), linear.bias)

@@ -25,11 +25,6 @@ def serves(module: nn.Module) -> bool:
     return (type(module) is nn.LayerNorm or type(module) is nn.RMSNorm) and module.weight.numel() <= LARGEST
 
 
-def has_bias(module: nn.Module) -> bool:
-    """Return whether it is a LayerNorm, whose kernels also sum the gradients of biases."""
-    return type(module) is nn.LayerNorm
-
-
 def norm(x: Tensor, module: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
     """(B, T, D) -> the norm, and a token for `add_norm` that takes the gradient of the residual path back.
 

@@ -17,13 +17,9 @@ from megatron_zpp.model.fused.math import exp2, reciprocal
 _BLOCK, _WARPS = 2048, 8  # elements of a program and its warps: one load of 16 bytes a thread and input
 
 
+@triton_op("megatron_zpp_model::swiglu", mutates_args={})
 def swiglu(x: Tensor) -> Tensor:
     """(…, 2F) -> (…, F): SiLU of the first half times the second."""
-    return _swiglu(x)
-
-
-@triton_op("megatron_zpp_model::swiglu", mutates_args={})
-def _swiglu(x: Tensor) -> Tensor:
     width = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], width)
     wrap_triton(_forward_kernel)[_grid(x, width)](x, out, width, BLOCK=_BLOCK, num_warps=_WARPS)
@@ -51,7 +47,7 @@ def _of_swiglu(ctx: Any, of_out: Tensor) -> Tensor:
     return _swiglu_backward(of_out.contiguous(), x)
 
 
-_swiglu.register_autograd(_of_swiglu, setup_context=_save)
+swiglu.register_autograd(_of_swiglu, setup_context=_save)
 
 
 @triton.jit

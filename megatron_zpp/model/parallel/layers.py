@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
-from megatron_zpp.model.gpt import GPT, Head, PositionedEmbedding
+from megatron_zpp.model.gpt import GPT, Head, embedding
 from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import (
     IGNORED,
@@ -87,8 +87,7 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
         attention.heads, attention.groups = attention.heads // ranks, attention.groups // ranks
         attention.first_head = sharing.group.rank * attention.heads
     model.tensor_ranks = ranks
-    if isinstance(model.embedding, PositionedEmbedding):
-        model.embedding.own = partial(_own_positions, group=sharing.group)
+    model.embedding.own = partial(_own_positions, group=sharing.group)
 
 
 def share_tables(model: GPT, sharing: Sharing) -> None:
@@ -188,8 +187,7 @@ class VocabularyParallelEmbedding(nn.Embedding):
     """(B, S) ids -> the rows of this rank's tokens, (R, D); each rank has V / T entries of the table."""
 
     def __init__(self, entries: int, width: int, group: TensorGroup) -> None:
-        weight = torch.empty(entries, width)
-        super().__init__(entries, width, _weight=weight if weight.is_meta else weight.normal_())
+        super().__init__(entries, width, _weight=embedding(entries, width).weight.data)
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
@@ -221,7 +219,7 @@ class VocabularyParallelHead(Head):
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
-        self.passes = VocabularyParallelLoss(self.group).kernels(compiler)
+        self.passes = VocabularyParallelLoss(self.group, compiler).kernels()
 
 
 class VocabularyParallelLoss:
@@ -231,13 +229,12 @@ class VocabularyParallelLoss:
     exchange of these three numbers per token tells all ranks the softmax.
     """
 
-    def __init__(self, group: TensorGroup) -> None:
+    def __init__(self, group: TensorGroup, compiler: Compiler = lambda function: function) -> None:
         self._group = group
-        self._local, self._to_gradient = local_statistics, _to_gradient
-
-    def kernels(self, compiler: Compiler = lambda function: function) -> LossKernels:
-        """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
         self._local, self._to_gradient = compiler(local_statistics), compiler(_to_gradient)
+
+    def kernels(self) -> LossKernels:
+        """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
         to_codes = partial(logits_to_codes, to_gradient=self.to_gradient)
         return LossKernels(self.to_gradient, lean=True, loss=self.loss, to_codes=to_codes)
 

@@ -4,19 +4,20 @@ Shapes: T tensor ranks, B batch, S tokens per sample, D hidden size, R = B · S 
 padded vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.gpt import GPT, embedding
 from megatron_zpp.model.loss import soft_capped
 from megatron_zpp.model.parallel.exchanges import Gather, ScatterSum
 from megatron_zpp.model.row_blocks import (
     LookupBlock,
     RowBlockHead,
     RowBlockTable,
-    row_parameter,
 )
 from megatron_zpp.placement import Split
 
@@ -26,11 +27,11 @@ def share_row_blocks(model: GPT, group: TensorGroup, tokens: int) -> None:
     table, head = model.embedding.tokens, model.head
     assert isinstance(table, RowBlockTable)
     assert isinstance(head, RowBlockHead)
-    parts: dict[nn.Parameter, nn.Parameter] = {}
+    parts: dict[nn.Parameter, Any] = {}
     for block in (*table.each(), *head.output.each()):
         held, width = len(block.block_rows) // group.size, block.weight.shape[1]
         if block.weight not in parts:
-            parts[block.weight] = row_parameter(held, width)
+            parts[block.weight] = embedding(held, width).weight
         block.weight = parts[block.weight]
         block.first += group.rank * held
         block.tensor_splits = {"weight": Split(0, (block.table_entries,), Axis(1, group.size))}

@@ -15,7 +15,8 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import check_routes
-from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
+from megatron_zpp.model.attention import AttentionKernel
+from megatron_zpp.model.attention_choice import Choice, check_runs, choose_attention
 from megatron_zpp.model.scores import Scores
 from megatron_zpp.ops.operations import Operations
 
@@ -71,7 +72,7 @@ def prepare_device(config: Config, topology: Topology) -> Device:
         backend = resolve_fused_backend(
             config.optimizer, config.zero, device.type, compiles=compiles, several_rates=config.several_rates
         )
-    attention = choose_attention(config.attention.attention_backend, **_attention(config, device))
+    attention = attention_choice(config, device).make()
     operations = _operations(
         device,
         say,
@@ -81,15 +82,22 @@ def prepare_device(config: Config, topology: Topology) -> Device:
     return Device(device, backend, operations, attention, compiles, say)
 
 
+def attention_choice(config: Config, device: torch.device | None) -> Choice:
+    """The kernel of attention on a device, or on any GPU; see `choose_attention`."""
+    return choose_attention(
+        config.attention.attention_backend,
+        windowed=any(config.model.layer_windows),
+        scored=config.model.changed_scores,
+        device=device,
+        **_attention(config, "cuda" if device is None else device.type),
+    )
+
+
 def check_attention(config: Config, device: Device) -> None:
     """Try the chosen attention kernel on the device. Raises ValueError if it does not run."""
     model, kernel = config.model, device.attention
-    settings = _attention(config, device.device)
-    del settings["scored"]
     lengths: Sequence[int] = (_longest(config),)
-    windows: set[int | None] = {None}
-    if settings.pop("windowed") and not kernel.compiled:
-        windows = set(model.layer_windows)
+    windows: set[int | None] = {None} if kernel.compiled else set(model.layer_windows)
     if config.evaluation.sample_prompt is not None and not kernel.compiled:
         lengths = (1, 2, *lengths)  # a text grows token by token
     heads = torch.zeros(model.num_attention_heads // model.num_query_groups, device=device.device)
@@ -101,7 +109,12 @@ def check_attention(config: Config, device: Device) -> None:
     )
     backend = config.attention.attention_backend
     check_runs(
-        kernel, backend, lengths, windows=windows, queries_per_group=len(heads), scores=scores, **settings
+        *(kernel, backend, lengths),
+        windows=windows,
+        queries_per_group=len(heads),
+        scores=scores,
+        device=device.device,
+        **_attention(config, device.device.type),
     )
 
 
@@ -117,16 +130,13 @@ def _longest(config: Config) -> int:
     return tokens
 
 
-def _attention(config: Config, device: torch.device) -> dict[str, Any]:
-    """The settings that the choice of an attention kernel depends on."""
+def _attention(config: Config, device_type: str) -> dict[str, Any]:
+    """Settings on which both the choice of an attention kernel and its trial depend."""
     return {
         "masked": config.data.reset_attention_mask,
-        "windowed": any(config.model.layer_windows),
-        "scored": config.model.changed_scores,
         "head_width": config.model.kv_channels,
         "dropout": config.model.attention_dropout,
-        "dtype": getattr(torch, config.precision.compute_dtype(device.type)),
-        "device": device,
+        "dtype": getattr(torch, config.precision.compute_dtype(device_type)),
     }
 
 
