@@ -284,8 +284,6 @@ def parse_command_line(
 
             notes += assume(provided)
         parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
-        if others is not None:
-            others.check(parsed)
         check_tensor_ranks(  # before Config does, which cannot name the sizes that suit a node too
             parsed["model"],
             parsed["distributed"].tensor_model_parallel_size,

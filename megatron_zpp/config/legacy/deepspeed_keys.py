@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megatron_zpp.config.legacy.megatron_features import CURRICULUM, EXPERTS
+from megatron_zpp.config.legacy.reasons import CURRICULUM, EXPERTS, FEEDBACK
 from megatron_zpp.config.options import flag_name
 
 Settings = Mapping[str, Any]  # values by field path, such as {"zero.zero_stage": 3}
@@ -208,10 +208,7 @@ _ZERO: dict[str, Rule] = {
     "cpu_offload": _switch("zero.zero_offload_optimizer"),
     "offload_param.device": Only(("none",), _PARAMETERS),
     "cpu_offload_param": Only((False,), _PARAMETERS),
-    "zeropp_loco_param": Refused(
-        "not supported: error feedback, which did not lower the loss (docs/internals/numerics.md); "
-        "--zero-quantized-gradients-format rotated4 does"
-    ),
+    "zeropp_loco_param": Refused(FEEDBACK),
     "mics_shard_size": Only(
         (-1,), "use zero_hpz_partition_size, which also keeps weights in groups of ranks"
     ),
