@@ -52,7 +52,6 @@ class EvaluateConfig(Options):
     )
     micro_batch_size: int = option(4, "Windows or lines scored at once.", at_least=1)
     output: str | None = option(None, "Write the figures to this JSON file.")
-    debug: bool = option(False, "Show tracebacks.")
 
     def check(self) -> None:
         """Refuse a stride without windows."""

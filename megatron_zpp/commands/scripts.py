@@ -3,7 +3,6 @@
 A program is imported only when it is called, because torch takes a second to import.
 """
 
-import difflib
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from megatron_zpp.config.command_line import (
     raise_interrupts,
     run_tool,
 )
+from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.version import __version__
 
 
@@ -68,10 +68,9 @@ def main() -> None:
     elif command == "--version":
         run_tool(lambda: _write(f"megatron_zpp {__version__}"))
     elif command not in COMMANDS:
-        close = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=_LIKELY)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        said = f"unknown command {command}{hint}" if command else "no command"
-        end_with_usage_error(program, f"{said} (--help lists all commands)")
+        said = f"unknown command {command}" if command else "no command"
+        meant = did_you_mean(command, COMMANDS, _LIKELY)
+        end_with_usage_error(program, f"{said}{meant and '; '}{meant} (--help lists all commands)")
     else:
         sys.argv = [f"{program} {command}", *argv]
         run(command)

@@ -13,6 +13,7 @@ from typing import NoReturn
 from megatron_zpp.config.colour import paint_message, wants_colour
 from megatron_zpp.config.options import UsageError, printable
 
+DEBUG = "MEGATRON_ZPP_DEBUG"  # in the environment: errors have their traceback
 INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
 
 
@@ -48,7 +49,7 @@ def run_tool(main: Callable[[], object]) -> None:
     except UsageError as error:
         end_with_usage_error(prog, str(error))
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        if os.environ.get("MEGATRON_ZPP_DEBUG"):
+        if os.environ.get(DEBUG):
             traceback.print_exc()
         _print_error(prog, one_line(error))
         sys.exit(1)

@@ -20,12 +20,7 @@ class CompilationConfig(Options):
     )
 
     def wanted(self, device: str, *, apex: bool) -> bool:
-        """Return whether to compile layers on `device`; `apex`: --fused-backend apex was given.
-
-        Raises ValueError for settings that contradict each other.
-        """
-        if apex and self.compile:
-            raise self.error("compile", "torch.compile fuses norms itself; omit --fused-backend apex")
+        """Return whether to compile layers on `device`; `apex`: --fused-backend apex was given."""
         return device == "cuda" and not apex if self.compile is None else self.compile
 
 

@@ -145,13 +145,9 @@ class DataConfig(Options):
         if texts and self.verify_data and len(texts) == len(paths):
             fix = "text has no .bin, and its cached tokens are checked at every read; omit this flag"
             raise self.error("verify_data", fix)
-        for flag, value in (
-            ("--json-key", self.json_key if self.json_key != "text" else None),
-            ("--append-eod", "(given)" if self.append_eod else None),
-            ("--skip-bad-lines", "(given)" if self.skip_bad_lines else None),
-        ):
-            if value and not texts:
-                raise option_error(flag, value, "applies to text, and no data path names text; omit it")
+        for name, usual in (("json_key", "text"), ("append_eod", False), ("skip_bad_lines", False)):
+            if getattr(self, name) != usual and not texts:
+                raise self.error(name, "applies to text, and no data path names text; omit it")
 
     def _check_objects(self) -> None:
         """Require --object-storage-cache-path for data in an object store, and refuse text there."""

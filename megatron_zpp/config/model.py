@@ -20,7 +20,7 @@ from megatron_zpp.config.values.attention_window import (
 
 NormPlacement = Literal["before", "after", "both"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
-Normalization = Literal["LayerNorm", "RMSNorm", "layernorm", "rmsnorm"]
+Normalization = Literal["LayerNorm", "RMSNorm"]
 AttentionBackend = Literal[
     "auto", "math", "efficient", "flash", "cudnn", "flex", "flash3", "fused", "unfused", "local"
 ]
@@ -35,7 +35,6 @@ NOT_SHAPE = (
     "padded_vocab_size",
 )
 
-_OTHER_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # names that Megatron-DeepSpeed has
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu")  # of the MLP, of which a model has one, or GELU
 REQUIRED_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _DEFAULTS: dict[str, Any] = {
@@ -87,8 +86,7 @@ class ModelConfig(PositionConfig):
     )
     normalization: Normalization = option(
         None,
-        "Normalisation before attention, MLP and output; default LayerNorm. layernorm and rmsnorm are "
-        "Megatron-DeepSpeed's names.",
+        "Normalisation before attention, MLP and output; default LayerNorm.",
     )
     norm_placement: NormPlacement = option(
         None,
@@ -173,8 +171,6 @@ class ModelConfig(PositionConfig):
 
     def check(self) -> None:
         """Fill fields that a preset or another field implies, then refuse shapes that cannot be built."""
-        norm = _OTHER_NORMS.get(self.normalization, self.normalization)
-        object.__setattr__(self, "normalization", norm)  # nobody has seen the other name
         self._obey_preset()
         for name in REQUIRED_SHAPE:
             if getattr(self, name) is None:

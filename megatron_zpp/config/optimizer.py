@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, flag_name, option, option_error
 from megatron_zpp.config.words import counted
 
 if TYPE_CHECKING:
@@ -102,12 +102,8 @@ class OptimizerConfig(Options):
             raise self.error("exp_avg_dtype", "must be fp32 or bf16 with --optimizer muon")
         if self.optimizer == "muon" and self.splits_weights:
             raise self.error("main_params_dtype", "needs --optimizer adam")
-        if self.compact and self.fused_backend == "apex":
-            raise self.error("use_precision_aware_optimizer", "needs --fused-backend torch")
         if self.optimizer_in_backward and self.optimizer == "muon":
             raise self.error("optimizer_in_backward", "needs --optimizer adam")
-        if self.optimizer_in_backward and self.fused_backend == "apex":
-            raise self.error("optimizer_in_backward", "needs --fused-backend torch")
 
     @property
     def compact(self) -> bool:
@@ -148,13 +144,13 @@ class OptimizerConfig(Options):
             return
         if compute_dtype != "bfloat16":
             raise self.error("main_params_dtype", f"needs --bf16; this run computes in {compute_dtype}")
-        refused = {
-            "--zero-offload-optimizer": zero.zero_offload_optimizer,
-            "--zero-quantized-weights": zero.zero_quantized_weights,
-            "--fp8-param-gather": coded,
-        }
-        for flag in (flag for flag, given in refused.items() if given):
-            raise self.error("main_params_dtype", f"needs the rank's own weights in bf16; omit {flag}")
+        for flag, given in (
+            ("--zero-offload-optimizer", zero.zero_offload_optimizer),
+            ("--zero-quantized-weights", zero.zero_quantized_weights),
+            ("--fp8-param-gather", coded),
+        ):
+            if given:
+                raise self.error("main_params_dtype", f"needs the rank's own weights in bf16; omit {flag}")
 
     def check_in_backward(self, zero: "ZeroConfig", compute_dtype: str, *, coded: bool) -> None:
         """Raise ValueError if units cannot step before the gradients of all are known, and are to.
@@ -225,16 +221,14 @@ class LearningRateConfig(Options):
         """Refuse floors above the peak, and a length that is given twice."""
         if self.lr is None:
             raise self.error("lr", "give the peak learning rate, e.g. --lr 3e-4")
-        if self.min_lr > self.lr:
-            raise self.error("min_lr", f"must be at most --lr {self.lr}")
-        self._check_decoupled()
-        if self.lr_warmup_init > self.lr:
-            raise self.error("lr_warmup_init", f"must be at most --lr {self.lr}")
+        self._check_floors("--lr", self.lr, "--min-lr", self.min_lr)
+        if self.decoupled_lr is not None:
+            floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+            self._check_floors("--decoupled-lr", self.decoupled_lr, "--decoupled-min-lr", floor)
         warmups = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
         given = [name for name in warmups if getattr(self, name)]
         if len(given) > 1:
-            first, second = ("--" + name.replace("_", "-") for name in given[:2])
-            raise option_error(second, getattr(self, given[1]), f"contradicts {first}; give one")
+            raise self.error(given[1], f"contradicts {flag_name(given[0])}; give one")
         wsd_lengths = (self.lr_wsd_decay_iters, self.lr_wsd_decay_samples)
         if self.lr_decay_style == "WSD" and wsd_lengths.count(None) != 1:
             raise self.error("lr_decay_style", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples")
@@ -244,17 +238,14 @@ class LearningRateConfig(Options):
         other = "samples" if own == "iters" else "iters"
         for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
             if getattr(self, name):
-                right = "--" + name.replace("_", "-").replace(other, own)
+                right = flag_name(name).replace(other, own)
                 raise self.error(name, f"the run's length is given by --train-{own}; use {right}")
 
-    def _check_decoupled(self) -> None:
-        """Refuse floors and starts above the peak."""
-        if self.decoupled_lr is None:
-            return
-        floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
-        for flag, value in (("--decoupled-min-lr", floor), ("--lr-warmup-init", self.lr_warmup_init)):
-            if value > self.decoupled_lr:
-                raise option_error(flag, value, f"must be at most --decoupled-lr {self.decoupled_lr}")
+    def _check_floors(self, peak_flag: str, peak: float, floor_flag: str, floor: float) -> None:
+        """Refuse floors and starts above a peak."""
+        for flag, value in ((floor_flag, floor), ("--lr-warmup-init", self.lr_warmup_init)):
+            if value > peak:
+                raise option_error(flag, value, f"must be at most {peak_flag} {peak}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,31 +101,38 @@ class PositionConfig(SizeConfig):
         "default 32.",
         needs=_YARN,
         above=0,
+        typed=False,
     )
     yarn_beta_slow: float | None = option(
         None,
         "YaRN stretches channels by the whole factor that turn at most so often in it; default 1.",
         needs=_YARN,
         above=0,
+        typed=False,
     )
     yarn_correction_range_round_to_int: bool = option(
-        True, "Do not round the bounds between which YaRN interpolates to whole channels.", needs=_YARN
+        True,
+        "Whether the bounds between which YaRN interpolates are rounded to whole channels.",
+        needs=_YARN,
+        typed=False,
     )
     mscale: float | None = option(
         None,
-        "YaRN multiplies rotated channels by (1 + MSCALE · ln(factor) / 10) / (1 + MSCALE_ALL_DIM · "
+        "YaRN multiplies rotated channels by (1 + mscale · ln(factor) / 10) / (1 + mscale_all_dim · "
         "ln(factor) / 10); default 1.",
         needs=_YARN,
+        typed=False,
     )
-    mscale_all_dim: float | None = option(None, "See --mscale; default 0.", needs=_YARN)
+    mscale_all_dim: float | None = option(None, "See mscale; default 0.", needs=_YARN, typed=False)
     longrope_short_factor: tuple[float, ...] | None = option(
         None,
         "Factor of the wavelength of each pair of channels in texts up to the original length (Phi-3).",
         needs=_LONGROPE,
         above=0,
+        typed=False,
     )
     longrope_long_factor: tuple[float, ...] | None = option(
-        None, "The same in longer texts.", needs=_LONGROPE, above=0
+        None, "The same in longer texts.", needs=_LONGROPE, above=0, typed=False
     )
 
     @property
@@ -225,7 +232,7 @@ class PositionConfig(SizeConfig):
         assert self.yarn_beta_fast is not None
         assert self.yarn_beta_slow is not None
         if self.yarn_beta_fast < self.yarn_beta_slow:
-            raise self.error("yarn_beta_fast", f"must be at least --yarn-beta-slow {self.yarn_beta_slow}")
+            raise self.error("yarn_beta_fast", f"must be at least yarn_beta_slow {self.yarn_beta_slow}")
         if self.rotary_attention_factor <= 0:
             raise self.error("mscale", "gives rotated channels a factor that is not above 0")
 

@@ -87,12 +87,8 @@ class Config:
             self.data.dataset_order == "megatron" and training.seed >= 2**32
         ):  # numpy's RandomState has no more
             raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
-        if self.learning_rate.decoupled_lr is not None and self.optimizer.fused_backend == "apex":
-            raise self.learning_rate.error("decoupled_lr", "needs --fused-backend torch")
-        if model.width_ratio != 1 and self.optimizer.fused_backend == "apex":
-            raise model.error("use_mup", "needs --fused-backend torch")
-        if model.apply_layernorm_1p and self.optimizer.fused_backend == "apex":
-            raise model.error("apply_layernorm_1p", "needs --fused-backend torch")
+        if self.optimizer.fused_backend == "apex" and (beyond := self.beyond_apex):
+            raise beyond[0][0].error(beyond[0][1], "needs --fused-backend torch")
         self._check_auto()
         dtype, coded = precision.compute_dtype("cuda"), precision.fp8_param_gather
         self.optimizer.check_weights(zero, dtype, coded=coded)
@@ -117,9 +113,20 @@ class Config:
             raise self.plan.error("dry_run", "plans for GPUs; omit --device cpu")
 
     @property
-    def several_rates(self) -> bool:
-        """Whether parameters have several learning rates in a step."""
-        return self.learning_rate.decoupled_lr is not None or self.model.width_ratio != 1
+    def beyond_apex(self) -> list[tuple[Options, str]]:
+        """The settings, by group and field, that NVIDIA apex's norms and AdamW cannot obey."""
+        rate, model, optimizer, zero = self.learning_rate, self.model, self.optimizer, self.zero
+        settings: list[tuple[Options, str, bool]] = [
+            (rate, "decoupled_lr", rate.decoupled_lr is not None),
+            (model, "use_mup", model.width_ratio != 1),
+            (model, "apply_layernorm_1p", model.apply_layernorm_1p),
+            (optimizer, "optimizer", optimizer.optimizer == "muon"),
+            (optimizer, "use_precision_aware_optimizer", optimizer.compact),
+            (optimizer, "optimizer_in_backward", optimizer.optimizer_in_backward),
+            (zero, "zero_offload_optimizer", zero.zero_offload_optimizer),
+            (self.compilation, "compile", bool(self.compilation.compile)),
+        ]
+        return [(group, name) for group, name, given in settings if given]
 
     @property
     def automatic(self) -> tuple[str, ...]:

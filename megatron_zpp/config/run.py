@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from megatron_zpp.config.options import AUTO, Options, flag_name, option, option_error
+from megatron_zpp.config.options import AUTO, Options, option
 from megatron_zpp.config.values.urls import check_location, local_path
 
 _LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
@@ -196,9 +196,8 @@ class CheckpointConfig(Options):
                 ("use_checkpoint_opt_param_scheduler", "has no schedule; omit it"),
                 ("ckpt_step", "has no iterations; omit it"),
             ):
-                if (value := getattr(self, name)) not in (None, False):
-                    shown = "(given)" if value is True else value
-                    raise option_error(flag_name(name), shown, f"--load {self.load} {fix}")
+                if getattr(self, name) not in (None, False):
+                    raise self.error(name, f"--load {self.load} {fix}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +212,6 @@ class LoggingConfig(Options):
     wandb_entity: str | None = option(None, "Weights & Biases: user or team.", needs=_WANDB)
     wandb_save_dir: str | None = option(None, "Weights & Biases: directory of local files.", needs=_WANDB)
     log_params_norm: bool = option(False, "Log the L2 norm of all weights.")
-    debug: bool = option(False, "Print the traceback of an error.")
 
     def check(self) -> None:
         """Refuse a URL for the metrics."""
@@ -226,9 +224,6 @@ class DistributedConfig(Options):
     """distributed: devices and process groups; ranks come from the launcher"""
 
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: GPUs if there are any, else CPUs.")
-    distributed_backend: Literal["nccl", "gloo"] | None = option(
-        None, "Library for collectives; default nccl on GPUs, gloo on CPUs."
-    )
     tensor_model_parallel_size: int = option(
         1,
         "Ranks of a node that share every layer, each with some of its heads, columns and vocabulary; "
@@ -271,9 +266,7 @@ class DistributedConfig(Options):
         return timedelta(minutes=self.distributed_timeout_minutes)
 
     def check(self) -> None:
-        """Refuse NCCL on CPUs, and a heartbeat time-out that collectives would pre-empt."""
-        if self.device == "cpu" and self.distributed_backend == "nccl":
-            raise option_error("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
+        """Refuse a heartbeat time-out that collectives would pre-empt."""
         if self.heartbeat_timeout >= self.timeout.total_seconds():
             raise self.error(
                 "heartbeat_timeout",

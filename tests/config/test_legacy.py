@@ -45,6 +45,15 @@ OLD = [  # what was typed, and what says the same today
     ("--wandb-project p --wandb_run_name r", "--wandb-project p --wandb-exp-name r"),
     ("--wandb-project p --wandb_team t", "--wandb-project p --wandb-entity t"),
     ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),
+    ("--data-parallel-sharding-strategy no_shard", ""),
+    ("--data-parallel-sharding-strategy optim", "--zero-stage 1"),
+    ("--data-parallel-sharding-strategy optim_grads", "--zero-stage 2"),
+    ("--data-parallel-sharding-strategy optim_grads_params", "--zero-stage 3"),
+    ("--use-torch-fsdp2", "--zero-stage 3"),
+    ("--save a --save-retain-interval 50", "--save a --keep-last 1 --keep-every 50"),
+    ("--bf16 --fp8-format hybrid", "--bf16 --fp8"),
+    ("--no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
+    ("--encoder-num-layers 2", ""),
 ]
 
 
@@ -127,10 +136,12 @@ def test_values_of_other_programs() -> None:
     argv = [*without("--tokenizer-type", "--vocab-size"), "--tokenizer-type"]
     parsed = parse_command_line([*argv, *"PretrainedFromHF --tokenizer-name-or-path x".split()])
     assert parsed.config == parse_args([*argv, *"HuggingFaceTokenizer --tokenizer-model x".split()])
-    parsed = parse("--position-embedding-type=rotary --pad-vocab-size-to 128")
-    assert parsed.config == parse_args([*MINIMAL, *f"{ROPE} --padded-vocab-size 128".split()])
+    parsed = parse("--position-embedding-type=rotary --normalization rmsnorm --pad-vocab-size-to 128")
+    today = f"{ROPE} --normalization RMSNorm --padded-vocab-size 128"
+    assert parsed.config == parse_args([*MINIMAL, *today.split()])
     assert parsed.notes == (
-        "translated: --position-embedding-type rotary is rope; --pad-vocab-size-to is --padded-vocab-size",
+        "translated: --position-embedding-type rotary is rope; --normalization rmsnorm is RMSNorm; "
+        "--pad-vocab-size-to is --padded-vocab-size",
     )
 
 

@@ -53,27 +53,6 @@ def test_a_flag_that_is_not_obeyed_has_the_fate_of_its_row(name: str) -> None:
         assert str(refused.value) == f"{', '.join(words)}: {note}"
 
 
-TODAY = [
-    ("--data-parallel-sharding-strategy no_shard", ""),
-    ("--data-parallel-sharding-strategy optim", "--zero-stage 1"),
-    ("--data-parallel-sharding-strategy optim_grads", "--zero-stage 2"),
-    ("--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer", "--zero-stage 3"),
-    ("--use-torch-fsdp2", "--zero-stage 3"),
-    ("--save a --save-retain-interval 50", "--save a --keep-last 1 --keep-every 50"),
-    ("--bf16 --fp8-format hybrid", "--bf16 --fp8"),
-    ("--no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
-    ("--encoder-num-layers 2", ""),
-    ("--normalization rmsnorm", "--normalization RMSNorm"),
-    ("--normalization layernorm", ""),
-    ("--split 9,1 --data-cache-path a", "--split 9,1 --data-cache-path a"),
-]
-
-
-@pytest.mark.parametrize(("theirs", "ours"), TODAY)
-def test_a_flag_with_another_name_says_what_ours_says(theirs: str, ours: str) -> None:
-    assert parse_args([*MINIMAL, *theirs.split()]) == parse_args([*MINIMAL, *ours.split()])
-
-
 def test_a_value_that_a_flag_does_not_have() -> None:
     with pytest.raises(UsageError, match=r"--fp8-format e4m3: must be hybrid$"):
         parse_args([*MINIMAL, "--fp8-format", "e4m3"])

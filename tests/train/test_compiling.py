@@ -228,12 +228,8 @@ def test_what_is_compiled_where(tmp_path: Path) -> None:
     assert not resolved("cuda", path=here, compile=False).wanted
     assert not resolved("cuda", path=here, apex=True).wanted
     assert resolved("cuda").missing  # triton or a C compiler
-    for expected, device, settings in (
-        ("--compile (given): needs a C\\+\\+ compiler: g\\+\\+ or clang", "cpu", {"compile": True}),
-        ("--compile \\(given\\): torch.compile fuses norms", "cuda", {"compile": True, "apex": True}),
-    ):
-        with pytest.raises(ValueError, match=expected.replace("(given): needs", r"\(given\): needs")):
-            resolved(device, **settings)
+    with pytest.raises(ValueError, match=r"--compile \(given\): needs a C\+\+ compiler: g\+\+ or clang"):
+        resolved("cpu", compile=True)
 
 
 def test_kernels_are_kept_where_only_this_user_can_write(tmp_path: Path) -> None:

@@ -233,6 +233,8 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
             ("--zero-copy-engines", str, "copy engines are used if a trial at the start succeeds"),
             ("--zero-spare-multiprocessors", str, "matmuls always spare what NCCL needs over TCP"),
             ("--zero-check-interval", int, "references are compared before each checkpoint is saved"),
+            ("--distributed-backend", str, "collectives are NCCL's on GPUs, and gloo's on CPUs"),
+            ("--debug", None, "MEGATRON_ZPP_DEBUG=1 in the environment shows tracebacks"),
         )
     ),
     retired("--zero-hpz-secondary", "bf16", "secondary shards always have the compute format"),
@@ -285,6 +287,7 @@ RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 OTHER_VALUES = {  # by flag: what says here what a value of another program says there
     "--position-embedding-type": {"rotary": "rope", "absolute": "learned_absolute"},
     "--optimizer": {"dist_muon": "muon"},
+    "--normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     "--tokenizer-type": dict.fromkeys(("PretrainedFromHF", "HFTokenizer"), "HuggingFaceTokenizer"),
 }
 REFUSED_VALUES = {

@@ -118,6 +118,9 @@ _REFUSED = {
     "not supported: batch-invariant kernels": "--batch-invariant-*",
     "use --zero-stage 3 with --zero-hpz-partition-size": "--enable-full-sharding-in-hsdp",
     NO_TABLE: "--no-position-embedding",
+    "give it without dashes in the file of --config, such as yarn_beta_fast: 32": """--longrope-short-factor
+        --longrope-long-factor --yarn-beta-* --no-yarn-correction-range-round-to-int --mscale
+        --mscale-all-dim""",
 }
 _IDLE = {
     "training generates no text; megatron-zpp sample has flags of its own": """--inference-*

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig
-from megatron_zpp.config.options import flag_name
+from megatron_zpp.config.options import flag_of
 from megatron_zpp.config.positions import ROTARY
 from megatron_zpp.config.shapes.config_json import CONFIG, Values, switch, unfit, unsupported
 from megatron_zpp.config.shapes.huggingface_families import FAMILIES, Family
@@ -144,7 +144,8 @@ def huggingface_values(model: ModelConfig, vocab_size: int, eod: int) -> dict[st
             if not lost:
                 return found
     closest = min(losses, key=lambda architecture: len(losses[architecture]))
-    fields = ", ".join(f"{flag_name(name)} {value}" for name, (value, _) in losses[closest].items())
+    flags = model.__dataclass_fields__
+    fields = ", ".join(f"{flag_of(flags[name])} {value}" for name, (value, _) in losses[closest].items())
     theirs = ", ".join(str(value) for _, value in losses[closest].values())
     raise ValueError(f"{fields} cannot be exported; transformers' {closest} has only {theirs}")
 

@@ -11,7 +11,6 @@ place of underscores. Values are read as flags are: by the field's type, whateve
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import types
 import typing
@@ -22,6 +21,7 @@ from typing import Any
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
 from megatron_zpp.config.options import AUTO, Options, option, option_error, with_home
 from megatron_zpp.config.sources.provided import Provided
+from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.storage.regular import read_limited
 
 FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed_config"
@@ -184,9 +184,8 @@ class _File:
     def _unknown(self, name: str, section: str | None) -> str:
         if name in self._owners:
             return f"belongs to {self._owners[name]}, not to {section}"
-        close = difflib.get_close_matches(name, self._owners, n=1, cutoff=0.8)
-        hint = f"did you mean {close[0]}? " if close else ""
-        return f"is not a setting; {hint}--help lists all, with dashes"
+        hint = f"{did_you_mean(name, self._owners)} --help lists all, with dashes"
+        return f"is not a setting; {hint.lstrip()}"
 
     def _text(self) -> str:
         try:

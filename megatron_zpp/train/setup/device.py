@@ -68,9 +68,7 @@ def prepare_device(config: Config, topology: Topology) -> Device:
         say(f"warning: layers are not compiled and run more slowly: compiling needs {compilation.missing}")
     compiles = compilation.wanted
     with usage_errors():
-        backend = resolve_fused_backend(
-            config.optimizer, config.zero, device.type, compiles=compiles, several_rates=config.several_rates
-        )
+        backend = resolve_fused_backend(config, device.type, compiles=compiles)
     attention = choose_attention(config.attention.attention_backend, **_attention(config, device))
     operations = _operations(
         device,
