@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_sigterm
+from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.compression import replacing
@@ -108,7 +108,3 @@ def json_line(text: str, path: str, config: CorpusConfig) -> bytes:
     if not config.hf_dataset and plain_suffix(path) not in JSON_LINES:
         record["path"] = path
     return json.dumps(record, ensure_ascii=False).encode() + b"\n"
-
-
-if __name__ == "__main__":
-    run_tool(main)

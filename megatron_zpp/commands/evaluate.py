@@ -156,7 +156,3 @@ def _shown(value: Any) -> str:
     return (
         f"{value:,}" if isinstance(value, int) else " ".join(value) if isinstance(value, list) else str(value)
     )
-
-
-if __name__ == "__main__":
-    main()

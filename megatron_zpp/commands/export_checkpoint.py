@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.huggingface.exporting import check_target, export_checkpoint
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
-from megatron_zpp.config.command_line import program_name, run_tool
+from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
 from megatron_zpp.config.values.urls import local_path
 from megatron_zpp.storage.checksums import DamagedFile
@@ -72,7 +72,3 @@ def _export(config: ExportConfig) -> list[str]:
     if lines is None:
         raise named.error("holds no checkpoint; name what a run's --save wrote to")
     return lines
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.foreign.recognise import Foreign, recognise
 from megatron_zpp.checkpoint.foreign.torch_dist import read_torch_dist
 from megatron_zpp.checkpoint.huggingface.importing import import_checkpoint
 from megatron_zpp.checkpoint.huggingface.named_directory import check_empty, named_directory
-from megatron_zpp.config.command_line import program_name, run_tool
+from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
 from megatron_zpp.config.run import HUGGINGFACE
 from megatron_zpp.config.shapes.huggingface import CONFIG
@@ -125,7 +125,3 @@ def _find(config: ImportOptions) -> Foreign | None:
         known = "transformers, Megatron-LM or DeepSpeed"
         raise config.error("source", f"holds no model of {known}; name a directory that does")
     return None
-
-
-if __name__ == "__main__":
-    run_tool(main)

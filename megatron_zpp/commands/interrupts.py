@@ -19,6 +19,5 @@ def is_first_of_node() -> bool:
 
 def _end(number: int, frame: FrameType | None) -> None:
     if is_first_of_node():
-        name = sys.argv[0] if sys.argv[0] != "-m" else sys.orig_argv[sys.orig_argv.index("-m") + 1]
-        os.write(2, f"{os.path.basename(name)}: interrupted\n".encode())
+        os.write(2, f"{os.path.basename(sys.argv[0])}: interrupted\n".encode())
     os._exit(130)  # the shell's status for a program stopped by Ctrl-C

@@ -13,7 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config.command_line import program_name, run_tool
+from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
 from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.report.curves import (
@@ -183,7 +183,3 @@ def _names(paths: Sequence[str]) -> list[str]:
         stem if stems.count(stem) == 1 else str(Path(path).with_suffix(""))
         for stem, path in zip(stems, paths, strict=True)
     ]
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_sigterm
+from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, option_error, parse_all
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.text import plain_suffix
@@ -117,7 +117,3 @@ def output_prefixes(config: PreprocessConfig) -> list[str]:
             check_replaceable("--output-prefix", name(prefix))
     Path(prefixes[0]).parent.mkdir(parents=True, exist_ok=True)
     return prefixes
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.config.command_line import program_name, run_tool
+from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, parse_options
 from megatron_zpp.config.root import Config
 from megatron_zpp.mesh import Mesh
@@ -162,7 +162,3 @@ def _shown(value: object) -> str:
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.3f} GiB"
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 
-from megatron_zpp.config.command_line import program_name, run_tool
+from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import Options, option, option_error, parse_all
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
@@ -63,7 +63,3 @@ def main() -> None:
             f"--- sample {number + 1} ---\n{config.prompt[number // config.num_samples]}{text.text}",
             flush=True,
         )
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -95,7 +95,3 @@ def status_of(codes: Sequence[int]) -> int:
         if status in codes:
             return status
     return codes[0] if codes[0] > 0 else 128 - codes[0]
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_sigterm
+from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
 from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.inputs import find_files
@@ -77,7 +77,3 @@ def bytes_per_token(model: str, sample: list[str]) -> float:
     part = sample[:: max(1, len(sample) // 32)]
     tokens = SentencePieceTokenizer(model).encode_batch(part)
     return sum(len(text.encode()) for text in part) / max(1, sum(map(len, tokens)))
-
-
-if __name__ == "__main__":
-    run_tool(main)
