@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
-from megatron_zpp.commands.interrupts import end_on_interrupt, is_first_of_node
 from megatron_zpp.config.command_line import (
+    INTERRUPTED,
     check_packages,
     end_with_usage_error,
     program_name,
@@ -112,6 +113,26 @@ def renamed() -> None:
     if name == "import-checkpoint":
         sys.argv = _with_target_last(sys.argv)
     run(command)
+
+
+def end_on_interrupt() -> None:
+    """Let SIGINT end this process, with a line of one rank per node, until the program handles it.
+
+    While modules are imported Python would print a traceback of each rank.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell's job in the background
+        signal.signal(signal.SIGINT, _end)
+
+
+def is_first_of_node() -> bool:
+    """Whether this process is the one of its node that says what all would say."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    if is_first_of_node():
+        os.write(2, f"{os.path.basename(sys.argv[0])}: interrupted\n".encode())
+    os._exit(INTERRUPTED)
 
 
 def before_torch() -> None:

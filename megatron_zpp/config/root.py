@@ -328,7 +328,7 @@ def _typed(
 
 def _divide_batch(provided: Provided, stages: int, ranks: Callable[[PlanConfig], int]) -> tuple[str, ...]:
     """Return a note on the micro-batch where ranks of a pipeline become data ranks."""
-    from megatron_zpp.config.legacy.pipeline import divide_batch
+    from megatron_zpp.config.legacy.translate import divide_batch
 
     distributed = DistributedConfig(**provided.values["distributed"])
     sharing = distributed.tensor_model_parallel_size * distributed.context_parallel_size

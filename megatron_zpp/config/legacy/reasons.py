@@ -137,23 +137,13 @@ _IDLE = {
         --pytorch-profiler-* --wandb_group: --test-mode --dump-param-to-param-group-map: --rerun-mode:
         --check-for-spiky-loss --check-for-large-grads --result-rejected-tracker-filename:
         --gpu-sniff-test-interval:""",
-    "the ZeRO engine is built in": """--deepspeed --use-contiguous-buffers-in-ddp
-        --no-contiguous-buffers-in-local-ddp --DDP-impl:""",
     "ranks come from the launcher's environment": "--local_rank: --local-rank: --hostfile:",
-    "--recompute-granularity selects recomputation, layer by layer": """
-        --deepspeed-activation-checkpointing --split-transformers""",
-    "stored inputs of recomputation stay where they were computed": "--contigious-checkpointing",
-    "no layer waits for the device": "--synchronize-each-layer",
     "tensor ranks always split hidden states between linear maps by tokens; one rank alone has all": """
         --sequence-parallel --partition-activations --distribute-checkpointed-activations
         --distribute-saved-activations""",
-    "layers and embeddings are whole, with the same result": """--memory-centric-tiled-linear --tile-factor:
-        --scattered-embeddings""",
-    "every checkpoint loads at any number of ranks": "--universal-checkpoint",
     "a signal, such as SIGTERM, saves and stops the run, and --exit-duration-in-mins does": """
         --kill-switch-file: --kill-switch-path: --exit-signal-handler* --adlr-autoresume*""",
     "gradients of what tensor ranks replicate are summed": "--sync-tp-duplicated-parameters",
-    "no kernel has a shape that it cannot compute": "--abort-on-unmet-fused-kernel-constraints",
     "--num-workers holds for all splits": "--valid-num-workers:",
     "there is no pipeline parallelism": """--no-pipeline-parallel --no-scatter-gather-tensors-in-pipeline
         --pp-partition-method: --num-layers-per-virtual-pipeline-stage: --enable-zbh1-* --use-tp-pp-dp-mapping
@@ -163,14 +153,11 @@ _IDLE = {
         --decoder-first-pipeline-num-layers: --decoder-last-pipeline-num-layers:
         --num-virtual-stages-per-pipeline-rank: --pipeline-model-parallel-layout:
         --pipeline-model-parallel-comm-backend: --pipeline-model-parallel-split-rank:""",
-    "every rank receives only its shard": "--zero-reduce-scatter",
     "gradients accumulate and are summed in fp32, in flat buffers": """--zero-contigious-gradients
         --no-gradient-accumulation-fusion --accumulate-allreduce-grads-in-fp32
         --ddp-param-name-patterns-for-fp32-local-accumulation:""",
-    "buffers hold one unit, such as a layer": "--zero-reduce-bucket-size: --zero-allgather-bucket-size:",
     "--fused-backend selects the norms and AdamW": """--cpu_torch_adam --ds_fused_adam
         --use-torch-optimizer-for-cpu-offload --disable-mem-efficient-ln""",
-    "gathers and reductions always overlap with computation": "--overlap-grad-reduce --overlap-param-gather",
     "--attention-backend selects the attention kernel, and other fusions affect speed only": """
         --use-flash-attn --use-flash-attn-* --no-persist-layer-norm --no-masked-softmax-fusion
         --no-bias-dropout-fusion --attention-softmax-in-fp32 --transformer-impl: --no-rope-fusion
@@ -187,23 +174,11 @@ _IDLE = {
     "the schedule always follows the flags": """--override-lr-scheduler --override-opt_param-scheduler
         --override-opt-param-scheduler --no-load-lr-state""",
     "bounds of YaRN's range are rounded by default": "--yarn-correction-range-round-to-int",
-    "Python's garbage collector runs as usual": """--manual-gc --manual-gc-interval: --no-manual-gc-eval
-        --disable-manual-gc-eval""",
-    "memory for model states is allocated once": "--empty-unused-memory-level:",
-    "layers are compiled by torch.compile, without CUDA graphs of their own": """--enable-cuda-graph
-        --external-cuda-graph --te-rng-tracker --optimizer-cuda-graph --cuda-graph-*""",
-    "--compile selects compilation": """--disable-jit-fuser --use-te-activation-func
-        --fused-residual-rmsnorm --use-transformer-engine-op-fuser --use-fused-weighted-squared-relu""",
-    "output layer and loss are one operation, in chunks": """--cross-entropy-loss-fusion
-        --cross-entropy-fusion-impl:""",
     "the same seed and number of ranks give the same bits": "--deterministic-mode",
-    "the layer's own gradients are kept or sent as they are made": "--delay-wgrad-compute",
     "--hidden-size / --mup-base-hidden-size says it": "--mup-width-mult:",
-    "parameters are made on the meta device, then sharded": "--init-model-with-meta-device",
     "no part is experimental": "--enable-experimental",
     "scales are made for each tensor or once per step, by --fp8-recipe": """--fp8-interval:
         --reuse-grad-buf-for-mxfp8-param-ag""",
-    "weights are transposed where they are used": "--keep-fp8-transpose-cache",
     "tensor ranks always exchange activations beside matmuls where their GPUs can": """
         --tp-comm-overlap-* --tp-comm-bootstrap-backend: --no-tp-comm-* --disable-tp-comm-*
         --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding
@@ -211,22 +186,47 @@ _IDLE = {
     "the model has no experts": "--expert-tensor-parallel-size:",
     "context ranks exchange in one way, by --cp-comm-type": "--hierarchical-context-parallel-sizes:",
     "--seq-length / --context-parallel-size says it": "--max-seqlen-per-dp-cp-rank:",
-    "affects speed only, and --zero-… flags set how weights and gradients travel": """
-        --ddp-average-in-collective --overlap-param-gather-with-optimizer-step
-        --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
-        --no-align-param-gather --no-align-grad-reduce --disable-align-grad-reduce
-        --no-use-layer-wise-param-layout --use-nccl-ub --disable-symmetric-registration
-        --fsdp-manual-registration --create-all-gather-group --fsdp-double-buffer
-        --no-gradient-reduce-div-fusion --fsdp-db-use-persist-buf-on-alloc-fail
-        --megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer
-        --torch-fsdp2-no-reshard-after-forward --use-sharp --lazy-mpu-init --ddp-num-buckets:
-        --ddp-bucket-size: --suggested-communication-unit-size: --megatron-fsdp-version:
-        --nccl-communicator-config-path: --sharp-enabled-group: --high-priority-stream-groups:""",
-    "--zero-stage selects sharding": "--use-megatron-fsdp",
-    "the host only runs one step ahead": "--train-sync-interval:",
     "ranks own different states, or compute the same bits": """
         --check-weight-hash-across-dp-replicas-interval:""",
     "the device decides the library": "--disable-gloo-process-groups",
+    "affects speed or memory only, and --zero-… flags set how weights and gradients travel": """
+        --manual-gc --manual-gc-interval: --no-manual-gc-eval --disable-manual-gc-eval
+        --empty-unused-memory-level: --enable-cuda-graph --external-cuda-graph --te-rng-tracker
+        --optimizer-cuda-graph --cuda-graph-* --disable-jit-fuser --use-te-activation-func
+        --fused-residual-rmsnorm --use-transformer-engine-op-fuser --use-fused-weighted-squared-relu
+        --cross-entropy-loss-fusion --cross-entropy-fusion-impl: --delay-wgrad-compute
+        --init-model-with-meta-device --keep-fp8-transpose-cache --train-sync-interval:
+        --num-dataset-builder-threads: --synchronize-each-layer --abort-on-unmet-fused-kernel-constraints
+        --no-create-attention-mask-in-dataloader --ddp-average-in-collective
+        --overlap-param-gather-with-optimizer-step --ddp-pad-buckets-for-high-nccl-busbw
+        --ddp-reduce-scatter-with-fp32-accumulation --no-align-param-gather --no-align-grad-reduce
+        --disable-align-grad-reduce --no-use-layer-wise-param-layout --use-nccl-ub
+        --disable-symmetric-registration --fsdp-manual-registration --create-all-gather-group
+        --fsdp-double-buffer --no-gradient-reduce-div-fusion --fsdp-db-use-persist-buf-on-alloc-fail
+        --megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer
+        --torch-fsdp2-no-reshard-after-forward --use-sharp --lazy-mpu-init --ddp-num-buckets:
+        --ddp-bucket-size: --suggested-communication-unit-size: --megatron-fsdp-version:
+        --nccl-communicator-config-path: --sharp-enabled-group: --high-priority-stream-groups:
+        --zero-reduce-bucket-size: --zero-allgather-bucket-size: --overlap-grad-reduce
+        --overlap-param-gather --zero-reduce-scatter --memory-centric-tiled-linear --tile-factor:
+        --scattered-embeddings""",
+    "the ZeRO engine is built in, and --zero-stage selects sharding": """--deepspeed
+        --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp --DDP-impl:
+        --use-megatron-fsdp""",
+    "checkpoints have one sharded format with the tokenizer's files, and all bytes are checked": """
+        --ckpt-format: --auto-detect-ckpt-format --use-dist-ckpt --verify-integrity
+        --ckpt-fully-parallel-* --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure
+        --use-persistent-ckpt-worker --async-ckpt-* --dist-ckpt-*
+        --distrib-optim-fully-reshardable-mem-efficient --async-strategy:
+        --ckpt-drop-redundant-extra-state --ckpt-pg-tensors-cache-*
+        --no-ckpt-load-validate-sharding-integrity --disable-ckpt-load-validate-sharding-integrity
+        --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load --load-main-params-from-ckpt
+        --universal-checkpoint --no-save-tokenizer-assets --disable-save-tokenizer-assets""",
+    "the `tokenizers` library reads a tokenizer's files, without code, and adds no special tokens": """
+        --trust-remote-code --tokenizer-hf-no-use-fast --use-gigatoken
+        --tokenizer-hf-no-include-special-tokens""",
+    "--recompute-granularity selects recomputation, layer by layer": """--contigious-checkpointing
+        --deepspeed-activation-checkpointing --split-transformers""",
     "--zero-offload-optimizer offloads all states, pinned, and overlaps copies": """--use-pin-memory
         --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params
         --optimizer-offload-fraction:""",
@@ -234,25 +234,11 @@ _IDLE = {
         --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters: --flight-recorder-*
         --distributed-timeout-seconds-after-init: --no-flight-recorder-* --disable-flight-recorder-*""",
     "steps with NaN or Inf are always skipped": "--no-check-for-nan-in-loss-and-grad",
-    "checkpoints have one format, are sharded, and all of their bytes are checked": """--ckpt-format:
-        --auto-detect-ckpt-format --use-dist-ckpt --verify-integrity --ckpt-fully-parallel-*
-        --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --use-persistent-ckpt-worker
-        --async-ckpt-* --dist-ckpt-* --distrib-optim-fully-reshardable-mem-efficient --async-strategy:
-        --ckpt-drop-redundant-extra-state --ckpt-pg-tensors-cache-* --no-ckpt-load-validate-sharding-integrity
-        --disable-ckpt-load-validate-sharding-integrity --no-strict-fsdp-dtensor-load
-        --disable-strict-fsdp-dtensor-load --load-main-params-from-ckpt""",
-    "a checkpoint always has the tokenizer's files": """--no-save-tokenizer-assets
-        --disable-save-tokenizer-assets""",
     "there is no model parallelism": "--use-mp-args-from-checkpoint-args",
     "tokenizer flags beside --use-checkpoint-args win": """--no-use-tokenizer-model-from-checkpoint-args
         --disable-use-tokenizer-model-from-checkpoint-args""",
-    "attention needs no mask in memory": "--no-create-attention-mask-in-dataloader",
-    "opening data sets takes no threads": "--num-dataset-builder-threads:",
     "padding is never a token of the data": "--allow-ambiguous-pad-tokens",
     "there is no tokenizer of that kind": "--tiktoken-* --null-tokenizer-pad-id:",
-    "no code that comes with a tokenizer is run": "--trust-remote-code",
-    "the `tokenizers` library reads them": "--tokenizer-hf-no-use-fast --use-gigatoken",
-    "special tokens around a text are never added": "--tokenizer-hf-no-include-special-tokens",
     "objects are read with boto3": "--enable-msc --disable-msc",
     "only whole checkpoints are saved, and to --save alone": """--save-params-interval:
         --save-activations-interval: --save-wgrads-interval: --save-dgrads-interval:

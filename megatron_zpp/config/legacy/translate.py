@@ -1,6 +1,7 @@
 """Translates flags of other programs into the values that current flags would have given."""
 
 import argparse
+import math
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,13 @@ from megatron_zpp.config.legacy.old_flags import (
     VALUE,
     OldFlag,
 )
-from megatron_zpp.config.legacy.pipeline import FLAG as PIPELINE
 from megatron_zpp.config.legacy.reasons import EXPERTS, NO_TABLE, Reason, reason_of
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import AUTO, UsageError, flag_name, option_error, parse_known
 from megatron_zpp.config.sources.provided import OTHERS, Provided
 
+PIPELINE = "--pipeline-model-parallel-size"
+_MICRO, _GLOBAL = "training.micro_batch_size", "training.global_batch_size"
 _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
 _EXPERTS, _DENSE = ("--num-experts", "--num-experts-switch"), "the model has no experts"
 _OF_ROPE = ("--position-embedding-type", "rope"), ("--use-rotary-position-embeddings", "")
@@ -146,6 +148,32 @@ class Translation:
             self._idle.setdefault(flag.why, []).append(flag.name)
         elif flag.today:
             self._renamed.append(f"{flag.name} is {flag.today}")
+
+
+def divide_batch(provided: Provided, stages: int, data_ranks: int) -> tuple[str, ...]:
+    """Choose the micro-batch of `data_ranks` ranks, those of the pipeline's `stages` included.
+
+    The global batch and its ramp, and so the samples of every update, stay; the default is that of the other
+    program. The micro-batch stays too if it divides them; else it becomes the largest of its divisors that
+    does. Returns a note on that. Raises ValueError if there is none.
+    """
+    micro: Any = provided.get(_MICRO)
+    if micro in (None, AUTO) or micro < 1:
+        return ()
+    batch = provided.get(_GLOBAL) or micro * max(1, data_ranks // stages)
+    sizes = [batch, *(provided.get("training.rampup_batch_size") or ())[:2]]
+    if any(size < 1 or size % data_ranks for size in sizes):
+        fix = (
+            f"its ranks would be data ranks, and {data_ranks} of them do not divide the batch of "
+            f"{', '.join(map(str, sizes))} samples; start fewer ranks, or raise --tensor-model-parallel-size"
+        )
+        raise option_error(PIPELINE, stages, fix)
+    kept = math.gcd(micro, math.gcd(*sizes) // data_ranks)
+    if kept == micro:
+        return ()
+    provided.values["training"] |= {"micro_batch_size": kept, "global_batch_size": batch}
+    same = f"with the same {batch} samples in an update"
+    return (f"{PIPELINE} {stages}: --micro-batch-size {micro} becomes {kept}, {same}",)
 
 
 def add_old_flags(parser: argparse.ArgumentParser) -> None:
