@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, flag_name, option, option_error
+from megatron_zpp.config.options import Options, count, flag_name, option, option_error
 from megatron_zpp.config.positions import OF_ONE_ROTARY, OF_ROTARY, ROTARY, PositionConfig
 from megatron_zpp.config.shapes.presets import PRESETS, preset_names
 from megatron_zpp.config.sizes import WIDEST
@@ -107,14 +107,13 @@ class ModelConfig(PositionConfig):
     add_qkv_bias: bool = option(
         False, "Biases of queries, keys and values in spite of --disable-bias-linear (Qwen2)."
     )
-    make_vocab_size_divisible_by: int = option(
-        128, "Pad the vocabulary to a multiple of this.", at_least=1, at_most=WIDEST
+    make_vocab_size_divisible_by: int = count(
+        128, "Pad the vocabulary to a multiple of this.", at_most=WIDEST
     )
-    padded_vocab_size: int | None = option(
+    padded_vocab_size: int | None = count(
         None,
         "Rows of the vocabulary that take part in the softmax; default: one per entry of the tokenizer. "
         "Published models may have more (Qwen's 151936).",
-        at_least=1,
         at_most=2**31 - 1,
     )
     untie_embeddings_and_output_weights: bool = option(
@@ -145,11 +144,10 @@ class ModelConfig(PositionConfig):
         "and --adam-eps of their matrices by m, and logits by m. Sets --softmax-scale and "
         "--logits-multiplier, unless they are given.",
     )
-    mup_base_hidden_size: int | None = option(
+    mup_base_hidden_size: int | None = count(
         None,
         "Width at which the learning rate was found; default --hidden-size.",
         needs=_MUP,
-        at_least=1,
         at_most=WIDEST,
     )
     mup_base_head_dim: float | None = option(
@@ -342,22 +340,20 @@ class RecomputeConfig(Options):
         "stored; block: only the first --recompute-num-layers layers, each by itself.",
         needs=_FULL,
     )
-    recompute_num_layers: int | None = option(
+    recompute_num_layers: int | None = count(
         None,
         "uniform: layers per chunk; block: layers that are recomputed. Default 1.",
         needs=_FULL,
-        at_least=1,
     )
     recompute_offload: bool = option(
         False,
         "Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.",
         needs=_FULL,
     )
-    mlp_chunks_for_training: int = option(
+    mlp_chunks_for_training: int = count(
         1,
         "Compute norm and MLP of each layer in so many chunks of tokens, and again in the backward, chunk by "
         "chunk (TiledMLP of ALST): only the MLP's input is stored. For long samples.",
-        at_least=1,
     )
 
     def check(self) -> None:

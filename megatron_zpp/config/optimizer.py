@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_zpp.config.options import Options, flag_name, option, option_error
+from megatron_zpp.config.options import Options, count, flag_name, option, option_error
 from megatron_zpp.config.words import counted
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class OptimizerConfig(Options):
     muon_no_split_qkv: bool = option(
         False, "Take the weights of queries, keys and values as one matrix, not three.", needs=_MUON
     )
-    muon_num_ns_steps: int = option(5, "Steps of Newton-Schulz.", needs=_MUON, at_least=1, at_most=100)
+    muon_num_ns_steps: int = count(5, "Steps of Newton-Schulz.", needs=_MUON, at_most=100)
     muon_coefficient_type: Literal["simple", "quintic", "polar_express", "aol"] = option(
         "quintic", "Coefficients of these steps, as NVIDIA's Emerging-Optimizers name them.", needs=_MUON
     )
@@ -195,12 +195,8 @@ class LearningRateConfig(Options):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear", "Shape of the decay after warm-up. WSD: warm-up, stable, decay."
     )
-    lr_decay_iters: int | None = option(
-        None, "Iterations until --min-lr is reached; default --train-iters.", at_least=1
-    )
-    lr_decay_samples: int | None = option(
-        None, "Samples until --min-lr is reached; default --train-samples.", at_least=1
-    )
+    lr_decay_iters: int | None = count(None, "Iterations until --min-lr is reached; default --train-iters.")
+    lr_decay_samples: int | None = count(None, "Samples until --min-lr is reached; default --train-samples.")
     lr_warmup_fraction: float | None = option(
         None, "Length of linear warm-up, as a share of the decay length.", at_least=0, at_most=1
     )
@@ -210,12 +206,8 @@ class LearningRateConfig(Options):
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "exponential", "WSD: shape of the final decay."
     )
-    lr_wsd_decay_iters: int | None = option(
-        None, "WSD: length of the final decay in iterations.", needs=_WSD, at_least=1
-    )
-    lr_wsd_decay_samples: int | None = option(
-        None, "WSD: length of the final decay in samples.", needs=_WSD, at_least=1
-    )
+    lr_wsd_decay_iters: int | None = count(None, "WSD: length of the final decay in iterations.", needs=_WSD)
+    lr_wsd_decay_samples: int | None = count(None, "WSD: length of the final decay in samples.", needs=_WSD)
 
     def check(self) -> None:
         """Refuse floors above the peak, and a length that is given twice."""
@@ -266,11 +258,10 @@ class PrecisionConfig(Options):
         "largest magnitudes of earlier steps. Default tensorwise; delayed with a flag that only delayed has.",
         needs="--fp8",
     )
-    fp8_amax_history_len: int | None = option(
+    fp8_amax_history_len: int | None = count(
         None,
         "delayed: steps whose largest magnitudes are kept; default 1.",
         needs="--fp8",
-        at_least=1,
         at_most=4096,
     )
     fp8_amax_compute_algo: Literal["most_recent", "max"] | None = option(
@@ -306,7 +297,7 @@ class PrecisionConfig(Options):
         "Send all gradients between ranks in bfloat16. Otherwise accumulated gradients travel in float32, "
         "and gradients of a single micro-batch (stages 2 and 3) in the compute format.",
     )
-    hysteresis: int = option(2, "fp16: overflows before the loss scale halves.", at_least=1)
+    hysteresis: int = count(2, "fp16: overflows before the loss scale halves.")
 
     def check(self) -> None:
         """Refuse more than one format, and flags of another recipe."""

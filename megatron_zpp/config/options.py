@@ -8,7 +8,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING
 from typing import Any, NoReturn
@@ -63,6 +63,11 @@ def option(
         "typed": typed,
     }
     return dataclasses.field(default=default, metadata=metadata | {"bounds": bounds, "needs": needs})
+
+
+def count(default: Any, help: str, **more: Any) -> Any:
+    """Declare a field as `option` does, for a whole number of at least 1."""
+    return option(default, help, at_least=1, **more)
 
 
 def option_error(flag: str, value: object, fix: str) -> ValueError:
@@ -237,14 +242,17 @@ class UsageError(ValueError):
 
 
 @contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turn a ValueError of a check that reads no file into a UsageError: no restart can help."""
+def usage_errors(explain: Callable[[str], str] = str) -> Iterator[None]:
+    """Turn a ValueError of a check that reads no file into a UsageError: no restart can help.
+
+    `explain` returns its message from the error's.
+    """
     try:
         yield
     except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(explain(str(error))) from error
 
 
 class _OneLineParser(argparse.ArgumentParser):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, count, option, option_error
 
 _MOST_RANKS = 2**16
 LINK = "--plan-link-gbit"
@@ -34,18 +34,16 @@ class PlanConfig(Options):
         "Check the settings and data, print the best settings, memory, traffic and step time, and exit; "
         "needs no GPU.",
     )
-    plan_nodes: int | None = option(
+    plan_nodes: int | None = count(
         None,
         "Number of nodes; default the launcher's, else 1.",
         needs="--dry-run",
-        at_least=1,
         at_most=_MOST_RANKS,
     )
-    plan_gpus_per_node: int | None = option(
+    plan_gpus_per_node: int | None = count(
         None,
         "GPUs per node; default the launcher's ranks per node, else 1.",
         needs="--dry-run",
-        at_least=1,
         at_most=_MOST_RANKS,
     )
     plan_gpu: Literal["h100", "h200", "a100", "v100"] | None = option(

@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from megatron_zpp.config.options import (
     make_parser,
     option_error,
     parse_groups,
+    usage_errors,
 )
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.run import (
@@ -255,7 +256,7 @@ def parse_command_line(
     provided = Provided(parts, typed)
     stages = 1 if others is None else others.pipeline
     notes: tuple[str, ...] = ()
-    with _usage_errors_of(provided):
+    with usage_errors(provided.explain):
         if others is not None:
             others.obey(provided)
         settings = SettingsFile(**typed["settings"]).config
@@ -266,9 +267,9 @@ def parse_command_line(
         from megatron_zpp.config.sources.huggingface import obey_model, read_model
 
         model = read_model(provided, huggingface)
-        with _usage_errors_of(provided):
+        with usage_errors(provided.explain):
             notes += obey_model(provided, model)
-    with _usage_errors_of(provided):
+    with usage_errors(provided.explain):
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
             from megatron_zpp.config.legacy.deepspeed import obey_file
@@ -298,17 +299,6 @@ def parse_command_line(
             node_ranks=node_ranks(parsed["plan"]),
         )
         return CommandLine(Config(**parsed), notes + parsed["data"].without_effect(), stages)
-
-
-@contextmanager
-def _usage_errors_of(provided: Provided) -> Iterator[None]:
-    """Turn a ValueError into a UsageError that names the sources of the values it mentions."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except ValueError as error:
-        raise UsageError(provided.explain(str(error))) from error
 
 
 def _typed(

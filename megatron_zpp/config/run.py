@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from megatron_zpp.config.options import AUTO, Options, option
+from megatron_zpp.config.options import AUTO, Options, count, option
 from megatron_zpp.config.values.urls import check_location, local_path
 
 _LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
@@ -18,39 +18,33 @@ HUGGINGFACE = "hf:"  # prefix of a --load that names a directory in Hugging Face
 class TrainingConfig(Options):
     """training: batch and length"""
 
-    micro_batch_size: int = option(
+    micro_batch_size: int = count(
         None,
         "Samples per forward and backward on one rank; required. auto: the size that the plan finds fastest "
         "in the memory of these ranks; needs --global-batch-size, which it does not change.",
         auto=True,
-        at_least=1,
         at_most=_LARGEST_BATCH,
     )
-    global_batch_size: int | None = option(
+    global_batch_size: int | None = count(
         None,
         "Samples per optimizer step; default --micro-batch-size × ranks.",
-        at_least=1,
         at_most=_LARGEST_BATCH,
     )
-    rampup_batch_size: tuple[int, int, int] | None = option(
+    rampup_batch_size: tuple[int, int, int] | None = count(
         None,
         "START INCREMENT SAMPLES: grow the global batch from START to --global-batch-size in steps of "
         "INCREMENT over the first SAMPLES samples.",
         needs="--train-samples N and --global-batch-size N",
-        at_least=1,
         at_most=_LONGEST,
     )
-    train_iters: int | None = option(
-        None, "Length of the run in optimizer steps.", at_least=1, at_most=_LONGEST
+    train_iters: int | None = count(None, "Length of the run in optimizer steps.", at_most=_LONGEST)
+    train_samples: int | None = count(
+        None, "Length of the run in samples, instead of --train-iters.", at_most=_LONGEST
     )
-    train_samples: int | None = option(
-        None, "Length of the run in samples, instead of --train-iters.", at_least=1, at_most=_LONGEST
-    )
-    train_tokens: int | None = option(
+    train_tokens: int | None = count(
         None,
         "End the run with the step that reaches this many tokens, if the other length has not ended it.",
         needs="--train-samples N or --train-iters N",
-        at_least=1,
         at_most=_LONGEST**2,
     )
     seed: int = option(1234, "Seed of initial weights, data order and dropout.", at_least=0, below=2**63)
@@ -66,9 +60,7 @@ class TrainingConfig(Options):
         at_least=0,
         at_most=0.01,
     )
-    exit_interval: int | None = option(
-        None, "Save and exit at the next iteration that is a multiple of this.", at_least=1
-    )
+    exit_interval: int | None = count(None, "Save and exit at the next iteration that is a multiple of this.")
     exit_duration_in_mins: float | None = option(
         None, "Save and exit when this process has run for this many minutes.", above=0
     )
@@ -88,7 +80,7 @@ class EvaluationConfig(Options):
     """evaluation: loss and perplexity on held-out tokens"""
 
     eval_iters: int = option(100, "Global batches per evaluation; 0: no evaluation.", at_least=0)
-    eval_interval: int = option(1000, "Iterations between evaluations.", at_least=1)
+    eval_interval: int = count(1000, "Iterations between evaluations.")
     full_validation: bool = option(
         False, "Evaluate every window of the validation data once, instead of --eval-iters batches."
     )
@@ -115,8 +107,8 @@ class CheckpointConfig(Options):
     save: str | None = option(
         None, "Write checkpoints to this directory, or to s3://BUCKET/PREFIX.", metavar="DIR"
     )
-    save_interval: int | None = option(
-        None, "Iterations between checkpoints; the end of the run always writes one.", needs=_SAVE, at_least=1
+    save_interval: int | None = count(
+        None, "Iterations between checkpoints; the end of the run always writes one.", needs=_SAVE
     )
     save_optim: bool = option(
         True,
@@ -128,15 +120,14 @@ class CheckpointConfig(Options):
         "Write checkpoints in the background. Costs CPU memory for a copy of the states for the whole run.",
         needs=_SAVE,
     )
-    keep_last: int | None = option(
+    keep_last: int | None = count(
         None,
         "Keep this many of the newest checkpoints; remove older ones once the newest has been read back, "
         "beside the training.",
         needs=_SAVE,
-        at_least=1,
     )
-    keep_every: int | None = option(
-        None, "Also keep iterations that are a multiple of this.", needs="--keep-last K", at_least=1
+    keep_every: int | None = count(
+        None, "Also keep iterations that are a multiple of this.", needs="--keep-last K"
     )
     load: str | None = option(
         None,
@@ -204,7 +195,7 @@ class CheckpointConfig(Options):
 class LoggingConfig(Options):
     """logging: where metrics are written"""
 
-    log_interval: int = option(100, "Iterations between log lines.", at_least=1)
+    log_interval: int = count(100, "Iterations between log lines.")
     metrics_file: str | None = option(None, "Append one JSON object per logged step to this file.")
     tensorboard_dir: str | None = option(None, "Write TensorBoard events to this directory.")
     wandb_project: str | None = option(None, "Report to this Weights & Biases project.")
@@ -224,18 +215,16 @@ class DistributedConfig(Options):
     """distributed: devices and process groups; ranks come from the launcher"""
 
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: GPUs if there are any, else CPUs.")
-    tensor_model_parallel_size: int = option(
+    tensor_model_parallel_size: int = count(
         1,
         "Ranks of a node that share every layer, each with some of its heads, columns and vocabulary; "
         "between linear maps each has 1 / N of the tokens (sequence parallelism).",
-        at_least=1,
         at_most=1024,
     )
-    context_parallel_size: int = option(
+    context_parallel_size: int = count(
         1,
         "Ranks of a node that share every sample, each with 1 / N of its tokens: for samples too long for "
         "one rank. Model states are sharded over them as over data ranks.",
-        at_least=1,
         at_most=1024,
     )
     cp_comm_type: Literal["auto", "a2a", "p2p"] = option(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option
+from megatron_zpp.config.options import Options, count, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class TimingConfig(Options):
         False,
         "Record a trace of some steps, for ui.perfetto.dev, in profile, below --tensorboard-dir if given.",
     )
-    profile_step_start: int = option(10, "First step of the trace.", needs="--profile", at_least=1)
+    profile_step_start: int = count(10, "First step of the trace.", needs="--profile")
     profile_step_end: int = option(12, "Step after the last one of the trace.", needs="--profile", at_least=2)
     profile_ranks: tuple[int, ...] = option(
         (0,), "Ranks that record a trace each.", needs="--profile", at_least=0

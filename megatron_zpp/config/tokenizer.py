@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, count, option, option_error
 
 TokenizerType = Literal[
     "SentencePieceTokenizer",
@@ -34,8 +34,8 @@ class TokenizerConfig(Options):
     )
     vocab_file: str | None = option(None, "GPT2BPETokenizer: vocab.json.")
     merge_file: str | None = option(None, "GPT2BPETokenizer: merges.txt.")
-    vocab_size: int | None = option(
-        None, "NullTokenizer: number of ids for text; the next id is end of document.", at_least=1
+    vocab_size: int | None = count(
+        None, "NullTokenizer: number of ids for text; the next id is end of document."
     )
 
     def check(self) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, count, option, option_error
 from megatron_zpp.config.words import counted, either
 
 # Elements per scale: gradients need the finer blocks, unless a rotation spreads their outliers.
@@ -35,12 +35,11 @@ class ZeroConfig(Options):
         "sublayer: those of its attention, or of its MLP. Sublayers take less memory for buffers and send "
         "smaller messages.",
     )
-    zero_table_rows: int | None = option(
+    zero_table_rows: int | None = count(
         None,
         "Gather the embedding of tokens, and untied output weights, in blocks of so many rows; by default "
         "whole. For large vocabularies: buffers then have the size of a block, or of a layer, not that of "
         "the table. The loss has the logits of one block at a time, and computes them twice.",
-        at_least=1,
     )
     zero_prefetch_units: int | None = option(
         None,
