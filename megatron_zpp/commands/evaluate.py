@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_zpp.config.command_line import program_name
-from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error, parse_all
+from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error, optional, parse_all
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.distributed.exchange import Exchange
@@ -44,11 +44,10 @@ class EvaluateConfig(Options):
     json_key: str = option("text", "JSON lines: the key of the text.")
     seq_length: int | None = count(None, "Context length in tokens; default that of the training.")
     stride: int | None = count(
-        None,
-        "perplexity: tokens from one window to the next; default --seq-length, windows side by side.",
+        None, "perplexity: tokens from one window to the next; default --seq-length, windows side by side."
     )
     micro_batch_size: int = count(4, "Windows or lines scored at once.")
-    output: str | None = option(None, "Write the figures to this JSON file.")
+    output: str | None = optional("Write the figures to this JSON file.")
 
     def check(self) -> None:
         """Refuse a stride without windows."""

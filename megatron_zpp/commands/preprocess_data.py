@@ -9,7 +9,16 @@ from functools import partial
 from pathlib import Path
 
 from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
-from megatron_zpp.config.options import REQUIRED, Options, UsageError, count, option, option_error, parse_all
+from megatron_zpp.config.options import (
+    REQUIRED,
+    Options,
+    UsageError,
+    count,
+    option,
+    option_error,
+    parse_all,
+    switch,
+)
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.text import plain_suffix
 from megatron_zpp.data.checksums import checksums_path
@@ -32,13 +41,13 @@ class PreprocessConfig(Options):
     input: tuple[str, ...] = option(REQUIRED, "JSON lines: files, globs or directories; also .gz and .zst.")
     output_prefix: str = option(REQUIRED, "Beginning of the names of the files to write.")
     json_keys: tuple[str, ...] = option(("text",), "Keys to encode; each becomes a separate data set.")
-    append_eod: bool = option(False, "Append the tokenizer's end-of-document token to each document.")
+    append_eod: bool = switch("Append the tokenizer's end-of-document token to each document.")
     workers: int | None = count(None, "Processes that tokenise; by default one per core.", at_most=4096)
     partitions: int = count(
         1, "Accepted as in Megatron-LM, and without effect: all --workers share one input."
     )
     log_interval: int = count(1000, "Documents between two lines of progress if stderr is not a terminal.")
-    strict: bool = option(False, "Stop at the first line without a document, and write nothing.")
+    strict: bool = switch("Stop at the first line without a document, and write nothing.")
 
     def check(self) -> None:
         """Require different keys that can be part of a file name."""

@@ -6,17 +6,16 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_zpp.config.options import Options, option
+from megatron_zpp.config.options import Options, optional
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig(Options):
     """compilation: torch.compile on layers"""
 
-    compile: bool | None = option(
-        None,
+    compile: bool | None = optional(
         "Fuse the operations between the matrix products of a layer with torch.compile; default: on with "
-        "GPUs. Costs compile time at the start.",
+        "GPUs. Costs compile time at the start."
     )
 
     def wanted(self, device: str, *, apex: bool) -> bool:

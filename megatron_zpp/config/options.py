@@ -65,6 +65,16 @@ def option(
     return dataclasses.field(default=default, metadata=metadata | {"bounds": bounds, "needs": needs})
 
 
+def switch(help: str, **more: Any) -> Any:
+    """Declare a boolean field as `option` does, False by default."""
+    return option(False, help, **more)
+
+
+def optional(help: str, **more: Any) -> Any:
+    """Declare a field as `option` does, None by default."""
+    return option(None, help, **more)
+
+
 def count(default: Any, help: str, **more: Any) -> Any:
     """Declare a field as `option` does, for a whole number of at least 1."""
     return option(default, help, at_least=1, **more)

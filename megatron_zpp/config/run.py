@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from megatron_zpp.config.options import AUTO, Options, count, option
+from megatron_zpp.config.options import AUTO, Options, count, option, optional, switch
 from megatron_zpp.config.values.urls import check_location, local_path
 
 _LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
@@ -26,9 +26,7 @@ class TrainingConfig(Options):
         at_most=_LARGEST_BATCH,
     )
     global_batch_size: int | None = count(
-        None,
-        "Samples per optimizer step; default --micro-batch-size × ranks.",
-        at_most=_LARGEST_BATCH,
+        None, "Samples per optimizer step; default --micro-batch-size × ranks.", at_most=_LARGEST_BATCH
     )
     rampup_batch_size: tuple[int, int, int] | None = count(
         None,
@@ -48,10 +46,9 @@ class TrainingConfig(Options):
         at_most=_LONGEST**2,
     )
     seed: int = option(1234, "Seed of initial weights, data order and dropout.", at_least=0, below=2**63)
-    calculate_per_token_loss: bool = option(
-        False,
+    calculate_per_token_loss: bool = switch(
         "Loss and gradient are means over all tokens of a global batch that count, not means over "
-        "micro-batches of means over tokens. Differs with --eod-mask-loss and best-fit packing.",
+        "micro-batches of means over tokens. Differs with --eod-mask-loss and best-fit packing."
     )
     z_loss_coeff: float = option(
         0.0,
@@ -61,8 +58,8 @@ class TrainingConfig(Options):
         at_most=0.01,
     )
     exit_interval: int | None = count(None, "Save and exit at the next iteration that is a multiple of this.")
-    exit_duration_in_mins: float | None = option(
-        None, "Save and exit when this process has run for this many minutes.", above=0
+    exit_duration_in_mins: float | None = optional(
+        "Save and exit when this process has run for this many minutes.", above=0
     )
 
     def check(self) -> None:
@@ -81,12 +78,12 @@ class EvaluationConfig(Options):
 
     eval_iters: int = option(100, "Global batches per evaluation; 0: no evaluation.", at_least=0)
     eval_interval: int = count(1000, "Iterations between evaluations.")
-    full_validation: bool = option(
-        False, "Evaluate every window of the validation data once, instead of --eval-iters batches."
+    full_validation: bool = switch(
+        "Evaluate every window of the validation data once, instead of --eval-iters batches."
     )
 
-    sample_prompt: tuple[str, ...] | None = option(
-        None, "At every evaluation, let the model continue each of these texts by 64 tokens, and log them."
+    sample_prompt: tuple[str, ...] | None = optional(
+        "At every evaluation, let the model continue each of these texts by 64 tokens, and log them."
     )
 
     def check(self) -> None:
@@ -104,8 +101,8 @@ class EvaluationConfig(Options):
 class CheckpointConfig(Options):
     """checkpoint: what is saved and what a run starts from"""
 
-    save: str | None = option(
-        None, "Write checkpoints to this directory, or to s3://BUCKET/PREFIX.", metavar="DIR"
+    save: str | None = optional(
+        "Write checkpoints to this directory, or to s3://BUCKET/PREFIX.", metavar="DIR"
     )
     save_interval: int | None = count(
         None, "Iterations between checkpoints; the end of the run always writes one.", needs=_SAVE
@@ -115,8 +112,7 @@ class CheckpointConfig(Options):
         "Save weights without the optimizer's state: a third of the size; cannot resume as it was.",
         needs=_SAVE,
     )
-    async_save: bool = option(
-        False,
+    async_save: bool = switch(
         "Write checkpoints in the background. Costs CPU memory for a copy of the states for the whole run.",
         needs=_SAVE,
     )
@@ -129,37 +125,31 @@ class CheckpointConfig(Options):
     keep_every: int | None = count(
         None, "Also keep iterations that are a multiple of this.", needs="--keep-last K"
     )
-    load: str | None = option(
-        None,
+    load: str | None = optional(
         "Resume from the newest checkpoint in this directory or s3://BUCKET/PREFIX. If it is also --save and "
         "still empty, start from the beginning. hf:DIR or hf:ORG/NAME[@REVISION]: start at iteration 0 with "
         "the shape, weights and tokenizer of a Hugging Face model, in a directory or on the hub.",
         metavar="DIR",
     )
-    ckpt_step: int | None = option(
-        None, "Load this iteration instead of the newest.", needs=_LOAD, at_least=0
-    )
+    ckpt_step: int | None = optional("Load this iteration instead of the newest.", needs=_LOAD, at_least=0)
     load_optim: bool = option(
         True,
         "Load weights and progress without the optimizer's state. The learning rate continues its schedule; "
         "--finetune restarts schedule and iteration.",
         needs=_LOAD,
     )
-    use_checkpoint_args: bool = option(
-        False,
+    use_checkpoint_args: bool = switch(
         "Take the model's shape from the checkpoint of --load, and the tokenizer where no --tokenizer-type "
         "is given. Without a checkpoint, flags give both.",
         needs=_LOAD,
     )
-    use_checkpoint_opt_param_scheduler: bool = option(
-        False,
+    use_checkpoint_opt_param_scheduler: bool = switch(
         "Take the learning rate, its schedule and the weight decay from the checkpoint of --load, in place "
         "of flags.",
         needs=_LOAD,
     )
-    finetune: bool = option(False, "Load weights only, and start at iteration 0.", needs=_LOAD)
-    exit_on_missing_checkpoint: bool = option(
-        False,
+    finetune: bool = switch("Load weights only, and start at iteration 0.", needs=_LOAD)
+    exit_on_missing_checkpoint: bool = switch(
         "Exit with an error if --load holds no checkpoint, instead of starting from the beginning.",
         needs=_LOAD,
     )
@@ -196,13 +186,13 @@ class LoggingConfig(Options):
     """logging: where metrics are written"""
 
     log_interval: int = count(100, "Iterations between log lines.")
-    metrics_file: str | None = option(None, "Append one JSON object per logged step to this file.")
-    tensorboard_dir: str | None = option(None, "Write TensorBoard events to this directory.")
-    wandb_project: str | None = option(None, "Report to this Weights & Biases project.")
-    wandb_exp_name: str | None = option(None, "Weights & Biases: the run's name.", needs=_WANDB)
-    wandb_entity: str | None = option(None, "Weights & Biases: user or team.", needs=_WANDB)
-    wandb_save_dir: str | None = option(None, "Weights & Biases: directory of local files.", needs=_WANDB)
-    log_params_norm: bool = option(False, "Log the L2 norm of all weights.")
+    metrics_file: str | None = optional("Append one JSON object per logged step to this file.")
+    tensorboard_dir: str | None = optional("Write TensorBoard events to this directory.")
+    wandb_project: str | None = optional("Report to this Weights & Biases project.")
+    wandb_exp_name: str | None = optional("Weights & Biases: the run's name.", needs=_WANDB)
+    wandb_entity: str | None = optional("Weights & Biases: user or team.", needs=_WANDB)
+    wandb_save_dir: str | None = optional("Weights & Biases: directory of local files.", needs=_WANDB)
+    log_params_norm: bool = switch("Log the L2 norm of all weights.")
 
     def check(self) -> None:
         """Refuse a URL for the metrics."""
@@ -245,8 +235,8 @@ class DistributedConfig(Options):
         "rank has 4 seconds. 0: no heartbeat.",
         at_least=0,
     )
-    require_kernels: bool = option(
-        False, "Exit with an error if the compiled kernels are missing, instead of using plain torch, slowly."
+    require_kernels: bool = switch(
+        "Exit with an error if the compiled kernels are missing, instead of using plain torch, slowly."
     )
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, count, option
+from megatron_zpp.config.options import Options, count, option, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +15,11 @@ class TimingConfig(Options):
         "1: log the time of each part of a step in ms, the minimum and maximum over ranks; 2: also of "
         "their parts. 0: off.",
     )
-    log_straggler: bool = option(
-        False, "Log the time that each rank was busy, without waits for other ranks, and name the slowest."
+    log_straggler: bool = switch(
+        "Log the time that each rank was busy, without waits for other ranks, and name the slowest."
     )
-    profile: bool = option(
-        False,
-        "Record a trace of some steps, for ui.perfetto.dev, in profile, below --tensorboard-dir if given.",
+    profile: bool = switch(
+        "Record a trace of some steps, for ui.perfetto.dev, in profile, below --tensorboard-dir if given."
     )
     profile_step_start: int = count(10, "First step of the trace.", needs="--profile")
     profile_step_end: int = option(12, "Step after the last one of the trace.", needs="--profile", at_least=2)

@@ -155,7 +155,9 @@ def test_words_of_the_glossary_have_one_meaning_and_are_in_the_code() -> None:
 def flags() -> frozenset[str]:
     """Flags of every program here, from the fields of its options or as its code spells them."""
     code = "\n".join(file.read_text() for file in files() if file.suffix != ".md" and file != Path(__file__))
-    fields = re.findall(r"^    (\w+): [^=]*= (?:option|count|key)\(", code, flags=re.MULTILINE)
+    fields = re.findall(
+        r"^    (\w+): [^=]*= (?:option|switch|optional|count|key)\(", code, flags=re.MULTILINE
+    )
     spelled = re.findall(r"--[a-zA-Z][\w-]*", code)
     return frozenset({f"--{name.replace('_', '-')}" for name in fields} | set(spelled) | FOREIGN)
 

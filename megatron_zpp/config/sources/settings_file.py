@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
-from megatron_zpp.config.options import AUTO, Options, option, option_error, with_home
+from megatron_zpp.config.options import AUTO, Options, option_error, optional, with_home
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.storage.regular import read_limited
@@ -32,8 +32,7 @@ LARGEST_FILE = 1 << 20  # bytes; a file of settings has a few thousand
 class SettingsFile(Options):
     """settings: from a file"""
 
-    config: str | None = option(
-        None,
+    config: str | None = optional(
         "YAML file of settings, such as the config.yaml that a run writes to --save. Flags win over it.",
         metavar="FILE",
     )
@@ -43,8 +42,7 @@ class SettingsFile(Options):
 class DeepSpeedFile(Options):
     """DeepSpeed: settings from its JSON file"""
 
-    deepspeed_config: str | None = option(
-        None,
+    deepspeed_config: str | None = optional(
         "DeepSpeed's JSON file. Each key is obeyed, reported as having no effect here, or refused; "
         "docs/guide/deepspeed.md lists them all.",
         flag=DEEPSPEED_FLAG,
