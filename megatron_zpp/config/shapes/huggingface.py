@@ -190,6 +190,9 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     found["add_qkv_bias"] = model.add_qkv_bias or not model.disable_bias_linear
     if model.rotary:
         found |= {"rotary_base": model.scaled_rotary_base, "mscale": model.rotary_attention_factor}
+    window = next(filter(None, model.layer_windows), None)
+    if window is not None and window >= model.max_position_embeddings and model.rotary_base_local is None:
+        found |= {"window_size": None, "window_attn_skip_freq": None}  # it holds every text
     return found
 
 

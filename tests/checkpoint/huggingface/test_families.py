@@ -365,6 +365,11 @@ def test_windows_of_config_json(values: dict[str, Any], windows: list[int | None
     assert again.layer_windows == config.layer_windows
 
 
+def test_a_window_of_all_positions_is_none_in_config_json() -> None:
+    config = ModelConfig(**describe_model(LLAMA).fields | {"window_size": "127,0"}, seq_length=64)
+    assert huggingface_values(config, 100, 0)["model_type"] == "llama"
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "llama", "mistral", "starcoder2", "qwen2", "qwen3"])
 def test_keys_that_are_omitted_have_the_defaults_of_transformers(family: str) -> None:
     """Of which Qwen's 32 heads of keys and values do not depend on the heads of queries."""
