@@ -30,6 +30,7 @@ from megatron_zpp.config.run import (
     DistributedConfig,
     EvaluationConfig,
     LoggingConfig,
+    TimingConfig,
     TrainingConfig,
 )
 from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
@@ -42,7 +43,6 @@ from megatron_zpp.config.sources.settings_file import (
     obey_settings,
     write_settings,
 )
-from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig, resolved_type
 from megatron_zpp.config.zero import ZeroConfig
 
