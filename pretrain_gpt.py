@@ -3,14 +3,10 @@
 megatron_zpp/commands/pretrain.py is the table of contents of a run.
 """
 
-from megatron_zpp.commands.interrupts import end_on_interrupt
+from megatron_zpp.commands.scripts import before_torch, end_on_interrupt
 
 if __name__ == "__main__":
     end_on_interrupt()
-
-from megatron_zpp.commands.scripts import before_torch
-
-if __name__ == "__main__":
     before_torch()
 
 from megatron_zpp.commands.pretrain import main

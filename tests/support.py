@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from megatron_zpp.commands.scripts import COMMANDS
+from megatron_zpp.config.command_line import run_tool
 from tests.forkserver import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +133,8 @@ def rank_main(
     import torch
 
     program = importlib.import_module(name)
-    main = partial(program.run_tool, program.main) if hasattr(program, "run_tool") else program.main
+    alone = name in {f"megatron_zpp.{each.module}" for each in COMMANDS.values() if not each.of_ranks}
+    main = partial(run_tool, program.main) if alone else program.main
     for descriptor, kind in ((1, "out"), (2, "err")):
         file = directory / f"{place['RANK']}.{kind}"
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)

@@ -1,8 +1,8 @@
 """The tables of guide/deepspeed.md: what becomes of each key of DeepSpeed's file and of each old flag."""
 
 from megatron_zpp.config.legacy.deepspeed_keys import KEYS, Idle, Obeyed, Off, Only, Refused, Rule
-from megatron_zpp.config.legacy.old_flag import OldFlag
-from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED, RETIRED
+from megatron_zpp.config.legacy.old_flags import ONLY, RENAMED, RETIRED, OldFlag
+from megatron_zpp.config.legacy.reasons import BY_NAME
 from megatron_zpp.config.values.json_file import shown
 
 Row = tuple[str, tuple[str, ...]]  # of a key or flag, and what is said of it
@@ -19,10 +19,10 @@ def tables() -> dict[str, str]:
             "old flag", ("current flag",), [(_typed(flag), (flag.today,)) for flag in RENAMED]
         ),
         "bound flags": _table(
-            "flag", ("possible", "otherwise"), [_bound(flag) for flag in (*ONLY, *REFUSED)]
+            "flag", ("possible", "otherwise"), [*map(_bound, ONLY), *_reasons(refused=True)]
         ),
         "retired flags": _table("flag", ("possible", "otherwise"), [_bound(flag) for flag in RETIRED]),
-        "idle flags": _table("flag", ("why it has no effect",), [(flag.name, (flag.why,)) for flag in IDLE]),
+        "idle flags": _table("flag", ("why it has no effect",), _reasons(refused=False)),
     }
 
 
@@ -58,6 +58,11 @@ def _said(rule: Rule) -> tuple[str, ...]:
     if isinstance(rule, Only):
         return " or ".join(f"`{shown(value)}`" for value in rule.values), rule.otherwise
     return "off" if isinstance(rule, Off) else "nothing", rule.otherwise
+
+
+def _reasons(*, refused: bool) -> list[Row]:
+    possible = ("nothing",) if refused else ()
+    return [(name, (*possible, reason.text)) for name, reason in BY_NAME.items() if reason.refused is refused]
 
 
 def _typed(flag: OldFlag) -> str:

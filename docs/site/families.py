@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import flag_name
+from megatron_zpp.config.options import flag_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, MARKER = "guide/models.md", "<!-- the site has the table here -->"
@@ -25,19 +25,20 @@ def cases() -> dict[str, list[str]]:
 
 def naming_files(piece: str) -> list[str]:
     """The files of tests that name a piece by its field or its flag."""
-    named = re.compile(rf"(?<![\w-])({piece}|{flag_name(piece)})(?![\w-])")
+    flag = flag_of(ModelConfig.__dataclass_fields__[piece])
+    named = re.compile(rf"(?<![\w-])({piece}|{flag})(?![\w-])")
     files = [file for folder in TESTS for file in sorted((ROOT / "tests" / folder).glob("*.py"))]
     return [str(file.relative_to(ROOT / "tests")) for file in files if named.search(file.read_text())]
 
 
 def table() -> str:
     """A row for each piece, in markdown."""
-    helps = {field.name: field.metadata["help"] for field in dataclasses.fields(ModelConfig)}
+    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
     rows = ["| flag | what it does | families | tests that name it |", "| --- | --- | --- | --- |"]
     for piece, found in cases().items():
-        (first, *_) = re.split(r"(?<=[a-z)0-9])[.;] ", helps[piece])
+        (first, *_) = re.split(r"(?<=[a-z)0-9])[.;] ", fields[piece].metadata["help"])
         families = ", ".join(dict.fromkeys(case.partition("-")[0] for case in found))
         tests = ", ".join(f"`{name}`" for name in naming_files(piece))
-        cells = (f"`{flag_name(piece)}`", first.rstrip(".").replace("|", "or"), families, tests)
+        cells = (f"`{flag_of(fields[piece])}`", first.rstrip(".").replace("|", "or"), families, tests)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -4,8 +4,8 @@ import re
 import typing
 from pathlib import Path
 
-from megatron_zpp.config.legacy.megatron_features import feature_of
 from megatron_zpp.config.legacy.old_flags import OLD_FLAGS
+from megatron_zpp.config.legacy.reasons import reason_of
 from megatron_zpp.config.options import make_parser
 from megatron_zpp.config.root import Config
 
@@ -29,16 +29,13 @@ def fate(name: str, current: dict[str, str]) -> tuple[str, str]:
         return "obeyed", first.rstrip(".").replace("|", "or")
     flag = next((flag for flag in OLD_FLAGS if flag.name == name), None)
     if flag is None:
-        if (feature := feature_of(name)) is None:
+        if (reason := reason_of(name)) is None:
             raise KeyError(name)
-        reason, refused = feature
-        return "refused" if refused else "no effect", reason
+        return "refused" if reason.refused else "no effect", reason.text
     if flag.refused:
         return "refused", flag.otherwise
     if flag.allowed:
         return "one value", f"{' or '.join(f'`{value}`' for value in flag.allowed)}; else: {flag.otherwise}"
-    if flag.needs:
-        return "no effect", f"{flag.why}; refused with another value: {flag.otherwise}"
     if flag.why:
         return "no effect", flag.why
     return "obeyed", f"as {flag.today}"

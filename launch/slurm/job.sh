@@ -62,7 +62,7 @@ train_with_torchrun() {
     local threads=$((${SLURM_CPUS_PER_TASK:-1} / ranks))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
     step+=("--ntasks=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${srun_arguments[@]}" "${container[@]}" "$python"
-        -m megatron_zpp.commands.torchrun --nproc-per-node "$ranks" "$ZPP_ROOT/pretrain_gpt.py")
+        -m megatron_zpp torchrun --nproc-per-node "$ranks" "$ZPP_ROOT/pretrain_gpt.py")
     train "$@"
 }
 

@@ -1,6 +1,5 @@
 """Refuses models that an engine cannot train as they are, and ranks that are not there."""
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside, key_of, module_of
@@ -166,6 +166,5 @@ def _check_kind(name: str, parameter: nn.Parameter) -> None:
 def _check_known(argument: str, names: Collection[str], known: Sequence[str], kind: str) -> None:
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(known[:3])} …"
+            fix = did_you_mean(name, known, 0.6) or f"there are {', '.join(known[:3])} …"
             raise option_error(argument, name, f"no {kind}; {fix}")

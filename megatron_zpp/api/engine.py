@@ -1,12 +1,14 @@
 """`ZeroEngine` as `megatron_zpp` offers it: around any module, with defaults, and with saving and loading."""
 
+import functools
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,6 @@ from torch import nn
 
 from megatron_zpp.api.checks import check_matrices, check_model, check_ranks, check_values
 from megatron_zpp.api.defaults import OwnValues, Units, layer_matrices, take_values_of_rank_0
-from megatron_zpp.api.old_call import accepts_old_call
 from megatron_zpp.api.whole import State, load_state, names_of, state_of
 from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
 from megatron_zpp.checkpoint.file_worker import FileWorker
@@ -39,7 +40,33 @@ from megatron_zpp.zero.optimizer import UpdateRule
 from megatron_zpp.zero.reads import without_inner
 
 _TIMEOUT = timedelta(minutes=10)  # without progress of any rank
+Parameters = ParamSpec("Parameters")
 _NUMBERS = count()  # of operations of all engines, in the same order on all ranks
+
+
+def _accepts_old_call(construct: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """Let a constructor of (model, mesh, config, initialize=…) take (model, initialize, zero=…, …) too.
+
+    That was the call in version 0.1, which works for one minor version more.
+    """
+
+    @functools.wraps(construct)
+    def either(*arguments: Any, **settings: Any) -> None:
+        if "zero" in settings:
+            warnings.warn(
+                "ZeroEngine(model, initialize, zero=…, topology=…, …) ends with the next minor version; "
+                "call ZeroEngine(model, mesh, EngineConfig(zero=…, …), initialize=…)",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            engine, model, *rest = arguments
+            settings["initialize"] = rest[0] if rest else settings["initialize"]
+            parts = {name: settings.pop(name) for name in ("zero", "optimizer", "precision")}
+            topology: Topology = settings.pop("topology")
+            arguments = (engine, model, topology.mesh(), EngineConfig(**parts))
+        construct(*arguments, **settings)
+
+    return either
 
 
 class ZeroEngine(engine.ZeroEngine):
@@ -56,7 +83,7 @@ class ZeroEngine(engine.ZeroEngine):
     Raises ValueError, in one line, for a model or settings that the ranks cannot train.
     """
 
-    @accepts_old_call
+    @_accepts_old_call
     def __init__(
         self,
         model: nn.Module,

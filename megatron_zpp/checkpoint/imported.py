@@ -142,6 +142,8 @@ def _flags(model: ModelConfig, tokenizer: TokenizerConfig) -> str:
     told[flag_name("seq_length")] = min(model.max_position_embeddings, _SAMPLE)
     for name, value in asdict(model).items():
         if value != implied[name] and name not in _TOLD_BY_RUN:
+            if not model.__dataclass_fields__[name].metadata["typed"]:
+                return "--use-checkpoint-args"  # a field without a flag
             told[flag_name(name)] = "" if value is True else value
     for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
         if getattr(tokenizer, name) is not None:

@@ -2,7 +2,5 @@
 
 import sys
 
-if sys.argv[:1] == ["-m"]:  # Python looks for the program, and imports this package first
-    from megatron_zpp.commands.interrupts import end_on_interrupt
-
-    end_on_interrupt()
+if sys.argv[:1] == ["-m"]:  # Python looks for a module of this package, which is no program by itself
+    sys.exit("start programs by: python -m megatron_zpp COMMAND")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_sigterm
-from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
+from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
+from megatron_zpp.config.options import REQUIRED, Options, option, optional, parse_options
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.hub import read_hub
@@ -32,8 +32,8 @@ class CorpusConfig(Options):
         (), "Files, globs or directories of .txt (one document per file) and .jsonl, also .gz and .zst."
     )
     json_key: str = option("text", "The key of a .jsonl line that holds its document.", needs="--input")
-    hf_dataset: str | None = option(None, "A data set of the Hugging Face hub, or json, parquet or text.")
-    hf_config: str | None = option(None, "The configuration of --hf-dataset.", needs="--hf-dataset")
+    hf_dataset: str | None = optional("A data set of the Hugging Face hub, or json, parquet or text.")
+    hf_config: str | None = optional("The configuration of --hf-dataset.", needs="--hf-dataset")
     hf_split: str = option("train", "The split of --hf-dataset.", needs="--hf-dataset")
     hf_text_key: str = option("text", "The column of --hf-dataset that holds the text.", needs="--hf-dataset")
     hf_data_files: tuple[str, ...] = option(
@@ -108,7 +108,3 @@ def json_line(text: str, path: str, config: CorpusConfig) -> bytes:
     if not config.hf_dataset and plain_suffix(path) not in JSON_LINES:
         record["path"] = path
     return json.dumps(record, ensure_ascii=False).encode() + b"\n"
-
-
-if __name__ == "__main__":
-    run_tool(main)

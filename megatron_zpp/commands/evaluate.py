@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_zpp.config.command_line import program_name
-from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
+from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error, optional, parse_all
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.distributed.exchange import Exchange
@@ -42,17 +42,12 @@ class EvaluateConfig(Options):
         REQUIRED, "Files, globs or folders: JSON lines of documents; any other file is one document."
     )
     json_key: str = option("text", "JSON lines: the key of the text.")
-    seq_length: int | None = option(
-        None, "Context length in tokens; default that of the training.", at_least=1
+    seq_length: int | None = count(None, "Context length in tokens; default that of the training.")
+    stride: int | None = count(
+        None, "perplexity: tokens from one window to the next; default --seq-length, windows side by side."
     )
-    stride: int | None = option(
-        None,
-        "perplexity: tokens from one window to the next; default --seq-length, windows side by side.",
-        at_least=1,
-    )
-    micro_batch_size: int = option(4, "Windows or lines scored at once.", at_least=1)
-    output: str | None = option(None, "Write the figures to this JSON file.")
-    debug: bool = option(False, "Show tracebacks.")
+    micro_batch_size: int = count(4, "Windows or lines scored at once.")
+    output: str | None = optional("Write the figures to this JSON file.")
 
     def check(self) -> None:
         """Refuse a stride without windows."""
@@ -157,7 +152,3 @@ def _shown(value: Any) -> str:
     return (
         f"{value:,}" if isinstance(value, int) else " ".join(value) if isinstance(value, list) else str(value)
     )
-
-
-if __name__ == "__main__":
-    main()

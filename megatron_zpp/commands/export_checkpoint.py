@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.huggingface.exporting import check_target, export_checkpoint
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
-from megatron_zpp.config.command_line import program_name, run_tool
-from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
+from megatron_zpp.config.command_line import program_name
+from megatron_zpp.config.options import REQUIRED, Options, option, optional, parse_options
 from megatron_zpp.config.values.urls import local_path
 from megatron_zpp.storage.checksums import DamagedFile
 
@@ -24,11 +24,10 @@ class ExportConfig(Options):
         REQUIRED, "The directory of a run's --save.", positional=True, metavar="CHECKPOINT_DIR"
     )
     hf_dir: str = option(REQUIRED, "To be made.", positional=True, metavar="HF_DIR")
-    ckpt_step: int | None = option(None, "This iteration instead of the latest.", at_least=0)
+    ckpt_step: int | None = optional("This iteration instead of the latest.", at_least=0)
     max_file_gib: float = option(4, "Maximum size of one file of weights, in GiB.", above=0)
     tokenizer: bool = option(True, "Omit the tokenizer.")
-    push_to_hub: str | None = option(
-        None,
+    push_to_hub: str | None = optional(
         "Upload HF_DIR to this repository of the Hugging Face hub, with the token of HF_TOKEN or of "
         "`hf auth login`. If it does not exist, it is made, and is private.",
         metavar="ORG/NAME",
@@ -72,7 +71,3 @@ def _export(config: ExportConfig) -> list[str]:
     if lines is None:
         raise named.error("holds no checkpoint; name what a run's --save wrote to")
     return lines
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -15,7 +15,6 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
@@ -204,7 +203,3 @@ def _place(device: str) -> torch.device:
     if not number.isdecimal() or int(number) >= torch.cuda.device_count():
         raise option_error("--device", device, f"this machine has {torch.cuda.device_count()} GPUs")
     return torch.device(kind, int(number))
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -17,8 +17,8 @@ from megatron_zpp.checkpoint.foreign.recognise import Foreign, recognise
 from megatron_zpp.checkpoint.foreign.torch_dist import read_torch_dist
 from megatron_zpp.checkpoint.huggingface.importing import import_checkpoint
 from megatron_zpp.checkpoint.huggingface.named_directory import check_empty, named_directory
-from megatron_zpp.config.command_line import program_name, run_tool
-from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
+from megatron_zpp.config.command_line import program_name
+from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error, optional, parse_all
 from megatron_zpp.config.run import HUGGINGFACE
 from megatron_zpp.config.shapes.huggingface import CONFIG
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -51,14 +51,11 @@ class ImportOptions(Options):
     program: Literal["auto", "transformers", "megatron", "deepspeed"] = option(
         "auto", "The program that wrote it; auto: by names of files.", flag="--from"
     )
-    ckpt_step: int | None = option(
-        None, "Megatron-LM, DeepSpeed: this iteration instead of the latest.", at_least=0
+    ckpt_step: int | None = optional(
+        "Megatron-LM, DeepSpeed: this iteration instead of the latest.", at_least=0
     )
-    make_vocab_size_divisible_by: int = option(
-        128,
-        "The vocabulary is padded to a multiple of this, as the run's flag says.",
-        at_least=1,
-        at_most=2**20,
+    make_vocab_size_divisible_by: int = count(
+        128, "The vocabulary is padded to a multiple of this, as the run's flag says.", at_most=2**20
     )
 
 
@@ -125,7 +122,3 @@ def _find(config: ImportOptions) -> Foreign | None:
         known = "transformers, Megatron-LM or DeepSpeed"
         raise config.error("source", f"holds no model of {known}; name a directory that does")
     return None
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -13,8 +13,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config.command_line import program_name, run_tool
-from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
+from megatron_zpp.config.command_line import program_name
+from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options, switch
 from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.report.curves import (
     AXIS_LABELS,
@@ -56,8 +56,8 @@ class PlotConfig(Options):
         "Numbers to draw, such as grad_norm or tokens_per_second; lm_loss has valid_loss with it.",
     )
     x: Axis = option("iteration", "The axis below the curves.")
-    log_x: bool = option(False, "Logarithmic axis below the curves.")
-    log_y: bool = option(False, "Logarithmic axis of the values.")
+    log_x: bool = switch("Logarithmic axis below the curves.")
+    log_y: bool = switch("Logarithmic axis of the values.")
     smoothing: float = option(
         0.0, "Weight of the past in a moving average; 0.9 is smooth.", at_least=0, below=1
     )
@@ -183,7 +183,3 @@ def _names(paths: Sequence[str]) -> list[str]:
         stem if stems.count(stem) == 1 else str(Path(path).with_suffix(""))
         for stem, path in zip(stems, paths, strict=True)
     ]
-
-
-if __name__ == "__main__":
-    run_tool(main)

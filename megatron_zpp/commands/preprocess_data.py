@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_sigterm
-from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, option_error, parse_all
+from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
+from megatron_zpp.config.options import (
+    REQUIRED,
+    Options,
+    UsageError,
+    count,
+    option,
+    option_error,
+    parse_all,
+    switch,
+)
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.text import plain_suffix
 from megatron_zpp.data.checksums import checksums_path
@@ -32,17 +41,13 @@ class PreprocessConfig(Options):
     input: tuple[str, ...] = option(REQUIRED, "JSON lines: files, globs or directories; also .gz and .zst.")
     output_prefix: str = option(REQUIRED, "Beginning of the names of the files to write.")
     json_keys: tuple[str, ...] = option(("text",), "Keys to encode; each becomes a separate data set.")
-    append_eod: bool = option(False, "Append the tokenizer's end-of-document token to each document.")
-    workers: int | None = option(
-        None, "Processes that tokenise; by default one per core.", at_least=1, at_most=4096
+    append_eod: bool = switch("Append the tokenizer's end-of-document token to each document.")
+    workers: int | None = count(None, "Processes that tokenise; by default one per core.", at_most=4096)
+    partitions: int = count(
+        1, "Accepted as in Megatron-LM, and without effect: all --workers share one input."
     )
-    partitions: int = option(
-        1, "Accepted as in Megatron-LM, and without effect: all --workers share one input.", at_least=1
-    )
-    log_interval: int = option(
-        1000, "Documents between two lines of progress if stderr is not a terminal.", at_least=1
-    )
-    strict: bool = option(False, "Stop at the first line without a document, and write nothing.")
+    log_interval: int = count(1000, "Documents between two lines of progress if stderr is not a terminal.")
+    strict: bool = switch("Stop at the first line without a document, and write nothing.")
 
     def check(self) -> None:
         """Require different keys that can be part of a file name."""
@@ -117,7 +122,3 @@ def output_prefixes(config: PreprocessConfig) -> list[str]:
             check_replaceable("--output-prefix", name(prefix))
     Path(prefixes[0]).parent.mkdir(parents=True, exist_ok=True)
     return prefixes
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -7,11 +7,6 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_zpp.commands.scripts import before_torch
-
-if __name__ == "__main__":
-    before_torch()
-
 import torch
 
 from megatron_zpp.config.command_line import program_name
@@ -103,7 +98,3 @@ def _huggingface_model(load: str, tokenizer: TokenizerConfig | None) -> "Hugging
     from megatron_zpp.checkpoint.huggingface.whole import read_settings
 
     return read_settings(load, tokenizer)
-
-
-if __name__ == "__main__":
-    main()

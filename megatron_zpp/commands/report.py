@@ -12,8 +12,16 @@ from typing import Any
 
 from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.config.command_line import program_name, run_tool
-from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, parse_options
+from megatron_zpp.config.command_line import program_name
+from megatron_zpp.config.options import (
+    REQUIRED,
+    Options,
+    flag_of,
+    option,
+    option_error,
+    optional,
+    parse_options,
+)
 from megatron_zpp.config.root import Config
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.exchanges import ledgers_of
@@ -35,13 +43,13 @@ class ReportConfig(Options):
 
     metrics: str = option(REQUIRED, "The run's --metrics-file.", positional=True)
     output: str = option("report.html", "Page to write.")
-    checkpoint: str | None = option(None, "The run's --save directory, for its settings and its plan.")
-    ckpt_step: int | None = option(
-        None, "Iteration of the checkpoint; default the newest.", needs="--checkpoint DIRECTORY", at_least=0
+    checkpoint: str | None = optional("The run's --save directory, for its settings and its plan.")
+    ckpt_step: int | None = optional(
+        "Iteration of the checkpoint; default the newest.", needs="--checkpoint DIRECTORY", at_least=0
     )
     x: Axis = option("iteration", "The axis below the curves.")
     smoothing: float = option(0.6, "Weight of the past in the smoothed loss; 0: off.", at_least=0, below=1)
-    title: str | None = option(None, "Title of the page; default the name of the metrics file.")
+    title: str | None = optional("Title of the page; default the name of the metrics file.")
 
 
 def main() -> None:
@@ -162,7 +170,3 @@ def _shown(value: object) -> str:
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.3f} GiB"
-
-
-if __name__ == "__main__":
-    run_tool(main)

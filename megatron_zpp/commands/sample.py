@@ -3,8 +3,8 @@
 import sys
 from dataclasses import dataclass
 
-from megatron_zpp.config.command_line import program_name, run_tool
-from megatron_zpp.config.options import Options, option, option_error, parse_all
+from megatron_zpp.config.command_line import program_name
+from megatron_zpp.config.options import Options, count, option, option_error, parse_all
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.continuation import continue_texts
@@ -18,8 +18,8 @@ class SampleConfig(Options):
     """sample: prompts and sampling"""
 
     prompt: tuple[str, ...] = option(("",), "Texts to continue; an empty text begins a document.")
-    num_samples: int = option(1, "Texts to draw from each prompt.", at_least=1)
-    max_new_tokens: int = option(128, "Tokens of each text, unless it ends first.", at_least=1)
+    num_samples: int = count(1, "Texts to draw from each prompt.")
+    max_new_tokens: int = count(128, "Tokens of each text, unless it ends first.")
     temperature: float = option(0.8, "Below 1 sharpens the distribution; 0 takes the likeliest.", at_least=0)
     top_k: int = option(50, "Draw from this many most likely tokens; 0: from all.", at_least=0)
     top_p: float = option(
@@ -32,7 +32,7 @@ class SampleConfig(Options):
         1234, "The same seed and prompt give the same text, whatever else is drawn.", at_least=0, below=2**63
     )
     stop: tuple[str, ...] = option((), "A text ends before any of these; the end of a document ends it too.")
-    batch_size: int = option(16, "Texts generated at once.", at_least=1)
+    batch_size: int = count(16, "Texts generated at once.")
 
 
 def main() -> None:
@@ -63,7 +63,3 @@ def main() -> None:
             f"--- sample {number + 1} ---\n{config.prompt[number // config.num_samples]}{text.text}",
             flush=True,
         )
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -3,23 +3,24 @@
 A program is imported only when it is called, because torch takes a second to import.
 """
 
-import difflib
 import os
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
-from megatron_zpp.commands.interrupts import end_on_interrupt, is_first_of_node
 from megatron_zpp.config.command_line import (
+    INTERRUPTED,
     check_packages,
     end_with_usage_error,
     program_name,
     raise_interrupts,
     run_tool,
 )
+from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.version import __version__
 
 
@@ -68,10 +69,9 @@ def main() -> None:
     elif command == "--version":
         run_tool(lambda: _write(f"megatron_zpp {__version__}"))
     elif command not in COMMANDS:
-        close = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=_LIKELY)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        said = f"unknown command {command}{hint}" if command else "no command"
-        end_with_usage_error(program, f"{said} (--help lists all commands)")
+        said = f"unknown command {command}" if command else "no command"
+        meant = did_you_mean(command, COMMANDS, _LIKELY)
+        end_with_usage_error(program, f"{said}{meant and '; '}{meant} (--help lists all commands)")
     else:
         sys.argv = [f"{program} {command}", *argv]
         run(command)
@@ -113,6 +113,26 @@ def renamed() -> None:
     if name == "import-checkpoint":
         sys.argv = _with_target_last(sys.argv)
     run(command)
+
+
+def end_on_interrupt() -> None:
+    """Let SIGINT end this process, with a line of one rank per node, until the program handles it.
+
+    While modules are imported Python would print a traceback of each rank.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell's job in the background
+        signal.signal(signal.SIGINT, _end)
+
+
+def is_first_of_node() -> bool:
+    """Whether this process is the one of its node that says what all would say."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    if is_first_of_node():
+        os.write(2, f"{os.path.basename(sys.argv[0])}: interrupted\n".encode())
+    os._exit(INTERRUPTED)
 
 
 def before_torch() -> None:

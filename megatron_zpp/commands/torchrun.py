@@ -37,7 +37,8 @@ def main() -> None:
         os.environ[RANKS_PORT] = ranks_port(os.environ)
         run(parse_args([*flags, *sys.argv[1:]]))
     except ChildFailedError as error:
-        sys.exit(status_of([failure.exitcode for failure in by_time(error)]))
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        sys.exit(status_of([failure.exitcode for failure in failures]))
     except Exception as error:
         sys.stderr.write(f"{program_name()} [{os.uname().nodename}]: error: {one_line(error)}\n")
         sys.exit(1)
@@ -84,18 +85,12 @@ def children(parent: int) -> list[int]:
     return found
 
 
-def by_time(error: ChildFailedError) -> list:
-    """The failures of a node's ranks, the first one first."""
-    return sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-
-
 def status_of(codes: Sequence[int]) -> int:
-    """One status for a node. Signals come last: torchrun ends the remaining ranks when one exits."""
+    """One status for a node, from those of its ranks, of which the first has failed first.
+
+    Signals come last: torchrun ends the remaining ranks when one exits.
+    """
     for status in _SAID_BY_ALL:
         if status in codes:
             return status
     return codes[0] if codes[0] > 0 else 128 - codes[0]
-
-
-if __name__ == "__main__":
-    main()

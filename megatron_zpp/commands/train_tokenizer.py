@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_sigterm
-from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
+from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
+from megatron_zpp.config.options import REQUIRED, Options, count, option, parse_options
 from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.data.corpus.problems import Report, in_file
@@ -27,13 +27,11 @@ class TrainTokenizerConfig(Options):
     input: tuple[str, ...] = option(
         REQUIRED, "Files, globs or directories of .txt and .jsonl, also .gz and .zst."
     )
-    vocab_size: int = option(REQUIRED, "Number of ids.", at_least=1, at_most=2**31 - 1)
+    vocab_size: int = count(REQUIRED, "Number of ids.", at_most=2**31 - 1)
     output_prefix: str = option(REQUIRED, "The file to write, without .model.")
     model_type: ModelType = option("bpe", "bpe, or unigram: slower to train, faster to encode.")
     json_key: str = option("text", "The key of a .jsonl line that holds its document.")
-    max_train_mib: int = option(
-        4, "MiB of text to train on; from a larger input, a uniform sample is drawn.", at_least=1
-    )
+    max_train_mib: int = count(4, "MiB of text to train on; from a larger input, a uniform sample is drawn.")
 
 
 def main() -> None:
@@ -77,7 +75,3 @@ def bytes_per_token(model: str, sample: list[str]) -> float:
     part = sample[:: max(1, len(sample) // 32)]
     tokens = SentencePieceTokenizer(model).encode_batch(part)
     return sum(len(text.encode()) for text in part) / max(1, sum(map(len, tokens)))
-
-
-if __name__ == "__main__":
-    run_tool(main)

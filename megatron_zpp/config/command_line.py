@@ -1,18 +1,19 @@
 """How every program ends: an error is one line on stderr; a broken pipe and Ctrl-C print no traceback."""
 
 import os
+import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_zpp.config.colour import paint_message, wants_colour
 from megatron_zpp.config.options import UsageError, printable
 
+DEBUG = "MEGATRON_ZPP_DEBUG"  # in the environment: errors have their traceback
 INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
 
 
@@ -48,14 +49,14 @@ def run_tool(main: Callable[[], object]) -> None:
     except UsageError as error:
         end_with_usage_error(prog, str(error))
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        if os.environ.get("MEGATRON_ZPP_DEBUG"):
+        if os.environ.get(DEBUG):
             traceback.print_exc()
         _print_error(prog, one_line(error))
         sys.exit(1)
 
 
 def raise_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again: commands/interrupts.py had another handler for the imports.
+    """Let Ctrl-C raise KeyboardInterrupt again: commands/scripts.py had another handler for the imports.
 
     A process that a shell has started in the background ignores it, and still does.
     """
@@ -73,6 +74,20 @@ def end_with_usage_error(prog: str, message: str) -> NoReturn:
 def _print_error(prog: str, message: str) -> None:
     line = f"{prog}: error: {printable(message)}"
     print(paint_message(line) if wants_colour(sys.stderr.isatty()) else line, file=sys.stderr)
+
+
+def wants_colour(terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether what is written to a `terminal` or another file gets colours.
+
+    A terminal gets them unless it cannot show them, or NO_COLOR (https://no-color.org) is not empty.
+    """
+    return terminal and not environ.get("NO_COLOR") and environ.get("TERM", "") != "dumb"
+
+
+def paint_message(line: str) -> str:
+    """A line with `error:` in red and `warning:` or `WARNING:` in yellow, by the sequences of ECMA-48."""
+    line = re.sub(r"\berror:", "\x1b[1;31merror:\x1b[0m", line, count=1)
+    return re.sub(r"\b(warning|WARNING):", "\x1b[33m\\g<0>\x1b[0m", line, count=1)
 
 
 def check_packages(prog: str, *names: str) -> None:

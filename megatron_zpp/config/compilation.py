@@ -6,50 +6,36 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, optional
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig(Options):
     """compilation: torch.compile on layers"""
 
-    compile: bool | None = option(
-        None,
+    compile: bool | None = optional(
         "Fuse the operations between the matrix products of a layer with torch.compile; default: on with "
-        "GPUs. Costs compile time at the start.",
+        "GPUs. Costs compile time at the start."
     )
 
     def wanted(self, device: str, *, apex: bool) -> bool:
-        """Return whether to compile layers on `device`; `apex`: --fused-backend apex was given.
-
-        Raises ValueError for settings that contradict each other.
-        """
-        if apex and self.compile:
-            raise self.error("compile", "torch.compile fuses norms itself; omit --fused-backend apex")
+        """Return whether to compile layers on `device`; `apex`: --fused-backend apex was given."""
         return device == "cuda" and not apex if self.compile is None else self.compile
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """Whether layers are compiled on a device; `missing`: what would have to be installed, if anything."""
-
-    wanted: bool
-    missing: str | None
 
 
 def resolve_compilation(
     config: CompilationConfig, device: str, environ: Mapping[str, str], *, apex: bool
-) -> Compilation:
-    """Return what --compile means on `device` ("cpu" or "cuda") with the compilers that are installed.
+) -> tuple[bool, str | None]:
+    """Return whether layers are compiled on `device` ("cpu" or "cuda"), and what is missing for it.
 
     Raises ValueError if compilation was requested and is impossible.
     """
     if not config.wanted(device, apex=apex):
-        return Compilation(False, None)
+        return False, None
     missing = _missing(device, environ)
     if missing and config.compile:
-        raise option_error("--compile", "(given)", f"needs {missing}")
-    return Compilation(not missing, missing)
+        raise config.error("compile", f"needs {missing}")
+    return not missing, missing
 
 
 def _missing(device: str, environ: Mapping[str, str]) -> str | None:
@@ -63,9 +49,7 @@ def _missing(device: str, environ: Mapping[str, str]) -> str | None:
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         return "the package triton, which is not installed"
     given = environ.get(variable)
-    if not any(
-        shutil.which(name, path=environ.get("PATH", os.defpath)) for name in ([given] if given else names)
-    ):
-        found = given or " or ".join(names)
-        return f"a {language} compiler: {found} is not installed; {variable} names another"
-    return None
+    tried, path = [given] if given else names, environ.get("PATH", os.defpath)
+    if any(shutil.which(name, path=path) for name in tried):
+        return None
+    return f"a {language} compiler: {' or '.join(tried)} is not installed; {variable} names another"

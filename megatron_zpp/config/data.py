@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, option, option_error, optional, switch
 from megatron_zpp.config.values.text import is_hub, is_text
 from megatron_zpp.config.values.urls import check_location, local_path
 
@@ -29,8 +29,7 @@ class DataConfig(Options):
     train_data_path: tuple[str, ...] = option((), "Like --data-path, for training only.")
     valid_data_path: tuple[str, ...] = option((), "Like --data-path, for validation only.")
     test_data_path: tuple[str, ...] = option((), "Like --data-path, for the test at the end only.")
-    split: str | None = option(
-        None,
+    split: str | None = optional(
         "Shares of --data-path for train, valid and test, in this order, split between documents "
         f"[{DEFAULT_SPLIT}]",
         metavar="SHARES",
@@ -46,14 +45,12 @@ class DataConfig(Options):
         "best-fit: whole documents, of which only those longer than a sample are cut, packed so that little "
         "room is left for padding; builds an index. Implies --reset-position-ids and --reset-attention-mask.",
     )
-    data_cache_path: str | None = option(
-        None,
+    data_cache_path: str | None = optional(
         "Directory of the indices of --dataset-order megatron and --dataset-packing best-fit, default "
         "PREFIX.orders beside the data, and of the tokens of text, default NAME.tokens beside it.",
         metavar="DIR",
     )
-    object_storage_cache_path: str | None = option(
-        None,
+    object_storage_cache_path: str | None = optional(
         "Directory, on each node, for copies of PREFIX.idx of data paths s3://BUCKET/PREFIX; PREFIX.bin is "
         "read from the object store as samples need it.",
         metavar="DIR",
@@ -61,29 +58,25 @@ class DataConfig(Options):
     json_key: str = option(
         "text", "Text: the key of a JSON line, or the column of a Parquet file or an hf: data set."
     )
-    append_eod: bool = option(
-        False,
-        "Text: append the tokenizer's end-of-document token to each document, as preprocess_data.py does.",
+    append_eod: bool = switch(
+        "Text: append the tokenizer's end-of-document token to each document, as preprocess_data.py does."
     )
-    skip_bad_lines: bool = option(
-        False, "Text: skip lines without a document; otherwise such a line ends the run with an error."
+    skip_bad_lines: bool = switch(
+        "Text: skip lines without a document; otherwise such a line ends the run with an error."
     )
-    mock_data: bool = option(False, "Use random tokens instead of a data set, to measure speed.")
-    reset_position_ids: bool = option(False, "Count positions from 0 after each end-of-document token.")
-    reset_attention_mask: bool = option(
-        False,
+    mock_data: bool = switch("Use random tokens instead of a data set, to measure speed.")
+    reset_position_ids: bool = switch("Count positions from 0 after each end-of-document token.")
+    reset_attention_mask: bool = switch(
         "Let tokens attend only within their own document; an end-of-document token belongs to the document "
-        "that it ends.",
+        "that it ends."
     )
-    eod_mask_loss: bool = option(
-        False,
+    eod_mask_loss: bool = switch(
         "Omit the loss where the input is an end-of-document token. The loss is the mean over the remaining "
-        "tokens of a micro-batch, then over micro-batches, unless --calculate-per-token-loss is given.",
+        "tokens of a micro-batch, then over micro-batches, unless --calculate-per-token-loss is given."
     )
-    verify_data: bool = option(
-        False,
+    verify_data: bool = switch(
         "Before the first step, read every PREFIX.bin, a part per rank, and compare it with "
-        "PREFIX.checksums.json. Costs one pass over the data.",
+        "PREFIX.checksums.json. Costs one pass over the data."
     )
     num_workers: int = option(
         2,
@@ -145,13 +138,9 @@ class DataConfig(Options):
         if texts and self.verify_data and len(texts) == len(paths):
             fix = "text has no .bin, and its cached tokens are checked at every read; omit this flag"
             raise self.error("verify_data", fix)
-        for flag, value in (
-            ("--json-key", self.json_key if self.json_key != "text" else None),
-            ("--append-eod", "(given)" if self.append_eod else None),
-            ("--skip-bad-lines", "(given)" if self.skip_bad_lines else None),
-        ):
-            if value and not texts:
-                raise option_error(flag, value, "applies to text, and no data path names text; omit it")
+        for name, usual in (("json_key", "text"), ("append_eod", False), ("skip_bad_lines", False)):
+            if getattr(self, name) != usual and not texts:
+                raise self.error(name, "applies to text, and no data path names text; omit it")
 
     def _check_objects(self) -> None:
         """Require --object-storage-cache-path for data in an object store, and refuse text there."""

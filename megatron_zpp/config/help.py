@@ -1,6 +1,5 @@
 """The help of a run: the flags that most runs need, those of a section, or all of them."""
 
-import difflib
 import shutil
 import sys
 import textwrap
@@ -8,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from megatron_zpp.config.options import Options, UsageError, make_parser
+from megatron_zpp.config.words import did_you_mean
 
 COMMON = (  # the flags that most runs need
     *("--model-preset", "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
@@ -52,7 +52,6 @@ def _text(prog: str, section: str | None, groups: Mapping[str, type[Options]], *
         add_old_flags(parser)
         return parser.format_help()
     if section not in sections:
-        close = difflib.get_close_matches(section, sections, n=1, cutoff=_LIKELY)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UsageError(f"--help {section}: no such section; {hint}there are {', '.join((*sections, _ALL))}")
+        known = f"{did_you_mean(section, sections, _LIKELY)} there are {', '.join((*sections, _ALL))}"
+        raise UsageError(f"--help {section}: no such section; {known.lstrip()}")
     return make_parser(prog, "", {sections[section]: groups[sections[section]]}).format_help()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, flag_name, option, option_error
+from megatron_zpp.config.options import Options, count, flag_name, option, option_error, optional, switch
 from megatron_zpp.config.positions import OF_ONE_ROTARY, OF_ROTARY, ROTARY, PositionConfig
 from megatron_zpp.config.shapes.presets import PRESETS, preset_names
 from megatron_zpp.config.sizes import WIDEST
@@ -20,7 +20,7 @@ from megatron_zpp.config.values.attention_window import (
 
 NormPlacement = Literal["before", "after", "both"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
-Normalization = Literal["LayerNorm", "RMSNorm", "layernorm", "rmsnorm"]
+Normalization = Literal["LayerNorm", "RMSNorm"]
 AttentionBackend = Literal[
     "auto", "math", "efficient", "flash", "cudnn", "flex", "flash3", "fused", "unfused", "local"
 ]
@@ -35,7 +35,6 @@ NOT_SHAPE = (
     "padded_vocab_size",
 )
 
-_OTHER_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # names that Megatron-DeepSpeed has
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu")  # of the MLP, of which a model has one, or GELU
 REQUIRED_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _DEFAULTS: dict[str, Any] = {
@@ -57,70 +56,64 @@ _FULL, _MUP = "--recompute-granularity full", "--use-mup"
 class ModelConfig(PositionConfig):
     """model: the shape of the transformer"""
 
-    qk_layernorm: bool = option(
-        False, "Normalise each head of queries and keys before attention, with --normalization."
+    qk_layernorm: bool = switch(
+        "Normalise each head of queries and keys before attention, with --normalization."
     )
-    qk_layernorm_across_heads: bool = option(
-        False, "Normalise all heads of a token together (OLMo 2).", needs="--qk-layernorm"
+    qk_layernorm_across_heads: bool = switch(
+        "Normalise all heads of a token together (OLMo 2).", needs="--qk-layernorm"
     )
-    softmax_scale: float | None = option(
-        None, "Factor of attention's scores; default 1 / √(--kv-channels).", above=0
+    softmax_scale: float | None = optional(
+        "Factor of attention's scores; default 1 / √(--kv-channels).", above=0
     )
-    attn_logit_softcapping: float | None = option(
-        None, "Bound scaled scores to ± this, by c · tanh(score / c) (Gemma 2).", above=0
+    attn_logit_softcapping: float | None = optional(
+        "Bound scaled scores to ± this, by c · tanh(score / c) (Gemma 2).", above=0
     )
     softmax_type: SoftmaxType = option(
         "vanilla",
         "What else the softmax of attention sums, without a value. off-by-one: 1; learnable: exp of a weight "
         "per head (attention sinks, GPT-OSS).",
     )
-    window_size: str | None = option(
-        None,
+    window_size: str | None = optional(
         "Sliding window of attention as LEFT,0: a token attends to itself and to LEFT tokens before it; -1: "
         "to all of them. Default: no window.",
         metavar="LEFT,0",
     )
-    window_attn_skip_freq: str | None = option(
-        None,
+    window_attn_skip_freq: str | None = optional(
         "Layers without the window: each N-th one, or a Python list with a 1 (window) or 0 (none) per layer, "
-        'such as "([1]*5+[0])*4". Default: all layers have it.',
+        'such as "([1]*5+[0])*4". Default: all layers have it.'
     )
     normalization: Normalization = option(
         None,
-        "Normalisation before attention, MLP and output; default LayerNorm. layernorm and rmsnorm are "
-        "Megatron-DeepSpeed's names.",
+        "Normalisation before attention, MLP and output; default LayerNorm.",
     )
     norm_placement: NormPlacement = option(
         None,
         "Where attention and MLP have norms: before them, after them, before the residual sum (OLMo 2), or "
         "both (Gemma); default before.",
     )
-    apply_layernorm_1p: bool = option(
-        False, "Norms multiply by 1 + their weights, which begin at zero (Gemma)."
-    )
-    embed_layernorm: bool = option(
-        False, "Normalise what the token embedding looks up, with --normalization (BLOOM)."
+    apply_layernorm_1p: bool = switch("Norms multiply by 1 + their weights, which begin at zero (Gemma).")
+    embed_layernorm: bool = switch(
+        "Normalise what the token embedding looks up, with --normalization (BLOOM)."
     )
     norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", above=0)
-    swiglu: bool = option(False, "Gated MLP: SiLU of one projection times another (Llama).")
-    geglu: bool = option(False, "Gated MLP: GELU of one projection times another (Gemma).")
-    squared_relu: bool = option(False, "Squared ReLU in the MLP instead of GELU.")
-    disable_bias_linear: bool = option(False, "No biases in attention and MLP.")
-    add_qkv_bias: bool = option(
-        False, "Biases of queries, keys and values in spite of --disable-bias-linear (Qwen2)."
+    swiglu: bool = switch("Gated MLP: SiLU of one projection times another (Llama).")
+    geglu: bool = switch("Gated MLP: GELU of one projection times another (Gemma).")
+    squared_relu: bool = switch("Squared ReLU in the MLP instead of GELU.")
+    disable_bias_linear: bool = switch("No biases in attention and MLP.")
+    add_qkv_bias: bool = switch(
+        "Biases of queries, keys and values in spite of --disable-bias-linear (Qwen2)."
     )
-    make_vocab_size_divisible_by: int = option(
-        128, "Pad the vocabulary to a multiple of this.", at_least=1, at_most=WIDEST
+    make_vocab_size_divisible_by: int = count(
+        128, "Pad the vocabulary to a multiple of this.", at_most=WIDEST
     )
-    padded_vocab_size: int | None = option(
+    padded_vocab_size: int | None = count(
         None,
         "Rows of the vocabulary that take part in the softmax; default: one per entry of the tokenizer. "
         "Published models may have more (Qwen's 151936).",
-        at_least=1,
         at_most=2**31 - 1,
     )
-    untie_embeddings_and_output_weights: bool = option(
-        False, "Give the output layer separate weights instead of sharing the token embedding's."
+    untie_embeddings_and_output_weights: bool = switch(
+        "Give the output layer separate weights instead of sharing the token embedding's."
     )
     embedding_multiplier: float = option(
         None, "Factor of what the token embedding looks up; default 1 (Gemma: √(--hidden-size)).", above=0
@@ -131,8 +124,8 @@ class ModelConfig(PositionConfig):
     logits_multiplier: float = option(
         None, "Factor of the logits; default 1 (Granite: 1 / logits_scaling).", above=0
     )
-    final_logit_softcapping: float | None = option(
-        None, "Soft cap C of the logits: C · tanh(logits / C) (Gemma 2); default: none.", above=0
+    final_logit_softcapping: float | None = optional(
+        "Soft cap C of the logits: C · tanh(logits / C) (Gemma 2); default: none.", above=0
     )
     init_method_std: float = option(
         None,
@@ -140,25 +133,19 @@ class ModelConfig(PositionConfig):
         "to the residual stream.",
         above=0,
     )
-    use_mup: bool = option(
-        False,
+    use_mup: bool = switch(
         "Maximal update parametrisation (muP): a learning rate found at one width holds at others. With m = "
         "--hidden-size / --mup-base-hidden-size, initial weights of layers are divided by √m, learning rate "
         "and --adam-eps of their matrices by m, and logits by m. Sets --softmax-scale and "
-        "--logits-multiplier, unless they are given.",
+        "--logits-multiplier, unless they are given."
     )
-    mup_base_hidden_size: int | None = option(
-        None,
-        "Width at which the learning rate was found; default --hidden-size.",
-        needs=_MUP,
-        at_least=1,
-        at_most=WIDEST,
+    mup_base_hidden_size: int | None = count(
+        None, "Width at which the learning rate was found; default --hidden-size.", needs=_MUP, at_most=WIDEST
     )
-    mup_base_head_dim: float | None = option(
-        None, "Head width at which --softmax-scale is 1 / √(--kv-channels); default 1.", needs=_MUP, above=0
+    mup_base_head_dim: float | None = optional(
+        "Head width at which --softmax-scale is 1 / √(--kv-channels); default 1.", needs=_MUP, above=0
     )
-    mup_attn_scale_power: float | None = option(
-        None,
+    mup_attn_scale_power: float | None = optional(
         "--softmax-scale is √(--mup-base-head-dim) / --kv-channels to this power; default 1.",
         needs=_MUP,
         at_least=0,
@@ -173,8 +160,6 @@ class ModelConfig(PositionConfig):
 
     def check(self) -> None:
         """Fill fields that a preset or another field implies, then refuse shapes that cannot be built."""
-        norm = _OTHER_NORMS.get(self.normalization, self.normalization)
-        object.__setattr__(self, "normalization", norm)  # nobody has seen the other name
         self._obey_preset()
         for name in REQUIRED_SHAPE:
             if getattr(self, name) is None:
@@ -334,34 +319,26 @@ class AttentionConfig(Options):
 class RecomputeConfig(Options):
     """recomputation: compute activations again in backward instead of storing them"""
 
-    recompute_activations: bool = option(False, "Short for --recompute-granularity selective.")
-    recompute_granularity: Literal["full", "selective"] | None = option(
-        None,
+    recompute_activations: bool = switch("Short for --recompute-granularity selective.")
+    recompute_granularity: Literal["full", "selective"] | None = optional(
         "What backward computes again. full: whole layers, about a third more compute; selective: attention "
-        "scores only.",
+        "scores only."
     )
-    recompute_method: Literal["uniform", "block"] | None = option(
-        None,
+    recompute_method: Literal["uniform", "block"] | None = optional(
         "uniform: all layers, in chunks of --recompute-num-layers, of which only the input is "
         "stored; block: only the first --recompute-num-layers layers, each by itself.",
         needs=_FULL,
     )
-    recompute_num_layers: int | None = option(
-        None,
-        "uniform: layers per chunk; block: layers that are recomputed. Default 1.",
-        needs=_FULL,
-        at_least=1,
+    recompute_num_layers: int | None = count(
+        None, "uniform: layers per chunk; block: layers that are recomputed. Default 1.", needs=_FULL
     )
-    recompute_offload: bool = option(
-        False,
-        "Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.",
-        needs=_FULL,
+    recompute_offload: bool = switch(
+        "Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.", needs=_FULL
     )
-    mlp_chunks_for_training: int = option(
+    mlp_chunks_for_training: int = count(
         1,
         "Compute norm and MLP of each layer in so many chunks of tokens, and again in the backward, chunk by "
         "chunk (TiledMLP of ALST): only the MLP's input is stored. For long samples.",
-        at_least=1,
     )
 
     def check(self) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, count, flag_name, option, option_error, optional, switch
 from megatron_zpp.config.words import counted
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ class OptimizerConfig(Options):
         "biases, whose learning rate is --decoupled-lr if that is given.",
     )
     muon_momentum: float = option(0.9, "Decay of the average of gradients.", needs=_MUON, at_least=0, below=1)
-    muon_nesterov: bool = option(
-        False, "Average the newest gradient once more, as Nesterov's momentum does.", needs=_MUON
+    muon_nesterov: bool = switch(
+        "Average the newest gradient once more, as Nesterov's momentum does.", needs=_MUON
     )
-    muon_no_split_qkv: bool = option(
-        False, "Take the weights of queries, keys and values as one matrix, not three.", needs=_MUON
+    muon_no_split_qkv: bool = switch(
+        "Take the weights of queries, keys and values as one matrix, not three.", needs=_MUON
     )
-    muon_num_ns_steps: int = option(5, "Steps of Newton-Schulz.", needs=_MUON, at_least=1, at_most=100)
+    muon_num_ns_steps: int = count(5, "Steps of Newton-Schulz.", needs=_MUON, at_most=100)
     muon_coefficient_type: Literal["simple", "quintic", "polar_express", "aol"] = option(
         "quintic", "Coefficients of these steps, as NVIDIA's Emerging-Optimizers name them.", needs=_MUON
     )
@@ -47,8 +47,7 @@ class OptimizerConfig(Options):
     muon_extra_scale_factor: float = option(
         1.0, "Another factor; 0.2 with spectral makes updates as large as AdamW's.", needs=_MUON, above=0
     )
-    muon_row_scaling_beta2: float | None = option(
-        None,
+    muon_row_scaling_beta2: float | None = optional(
         "NorMuon: divide each row of an update by its root mean square, averaged over steps with this decay; "
         "the norm of the update stays. 0.95 in its paper; default no scaling.",
         needs=_MUON,
@@ -62,8 +61,8 @@ class OptimizerConfig(Options):
     adam_beta1: float = option(0.9, "Decay of the first moment.", at_least=0, below=1)
     adam_beta2: float = option(0.999, "Decay of the second moment.", at_least=0, below=1)
     adam_eps: float = option(1e-8, "Added to the square root of the second moment.", above=0)
-    use_precision_aware_optimizer: bool = option(
-        False, "Let AdamW's states take fewer bytes than fp32, as the three flags below say."
+    use_precision_aware_optimizer: bool = switch(
+        "Let AdamW's states take fewer bytes than fp32, as the three flags below say."
     )
     main_params_dtype: Literal["fp32", "bf16+8"] = option(
         "fp32",
@@ -82,11 +81,10 @@ class OptimizerConfig(Options):
         "Second moment, likewise. fp8 and fp16: the root of the moment.",
         needs=_PRECISION_AWARE,
     )
-    optimizer_in_backward: bool = option(
-        False,
+    optimizer_in_backward: bool = switch(
         "Step each unit when the backward has made its gradient, and free it: for one rank and one "
         "micro-batch per step. --clip-grad then takes the last step's norm, or that of the gradients so far "
-        "if it is larger.",
+        "if it is larger."
     )
     fused_backend: Literal["auto", "apex", "torch"] = option(
         "auto",
@@ -102,12 +100,8 @@ class OptimizerConfig(Options):
             raise self.error("exp_avg_dtype", "must be fp32 or bf16 with --optimizer muon")
         if self.optimizer == "muon" and self.splits_weights:
             raise self.error("main_params_dtype", "needs --optimizer adam")
-        if self.compact and self.fused_backend == "apex":
-            raise self.error("use_precision_aware_optimizer", "needs --fused-backend torch")
         if self.optimizer_in_backward and self.optimizer == "muon":
             raise self.error("optimizer_in_backward", "needs --optimizer adam")
-        if self.optimizer_in_backward and self.fused_backend == "apex":
-            raise self.error("optimizer_in_backward", "needs --fused-backend torch")
 
     @property
     def compact(self) -> bool:
@@ -148,13 +142,13 @@ class OptimizerConfig(Options):
             return
         if compute_dtype != "bfloat16":
             raise self.error("main_params_dtype", f"needs --bf16; this run computes in {compute_dtype}")
-        refused = {
-            "--zero-offload-optimizer": zero.zero_offload_optimizer,
-            "--zero-quantized-weights": zero.zero_quantized_weights,
-            "--fp8-param-gather": coded,
-        }
-        for flag in (flag for flag, given in refused.items() if given):
-            raise self.error("main_params_dtype", f"needs the rank's own weights in bf16; omit {flag}")
+        for flag, given in (
+            ("--zero-offload-optimizer", zero.zero_offload_optimizer),
+            ("--zero-quantized-weights", zero.zero_quantized_weights),
+            ("--fp8-param-gather", coded),
+        ):
+            if given:
+                raise self.error("main_params_dtype", f"needs the rank's own weights in bf16; omit {flag}")
 
     def check_in_backward(self, zero: "ZeroConfig", compute_dtype: str, *, coded: bool) -> None:
         """Raise ValueError if units cannot step before the gradients of all are known, and are to.
@@ -187,26 +181,19 @@ class LearningRateConfig(Options):
 
     lr: float = option(None, "Peak learning rate; required.", above=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
-    decoupled_lr: float | None = option(
-        None, "Peak learning rate of the token embedding and the output layer; default --lr.", above=0
+    decoupled_lr: float | None = optional(
+        "Peak learning rate of the token embedding and the output layer; default --lr.", above=0
     )
-    decoupled_min_lr: float | None = option(
-        None,
-        "Their learning rate at the end of the decay; default --min-lr.",
-        needs="--decoupled-lr",
-        at_least=0,
+    decoupled_min_lr: float | None = optional(
+        "Their learning rate at the end of the decay; default --min-lr.", needs="--decoupled-lr", at_least=0
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear", "Shape of the decay after warm-up. WSD: warm-up, stable, decay."
     )
-    lr_decay_iters: int | None = option(
-        None, "Iterations until --min-lr is reached; default --train-iters.", at_least=1
-    )
-    lr_decay_samples: int | None = option(
-        None, "Samples until --min-lr is reached; default --train-samples.", at_least=1
-    )
-    lr_warmup_fraction: float | None = option(
-        None, "Length of linear warm-up, as a share of the decay length.", at_least=0, at_most=1
+    lr_decay_iters: int | None = count(None, "Iterations until --min-lr is reached; default --train-iters.")
+    lr_decay_samples: int | None = count(None, "Samples until --min-lr is reached; default --train-samples.")
+    lr_warmup_fraction: float | None = optional(
+        "Length of linear warm-up, as a share of the decay length.", at_least=0, at_most=1
     )
     lr_warmup_iters: int = option(0, "Length of linear warm-up in iterations.", at_least=0)
     lr_warmup_samples: int = option(0, "Length of linear warm-up in samples.", at_least=0)
@@ -214,27 +201,21 @@ class LearningRateConfig(Options):
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "exponential", "WSD: shape of the final decay."
     )
-    lr_wsd_decay_iters: int | None = option(
-        None, "WSD: length of the final decay in iterations.", needs=_WSD, at_least=1
-    )
-    lr_wsd_decay_samples: int | None = option(
-        None, "WSD: length of the final decay in samples.", needs=_WSD, at_least=1
-    )
+    lr_wsd_decay_iters: int | None = count(None, "WSD: length of the final decay in iterations.", needs=_WSD)
+    lr_wsd_decay_samples: int | None = count(None, "WSD: length of the final decay in samples.", needs=_WSD)
 
     def check(self) -> None:
         """Refuse floors above the peak, and a length that is given twice."""
         if self.lr is None:
             raise self.error("lr", "give the peak learning rate, e.g. --lr 3e-4")
-        if self.min_lr > self.lr:
-            raise self.error("min_lr", f"must be at most --lr {self.lr}")
-        self._check_decoupled()
-        if self.lr_warmup_init > self.lr:
-            raise self.error("lr_warmup_init", f"must be at most --lr {self.lr}")
+        self._check_floors("--lr", self.lr, "--min-lr", self.min_lr)
+        if self.decoupled_lr is not None:
+            floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+            self._check_floors("--decoupled-lr", self.decoupled_lr, "--decoupled-min-lr", floor)
         warmups = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
         given = [name for name in warmups if getattr(self, name)]
         if len(given) > 1:
-            first, second = ("--" + name.replace("_", "-") for name in given[:2])
-            raise option_error(second, getattr(self, given[1]), f"contradicts {first}; give one")
+            raise self.error(given[1], f"contradicts {flag_name(given[0])}; give one")
         wsd_lengths = (self.lr_wsd_decay_iters, self.lr_wsd_decay_samples)
         if self.lr_decay_style == "WSD" and wsd_lengths.count(None) != 1:
             raise self.error("lr_decay_style", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples")
@@ -244,63 +225,50 @@ class LearningRateConfig(Options):
         other = "samples" if own == "iters" else "iters"
         for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
             if getattr(self, name):
-                right = "--" + name.replace("_", "-").replace(other, own)
+                right = flag_name(name).replace(other, own)
                 raise self.error(name, f"the run's length is given by --train-{own}; use {right}")
 
-    def _check_decoupled(self) -> None:
-        """Refuse floors and starts above the peak."""
-        if self.decoupled_lr is None:
-            return
-        floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
-        for flag, value in (("--decoupled-min-lr", floor), ("--lr-warmup-init", self.lr_warmup_init)):
-            if value > self.decoupled_lr:
-                raise option_error(flag, value, f"must be at most --decoupled-lr {self.decoupled_lr}")
+    def _check_floors(self, peak_flag: str, peak: float, floor_flag: str, floor: float) -> None:
+        """Refuse floors and starts above a peak."""
+        for flag, value in ((floor_flag, floor), ("--lr-warmup-init", self.lr_warmup_init)):
+            if value > peak:
+                raise option_error(flag, value, f"must be at most {peak_flag} {peak}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Options):
     """precision: number formats of the compute"""
 
-    bf16: bool = option(False, "Compute in bfloat16; the default on GPUs.")
-    fp16: bool = option(False, "Compute in float16 with a loss scale.")
-    fp32: bool = option(False, "Compute in float32; the default on CPUs.")
-    fp8: bool = option(
-        False,
+    bf16: bool = switch("Compute in bfloat16; the default on GPUs.")
+    fp16: bool = switch("Compute in float16 with a loss scale.")
+    fp32: bool = switch("Compute in float32; the default on CPUs.")
+    fp8: bool = switch(
         "With --bf16: compute the matrix products of layers on 8-bit floats with one scale per tensor; "
-        "weights, gradients and other activations keep their formats. GPUs need compute capability 8.9.",
+        "weights, gradients and other activations keep their formats. GPUs need compute capability 8.9."
     )
-    fp8_recipe: Literal["tensorwise", "delayed"] | None = option(
-        None,
+    fp8_recipe: Literal["tensorwise", "delayed"] | None = optional(
         "Source of the scales of --fp8. tensorwise: the tensor itself, which is read twice; delayed: the "
         "largest magnitudes of earlier steps. Default tensorwise; delayed with a flag that only delayed has.",
         needs="--fp8",
     )
-    fp8_amax_history_len: int | None = option(
-        None,
-        "delayed: steps whose largest magnitudes are kept; default 1.",
-        needs="--fp8",
-        at_least=1,
-        at_most=4096,
+    fp8_amax_history_len: int | None = count(
+        None, "delayed: steps whose largest magnitudes are kept; default 1.", needs="--fp8", at_most=4096
     )
-    fp8_amax_compute_algo: Literal["most_recent", "max"] | None = option(
-        None,
+    fp8_amax_compute_algo: Literal["most_recent", "max"] | None = optional(
         "delayed: scale by the last step's largest magnitude (default), or by the largest of all kept.",
         needs="--fp8",
     )
-    fp8_param_gather: bool = option(
-        False,
+    fp8_param_gather: bool = switch(
         "delayed: hold, gather and multiply the weights of layers' linear maps as 8-bit codes of the fp32 "
         "master weights, which the optimizer writes once per step.",
         needs="--fp8",
     )
-    fp8_output_layer: bool = option(
-        False,
+    fp8_output_layer: bool = switch(
         "delayed: compute the three products of the output layer with its loss on 8-bit floats too. Logits "
         "without a loss, as of samples, are 16-bit products.",
         needs="--fp8",
     )
-    loss_scale: float | None = option(
-        None,
+    loss_scale: float | None = optional(
         "fp16: constant loss scale, independent of the number of ranks; default dynamic.",
         needs="--fp16",
         above=0,
@@ -310,12 +278,11 @@ class PrecisionConfig(Options):
     loss_scale_window: float = option(
         1000, "fp16: steps without overflow after which the loss scale doubles.", at_least=1
     )
-    grad_reduce_in_bf16: bool = option(
-        False,
+    grad_reduce_in_bf16: bool = switch(
         "Send all gradients between ranks in bfloat16. Otherwise accumulated gradients travel in float32, "
-        "and gradients of a single micro-batch (stages 2 and 3) in the compute format.",
+        "and gradients of a single micro-batch (stages 2 and 3) in the compute format."
     )
-    hysteresis: int = option(2, "fp16: overflows before the loss scale halves.", at_least=1)
+    hysteresis: int = count(2, "fp16: overflows before the loss scale halves.")
 
     def check(self) -> None:
         """Refuse more than one format, and flags of another recipe."""

@@ -2,18 +2,18 @@
 
 import argparse
 import dataclasses
-import difflib
 import math
 import os
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING
 from typing import Any, NoReturn
 
+from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.version import __version__
 
 REQUIRED: Any = MISSING
@@ -31,6 +31,7 @@ def option(
     flag: str | None = None,
     metavar: str | None = None,
     positional: bool = False,
+    typed: bool = True,
     needs: str = "",
     auto: bool = False,
     at_least: float | None = None,
@@ -44,7 +45,8 @@ def option(
     becomes `--no-…`; `bool | None` gets both forms. Type and choices come from the annotation. `metavar` is
     the placeholder of the value in the help. `auto`: AUTO may stand for the number, until the plan of the run
     replaces it. `REQUIRED` as the default makes the flag mandatory. A
-    `positional` field has no flag and is always mandatory. `Options` checks the bounds, for every number of a
+    `positional` field has no flag and is always mandatory. Without `typed` a field has no flag either: it is
+    for published models and files of settings. `Options` checks the bounds, for every number of a
     tuple, and refuses an empty string unless the default is or contains one. It refuses a value other than
     the default without what it `needs`, as in "--load DIRECTORY" or "--zero-stage 1, 2 or 3": other flags of
     the group, with " and " or " or " between them, each with its possible values or one of _PLACEHOLDERS.
@@ -52,8 +54,30 @@ def option(
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
     help = f"{help} Needs {needs}." if needs else help
-    metadata = {"help": help, "flag": flag, "metavar": metavar, "positional": positional, "auto": auto}
+    metadata = {
+        "help": help,
+        "flag": flag,
+        "metavar": metavar,
+        "positional": positional,
+        "auto": auto,
+        "typed": typed,
+    }
     return dataclasses.field(default=default, metadata=metadata | {"bounds": bounds, "needs": needs})
+
+
+def switch(help: str, **more: Any) -> Any:
+    """Declare a boolean field as `option` does, False by default."""
+    return option(False, help, **more)
+
+
+def optional(help: str, **more: Any) -> Any:
+    """Declare a field as `option` does, None by default."""
+    return option(None, help, **more)
+
+
+def count(default: Any, help: str, **more: Any) -> Any:
+    """Declare a field as `option` does, for a whole number of at least 1."""
+    return option(default, help, at_least=1, **more)
 
 
 def option_error(flag: str, value: object, fix: str) -> ValueError:
@@ -116,9 +140,14 @@ def flag_name(field_name: str) -> str:
 
 
 def flag_of(field: dataclasses.Field) -> str:
-    """Return the flag of a field, such as `--num-layers`; for a positional field its name in capitals."""
+    """Return the flag of a field, such as `--num-layers`.
+
+    For a positional field that is its name in capitals, for one that is not typed its name.
+    """
     if field.metadata["positional"]:
         return field.name.upper()
+    if not field.metadata["typed"]:
+        return field.name
     if field.metadata["flag"]:
         return field.metadata["flag"]
     name = field.name.replace("_", "-")
@@ -157,7 +186,7 @@ def make_parser(
         section = parser.add_argument_group(_title(cls))
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            if only is not None and flag_of(field) not in only:
+            if not field.metadata["typed"] or (only is not None and flag_of(field) not in only):
                 continue
             destination, details = f"{group_name}.{field.name}", _argparse_type(hints[field.name], field)
             if field.metadata["positional"]:
@@ -223,14 +252,17 @@ class UsageError(ValueError):
 
 
 @contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turn a ValueError of a check that reads no file into a UsageError: no restart can help."""
+def usage_errors(explain: Callable[[str], str] = str) -> Iterator[None]:
+    """Turn a ValueError of a check that reads no file into a UsageError: no restart can help.
+
+    `explain` returns its message from the error's.
+    """
     try:
         yield
     except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(explain(str(error))) from error
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -333,12 +365,8 @@ _BOUNDS = {
 }
 
 
-_LIKELY = 0.8  # similarity of a typing error; words in common are not enough
-
-
 def _unknown_message(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
     flags = [flag for action in parser._actions for flag in action.option_strings]
     first = unknown[0].split("=", 1)[0]
-    close = difflib.get_close_matches(first, flags, n=1, cutoff=_LIKELY)
-    hint = f"; did you mean {close[0]}?" if close and first.startswith("-") else ""
-    return f"unrecognized argument {' '.join(unknown)}{hint}"
+    meant = did_you_mean(first, flags) if first.startswith("-") else ""
+    return f"unrecognized argument {' '.join(unknown)}{meant and '; '}{meant}"

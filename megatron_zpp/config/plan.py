@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, count, option_error, optional, switch
 
 _MOST_RANKS = 2**16
 LINK = "--plan-link-gbit"
@@ -29,30 +29,23 @@ _USUAL = ", ".join(f"{name} ({gbit})" for name, gbit in LINKS.items())
 class PlanConfig(Options):
     """dry run: predict memory, traffic and step time without a GPU, and search the best settings"""
 
-    dry_run: bool = option(
-        False,
+    dry_run: bool = switch(
         "Check the settings and data, print the best settings, memory, traffic and step time, and exit; "
-        "needs no GPU.",
+        "needs no GPU."
     )
-    plan_nodes: int | None = option(
-        None,
-        "Number of nodes; default the launcher's, else 1.",
-        needs="--dry-run",
-        at_least=1,
-        at_most=_MOST_RANKS,
+    plan_nodes: int | None = count(
+        None, "Number of nodes; default the launcher's, else 1.", needs="--dry-run", at_most=_MOST_RANKS
     )
-    plan_gpus_per_node: int | None = option(
+    plan_gpus_per_node: int | None = count(
         None,
         "GPUs per node; default the launcher's ranks per node, else 1.",
         needs="--dry-run",
-        at_least=1,
         at_most=_MOST_RANKS,
     )
-    plan_gpu: Literal["h100", "h200", "a100", "v100"] | None = option(
-        None, "GPU model; default h100.", needs="--dry-run"
+    plan_gpu: Literal["h100", "h200", "a100", "v100"] | None = optional(
+        "GPU model; default h100.", needs="--dry-run"
     )
-    plan_link_gbit: str | None = option(
-        None,
+    plan_link_gbit: str | None = optional(
         "Bandwidth of a node to other nodes, Gbit/s in each direction, or the name of a usual node: "
         f"{_USUAL}. Needs --dry-run, which needs it for several nodes, or a value that is auto, for which it "
         f"is {DEFAULT_LINK:g} by default.",

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import flag_name, option
+from megatron_zpp.config.options import flag_name, option, optional, switch
 from megatron_zpp.config.sizes import SizeConfig
 from megatron_zpp.config.values.attention_window import parse_pattern
 
@@ -34,98 +34,91 @@ class PositionConfig(SizeConfig):
         "(rope) or stretched to longer texts by YaRN or LongRoPE; scores that fall with distance (ALiBi); or "
         "not at all. Default learned_absolute.",
     )
-    rotary_base: float | None = option(
-        None, "Base of rope's wavelengths; default 10000.", needs=_ROTARY, above=1, at_most=1e12
+    rotary_base: float | None = optional(
+        "Base of rope's wavelengths; default 10000.", needs=_ROTARY, above=1, at_most=1e12
     )
-    rotary_percent: float | None = option(
-        None, "Share of each head that rope rotates; default 1.", needs=_ROTARY, above=0, at_most=1
+    rotary_percent: float | None = optional(
+        "Share of each head that rope rotates; default 1.", needs=_ROTARY, above=0, at_most=1
     )
-    rotary_base_local: float | None = option(
-        None,
+    rotary_base_local: float | None = optional(
         "Base of rope's wavelengths in layers with a window, which are then not scaled (Gemma 3, OLMo 3); "
         "default --rotary-base.",
         needs=f"{_ROTARY} and --window-size",
         above=1,
         at_most=1e12,
     )
-    rotary_interleaved: bool = option(
-        False, "Rotate neighbouring channels as pairs, not those of two halves (GLM-4).", needs=_ROTARY
+    rotary_interleaved: bool = switch(
+        "Rotate neighbouring channels as pairs, not those of two halves (GLM-4).", needs=_ROTARY
     )
-    rotary_seq_len_interpolation_factor: float | None = option(
-        None,
+    rotary_seq_len_interpolation_factor: float | None = optional(
         "Divide rope's positions by this, in layers without a window if --rotary-base-local is given.",
         needs=_ROPE,
         at_least=1,
         at_most=1e6,
     )
-    no_rope_freq: str | None = option(
-        None,
+    no_rope_freq: str | None = optional(
         "Layers without rope: each N-th one, or a Python list with a 1 (without) or 0 (with rope) per layer, "
         'such as "([0]*3+[1])*8" (SmolLM3). Default: all layers have it.',
         needs=_ROTARY,
     )
-    use_rope_scaling: bool = option(False, "Stretch rope's long wavelengths as Llama 3.1 does.", needs=_ROPE)
-    rope_scaling_factor: float | None = option(
-        None,
-        "Factor of the longest wavelengths; default 8.",
-        needs="--use-rope-scaling",
-        at_least=1,
-        at_most=1e6,
+    use_rope_scaling: bool = switch("Stretch rope's long wavelengths as Llama 3.1 does.", needs=_ROPE)
+    rope_scaling_factor: float | None = optional(
+        "Factor of the longest wavelengths; default 8.", needs="--use-rope-scaling", at_least=1, at_most=1e6
     )
-    rotary_ntk_factor: float | None = option(
-        None,
+    rotary_ntk_factor: float | None = optional(
         "Multiply --rotary-base so that the longest wavelength gets this factor, and the shortest none "
         "(NTK-aware scaling).",
         needs=_ROPE,
         at_least=1,
         at_most=1e6,
     )
-    yarn_original_max_position_embeddings: int | None = option(
-        None,
+    yarn_original_max_position_embeddings: int | None = optional(
         "Tokens of the longest text before YaRN or LongRoPE stretched positions.",
         needs=_STRETCHED,
         at_least=2,
         at_most=2**31 - 1,
     )
-    rotary_scaling_factor: float | None = option(
-        None,
+    rotary_scaling_factor: float | None = optional(
         "Factor by which YaRN or LongRoPE stretch texts; default --max-position-embeddings / "
         "--yarn-original-max-position-embeddings. LongRoPE only scales rotated channels by it.",
         needs=_STRETCHED,
         at_least=1,
         at_most=1e6,
     )
-    yarn_beta_fast: float | None = option(
-        None,
+    yarn_beta_fast: float | None = optional(
         "YaRN leaves channels unchanged that turn at least so often in a text of the original length; "
         "default 32.",
         needs=_YARN,
         above=0,
+        typed=False,
     )
-    yarn_beta_slow: float | None = option(
-        None,
+    yarn_beta_slow: float | None = optional(
         "YaRN stretches channels by the whole factor that turn at most so often in it; default 1.",
         needs=_YARN,
         above=0,
+        typed=False,
     )
     yarn_correction_range_round_to_int: bool = option(
-        True, "Do not round the bounds between which YaRN interpolates to whole channels.", needs=_YARN
+        True,
+        "Whether the bounds between which YaRN interpolates are rounded to whole channels.",
+        needs=_YARN,
+        typed=False,
     )
-    mscale: float | None = option(
-        None,
-        "YaRN multiplies rotated channels by (1 + MSCALE · ln(factor) / 10) / (1 + MSCALE_ALL_DIM · "
+    mscale: float | None = optional(
+        "YaRN multiplies rotated channels by (1 + mscale · ln(factor) / 10) / (1 + mscale_all_dim · "
         "ln(factor) / 10); default 1.",
         needs=_YARN,
+        typed=False,
     )
-    mscale_all_dim: float | None = option(None, "See --mscale; default 0.", needs=_YARN)
-    longrope_short_factor: tuple[float, ...] | None = option(
-        None,
+    mscale_all_dim: float | None = optional("See mscale; default 0.", needs=_YARN, typed=False)
+    longrope_short_factor: tuple[float, ...] | None = optional(
         "Factor of the wavelength of each pair of channels in texts up to the original length (Phi-3).",
         needs=_LONGROPE,
         above=0,
+        typed=False,
     )
-    longrope_long_factor: tuple[float, ...] | None = option(
-        None, "The same in longer texts.", needs=_LONGROPE, above=0
+    longrope_long_factor: tuple[float, ...] | None = optional(
+        "The same in longer texts.", needs=_LONGROPE, above=0, typed=False
     )
 
     @property
@@ -225,7 +218,7 @@ class PositionConfig(SizeConfig):
         assert self.yarn_beta_fast is not None
         assert self.yarn_beta_slow is not None
         if self.yarn_beta_fast < self.yarn_beta_slow:
-            raise self.error("yarn_beta_fast", f"must be at least --yarn-beta-slow {self.yarn_beta_slow}")
+            raise self.error("yarn_beta_fast", f"must be at least yarn_beta_slow {self.yarn_beta_slow}")
         if self.rotary_attention_factor <= 0:
             raise self.error("mscale", "gives rotated channels a factor that is not above 0")
 

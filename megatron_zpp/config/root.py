@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from megatron_zpp.config.options import (
     make_parser,
     option_error,
     parse_groups,
+    usage_errors,
 )
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.run import (
@@ -29,6 +30,7 @@ from megatron_zpp.config.run import (
     DistributedConfig,
     EvaluationConfig,
     LoggingConfig,
+    TimingConfig,
     TrainingConfig,
 )
 from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
@@ -41,7 +43,6 @@ from megatron_zpp.config.sources.settings_file import (
     obey_settings,
     write_settings,
 )
-from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig, resolved_type
 from megatron_zpp.config.zero import ZeroConfig
 
@@ -87,12 +88,8 @@ class Config:
             self.data.dataset_order == "megatron" and training.seed >= 2**32
         ):  # numpy's RandomState has no more
             raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
-        if self.learning_rate.decoupled_lr is not None and self.optimizer.fused_backend == "apex":
-            raise self.learning_rate.error("decoupled_lr", "needs --fused-backend torch")
-        if model.width_ratio != 1 and self.optimizer.fused_backend == "apex":
-            raise model.error("use_mup", "needs --fused-backend torch")
-        if model.apply_layernorm_1p and self.optimizer.fused_backend == "apex":
-            raise model.error("apply_layernorm_1p", "needs --fused-backend torch")
+        if self.optimizer.fused_backend == "apex" and (beyond := self.beyond_apex):
+            raise beyond[0][0].error(beyond[0][1], "needs --fused-backend torch")
         self._check_auto()
         dtype, coded = precision.compute_dtype("cuda"), precision.fp8_param_gather
         self.optimizer.check_weights(zero, dtype, coded=coded)
@@ -117,9 +114,20 @@ class Config:
             raise self.plan.error("dry_run", "plans for GPUs; omit --device cpu")
 
     @property
-    def several_rates(self) -> bool:
-        """Whether parameters have several learning rates in a step."""
-        return self.learning_rate.decoupled_lr is not None or self.model.width_ratio != 1
+    def beyond_apex(self) -> list[tuple[Options, str]]:
+        """The settings, by group and field, that NVIDIA apex's norms and AdamW cannot obey."""
+        rate, model, optimizer, zero = self.learning_rate, self.model, self.optimizer, self.zero
+        settings: list[tuple[Options, str, bool]] = [
+            (rate, "decoupled_lr", rate.decoupled_lr is not None),
+            (model, "use_mup", model.width_ratio != 1),
+            (model, "apply_layernorm_1p", model.apply_layernorm_1p),
+            (optimizer, "optimizer", optimizer.optimizer == "muon"),
+            (optimizer, "use_precision_aware_optimizer", optimizer.compact),
+            (optimizer, "optimizer_in_backward", optimizer.optimizer_in_backward),
+            (zero, "zero_offload_optimizer", zero.zero_offload_optimizer),
+            (self.compilation, "compile", bool(self.compilation.compile)),
+        ]
+        return [(group, name) for group, name, given in settings if given]
 
     @property
     def automatic(self) -> tuple[str, ...]:
@@ -248,7 +256,7 @@ def parse_command_line(
     provided = Provided(parts, typed)
     stages = 1 if others is None else others.pipeline
     notes: tuple[str, ...] = ()
-    with _usage_errors_of(provided):
+    with usage_errors(provided.explain):
         if others is not None:
             others.obey(provided)
         settings = SettingsFile(**typed["settings"]).config
@@ -259,9 +267,9 @@ def parse_command_line(
         from megatron_zpp.config.sources.huggingface import obey_model, read_model
 
         model = read_model(provided, huggingface)
-        with _usage_errors_of(provided):
+        with usage_errors(provided.explain):
             notes += obey_model(provided, model)
-    with _usage_errors_of(provided):
+    with usage_errors(provided.explain):
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
             from megatron_zpp.config.legacy.deepspeed import obey_file
@@ -284,8 +292,6 @@ def parse_command_line(
 
             notes += assume(provided)
         parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
-        if others is not None:
-            others.check(parsed)
         check_tensor_ranks(  # before Config does, which cannot name the sizes that suit a node too
             parsed["model"],
             parsed["distributed"].tensor_model_parallel_size,
@@ -293,17 +299,6 @@ def parse_command_line(
             node_ranks=node_ranks(parsed["plan"]),
         )
         return CommandLine(Config(**parsed), notes + parsed["data"].without_effect(), stages)
-
-
-@contextmanager
-def _usage_errors_of(provided: Provided) -> Iterator[None]:
-    """Turn a ValueError into a UsageError that names the sources of the values it mentions."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except ValueError as error:
-        raise UsageError(provided.explain(str(error))) from error
 
 
 def _typed(
@@ -323,7 +318,7 @@ def _typed(
 
 def _divide_batch(provided: Provided, stages: int, ranks: Callable[[PlanConfig], int]) -> tuple[str, ...]:
     """Return a note on the micro-batch where ranks of a pipeline become data ranks."""
-    from megatron_zpp.config.legacy.pipeline import divide_batch
+    from megatron_zpp.config.legacy.translate import divide_batch
 
     distributed = DistributedConfig(**provided.values["distributed"])
     sharing = distributed.tensor_model_parallel_size * distributed.context_parallel_size

@@ -1,10 +1,10 @@
-"""Length of a run, evaluation, checkpoints, logging, and process groups."""
+"""Length of a run, evaluation, checkpoints, logging, timing, and process groups."""
 
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from megatron_zpp.config.options import AUTO, Options, flag_name, option, option_error
+from megatron_zpp.config.options import AUTO, Options, count, option, optional, switch
 from megatron_zpp.config.values.urls import check_location, local_path
 
 _LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
@@ -18,46 +18,37 @@ HUGGINGFACE = "hf:"  # prefix of a --load that names a directory in Hugging Face
 class TrainingConfig(Options):
     """training: batch and length"""
 
-    micro_batch_size: int = option(
+    micro_batch_size: int = count(
         None,
         "Samples per forward and backward on one rank; required. auto: the size that the plan finds fastest "
         "in the memory of these ranks; needs --global-batch-size, which it does not change.",
         auto=True,
-        at_least=1,
         at_most=_LARGEST_BATCH,
     )
-    global_batch_size: int | None = option(
-        None,
-        "Samples per optimizer step; default --micro-batch-size × ranks.",
-        at_least=1,
-        at_most=_LARGEST_BATCH,
+    global_batch_size: int | None = count(
+        None, "Samples per optimizer step; default --micro-batch-size × ranks.", at_most=_LARGEST_BATCH
     )
-    rampup_batch_size: tuple[int, int, int] | None = option(
+    rampup_batch_size: tuple[int, int, int] | None = count(
         None,
         "START INCREMENT SAMPLES: grow the global batch from START to --global-batch-size in steps of "
         "INCREMENT over the first SAMPLES samples.",
         needs="--train-samples N and --global-batch-size N",
-        at_least=1,
         at_most=_LONGEST,
     )
-    train_iters: int | None = option(
-        None, "Length of the run in optimizer steps.", at_least=1, at_most=_LONGEST
+    train_iters: int | None = count(None, "Length of the run in optimizer steps.", at_most=_LONGEST)
+    train_samples: int | None = count(
+        None, "Length of the run in samples, instead of --train-iters.", at_most=_LONGEST
     )
-    train_samples: int | None = option(
-        None, "Length of the run in samples, instead of --train-iters.", at_least=1, at_most=_LONGEST
-    )
-    train_tokens: int | None = option(
+    train_tokens: int | None = count(
         None,
         "End the run with the step that reaches this many tokens, if the other length has not ended it.",
         needs="--train-samples N or --train-iters N",
-        at_least=1,
         at_most=_LONGEST**2,
     )
     seed: int = option(1234, "Seed of initial weights, data order and dropout.", at_least=0, below=2**63)
-    calculate_per_token_loss: bool = option(
-        False,
+    calculate_per_token_loss: bool = switch(
         "Loss and gradient are means over all tokens of a global batch that count, not means over "
-        "micro-batches of means over tokens. Differs with --eod-mask-loss and best-fit packing.",
+        "micro-batches of means over tokens. Differs with --eod-mask-loss and best-fit packing."
     )
     z_loss_coeff: float = option(
         0.0,
@@ -66,11 +57,9 @@ class TrainingConfig(Options):
         at_least=0,
         at_most=0.01,
     )
-    exit_interval: int | None = option(
-        None, "Save and exit at the next iteration that is a multiple of this.", at_least=1
-    )
-    exit_duration_in_mins: float | None = option(
-        None, "Save and exit when this process has run for this many minutes.", above=0
+    exit_interval: int | None = count(None, "Save and exit at the next iteration that is a multiple of this.")
+    exit_duration_in_mins: float | None = optional(
+        "Save and exit when this process has run for this many minutes.", above=0
     )
 
     def check(self) -> None:
@@ -88,13 +77,13 @@ class EvaluationConfig(Options):
     """evaluation: loss and perplexity on held-out tokens"""
 
     eval_iters: int = option(100, "Global batches per evaluation; 0: no evaluation.", at_least=0)
-    eval_interval: int = option(1000, "Iterations between evaluations.", at_least=1)
-    full_validation: bool = option(
-        False, "Evaluate every window of the validation data once, instead of --eval-iters batches."
+    eval_interval: int = count(1000, "Iterations between evaluations.")
+    full_validation: bool = switch(
+        "Evaluate every window of the validation data once, instead of --eval-iters batches."
     )
 
-    sample_prompt: tuple[str, ...] | None = option(
-        None, "At every evaluation, let the model continue each of these texts by 64 tokens, and log them."
+    sample_prompt: tuple[str, ...] | None = optional(
+        "At every evaluation, let the model continue each of these texts by 64 tokens, and log them."
     )
 
     def check(self) -> None:
@@ -112,63 +101,55 @@ class EvaluationConfig(Options):
 class CheckpointConfig(Options):
     """checkpoint: what is saved and what a run starts from"""
 
-    save: str | None = option(
-        None, "Write checkpoints to this directory, or to s3://BUCKET/PREFIX.", metavar="DIR"
+    save: str | None = optional(
+        "Write checkpoints to this directory, or to s3://BUCKET/PREFIX.", metavar="DIR"
     )
-    save_interval: int | None = option(
-        None, "Iterations between checkpoints; the end of the run always writes one.", needs=_SAVE, at_least=1
+    save_interval: int | None = count(
+        None, "Iterations between checkpoints; the end of the run always writes one.", needs=_SAVE
     )
     save_optim: bool = option(
         True,
         "Save weights without the optimizer's state: a third of the size; cannot resume as it was.",
         needs=_SAVE,
     )
-    async_save: bool = option(
-        False,
+    async_save: bool = switch(
         "Write checkpoints in the background. Costs CPU memory for a copy of the states for the whole run.",
         needs=_SAVE,
     )
-    keep_last: int | None = option(
+    keep_last: int | None = count(
         None,
         "Keep this many of the newest checkpoints; remove older ones once the newest has been read back, "
         "beside the training.",
         needs=_SAVE,
-        at_least=1,
     )
-    keep_every: int | None = option(
-        None, "Also keep iterations that are a multiple of this.", needs="--keep-last K", at_least=1
+    keep_every: int | None = count(
+        None, "Also keep iterations that are a multiple of this.", needs="--keep-last K"
     )
-    load: str | None = option(
-        None,
+    load: str | None = optional(
         "Resume from the newest checkpoint in this directory or s3://BUCKET/PREFIX. If it is also --save and "
         "still empty, start from the beginning. hf:DIR or hf:ORG/NAME[@REVISION]: start at iteration 0 with "
         "the shape, weights and tokenizer of a Hugging Face model, in a directory or on the hub.",
         metavar="DIR",
     )
-    ckpt_step: int | None = option(
-        None, "Load this iteration instead of the newest.", needs=_LOAD, at_least=0
-    )
+    ckpt_step: int | None = optional("Load this iteration instead of the newest.", needs=_LOAD, at_least=0)
     load_optim: bool = option(
         True,
         "Load weights and progress without the optimizer's state. The learning rate continues its schedule; "
         "--finetune restarts schedule and iteration.",
         needs=_LOAD,
     )
-    use_checkpoint_args: bool = option(
-        False,
+    use_checkpoint_args: bool = switch(
         "Take the model's shape from the checkpoint of --load, and the tokenizer where no --tokenizer-type "
         "is given. Without a checkpoint, flags give both.",
         needs=_LOAD,
     )
-    use_checkpoint_opt_param_scheduler: bool = option(
-        False,
+    use_checkpoint_opt_param_scheduler: bool = switch(
         "Take the learning rate, its schedule and the weight decay from the checkpoint of --load, in place "
         "of flags.",
         needs=_LOAD,
     )
-    finetune: bool = option(False, "Load weights only, and start at iteration 0.", needs=_LOAD)
-    exit_on_missing_checkpoint: bool = option(
-        False,
+    finetune: bool = switch("Load weights only, and start at iteration 0.", needs=_LOAD)
+    exit_on_missing_checkpoint: bool = switch(
         "Exit with an error if --load holds no checkpoint, instead of starting from the beginning.",
         needs=_LOAD,
     )
@@ -196,24 +177,22 @@ class CheckpointConfig(Options):
                 ("use_checkpoint_opt_param_scheduler", "has no schedule; omit it"),
                 ("ckpt_step", "has no iterations; omit it"),
             ):
-                if (value := getattr(self, name)) not in (None, False):
-                    shown = "(given)" if value is True else value
-                    raise option_error(flag_name(name), shown, f"--load {self.load} {fix}")
+                if getattr(self, name) not in (None, False):
+                    raise self.error(name, f"--load {self.load} {fix}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Options):
     """logging: where metrics are written"""
 
-    log_interval: int = option(100, "Iterations between log lines.", at_least=1)
-    metrics_file: str | None = option(None, "Append one JSON object per logged step to this file.")
-    tensorboard_dir: str | None = option(None, "Write TensorBoard events to this directory.")
-    wandb_project: str | None = option(None, "Report to this Weights & Biases project.")
-    wandb_exp_name: str | None = option(None, "Weights & Biases: the run's name.", needs=_WANDB)
-    wandb_entity: str | None = option(None, "Weights & Biases: user or team.", needs=_WANDB)
-    wandb_save_dir: str | None = option(None, "Weights & Biases: directory of local files.", needs=_WANDB)
-    log_params_norm: bool = option(False, "Log the L2 norm of all weights.")
-    debug: bool = option(False, "Print the traceback of an error.")
+    log_interval: int = count(100, "Iterations between log lines.")
+    metrics_file: str | None = optional("Append one JSON object per logged step to this file.")
+    tensorboard_dir: str | None = optional("Write TensorBoard events to this directory.")
+    wandb_project: str | None = optional("Report to this Weights & Biases project.")
+    wandb_exp_name: str | None = optional("Weights & Biases: the run's name.", needs=_WANDB)
+    wandb_entity: str | None = optional("Weights & Biases: user or team.", needs=_WANDB)
+    wandb_save_dir: str | None = optional("Weights & Biases: directory of local files.", needs=_WANDB)
+    log_params_norm: bool = switch("Log the L2 norm of all weights.")
 
     def check(self) -> None:
         """Refuse a URL for the metrics."""
@@ -222,25 +201,61 @@ class LoggingConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimingConfig(Options):
+    """timing: how long the parts of a step take"""
+
+    timing_log_level: Literal["0", "1", "2"] = option(
+        "0",
+        "1: log the time of each part of a step in ms, the minimum and maximum over ranks; 2: also of "
+        "their parts. 0: off.",
+    )
+    log_straggler: bool = switch(
+        "Log the time that each rank was busy, without waits for other ranks, and name the slowest."
+    )
+    profile: bool = switch(
+        "Record a trace of some steps, for ui.perfetto.dev, in profile, below --tensorboard-dir if given."
+    )
+    profile_step_start: int = count(10, "First step of the trace.", needs="--profile")
+    profile_step_end: int = option(12, "Step after the last one of the trace.", needs="--profile", at_least=2)
+    profile_ranks: tuple[int, ...] = option(
+        (0,), "Ranks that record a trace each.", needs="--profile", at_least=0
+    )
+
+    def check(self) -> None:
+        """Refuse an empty range of steps."""
+        if self.profile_step_end <= self.profile_step_start:
+            raise self.error(
+                "profile_step_end",
+                f"must be above --profile-step-start {self.profile_step_start}",
+            )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ValueError if a rank to trace does not exist."""
+        for rank in self.profile_ranks:
+            if self.profile and rank >= ranks:
+                raise self.error("profile_ranks", f"this run has ranks 0 to {ranks - 1}")
+
+    @property
+    def level(self) -> int:
+        """--timing-log-level as a number; 2 with --log-straggler, which needs the finer parts."""
+        return 2 if self.log_straggler else int(self.timing_log_level)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistributedConfig(Options):
     """distributed: devices and process groups; ranks come from the launcher"""
 
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: GPUs if there are any, else CPUs.")
-    distributed_backend: Literal["nccl", "gloo"] | None = option(
-        None, "Library for collectives; default nccl on GPUs, gloo on CPUs."
-    )
-    tensor_model_parallel_size: int = option(
+    tensor_model_parallel_size: int = count(
         1,
         "Ranks of a node that share every layer, each with some of its heads, columns and vocabulary; "
         "between linear maps each has 1 / N of the tokens (sequence parallelism).",
-        at_least=1,
         at_most=1024,
     )
-    context_parallel_size: int = option(
+    context_parallel_size: int = count(
         1,
         "Ranks of a node that share every sample, each with 1 / N of its tokens: for samples too long for "
         "one rank. Model states are sharded over them as over data ranks.",
-        at_least=1,
         at_most=1024,
     )
     cp_comm_type: Literal["auto", "a2a", "p2p"] = option(
@@ -261,8 +276,8 @@ class DistributedConfig(Options):
         "rank has 4 seconds. 0: no heartbeat.",
         at_least=0,
     )
-    require_kernels: bool = option(
-        False, "Exit with an error if the compiled kernels are missing, instead of using plain torch, slowly."
+    require_kernels: bool = switch(
+        "Exit with an error if the compiled kernels are missing, instead of using plain torch, slowly."
     )
 
     @property
@@ -271,9 +286,7 @@ class DistributedConfig(Options):
         return timedelta(minutes=self.distributed_timeout_minutes)
 
     def check(self) -> None:
-        """Refuse NCCL on CPUs, and a heartbeat time-out that collectives would pre-empt."""
-        if self.device == "cpu" and self.distributed_backend == "nccl":
-            raise option_error("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
+        """Refuse a heartbeat time-out that collectives would pre-empt."""
         if self.heartbeat_timeout >= self.timeout.total_seconds():
             raise self.error(
                 "heartbeat_timeout",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, count, option_error, optional
 
 TokenizerType = Literal[
     "SentencePieceTokenizer",
@@ -21,21 +21,19 @@ _SENTENCEPIECE = ("GPTSentencePieceTokenizer", "Llama2Tokenizer")  # other names
 class TokenizerConfig(Options):
     """tokenizer: text to ids"""
 
-    tokenizer_type: TokenizerType | None = option(
-        None,
+    tokenizer_type: TokenizerType | None = optional(
         "Kind of tokenizer; default GPT2BPETokenizer with --vocab-file and --merge-file. "
         "GPTSentencePieceTokenizer and Llama2Tokenizer are Megatron-LM's other names for "
-        "SentencePieceTokenizer.",
+        "SentencePieceTokenizer."
     )
-    tokenizer_model: str | None = option(
-        None,
+    tokenizer_model: str | None = optional(
         "SentencePieceTokenizer: the .model file. HuggingFaceTokenizer: tokenizer.json, its directory, "
-        "or hf:ORG/NAME[@REVISION] of the hub.",
+        "or hf:ORG/NAME[@REVISION] of the hub."
     )
-    vocab_file: str | None = option(None, "GPT2BPETokenizer: vocab.json.")
-    merge_file: str | None = option(None, "GPT2BPETokenizer: merges.txt.")
-    vocab_size: int | None = option(
-        None, "NullTokenizer: number of ids for text; the next id is end of document.", at_least=1
+    vocab_file: str | None = optional("GPT2BPETokenizer: vocab.json.")
+    merge_file: str | None = optional("GPT2BPETokenizer: merges.txt.")
+    vocab_size: int | None = count(
+        None, "NullTokenizer: number of ids for text; the next id is end of document."
     )
 
     def check(self) -> None:

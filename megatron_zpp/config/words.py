@@ -1,6 +1,7 @@
 """Numbers in words, for log lines and error messages."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -12,6 +13,12 @@ def either(choices: Sequence[object]) -> str:
     """Return choices as `1, 2 or 4`."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.8) -> str:
+    """Return `did you mean X?` for the known word that is most like a wrong one, or nothing."""
+    close = difflib.get_close_matches(word, [*known], n=1, cutoff=likeness)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def duration(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, count, option, option_error, optional, switch
 from megatron_zpp.config.words import counted, either
 
 # Elements per scale: gradients need the finer blocks, unless a rotation spreads their outliers.
@@ -24,10 +24,9 @@ class ZeroConfig(Options):
         at_least=0,
         at_most=3,
     )
-    zero_offload_optimizer: bool = option(
-        False,
+    zero_offload_optimizer: bool = switch(
         "Keep master weights and moments in CPU memory and run the optimizer on the CPU. Saves 12 bytes of "
-        "GPU memory per parameter of the shard; costs a slower step.",
+        "GPU memory per parameter of the shard; costs a slower step."
     )
     zero_unit: Literal["layer", "sublayer"] = option(
         "layer",
@@ -35,22 +34,18 @@ class ZeroConfig(Options):
         "sublayer: those of its attention, or of its MLP. Sublayers take less memory for buffers and send "
         "smaller messages.",
     )
-    zero_table_rows: int | None = option(
+    zero_table_rows: int | None = count(
         None,
         "Gather the embedding of tokens, and untied output weights, in blocks of so many rows; by default "
         "whole. For large vocabularies: buffers then have the size of a block, or of a layer, not that of "
         "the table. The loss has the logits of one block at a time, and computes them twice.",
-        at_least=1,
     )
-    zero_prefetch_units: int | None = option(
-        None,
+    zero_prefetch_units: int | None = optional(
         "Stage 3: units gathered ahead of the unit that computes; default 1. Each costs memory for one unit.",
         needs="--zero-stage 3",
         at_least=0,
     )
-    zero_quantized_weights: bool = option(
-        False, "qwZ: gather weights as block-quantised codes.", needs=_SHARDED
-    )
+    zero_quantized_weights: bool = switch("qwZ: gather weights as block-quantised codes.", needs=_SHARDED)
     zero_quantized_weights_format: Literal["int8", "delta4"] = option(
         "int8",
         "qwZ: format of the codes. delta4: codes of 4 bits of what weights changed by, for several nodes. "
@@ -74,8 +69,7 @@ class ZeroConfig(Options):
         "at stages 2 and 3, whole at stage 1.",
         needs=_SHARDED,
     )
-    zero_quantized_gradients: bool = option(
-        False,
+    zero_quantized_gradients: bool = switch(
         "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between nodes.",
         needs=_SHARDED,
     )

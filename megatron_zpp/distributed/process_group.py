@@ -34,9 +34,9 @@ def select_device(requested: str, topology: Topology) -> torch.device:
     return torch.device("cuda", topology.local_rank)
 
 
-def backend_of(config: DistributedConfig, device: torch.device) -> str:
-    """The collective library of a run: --distributed-backend, or what suits the device."""
-    return config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+def backend_of(device: torch.device) -> str:
+    """The collective library for ranks on a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def process_group(
     if topology.world_size == 1:
         yield
         return
-    backend = backend_of(config, device)
+    backend = backend_of(device)
     try:
         dist.init_process_group(
             backend,

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from megatron_zpp.config.colour import paint_message, wants_colour
+from megatron_zpp.config.command_line import paint_message, wants_colour
 from megatron_zpp.config.options import printable
 from megatron_zpp.reporting.metrics import Record, number
 

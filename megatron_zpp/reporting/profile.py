@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_zpp.config.run import LoggingConfig
-from megatron_zpp.config.timing import TimingConfig
+from megatron_zpp.config.run import LoggingConfig, TimingConfig
 from megatron_zpp.config.values.urls import check_local_directory
 
 

@@ -5,7 +5,7 @@ from statistics import median
 
 import torch
 
-from megatron_zpp.config.timing import TimingConfig
+from megatron_zpp.config.run import TimingConfig
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import WAITS

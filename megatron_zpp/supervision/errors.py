@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from megatron_zpp.config.command_line import INTERRUPTED, one_line
+from megatron_zpp.config.command_line import DEBUG, INTERRUPTED, one_line
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.once_per_node import write_line
@@ -18,11 +18,11 @@ Say = Callable[[str, str], None]  # takes a message that ranks may share, and th
 
 
 @contextmanager
-def one_line_errors(prog: str, topology: Topology, *, debug: bool, say: Say) -> Iterator[None]:
+def one_line_errors(prog: str, topology: Topology, *, say: Say) -> Iterator[None]:
     """Turn an exception into one line on stderr and an exit status: 1, or 2 for a bad command line.
 
     `say` writes the line unless another rank has written one with the same message. This process exits only
-    after that, whatever signals its launcher sends. `debug` adds the traceback.
+    after that, whatever signals its launcher sends. MEGATRON_ZPP_DEBUG in the environment adds the traceback.
     """
     try:
         yield
@@ -31,9 +31,10 @@ def one_line_errors(prog: str, topology: Topology, *, debug: bool, say: Say) -> 
     except UsageError as error:
         _leave(prog, topology, f"error: {error}", 2, say)
     except Exception as error:
-        if debug:
+        shown = bool(os.environ.get(DEBUG))
+        if shown:
             traceback.print_exc()
-        hint = "" if debug or isinstance(error, ValueError | OSError) else " (--debug shows the traceback)"
+        hint = "" if shown or isinstance(error, ValueError | OSError) else f" ({DEBUG}=1 shows the traceback)"
         _leave(prog, topology, f"error: {one_line(error)}{hint}", 1, say)
 
 

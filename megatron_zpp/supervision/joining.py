@@ -37,7 +37,7 @@ def join(
     exchange = Exchange(rendezvous.store, topology, config.timeout, "preflight")
     activity.now("preflight, comparing settings", limit=limit)
     check_agreement(settings, exchange)
-    sockets = choose_nccl_sockets(backend_of(config, device), exchange, os.environ)
+    sockets = choose_nccl_sockets(backend_of(device), exchange, os.environ)
     activity.now("preflight, joining the process group", limit=limit)
     with process_group(config, topology, device, rendezvous):
         lines = preflight(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_zpp.config.colour import paint_message, wants_colour
+from megatron_zpp.config.command_line import paint_message, wants_colour
 from megatron_zpp.config.options import printable
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.process_start import process_started

@@ -19,12 +19,11 @@ from megatron_zpp.supervision.once_per_node import OncePerNode
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """One rank of the program `prog`. `debug` adds tracebacks to errors."""
+    """One rank of the program `prog`."""
 
     prog: str
     topology: Topology
     per_node: OncePerNode
-    debug: bool
 
     @classmethod
     def start(cls, prog: str) -> "Process":
@@ -32,26 +31,25 @@ class Process:
 
         Ends the process with an error line if the variables are wrong.
         """
-        debug = "--debug" in sys.argv
         raise_interrupts()
         raise_limit()
-        with one_line_errors(prog, Topology(), debug=debug, say=said_by_each):
+        with one_line_errors(prog, Topology(), say=said_by_each):
             topology = Topology.from_environment(os.environ)
             per_node = OncePerNode.of(topology, launcher_variables(os.environ))
-        return cls(prog=prog, topology=topology, per_node=per_node, debug=debug)
+        return cls(prog=prog, topology=topology, per_node=per_node)
 
     def local_errors(self) -> AbstractContextManager[None]:
         """For checks before the ranks connect: each node reports an error once, without a rank."""
-        return one_line_errors(self.prog, Topology(), debug=self.debug, say=self.per_node.say)
+        return one_line_errors(self.prog, Topology(), say=self.per_node.say)
 
     def shared_errors(self) -> AbstractContextManager[None]:
         """For everything after the ranks connect: each node reports an error once, with a rank."""
-        return one_line_errors(self.prog, self.topology, debug=self.debug, say=self.per_node.say)
+        return one_line_errors(self.prog, self.topology, say=self.per_node.say)
 
     def connect(self, config: DistributedConfig) -> Rendezvous:
         """Connect to the store and wait for all ranks. Ends the process with an error line if that fails."""
         say = self.per_node.about("meeting")
-        with one_line_errors(self.prog, self.topology, debug=self.debug, say=say):
+        with one_line_errors(self.prog, self.topology, say=say):
             return connect_ranks(config, self.topology, self.prog)
 
 

@@ -45,7 +45,6 @@ class HuggingFaceTokenizer(PipelineTokenizer):
         content = read_bytes(_FLAG, str(path), _FIX)
         self._files = {TOKENIZER: content}
         parts = parse_json(content, _FLAG, str(path), _FIX)
-        _check_merges(parts, path)
         _check_unknown(parts, path)
         try:
             self._pipeline = Pipeline.from_str(content.decode())
@@ -81,32 +80,6 @@ def _encode_whole_text(pipeline: Any) -> None:
     pipeline.no_truncation()
     pipeline.no_padding()
     pipeline.encode_special_tokens = True
-
-
-def _check_merges(parts: dict[str, Any], path: Location) -> None:
-    """Each merge of a BPE makes a piece that the vocabulary has: `tokenizers` panics over some that do not.
-
-    The library itself reports values of a wrong type.
-    """
-    model = parts.get("model")
-    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
-        return
-    vocab, merges = model.get("vocab"), model.get("merges")
-    prefix = model.get("continuing_subword_prefix") or ""
-    if not isinstance(vocab, dict) or not isinstance(merges, list) or not isinstance(prefix, str):
-        return
-    for merge in merges:
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        match pair:
-            case [str(first), str(second)] if not first.startswith("#version"):
-                if not second.startswith(prefix):
-                    fix = f"which does not begin with its continuing_subword_prefix {prefix!r}; {_FIX}"
-                    raise option_error(_FLAG, path, f"merges {second!r}, {fix}")
-                for piece in (first, second, first + second.removeprefix(prefix)):
-                    if piece not in vocab:
-                        raise option_error(
-                            _FLAG, path, f"merges {piece!r}, which its vocabulary lacks; {_FIX}"
-                        )
 
 
 def _check_unknown(parts: dict[str, Any], path: Location) -> None:

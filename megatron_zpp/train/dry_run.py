@@ -64,8 +64,7 @@ def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:
         check_routes(config.zero, mesh)
     config.recompute.check_device("cuda")
     compiles = compiles_on_gpus(config.compilation, config.optimizer)
-    several = config.several_rates
-    resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles, several_rates=several)
+    resolve_fused_backend(config, "cuda", compiles=compiles)
     dtype = config.precision.compute_dtype("cuda")
     assert config.plan.plan_gpu is not None  # PlanConfig fills its default in with --dry-run
     gpu = GPUS[config.plan.plan_gpu]

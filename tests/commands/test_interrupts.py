@@ -10,17 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = (["pretrain_gpt.py", "--help"], ["-m", "megatron_zpp.commands.sample", "--help"])
+PROGRAMS = (["pretrain_gpt.py", "--help"], ["megatron_zpp/__main__.py", "sample", "--help"])
 
 
 def interrupted(argv: list[str], after: float) -> tuple[int, str]:
     """The status and stderr of a program that gets SIGINT some seconds after its first line of Python."""
     ready, told = os.pipe()
     code = "import os, runpy, sys; os.write(int(sys.argv[1]), b'1'); "
-    code += "sys.argv = sys.argv[2:]; module = sys.argv[0] == '-m'; sys.argv = sys.argv[module:]; "
-    code += "sys.path.insert(0, os.getcwd()); name = sys.argv[0]; "
-    code += "sys.argv[0] = '-m' if module else name; sys.orig_argv = ['python', '-m', name]; "
-    code += "(runpy.run_module if module else runpy.run_path)(name, run_name='__main__')"
+    code += "sys.argv = sys.argv[2:]; sys.path.insert(0, os.getcwd()); "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(told), *argv],
         cwd=ROOT,
@@ -38,7 +36,7 @@ def interrupted(argv: list[str], after: float) -> tuple[int, str]:
     return process.returncode, said
 
 
-@pytest.mark.parametrize("argv", PROGRAMS, ids=lambda argv: Path(argv[-2]).name)
+@pytest.mark.parametrize("argv", PROGRAMS, ids=lambda argv: argv[-2])
 def test_an_interrupted_start_says_one_line(argv: list[str]) -> None:
     """While torch is imported, and at the end of the imports, when a program may have ended or be ending."""
     for after in (0.3, 1.0):

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from docs.site.megatron_flags import current_flags, fate
-from megatron_zpp.config.legacy.megatron_features import EXPERTS
-from megatron_zpp.config.legacy.old_flags import IDLE, OLD_FLAGS, ONLY, REFUSED, RENAMED, RETIRED
+from megatron_zpp.config.legacy.old_flags import RENAMED
+from megatron_zpp.config.legacy.reasons import reason_of
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
 
 BASELINE = parse_args(MINIMAL)
-BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
-THEIR_FLAGS = Path(__file__).with_name("megatron_deepspeed_flags.txt").read_text().split()
 FULL = "--recompute-granularity full --recompute-method uniform"
 ROPE = "--position-embedding-type rope"
 OLD = [  # what was typed, and what says the same today
@@ -48,6 +45,15 @@ OLD = [  # what was typed, and what says the same today
     ("--wandb-project p --wandb_run_name r", "--wandb-project p --wandb-exp-name r"),
     ("--wandb-project p --wandb_team t", "--wandb-project p --wandb-entity t"),
     ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),
+    ("--data-parallel-sharding-strategy no_shard", ""),
+    ("--data-parallel-sharding-strategy optim", "--zero-stage 1"),
+    ("--data-parallel-sharding-strategy optim_grads", "--zero-stage 2"),
+    ("--data-parallel-sharding-strategy optim_grads_params", "--zero-stage 3"),
+    ("--use-torch-fsdp2", "--zero-stage 3"),
+    ("--save a --save-retain-interval 50", "--save a --keep-last 1 --keep-every 50"),
+    ("--bf16 --fp8-format hybrid", "--bf16 --fp8"),
+    ("--no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
+    ("--encoder-num-layers 2", ""),
 ]
 
 
@@ -90,53 +96,6 @@ def test_lengths_in_tokens_are_divided_by_the_length_of_a_sample() -> None:
             parse_args([*argv, *line.split()])
 
 
-VALUES = {int: "3", float: "5e8", str: "word", None: ""}
-
-
-@pytest.mark.parametrize("flag", IDLE, ids=lambda flag: flag.name)
-def test_a_flag_without_effect_gets_one_note(flag) -> None:
-    parsed = parse(f"{flag.name} {VALUES[flag.takes]}")
-    assert parsed.config == BASELINE
-    assert parsed.notes == (f"no effect here: {flag.name}: {flag.why}",)
-
-
-@pytest.mark.parametrize("flag", ONLY, ids=lambda flag: flag.name)
-def test_a_flag_with_one_possible_value_takes_only_that_value(flag) -> None:
-    for value in flag.allowed:
-        parsed = parse(f"{flag.name} {value}")
-        assert parsed.config == BASELINE
-        assert parsed.notes == ()
-    with pytest.raises(UsageError) as refused:
-        parse(f"{flag.name} {VALUES[flag.takes]}")
-    assert str(refused.value).startswith(f"{flag.name} {VALUES[flag.takes]}")
-    assert str(refused.value).endswith(f": {flag.otherwise}")
-
-
-@pytest.mark.parametrize("flag", [flag for flag in RETIRED if not flag.refused], ids=lambda flag: flag.name)
-def test_a_retired_flag_takes_only_a_value_that_describes_what_happens(flag) -> None:
-    (value,) = flag.allowed or (VALUES[flag.takes],)
-    parsed = parse(f"{flag.name} {value}")
-    assert parsed.config == BASELINE
-    assert parsed.notes == (f"no effect here: {flag.name}: {flag.why}",)
-    if flag.allowed:
-        other = flag.takes("9")
-        with pytest.raises(UsageError) as refused:
-            parse(f"{flag.name} {other}")
-        assert str(refused.value) == f"{flag.name} {other}: {flag.otherwise}"
-
-
-@pytest.mark.parametrize(
-    "flag", [*REFUSED, *(flag for flag in RETIRED if flag.refused)], ids=lambda flag: flag.name
-)
-def test_a_flag_that_would_change_the_result_is_refused(flag) -> None:
-    dense = flag.otherwise == EXPERTS
-    for value in ("", " 8", " 1 2"):
-        with pytest.raises(UsageError) as refused:
-            parse(f"{flag.name}{value}" + " --num-experts 8" * dense)
-        experts = ", --num-experts 8" * dense
-        assert str(refused.value) == f"{flag.name}{value}{experts}: {flag.otherwise}"
-
-
 def test_all_that_is_refused_is_said_at_once() -> None:
     """Omitting one flag after the other would make a dense model of this one, without a word."""
     with pytest.raises(UsageError) as refused:
@@ -151,7 +110,7 @@ def test_all_that_is_refused_is_said_at_once() -> None:
         "--optimizer sgd: not supported: optimizers other than AdamW and Muon",
         "unrecognized argument --of-no-program 3 (--help all lists every flag)",
         "translated: --batch-size is --micro-batch-size",
-        f"no effect here: --fsdp-double-buffer: {BY_NAME['--fsdp-double-buffer'].why}",
+        f"no effect here: --fsdp-double-buffer: {reason_of('--fsdp-double-buffer').text}",
     ]
 
 
@@ -177,10 +136,12 @@ def test_values_of_other_programs() -> None:
     argv = [*without("--tokenizer-type", "--vocab-size"), "--tokenizer-type"]
     parsed = parse_command_line([*argv, *"PretrainedFromHF --tokenizer-name-or-path x".split()])
     assert parsed.config == parse_args([*argv, *"HuggingFaceTokenizer --tokenizer-model x".split()])
-    parsed = parse("--position-embedding-type=rotary --pad-vocab-size-to 128")
-    assert parsed.config == parse_args([*MINIMAL, *f"{ROPE} --padded-vocab-size 128".split()])
+    parsed = parse("--position-embedding-type=rotary --normalization rmsnorm --pad-vocab-size-to 128")
+    today = f"{ROPE} --normalization RMSNorm --padded-vocab-size 128"
+    assert parsed.config == parse_args([*MINIMAL, *today.split()])
     assert parsed.notes == (
-        "translated: --position-embedding-type rotary is rope; --pad-vocab-size-to is --padded-vocab-size",
+        "translated: --position-embedding-type rotary is rope; --normalization rmsnorm is RMSNorm; "
+        "--pad-vocab-size-to is --padded-vocab-size",
     )
 
 
@@ -315,17 +276,6 @@ def test_the_tutorials_command_as_printed(tmp_path: Path, monkeypatch: pytest.Mo
         "no effect here: zero_optimization.contiguous_gradients, zero_optimization.overlap_comm, "
         "zero_optimization.reduce_bucket_size, zero_optimization.reduce_scatter"
     )
-
-
-def test_every_flag_of_megatron_deepspeed_is_obeyed_listed_or_refused() -> None:
-    current = current_flags()
-    assert {fate(name, current)[0] for name in THEIR_FLAGS} == {
-        "obeyed",
-        "no effect",
-        "one value",
-        "refused",
-    }
-    assert len(THEIR_FLAGS) == len(set(THEIR_FLAGS)) > 300
 
 
 def test_as_many_heads_of_keys_as_of_queries_are_the_usual_attention() -> None:

@@ -1,4 +1,4 @@
-"""Every flag of Megatron-LM's parser has a row and the fate that the row says; its own scripts run."""
+"""Every flag of Megatron-LM and Megatron-DeepSpeed has the fate that its row says; their scripts run."""
 
 import shlex
 from pathlib import Path
@@ -6,73 +6,51 @@ from pathlib import Path
 import pytest
 
 from docs.site.megatron_flags import MARKER, MEGATRON_FLAGS, PAGE, current_flags, fate, table
-from megatron_zpp.config.legacy.megatron_features import EXPERTS
-from megatron_zpp.config.legacy.old_flags import OLD_FLAGS
-from megatron_zpp.config.options import UsageError, flag_name
+from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, ONLY, RETIRED
+from megatron_zpp.config.legacy.reasons import BY_NAME, EXPERTS, NO_TABLE, reason_of
+from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
 from tests.support import ROOT
 
 BASELINE, CURRENT = parse_args(MINIMAL), current_flags()
-BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
-VALUES = {int: "3", float: "0.5", str: "word", None: ""}
+OLD = {flag.name: flag for flag in OLD_FLAGS}
+VALUES = {int: ["3"], float: ["0.5"], str: ["word"], None: []}
+MEGATRON_DEEPSPEED = Path(__file__).with_name("megatron_deepspeed_flags.txt").read_text().split()
+NAMES = {*MEGATRON_FLAGS, *MEGATRON_DEEPSPEED, *(flag.name for flag in (*ONLY, *RETIRED))}
+NAMES |= {name for name in BY_NAME if "*" not in name}
 
 
-def test_the_page_has_a_row_for_every_flag() -> None:
+def test_every_flag_has_a_row() -> None:
     assert len(table().splitlines()) - 2 == len(MEGATRON_FLAGS) == len(set(MEGATRON_FLAGS)) > 850
+    assert len(MEGATRON_DEEPSPEED) == len(set(MEGATRON_DEEPSPEED)) > 300
     assert (ROOT / "docs" / PAGE).read_text().count(MARKER) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in MEGATRON_FLAGS if fate(name, CURRENT)[0] != "obeyed"])
+@pytest.mark.parametrize("name", sorted(name for name in NAMES if fate(name, CURRENT)[0] != "obeyed"))
 def test_a_flag_that_is_not_obeyed_has_the_fate_of_its_row(name: str) -> None:
     status, note = fate(name, CURRENT)
-    flag = BY_NAME.get(name)
     if status == "no effect":
-        if flag is None:  # of a feature whose flags cannot change a result
-            assert parse_args([*MINIMAL, name, "a", "b"]) == BASELINE
-            return
-        needs = [f"{flag_name(path.split('.')[1])} {value}" for path, value in flag.needs.items()]
-        argv = [*MINIMAL, *" ".join(needs).split()]
-        parsed = parse_command_line([*argv, *f"{name} {VALUES[flag.takes]}".split()])
-        assert parsed.config == (parse_args(argv) if needs else BASELINE)
-        assert parsed.notes == (f"no effect here: {name}: {flag.why}",)
-        assert note.startswith(flag.why)
-        return
-    if status == "one value":
-        assert flag is not None
+        values = VALUES[OLD[name].takes] if name in OLD else ["3"] * reason_of(name).takes_values
+        parsed = parse_command_line([*MINIMAL, name, *values])
+        assert (parsed.config, parsed.notes) == (BASELINE, (f"no effect here: {name}: {note}",))
+    elif status == "one value":
+        flag = OLD[name]
         for value in flag.allowed:
-            assert parse_args([*MINIMAL, name, str(value)]) == BASELINE
+            parsed = parse_command_line([*MINIMAL, name, str(value)])
+            said = f"no effect here: {name}: {flag.why}"
+            assert (parsed.config, parsed.notes) == (BASELINE, (said,) if flag.why else ())
         value = "7" if flag.takes is not str else "word"
         with pytest.raises(UsageError) as refused:
             parse_command_line([*MINIMAL, name, value])
-        assert str(refused.value).endswith(f": {flag.otherwise}")
-        return
-    argv = ([name], [f"{name}=1"], [name, "a", "b"])[len(name) % 3]
-    with pytest.raises(UsageError) as refused:
-        parse_command_line([*MINIMAL, *argv, *"--num-experts 2".split() * (note == EXPERTS)])
-    assert str(refused.value).startswith(name)
-    assert str(refused.value).endswith(f": {note}")
-
-
-TODAY = [
-    ("--data-parallel-sharding-strategy no_shard", ""),
-    ("--data-parallel-sharding-strategy optim", "--zero-stage 1"),
-    ("--data-parallel-sharding-strategy optim_grads", "--zero-stage 2"),
-    ("--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer", "--zero-stage 3"),
-    ("--use-torch-fsdp2", "--zero-stage 3"),
-    ("--save a --save-retain-interval 50", "--save a --keep-last 1 --keep-every 50"),
-    ("--bf16 --fp8-format hybrid", "--bf16 --fp8"),
-    ("--no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
-    ("--encoder-num-layers 2", ""),
-    ("--normalization rmsnorm", "--normalization RMSNorm"),
-    ("--normalization layernorm", ""),
-    ("--split 9,1 --data-cache-path a", "--split 9,1 --data-cache-path a"),
-]
-
-
-@pytest.mark.parametrize(("theirs", "ours"), TODAY)
-def test_a_flag_with_another_name_says_what_ours_says(theirs: str, ours: str) -> None:
-    assert parse_args([*MINIMAL, *theirs.split()]) == parse_args([*MINIMAL, *ours.split()])
+        assert str(refused.value) == f"{name} {flag.takes(value)}: {flag.otherwise}"
+    else:
+        values = ([], ["1"], ["a", "b"])[len(name) % 3]
+        experts = "--num-experts 8" if note == EXPERTS else ""
+        with pytest.raises(UsageError) as refused:
+            parse_command_line([*MINIMAL, name, *values, *experts.split()])
+        words = [" ".join([name, *values]), *[experts] * bool(experts)]
+        assert str(refused.value) == f"{', '.join(words)}: {note}"
 
 
 def test_a_value_that_a_flag_does_not_have() -> None:
@@ -125,12 +103,10 @@ def test_rope_has_no_table_of_positions_to_omit(rope: str) -> None:
     assert note.startswith("no effect here: --no-position-embedding: with --position-embedding-type rope")
 
 
-@pytest.mark.parametrize("kind", ["", "learned_absolute", "none"])
-def test_a_table_of_positions_is_not_omitted_by_that_flag_alone(kind: str) -> None:
-    typed = ["--position-embedding-type", kind] if kind else []
-    said = "^--no-position-embedding .given.: .*; use --position-embedding-type none or rope$"
-    with pytest.raises(UsageError, match=said):
-        parse_args([*MINIMAL, "--no-position-embedding", *typed])
+def test_a_table_of_positions_is_not_omitted_by_that_flag_alone() -> None:
+    for kind in ("learned_absolute", "none"):
+        with pytest.raises(UsageError, match=f"^--no-position-embedding: {NO_TABLE}$"):
+            parse_args([*MINIMAL, "--no-position-embedding", "--position-embedding-type", kind])
 
 
 @pytest.mark.parametrize("name", ["--mamba-of-the-future", "--rl-x=3"])
@@ -141,17 +117,7 @@ def test_new_flags_of_a_missing_feature_are_refused_too(name: str) -> None:
 
 # Command lines of Megatron-LM's examples and functional tests. Names of files are replaced, and
 # so are the sizes of tensor and pipeline parallelism.
-GPT3 = """
-    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
-    --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 --global-batch-size 1536
-    --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006
-    --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001
-    --lr-decay-iters 430000 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
-    --data-path data --vocab-file vocab.json --merge-file merges.txt --split 949,50,1 --log-interval 100
-    --save-interval 10000 --eval-interval 1000 --save ckpt --load ckpt --eval-iters 10
-    --tensorboard-dir tb
-"""
-LLAMA3_8B_FP8 = """
+LLAMA3_8B_FSDP = """
     --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
     --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192
     --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000
@@ -161,7 +127,7 @@ LLAMA3_8B_FP8 = """
     --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
     --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4
     --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
-    --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion
+    --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --cross-entropy-loss-fusion
     --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --exit-duration-in-mins 235
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --fp8-format hybrid
     --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
@@ -169,18 +135,12 @@ LLAMA3_8B_FP8 = """
     --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2
     --split "'99,1,0'" --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1
     --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile
-    --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
+    --profile-step-start 4 --profile-step-end 6 --ckpt-format fsdp_dtensor
     --distributed-timeout-minutes 60 --save ckpt --load ckpt --tensorboard-dir tb
-"""
-LLAMA3_8B_FSDP = (
-    LLAMA3_8B_FP8.replace("--grad-reduce-in-bf16", "").replace("torch_dist", "fsdp_dtensor")
-    + """
-    --no-check-for-nan-in-loss-and-grad --use-megatron-fsdp
+    --no-check-for-nan-in-loss-and-grad --use-megatron-fsdp --use-nccl-ub --init-model-with-meta-device
     --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion
-    --init-model-with-meta-device --use-nccl-ub --fsdp-double-buffer --fsdp-manual-registration
-    --logging-level 20
+    --fsdp-double-buffer --fsdp-manual-registration --logging-level 20
 """
-)
 FUNCTIONAL = """
     --num-layers 12 --hidden-size 512 --num-attention-heads 8 --log-params-norm --log-num-zeros-in-grad
     --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --tensorboard-dir tb
@@ -190,36 +150,27 @@ FUNCTIONAL = """
     --distributed-backend nccl --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2
     --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 1 --save-interval 50 --eval-interval 1000
     --eval-iters 10 --transformer-impl transformer_engine --tensor-model-parallel-size 1
-    --pipeline-model-parallel-size 1 --deterministic-mode --no-gradient-accumulation-fusion
+    --deterministic-mode --no-gradient-accumulation-fusion
     --attention-softmax-in-fp32 --use-mcore-models --ckpt-format torch_dist
     --dist-ckpt-strictness log_all --data-cache-path cache --bf16 --log-memory-to-tensorboard
+    --use-distributed-optimizer --no-ckpt-fully-parallel-save --async-save
+    --use-checkpoint-opt_param-scheduler --use-persistent-ckpt-worker
 """
-SCRIPTS = {
-    "gpt3": GPT3,
-    "llama3 8b fp8": LLAMA3_8B_FP8,
-    "llama3 8b fsdp fp8": LLAMA3_8B_FSDP,
-    "resume": FUNCTIONAL + "--use-distributed-optimizer --no-ckpt-fully-parallel-save --async-save "
-    "--use-checkpoint-opt_param-scheduler --use-persistent-ckpt-worker",
-    "fsdp2": FUNCTIONAL + "--use-torch-fsdp2 --no-async-tensor-model-parallel-allreduce",
-    "no bias": FUNCTIONAL + "--disable-bias-linear --log-progress --manual-gc "
-    "--use-rotary-position-embeddings --no-position-embedding",
-}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("script", "stage"), [(LLAMA3_8B_FSDP, 3), (FUNCTIONAL, 1)])
 def test_scripts_of_megatron_run_unchanged(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    parsed = parse_command_line(shlex.split(SCRIPTS[name]))
+    parsed = parse_command_line(shlex.split(script))
     assert len({note.split(":")[0] for note in parsed.notes}) == len(parsed.notes)
-    current, said = current_flags(), " ".join(parsed.notes)
-    for flag in {word for word in shlex.split(SCRIPTS[name]) if word.startswith("--")}:
-        assert flag in current or not BY_NAME[flag].why or flag in said, flag
-    if name.startswith("llama3"):
+    for flag in {word for word in shlex.split(script) if word.startswith("--")}:
+        assert flag in CURRENT or flag in " ".join(parsed.notes), flag
+    assert parsed.config.zero.zero_stage == stage
+    if script == LLAMA3_8B_FSDP:
         assert parsed.config.precision.fp8
         assert parsed.config.learning_rate.decoupled_lr == 5e-4
-        assert parsed.config.zero.zero_stage == (3 if "fsdp" in name else 1)
     else:
         assert parsed.config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
 

@@ -10,10 +10,9 @@ import pytest
 
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.model import preset_fields
-from megatron_zpp.config.optimizer import OptimizerConfig
+from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
-from megatron_zpp.config.zero import ZeroConfig
 from tests.config.command_line import MINIMAL
 
 # Megatron-LM's defaults that users have in their fingers (its arguments.py, core 0.12).
@@ -114,18 +113,23 @@ def test_layers_that_are_smaller_than_those_measured_with_fp8_get_a_note() -> No
 
 
 @pytest.mark.parametrize(
-    ("hindrance", "chosen"),
+    ("flags", "compiles", "chosen"),
     [
-        ({}, "apex"),
-        ({"device": "cpu"}, "torch"),
-        ({"compiles": True}, "torch"),
-        ({"several_rates": True}, "torch"),
-        ({"zero": ZeroConfig(zero_offload_optimizer=True)}, "torch"),
+        ("", False, "apex"),
+        ("", True, "torch"),
+        ("--decoupled-lr 1", False, "torch"),
+        ("--zero-offload-optimizer", False, "torch"),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16", False, "torch"),
+        ("--optimizer muon", False, "torch"),
     ],
 )
 def test_auto_takes_apex_only_where_it_can_do_what_is_asked(
-    monkeypatch: pytest.MonkeyPatch, hindrance: dict[str, object], chosen: str
+    monkeypatch: pytest.MonkeyPatch, flags: str, compiles: bool, chosen: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    settings = {"zero": ZeroConfig(), "device": "cuda", "compiles": False, "several_rates": False} | hindrance
-    assert resolve_fused_backend(OptimizerConfig(), **settings) == chosen
+    assert resolve_fused_backend(parse(*flags.split()), "cuda", compiles=compiles) == chosen
+    if flags:
+        with pytest.raises(UsageError, match=r"needs --fused-backend torch$"):
+            parse(*flags.split(), "--fused-backend", "apex")
+    else:
+        assert resolve_fused_backend(parse(), "cpu", compiles=False) == "torch"

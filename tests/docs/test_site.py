@@ -9,7 +9,8 @@ import pytest
 from docs.site import deepspeed_tables, pages, reference
 from megatron_zpp import commands
 from megatron_zpp.config.legacy.deepspeed_keys import KEYS
-from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED, RETIRED
+from megatron_zpp.config.legacy.old_flags import OLD_FLAGS
+from megatron_zpp.config.legacy.reasons import BY_NAME
 from megatron_zpp.config.options import Options, flag_of, option
 from megatron_zpp.config.root import Config
 from tests.support import ROOT
@@ -106,7 +107,7 @@ def test_every_program_is_on_the_page_of_programs() -> None:
 
 def test_every_key_of_deepspeed_and_every_old_flag_is_on_its_page() -> None:
     page = deepspeed_tables.with_tables((pages.DOCS / deepspeed_tables.PAGE).read_text())
-    flags = [flag.name for flag in (*IDLE, *ONLY, *REFUSED, *RENAMED, *RETIRED)]
-    assert [name for name in (*KEYS, *flags) if f"`{name}" not in page] == []
+    flags = [flag.name for flag in OLD_FLAGS]
+    assert [name for name in (*KEYS, *flags, *BY_NAME) if f"`{name}" not in page] == []
     with pytest.raises(ValueError, match="obeyed keys"):
         deepspeed_tables.with_tables("no markers")

@@ -44,9 +44,8 @@ MODEL = [
         "--yarn-original-max-position-embeddings (not given): … yarn needs the length of text before it",
     ),
     bad(
-        "--position-embedding-type longrope --yarn-original-max-position-embeddings 4 "
-        "--longrope-short-factor 1 1",
-        "--longrope-short-factor 1.0 1.0: must be",
+        "--position-embedding-type longrope --yarn-original-max-position-embeddings 4",
+        "longrope_short_factor (not given): must be",
     ),
     bad(
         "--position-embedding-type rope --rotary-ntk-factor 2 --use-rope-scaling",
@@ -165,7 +164,6 @@ ZERO = [
         "--zero-stage 3 --zero-quantized-gradients --grad-reduce-in-bf16",
         "--grad-reduce-in-bf16 (given): contradicts --zero-quantized-gradients",
     ),
-    bad("--distributed-backend nccl", "--distributed-backend nccl: … gloo"),
 ]
 
 PLACES = [
@@ -239,7 +237,7 @@ CHECKED = [  # what the command line alone does not show
         "--fp8 --bf16 --fp8-recipe delayed --fp8-output-layer --make-vocab-size-divisible-by 1",
         "--fp8-output-layer (given): needs a multiple of 16 entries in the padded vocabulary, not",
     ),
-    Case("--compile --fused-backend apex", "--compile (given): torch.compile fuses norms"),
+    bad("--compile --fused-backend apex", "--compile (given): needs --fused-backend torch"),
     Case("--zero-offload-optimizer", "--zero-offload-optimizer (given): … omit it", status=2),
     Case("--fused-backend apex", "--fused-backend apex: … use torch", status=2),
     Case(

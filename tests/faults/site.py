@@ -23,12 +23,12 @@ COMMANDS = {
     "preprocess": f"data/preprocess_data.py --input text.jsonl --output-prefix out {NULL} --workers 1",
     "corpus": "data/build_corpus.py --input text.txt --output out.jsonl",
     "tokenizer": "data/train_tokenizer.py --input text.txt --vocab-size 300 --output-prefix out",
-    "export": "megatron_zpp/commands/export_checkpoint.py",
-    "sample": "megatron_zpp/commands/sample.py --load checkpoints --max-new-tokens 2",
-    "evaluate": "megatron_zpp/commands/evaluate.py --load checkpoints --valid-data text.txt --device cpu",
-    "import": "megatron_zpp/commands/import_checkpoint.py",
-    "plot": "megatron_zpp/commands/plot.py text.txt",
-    "report": "megatron_zpp/commands/report.py text.txt",
+    "export": "megatron_zpp/__main__.py export",
+    "sample": "megatron_zpp/__main__.py sample --load checkpoints --max-new-tokens 2",
+    "evaluate": "megatron_zpp/__main__.py evaluate --load checkpoints --valid-data text.txt --device cpu",
+    "import": "megatron_zpp/__main__.py import",
+    "plot": "megatron_zpp/__main__.py plot text.txt",
+    "report": "megatron_zpp/__main__.py report text.txt",
 }
 
 

@@ -47,7 +47,7 @@ def make_checkpoint(directory: Path, model: str = "gpt2", *flags: str) -> Path:
 
 def as_transformers(ours: GPT, positions: int = POSITIONS) -> "transformers.PreTrainedModel":
     """The same weights in transformers' model, with zeros for positions that ours does not have."""
-    values = huggingface_values(vars(ours.config), ours.vocab_size, 0)
+    values = huggingface_values(ours.config, ours.vocab_size, 0)
     length = "n_positions" if values["model_type"] == "gpt2" else "max_position_embeddings"
     config = transformers.AutoConfig.for_model(**values | {length: positions})
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()

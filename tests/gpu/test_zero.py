@@ -263,7 +263,7 @@ def test_ranks_that_cannot_exchange_handles_fall_back_together(where: str) -> No
 
 def end_with_reason(topology: Topology, said: Path) -> None:
     """Fail in registering, and end as a run does."""
-    with one_line_errors("test", topology, debug=False, say=lambda message, line: said.write_text(line)):
+    with one_line_errors("test", topology, say=lambda message, line: said.write_text(line)):
         losses_of_copy_engines(topology, 1, "windows")
 
 

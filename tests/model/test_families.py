@@ -11,7 +11,7 @@ from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import flag_name
+from megatron_zpp.config.options import flag_of
 from megatron_zpp.generate.cached import Cache, decode, logits_of, prefill
 from megatron_zpp.generate.continuation import continue_texts
 from megatron_zpp.generate.draw import Sampling
@@ -115,7 +115,7 @@ def test_the_site_knows_which_family_has_which_piece() -> None:
     assert CASES.read_text() == cases_of_pieces(), "run python -m tests.model.families"
     assert not [piece for piece, found in cases().items() if not found and not naming_files(piece)]
     shown = table()
-    assert all(f"| `{flag_name(piece)}` | " in shown for piece in cases())
+    assert all(f"| `{flag_of(ModelConfig.__dataclass_fields__[piece])}` | " in shown for piece in cases())
 
 
 VARIANTS = [  # with what no family has

@@ -242,7 +242,6 @@ def test_what_these_ranks_cannot_obey_is_a_usage_error(argv: str, said: str) -> 
         ("--plan-gpu v100", "--plan-gpu v100: does not compute in bfloat16; add --fp16"),
         ("--finetune --load nowhere", "--load nowhere"),
         ("--save /proc/nowhere", "--save /proc/nowhere"),
-        ("--zero-offload-optimizer --fused-backend apex", "--fused-backend apex"),
         ("--fp8 --plan-gpu a100", "--fp8 (given): needs a GPU of compute capability 8.9; this one has 8.0"),
         ("--attention-backend flash3", "--attention-backend flash3: has no dropout"),
         (

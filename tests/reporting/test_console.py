@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.colour import wants_colour
+from megatron_zpp.config.command_line import wants_colour
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import log_line, print_line, terminal_line

@@ -48,13 +48,13 @@ def rank_main(
     if kept_elsewhere:
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
     topology = Topology(rank, world, rank, world)
-    config = DistributedConfig(heartbeat_timeout=timeout, distributed_backend="gloo")
+    config = DistributedConfig(heartbeat_timeout=timeout)
     meeting = connect_ranks(config, topology, "test")
     if meeting.lifelines and not lifelines:
         meeting.lifelines.leave()
     with (
         stop_signals("signals", topology, OncePerNode(None), saves=True) as signals,
-        one_line_errors("test", topology, debug=False, say=said_by_each),
+        one_line_errors("test", topology, say=said_by_each),
         heartbeat(
             meeting.store,
             topology,

@@ -168,7 +168,7 @@ def test_a_time_limit_saves_and_exits(flags: list[str], tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_time_limit_counts_from_the_start_of_the_process(flags: list[str]) -> None:
     """Not from the first step: what a scheduler grants includes the imports, the loading and the building."""
-    command = ["-m", "megatron_zpp.commands.pretrain", *flags, "--eval-iters", "0"]  # with all imports
+    command = ["-m", "megatron_zpp", "train", *flags, "--eval-iters", "0"]  # with all imports
     began = time.monotonic()
     succeeded(run(*command, "--train-iters", "1"))
     minutes = (time.monotonic() - began) / 60 / 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.config.timing import TimingConfig
+from megatron_zpp.config.run import TimingConfig
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import straggler_line, times_line
 from megatron_zpp.zero.sections import Sections

@@ -1,6 +1,6 @@
 """The model that a Hugging Face directory describes."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
@@ -73,6 +73,6 @@ def check_vocabulary(
 def config_json(named: NamedDirectory, model: ModelConfig, vocab_size: int, eod: int) -> dict[str, Any]:
     """Return the contents of config.json. Raises ValueError for a model that no class of transformers is."""
     try:
-        return huggingface_values(asdict(model), vocab_size, eod)
+        return huggingface_values(model, vocab_size, eod)
     except ValueError as error:
         raise named.error(str(error)) from None

@@ -1,6 +1,5 @@
 """Translates DeepSpeed's JSON file into the values that current flags would have given."""
 
-import difflib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from megatron_zpp.config.options import (  # AUTO is Hugging Face's placeholder,
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.sources.settings_file import DEEPSPEED_FLAG as FLAG
 from megatron_zpp.config.values.json_file import read_json_object, shown, shown_key
+from megatron_zpp.config.words import did_you_mean
 
 _FP16_DEFAULTS = {"fp16.loss_scale": 0, "fp16.initial_scale_power": 16}  # others are the same here
 _LOSS_SCALE = {  # the fields of flags that the fp16 section replaces, and the defaults of both
@@ -221,8 +221,8 @@ def _flatten(file: str, values: dict[str, Any], block: str = "") -> Iterator[tup
 
 
 def _unknown(path: str) -> str:
-    close = difflib.get_close_matches(path, [*KEYS, *_BLOCKS], n=1)
-    hint = f"did you mean {close[0]}?" if close else "docs/guide/deepspeed.md lists the known keys;"
+    known = "docs/guide/deepspeed.md lists the known keys;"
+    hint = did_you_mean(path, [*KEYS, *_BLOCKS], 0.6) or known
     return f"is not a known key of DeepSpeed's file; {hint} omit it if it does not matter"
 
 

@@ -3,12 +3,13 @@
 Names and meanings are those of DeepSpeed's configuration reference and of its pydantic models (0.19).
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megatron_zpp.config.legacy.megatron_features import CURRICULUM, EXPERTS
+from megatron_zpp.config.legacy.reasons import CURRICULUM, EXPERTS, FEEDBACK
 from megatron_zpp.config.options import flag_name
 
 Settings = Mapping[str, Any]  # values by field path, such as {"zero.zero_stage": 3}
@@ -208,10 +209,7 @@ _ZERO: dict[str, Rule] = {
     "cpu_offload": _switch("zero.zero_offload_optimizer"),
     "offload_param.device": Only(("none",), _PARAMETERS),
     "cpu_offload_param": Only((False,), _PARAMETERS),
-    "zeropp_loco_param": Refused(
-        "not supported: error feedback, which did not lower the loss (docs/internals/numerics.md); "
-        "--zero-quantized-gradients-format rotated4 does"
-    ),
+    "zeropp_loco_param": Refused(FEEDBACK),
     "mics_shard_size": Only(
         (-1,), "use zero_hpz_partition_size, which also keeps weights in groups of ranks"
     ),
@@ -223,66 +221,51 @@ _RECOMPUTATION: dict[str, Rule] = {
     "cpu_checkpointing": _switch("recompute.recompute_offload"),
 }
 
-_IDLE = {
-    "the loss is divided by the number of ranks before backward": """prescale_gradients
-        gradient_predivide_factor""",
-    "no gradient is sparse": "sparse_gradients",
-    "AdamW is the only optimizer": "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
-    "micro-batches are counted here": "managed_gradient_accumulation",
+_IDLE = {  # with zero. for zero_optimization.
+    "gradients are dense, divided by the ranks and accumulated in flat buffers": """prescale_gradients
+        gradient_predivide_factor sparse_gradients zero.contiguous_gradients""",
+    "AdamW is the only optimizer, and --fused-backend selects its implementation": """
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer optimizer.params.torch_adam""",
+    "micro-batches are counted here, and every batch is whole": """managed_gradient_accumulation
+        dataloader_drop_last""",
     "there is no pipeline, context or expert parallelism": """seq_parallel_comm_data_type
         use_data_before_expert_parallelism pipeline""",
     "there is only one implementation": """disable_allgather optimizer.legacy_fusion fp16.fused_mode
-        bf16.immediate_grad_update zero_optimization.allgather_partitions
-        zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.round_robin_gradients
-        zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.stage3_allgather_sequential
-        zero_optimization.legacy_stage1 zero_optimization.stage3_partition_stream_chunk_size
-        zero_optimization.memory_efficient_linear zero_optimization.override_module_apply
-        zero_optimization.parameter_alignment zero_optimization.pipeline_loading_checkpoint
-        zero_optimization.leaf_module zero_optimization.save_muon_momentum_buffer_in_memory
-        zero_optimization.compute_grad_norm zero_optimization.elastic_checkpoint
-        zero_optimization.offload_optimizer.convert_grad_on_cpu
-        zero_optimization.offload_optimizer.cpuadam_cores_perc
-        activation_checkpointing.contiguous_memory_optimization
+        bf16.immediate_grad_update zero.allgather_partitions zero.use_multi_rank_bucket_allreduce
+        zero.round_robin_gradients zero.stage3_use_all_reduce_for_fetch_params
+        zero.stage3_allgather_sequential zero.legacy_stage1 zero.stage3_partition_stream_chunk_size
+        zero.memory_efficient_linear zero.override_module_apply zero.parameter_alignment
+        zero.pipeline_loading_checkpoint zero.leaf_module zero.save_muon_momentum_buffer_in_memory
+        zero.compute_grad_norm zero.elastic_checkpoint zero.offload_optimizer.convert_grad_on_cpu
+        zero.offload_optimizer.cpuadam_cores_perc activation_checkpointing.contiguous_memory_optimization
         activation_checkpointing.synchronize_checkpoint_boundary""",
-    "every batch is whole": "dataloader_drop_last",
-    "the tokenizer determines it": "vocabulary_size",
+    "inputs are token ids of the tokenizer": "vocabulary_size fp16.auto_cast",
     "only prints; the log has throughput, MFU and bytes": """wall_clock_breakdown memory_breakdown dump_state
-        log_level timers comms_logger flops_profiler zero_optimization.log_trace_cache_warnings
-        zero_optimization.enable_sanity_checks activation_checkpointing.profile""",
+        log_level timers comms_logger flops_profiler zero.log_trace_cache_warnings
+        zero.enable_sanity_checks activation_checkpointing.profile""",
     "affects speed only": "graph_harvesting compile",
-    "all of the optimizer's states are offloaded, in one way": """
-        zero_optimization.offload_optimizer.ratio zero_optimization.offload_optimizer.super_offload""",
-    "every checkpoint loads at any number of ranks": "checkpoint.load_universal",
+    "all of the optimizer's states are offloaded in one way, and pinned, not to disks": """aio
+        zero.offload_optimizer.ratio zero.offload_optimizer.super_offload zero.cpu_offload_use_pin_memory
+        zero.offload_optimizer.pin_memory zero.offload_optimizer.nvme_path
+        zero.offload_optimizer.buffer_count zero.offload_optimizer.fast_init
+        zero.offload_optimizer.pipeline_read zero.offload_optimizer.pipeline_write""",
+    "every rank writes its own shards, which load at any number of ranks": """checkpoint.load_universal
+        checkpoint.tag_validation checkpoint.parallel_write
+        zero.stage3_gather_16bit_weights_on_model_save zero.stage3_gather_fp16_weights_on_model_save""",
     "its parts decide": "data_efficiency.enabled data_efficiency.seed",
-    "it is misspelt, and DeepSpeed ignores it": "zero_optimization.stage3_param_persitence_threshold",
-    "states are not offloaded to disks": """aio zero_optimization.offload_optimizer.nvme_path
-        zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.fast_init
-        zero_optimization.offload_optimizer.pipeline_read
-        zero_optimization.offload_optimizer.pipeline_write""",
-    "--fused-backend selects the AdamW implementation": "optimizer.params.torch_adam",
-    "inputs are token ids": "fp16.auto_cast",
-    "every weight is trained": "zero_optimization.zero_quantized_nontrainable_weights",
-    "mics_shard_size is off": "zero_optimization.mics_hierarchical_params_gather",
-    "gathers and reductions always overlap with computation": "zero_optimization.overlap_comm",
-    "gradients accumulate in flat buffers": "zero_optimization.contiguous_gradients",
-    "every rank receives only its shard": "zero_optimization.reduce_scatter",
-    "buffers hold one unit, such as a layer": """zero_optimization.reduce_bucket_size
-        zero_optimization.allgather_bucket_size zero_optimization.sub_group_size
-        zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance""",
-    "--zero-prefetch-units sets how far gathers run ahead": "zero_optimization.stage3_prefetch_bucket_size",
-    "a unit is gathered as a whole, with its small parameters": """
-        zero_optimization.stage3_param_persistence_threshold
-        zero_optimization.stage3_model_persistence_threshold
-        zero_optimization.stage3_module_granularity_threshold""",
-    "a checkpoint's shards load at any number of ranks": """
-        zero_optimization.stage3_gather_16bit_weights_on_model_save
-        zero_optimization.stage3_gather_fp16_weights_on_model_save""",
-    "every parameter is used": "zero_optimization.ignore_unused_parameters",
-    "offloaded states are pinned": """zero_optimization.cpu_offload_use_pin_memory
-        zero_optimization.offload_optimizer.pin_memory""",
-    "parameters stay on the GPU": """zero_optimization.offload_param.pin_memory
-        zero_optimization.offload_param.nvme_path zero_optimization.offload_param.buffer_count
-        zero_optimization.offload_param.buffer_size zero_optimization.offload_param.max_in_cpu""",
+    "it is misspelt, and DeepSpeed ignores it": "zero.stage3_param_persitence_threshold",
+    "every parameter is used and trained": """zero.zero_quantized_nontrainable_weights
+        zero.ignore_unused_parameters""",
+    "mics_shard_size is off": "zero.mics_hierarchical_params_gather",
+    "gathers and reductions always overlap with computation": "zero.overlap_comm",
+    "every rank receives only its shard": "zero.reduce_scatter",
+    "buffers hold one unit, such as a layer, which is gathered as a whole": """zero.reduce_bucket_size
+        zero.allgather_bucket_size zero.sub_group_size zero.stage3_max_live_parameters
+        zero.stage3_max_reuse_distance zero.stage3_param_persistence_threshold
+        zero.stage3_model_persistence_threshold zero.stage3_module_granularity_threshold""",
+    "--zero-prefetch-units sets how far gathers run ahead": "zero.stage3_prefetch_bucket_size",
+    "parameters stay on the GPU": """zero.offload_param.pin_memory zero.offload_param.nvme_path
+        zero.offload_param.buffer_count zero.offload_param.buffer_size zero.offload_param.max_in_cpu""",
     "with tensor parallelism, what recomputation starts from is always split over tensor ranks": """
         activation_checkpointing.partition_activations""",
     "--recompute-num-layers sets the layers per activation checkpoint": """
@@ -290,11 +273,7 @@ _IDLE = {
     "--wandb-exp-name distinguishes runs": "wandb.group",
     "--tensor-model-parallel-size sets tensor parallelism, with one implementation": """
         tensor_parallel.preset_model tensor_parallel.vocab_parallel_lm_head
-        tensor_parallel.partition_config""",
-    "tensor ranks always exchange activations beside matmuls where their GPUs can": """
-        tensor_parallel.tp_overlap_comm""",
-    "all ranks take part in every checkpoint": "checkpoint.tag_validation",
-    "every rank writes its own shards": "checkpoint.parallel_write",
+        tensor_parallel.partition_config tensor_parallel.tp_overlap_comm""",
 }
 
 KEYS: Mapping[str, Rule] = {
@@ -305,5 +284,9 @@ KEYS: Mapping[str, Rule] = {
     **{f"activation_checkpointing.{key}": rule for key, rule in _RECOMPUTATION.items()},
     **_REPORTS,
     **_BLOCKS,
-    **{key: Idle(why) for why, keys in _IDLE.items() for key in keys.split()},
+    **{
+        re.sub(r"^zero\.", "zero_optimization.", key): Idle(why)
+        for why, keys in _IDLE.items()
+        for key in keys.split()
+    },
 }

@@ -1,26 +1,88 @@
-"""Flags of Megatron-LM, Megatron-DeepSpeed and this program's past, and what happens to each.
+"""Flags of other programs, and of this program's past, that are obeyed, or have one possible value here.
 
-Names and meanings are those of Megatron-LM from its first release to core 0.12, of Megatron-DeepSpeed and its
-fork by BigScience, and of GPT-NeoX's launcher. None of them is a current flag.
+reasons.py has those that are refused with any value, or have no effect. None of them is a current flag.
 """
 
-from megatron_zpp.config.legacy.megatron_features import (
-    CURRICULUM,
-    DISTILLATION,
-    EXPERTS,
-    OPTIMIZERS,
-)
-from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, REFUSED_TODAY, RENAMED_TODAY
-from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed, retired
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_zpp.config.legacy.reasons import EXPERTS, INJECTED, OPTIMIZERS, WEIGHT_DECAY
+from megatron_zpp.config.options import flag_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldFlag:
+    """What is known of a flag, which takes one value of the type `takes`, or no value if that is None.
+
+    many       whether it takes one value or more
+    gives      the values that it sets, by field path; VALUE stands for the value typed
+    at_least   lower bounds that it asks for, by field path
+    samples    the field path that has its value divided by --seq-length
+    means      what it gives for each of its values, instead of `gives`
+    today      the current flag with the same meaning
+    allowed    the values that it may have, which describe what happens anyway
+    otherwise  why another value is refused, or what to do instead; without `allowed` values any is refused
+    why        the reason why the flag has no effect
+    computes   whether saved settings may have only `allowed` values of it too: the model depends on it
+    """
+
+    name: str
+    takes: type | None = None
+    many: bool = False
+    gives: Mapping[str, Any] = field(default_factory=dict)
+    at_least: Mapping[str, int] = field(default_factory=dict)
+    samples: str = ""
+    means: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    today: str = ""
+    allowed: tuple[Any, ...] = ()
+    why: str = ""
+    otherwise: str = ""
+    computes: bool = False
+
+    def check_saved(self, place: str, value: Any) -> None:
+        """Raise ValueError, naming `place`, for saved settings of a model that no longer exists."""
+        if self.computes and value not in (None, *self.allowed):
+            raise ValueError(f"{place} {value}: {self.otherwise}")
+
+    def accepts(self, value: Any) -> bool:
+        """Whether `value` is one that the flag may have, with each of several values."""
+        return not self.allowed or all(one in self.allowed for one in (value if self.many else (value,)))
+
+    @property
+    def refused(self) -> bool:
+        """Whether the flag is refused with any value."""
+        return bool(self.otherwise) and not self.allowed
+
+
+VALUE = object()
+
+
+def renamed(name: str, field_path: str, takes: type | None = None) -> OldFlag:
+    """A flag whose current name is that of a field."""
+    today, value = flag_name(field_path.partition(".")[2]), True if takes is None else VALUE
+    return OldFlag(name=name, takes=takes, gives={field_path: value}, today=today)
+
+
+def only(name: str, allowed: Any, otherwise: str, today: str = "", *, many: bool = False) -> OldFlag:
+    """A flag that may have the `allowed` values only, or a single one."""
+    values = allowed if isinstance(allowed, tuple) else (allowed,)
+    return OldFlag(
+        name=name, takes=type(values[0]), many=many, allowed=values, otherwise=otherwise, today=today
+    )
+
+
+def retired(name: str, value: Any, why: str, otherwise: str = "", *, computes: bool = False) -> OldFlag:
+    """A flag of an earlier version that may only have one `value`, or none if that is a type."""
+    takes, allowed = (value, ()) if isinstance(value, type) else (type(value), (value,))
+    otherwise = otherwise or f"{why}; omit it"
+    return OldFlag(name=name, takes=takes, allowed=allowed, why=why, otherwise=otherwise, computes=computes)
+
 
 _FULL = {"recompute.recompute_granularity": "full"}
-_LONG = "use --context-parallel-size"
-_FEEDBACK = (
-    "not supported: error feedback, which did not lower the loss (docs/internals/numerics.md); "
-    "--zero-quantized-gradients-format rotated4 does"
-)
-_WEIGHT_DECAY = "not supported: a schedule of the weight decay"
+_FP32 = "not supported: master weights, moments or sums of gradients below fp32"
 _NO_SNAPSHOTS = "states are copied to --save alone"
+_BESIDE_MATMULS = "tensor ranks always exchange activations beside matmuls where their GPUs can"
 
 RENAMED = (
     renamed("--batch-size", "training.micro_batch_size", int),
@@ -83,6 +145,41 @@ RENAMED = (
         at_least={"zero.zero_stage": 1},
         today="--zero-stage 1; a higher stage includes it",
     ),
+    OldFlag(
+        name="--data-parallel-sharding-strategy",
+        takes=str,
+        means={
+            "no_shard": {"zero.zero_stage": 0},
+            "optim": {"zero.zero_stage": 1},
+            "optim_grads": {"zero.zero_stage": 2},
+            "optim_grads_params": {"zero.zero_stage": 3},
+        },
+        today="--zero-stage",
+    ),
+    OldFlag(name="--use-torch-fsdp2", gives={"zero.zero_stage": 3}, today="--zero-stage 3"),
+    OldFlag(
+        name="--save-retain-interval",
+        takes=int,
+        gives={"checkpoint.keep_last": 1, "checkpoint.keep_every": VALUE},
+        today="--keep-last 1 --keep-every",
+    ),
+    OldFlag(
+        name="--fp8-format",
+        takes=str,
+        means={"hybrid": {"precision.fp8": True}},
+        today="--fp8",
+    ),
+    *(
+        OldFlag(
+            name=name,
+            gives={"model.make_vocab_size_divisible_by": 1},
+            today="--make-vocab-size-divisible-by 1",
+        )
+        for name in ("--no-pad-vocab-size", "--disable-pad-vocab-size")
+    ),
+    renamed("--encoder-num-layers", "model.num_layers", int),
+    renamed("--mup-embedding-mult", "model.embedding_multiplier", float),
+    renamed("--mup-output-mult", "model.logits_multiplier", float),
 )
 
 ONLY = (
@@ -95,107 +192,23 @@ ONLY = (
     only("--dataloader-type", "single", "not supported: cyclic and external data loaders"),
     only("--data-impl", ("mmap", "infer"), "only .bin with .idx can be read; preprocess the data again"),
     only("--remote-device", "none", "not supported: parameters in CPU memory or on disks"),
-    only("--weight-decay-incr-style", "constant", _WEIGHT_DECAY),
+    only("--weight-decay-incr-style", "constant", WEIGHT_DECAY),
+    only("--num-distributed-optimizer-instances", 1, "use --zero-stage and --zero-hpz-partition-size"),
+    only("--outer-dp-sharding-strategy", "no_shard", "use --zero-stage"),
+    only("--rope-type", "rope", "use --position-embedding-type yarn"),
+    only("--recompute-modules", "core_attn", "use --recompute-granularity", many=True),
+    only("--error-injection-rate", 0, INJECTED),
+    only("--vocab-extra-ids", 0, "not supported: entries beside the tokenizer's; use --padded-vocab-size"),
+    only("--glu-linear-offset", 0.0, "not supported: an offset in the GLU"),
+    only("--main-grads-dtype", "fp32", _FP32),
+    only("--megatron-fsdp-main-params-dtype", ("fp32", "auto"), _FP32),
+    only("--megatron-fsdp-main-grads-dtype", ("fp32", "auto"), _FP32),
+    only("--megatron-fsdp-grad-comm-dtype", "auto", "use --grad-reduce-in-bf16, or omit it"),
+    only(
+        "--exit-signal", ("SIGTERM", "SIGUSR1", "SIGINT"), "not supported: other signals; these save and stop"
+    ),
+    only("--no-weight-decay-cond-type", "default", "not supported: other choices of what is decayed"),
 )
-
-_IDLE = {
-    "the ZeRO engine is built in": """--deepspeed --use-contiguous-buffers-in-ddp
-        --no-contiguous-buffers-in-local-ddp --DDP-impl:str""",
-    "ranks come from the launcher's environment": """--local_rank:int --local-rank:int
-        --hostfile:str""",
-    "--recompute-granularity selects recomputation": "--deepspeed-activation-checkpointing",
-    "--recompute-granularity selects recomputation, layer by layer": "--split-transformers",
-    "stored inputs of recomputation stay where they were computed": "--contigious-checkpointing",
-    "no layer waits for the device": "--synchronize-each-layer",
-    "only prints; use benchmarks/zero_speed.py --trace": "--profile-backward",
-    "tensor ranks always split hidden states between linear maps by tokens; one rank alone has all": """
-        --sequence-parallel --partition-activations --distribute-checkpointed-activations
-        --distribute-saved-activations""",
-    "activations are gathered and scattered, not all-reduced": "--no-async-tensor-model-parallel-allreduce",
-    "linear layers are whole, with the same result": "--memory-centric-tiled-linear --tile-factor:int",
-    "embeddings are whole, with the same result": "--scattered-embeddings",
-    "every checkpoint loads at any number of ranks": "--universal-checkpoint",
-    "a signal, such as SIGTERM, saves and stops the run": "--kill-switch-file:str --kill-switch-path:str",
-    "--profile with --profile-step-start and --profile-step-end traces": "--profile_steps:str",
-    "only reports": "--codecarbon-dir:str --log-level:str --log-level-replica:str --log-path:str",
-    "--wandb-exp-name distinguishes runs": "--wandb_group:str",
-    "gradients of what tensor ranks replicate are summed": "--sync-tp-duplicated-parameters",
-    "no kernel has a shape that it cannot compute": "--abort-on-unmet-fused-kernel-constraints",
-    "--num-workers holds for all splits": "--valid-num-workers:int",
-    "there is no pipeline parallelism": """--no-pipeline-parallel --no-scatter-gather-tensors-in-pipeline
-        --pp-partition-method:str --num-layers-per-virtual-pipeline-stage:int
-        --enable-zbh1-pipeline --enable-zbh1-exact-semantics --overlap-p2p-communication
-        --standalone-embedding-stage --pipeline-model-parallel-split-rank:int""",
-    "every rank receives only its shard": "--zero-reduce-scatter",
-    "gradients accumulate in flat buffers": "--zero-contigious-gradients --no-gradient-accumulation-fusion",
-    "buffers hold one unit, such as a layer": """--zero-reduce-bucket-size:float
-        --zero-allgather-bucket-size:float""",
-    "offloaded states are pinned": "--use-pin-memory",
-    "--fused-backend selects the AdamW implementation": "--cpu_torch_adam --ds_fused_adam",
-    "gathers and reductions always overlap with computation": "--overlap-grad-reduce --overlap-param-gather",
-    "gradients accumulate and are summed in fp32": "--accumulate-allreduce-grads-in-fp32",
-    "--attention-backend selects the attention kernel, and other fusions affect speed only": """
-        --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --no-persist-layer-norm
-        --no-masked-softmax-fusion --no-bias-dropout-fusion --attention-softmax-in-fp32 --transformer-impl:str
-        --no-rope-fusion --no-bias-swiglu-fusion --use-flash-attn-triton --use-flash-attn-builder""",
-    "GELU is always the tanh approximation": "--no-bias-gelu-fusion --openai-gelu",
-    "the result is the same": "--no-query-key-layer-scaling --apply-query-key-layer-scaling",
-    "there is only one model": "--use-mcore-models --use-legacy-models",
-    "initial weights depend on --seed only": "--use-cpu-initialization",
-    "order and dropout depend on --seed and consumed samples only": "--no-save-rng --no-load-rng",
-    "the first signal always saves and stops": "--exit-signal-handler",
-    "files are read as needed, not mapped": "--mmap-warmup",
-    "checkpoints have one format, described in docs/internals/checkpoints.md": "--ckpt-format:str",
-    "--fused-backend selects the norms": "--disable-mem-efficient-ln",
-    "data are read again for as long as the run lasts": "--repeated-dataloader",
-    "always written to TensorBoard, W&B and --metrics-file": """--log-batch-size-to-tensorboard
-        --no-log-learnig-rate-to-tensorboard""",
-    "only reports, and norms of moments are not logged; --log-params-norm logs that of the weights": """
-        --log-optimizer-states-to-tensorboard""",
-    "the schedule always follows the flags": """--override-lr-scheduler --override-opt_param-scheduler
-        --no-load-lr-state""",
-}
-_REFUSED = {
-    "not supported: norms after the residual connection": "--apply-residual-connection-post-layernorm",
-    "not supported: Xavier initialisation": "--init-method-xavier-uniform",
-    "not supported: a residual stream in fp32": "--fp32-residual-connection",
-    "not supported: a loss in fp16": "--fp16-lm-cross-entropy",
-    "not supported: GPT-NeoX's files of settings; give flags, or --config": "--conf_dir --megatron_config",
-    "not supported: autotuning; --dry-run compares settings": "--autotuning",
-    "not supported: skipped iterations": "--skip-train-iteration-range",
-    "not supported: objectives other than the next token": """--loss-on-targets-only --noise-density
-        --mean-noise-span-length --reweight-loss-based-on-position-frequency""",
-    OPTIMIZERS: "--use-bnb-optimizer",
-    "use megatron-zpp evaluate": "--eval-only",
-    "not supported: weighted ranges of data sets": """--train-weighted-split-paths
-        --valid-weighted-split-paths --test-weighted-split-paths --train-weighted-split-paths-path
-        --valid-weighted-split-paths-path --test-weighted-split-paths-path""",
-    "use megatron-zpp sample to generate text": "--ds-inference --inference",
-    _FEEDBACK: "--zero-gradient-error-feedback",
-    "not supported: FP8 with e4m3 alone; use --fp8": "--fp8-e4m3",
-    EXPERTS: """--mlp-type --topk --expert-interval --num-experts-switch --use-tutel --create-moe-param-group
-        --enable-expert-tensor-parallelism --disable-moe-token-dropping
-        --disable-moe-top2-2nd-expert-sampling""",
-    DISTILLATION: """--load-teacher --num-layers-teacher --hidden-size-teacher --num-experts-teacher
-        --num-attention-heads-teacher --mos --kd --kd-alpha-ce --kd-beta-ce --kd-temp""",
-    "not supported: retrieval (RETRO)": """--retro-workdir --retro-add-retriever
-        --retro-cyclic-train-iters --retro-encoder-layers --retro-encoder-hidden-dropout
-        --retro-encoder-attention-dropout --retro-num-neighbors --retro-num-retrieved-chunks
-        --retro-return-doc-ids""",
-    "not supported: random layerwise token dropping": "--random-ltd",
-    CURRICULUM: """--data-efficiency-curriculum-learning --return-data-index --train-idx-path
-        --train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path""",
-    "use --train-samples or --train-iters": "--train-data-exact-num-epochs",
-    "name the data in --data-path": "--aml-data-download-path",
-    "not supported: runs that only build data sets": "--use-dataset-only",
-    _LONG: """--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
-        --ds-sequence-parallel-fpdt-offloading""",
-    "not supported: embeddings in fp32": "--embedding-weights-in-fp32",
-    "use --ckpt-step": "--load-tag",
-    "use --finetune, which loads weights only and starts at iteration 0": "--reset-iteration",
-    _WEIGHT_DECAY: "--start-weight-decay --end-weight-decay",
-}
-IDLE, REFUSED = idle(_IDLE), refused(_REFUSED)
 
 RETIRED = (  # flags of this program, whose fields may be in settings files and in checkpoints
     retired("--gemm-algorithms", "heuristic", "torch always chooses the algorithms of matmuls"),
@@ -207,20 +220,22 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         "faster with --fp8, omit --fp8 too",
     ),
     retired("--fp8-margin", 0, "the largest magnitude of --fp8-recipe delayed always has the largest code"),
-    *idle(
-        {
-            "tensor ranks always exchange activations beside matmuls where their GPUs can": """
-                --tp-comm-overlap --no-tp-comm-overlap""",
-            "TORCHINDUCTOR_CACHE_DIR names the cache of compiled kernels": "--compile-cache-dir:str",
-            "traces are in profile, below --tensorboard-dir if that is given": "--profile-dir:str",
-            "zeros of the gradient are not counted": "--log-num-zeros-in-grad",
-            "MFU is relative to the data sheet of a known GPU": "--device-peak-tflops:float",
-            "ranks wait --distributed-timeout-minutes for one another at the start too": """
-                --preflight-timeout:float""",
-            "copy engines are used if a trial at the start succeeds": "--zero-copy-engines:str",
-            "matmuls always spare what NCCL needs over TCP": "--zero-spare-multiprocessors:str",
-            "references are compared before each checkpoint is saved": "--zero-check-interval:int",
-        }
+    *(
+        OldFlag(name=name, takes=takes, why=why)
+        for name, takes, why in (
+            ("--tp-comm-overlap", None, _BESIDE_MATMULS),
+            ("--no-tp-comm-overlap", None, _BESIDE_MATMULS),
+            ("--compile-cache-dir", str, "TORCHINDUCTOR_CACHE_DIR names the cache of compiled kernels"),
+            ("--profile-dir", str, "traces are in profile, below --tensorboard-dir if that is given"),
+            ("--log-num-zeros-in-grad", None, "zeros of the gradient are not counted"),
+            ("--device-peak-tflops", float, "MFU is relative to the data sheet of a known GPU"),
+            ("--preflight-timeout", float, "--distributed-timeout-minutes holds for the start too"),
+            ("--zero-copy-engines", str, "copy engines are used if a trial at the start succeeds"),
+            ("--zero-spare-multiprocessors", str, "matmuls always spare what NCCL needs over TCP"),
+            ("--zero-check-interval", int, "references are compared before each checkpoint is saved"),
+            ("--distributed-backend", str, "collectives are NCCL's on GPUs, and gloo's on CPUs"),
+            ("--debug", None, "MEGATRON_ZPP_DEBUG=1 in the environment shows tracebacks"),
+        )
     ),
     retired("--zero-hpz-secondary", "bf16", "secondary shards always have the compute format"),
     retired("--zero-delta4-iterations", int, "delta4 has 4 bits in all iterations"),
@@ -272,6 +287,7 @@ RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 OTHER_VALUES = {  # by flag: what says here what a value of another program says there
     "--position-embedding-type": {"rotary": "rope", "absolute": "learned_absolute"},
     "--optimizer": {"dist_muon": "muon"},
+    "--normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     "--tokenizer-type": dict.fromkeys(("PretrainedFromHF", "HFTokenizer"), "HuggingFaceTokenizer"),
 }
 REFUSED_VALUES = {
@@ -292,7 +308,4 @@ RETIRED_VALUES = {  # by field: the value that takes the place of each
     "zero_quantized_gradients_format": {"fp8": "int8", "rotated3": "rotated4"},
 }
 
-OLD_FLAGS: tuple[OldFlag, ...] = (
-    *(*RENAMED, *ONLY, *IDLE, *REFUSED, *RETIRED),
-    *(*RENAMED_TODAY, *ONLY_TODAY, *IDLE_TODAY, *REFUSED_TODAY),
-)
+OLD_FLAGS: tuple[OldFlag, ...] = (*RENAMED, *ONLY, *RETIRED)

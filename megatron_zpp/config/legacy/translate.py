@@ -1,28 +1,33 @@
 """Translates flags of other programs into the values that current flags would have given."""
 
 import argparse
+import math
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from megatron_zpp.config.legacy.megatron_features import EXPERTS, feature_of
-from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag
 from megatron_zpp.config.legacy.old_flags import (
     OLD_FLAGS,
     OTHER_VALUES,
     REFUSED_VALUES,
     RENAMED,
     RETIRED_VALUES,
+    VALUE,
+    OldFlag,
 )
-from megatron_zpp.config.legacy.pipeline import FLAG as PIPELINE
+from megatron_zpp.config.legacy.reasons import EXPERTS, NO_TABLE, Reason, reason_of
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import AUTO, UsageError, flag_name, option_error, parse_known
 from megatron_zpp.config.sources.provided import OTHERS, Provided
 
+PIPELINE = "--pipeline-model-parallel-size"
+_MICRO, _GLOBAL = "training.micro_batch_size", "training.global_batch_size"
 _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
-_DENSE = "the model has no experts"
+_EXPERTS, _DENSE = ("--num-experts", "--num-experts-switch"), "the model has no experts"
+_OF_ROPE = ("--position-embedding-type", "rope"), ("--use-rotary-position-embeddings", "")
+_ROPE = "with --position-embedding-type rope there is no table of positions"
 _REFUSED_VALUES = REFUSED_VALUES | {
     flag_name(field): {old: f"is retired; use {new}" for old, new in values.items()}
     for field, values in RETIRED_VALUES.items()
@@ -41,12 +46,13 @@ class Translation:
         self._renamed: list[str] = []
         self._idle: dict[str, list[str]] = {}  # flags by the reason
         self._refused: list[tuple[str, str]] = []  # words, reason
-        self._has_experts = any(
-            value.isdecimal() and int(value) > 1
-            for name, values, _ in _flags(argv)
-            if name in ("--num-experts", "--num-experts-switch")
-            for value in values
-        )
+        given = [(name, " ".join(values)) for name, values, _ in _flags(argv)]
+        self._given = {name for name, _ in given}
+        self._excused: dict[str, str] = {}  # why refused flags have no effect here, by why they are refused
+        if not any(name in _EXPERTS and set(values.split()) - {"0", "1"} for name, values in given):
+            self._excused[EXPERTS] = _DENSE
+        if any(each in given for each in _OF_ROPE):
+            self._excused[NO_TABLE] = _ROPE
         words = [word for flag in _flags(argv) for word in self._obeyed(parser, *flag)]
         try:
             self.typed, self.unknown = parse_known(parser, (*groups, OTHERS), words)
@@ -58,8 +64,8 @@ class Translation:
         self.pipeline: int = self._old.pop(PIPELINE, 1)
 
     def gives(self, *names: str) -> bool:
-        """Whether one of some old flags is given."""
-        return any(name in self._old for name in names)
+        """Whether one of some flags is given."""
+        return any(name in self._given for name in names)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -108,35 +114,22 @@ class Translation:
                         name, "(given)", f"contradicts {provided.name(field_path)} {value}; omit one"
                     )
 
-    def check(self, parts: Mapping[str, Any]) -> None:
-        """Raise ValueError for an old flag that needs another value of a setting of `parts`."""
-        for name in self._old:
-            flag = _BY_NAME[name]
-            for field_path, needed in flag.needs.items():
-                part, field = field_path.split(".")
-                value = getattr(parts[part], field)
-                if value != needed:
-                    fix = f"cannot be obeyed with {flag_name(field)} {value}; {flag.otherwise}"
-                    raise option_error(name, "(given)", fix)
-
     def _obeyed(
         self, parser: argparse.ArgumentParser, name: str, values: list[str], words: list[str]
     ) -> list[str]:
         """Return the words to parse in place of those of a flag, and record what becomes of the flag."""
-        flag, feature = _BY_NAME.get(name), None
+        flag, reason = _BY_NAME.get(name), None
         if flag is not None and flag.refused:
-            feature = flag.otherwise, True
+            reason = Reason(flag.otherwise, refused=True)
         elif name not in parser._option_string_actions:
-            feature = feature_of(name)
-        if feature is not None:
-            reason, refused = feature
-            if reason == EXPERTS and not self._has_experts:
-                reason, refused = _DENSE, False
-            if refused:
-                self._refused.append((_words(name, values), reason))
+            reason = reason_of(name)
+        if reason is not None:
+            excuse = self._excused.get(reason.text) if reason.refused else reason.text
+            if excuse is None:
+                self._refused.append((_words(name, values), reason.text))
             else:
-                self._idle.setdefault(reason, []).append(name)
-            return []
+                self._idle.setdefault(excuse, []).append(name)
+            return [] if reason.takes_values else values
         (first, *_) = values or [""]
         if why := _REFUSED_VALUES.get(name, {}).get(first):
             self._refused.append((f"{name} {first}", why))
@@ -155,6 +148,32 @@ class Translation:
             self._idle.setdefault(flag.why, []).append(flag.name)
         elif flag.today:
             self._renamed.append(f"{flag.name} is {flag.today}")
+
+
+def divide_batch(provided: Provided, stages: int, data_ranks: int) -> tuple[str, ...]:
+    """Choose the micro-batch of `data_ranks` ranks, those of the pipeline's `stages` included.
+
+    The global batch and its ramp, and so the samples of every update, stay; the default is that of the other
+    program. The micro-batch stays too if it divides them; else it becomes the largest of its divisors that
+    does. Returns a note on that. Raises ValueError if there is none.
+    """
+    micro: Any = provided.get(_MICRO)
+    if micro in (None, AUTO) or micro < 1:
+        return ()
+    batch = provided.get(_GLOBAL) or micro * max(1, data_ranks // stages)
+    sizes = [batch, *(provided.get("training.rampup_batch_size") or ())[:2]]
+    if any(size < 1 or size % data_ranks for size in sizes):
+        fix = (
+            f"its ranks would be data ranks, and {data_ranks} of them do not divide the batch of "
+            f"{', '.join(map(str, sizes))} samples; start fewer ranks, or raise --tensor-model-parallel-size"
+        )
+        raise option_error(PIPELINE, stages, fix)
+    kept = math.gcd(micro, math.gcd(*sizes) // data_ranks)
+    if kept == micro:
+        return ()
+    provided.values["training"] |= {"micro_batch_size": kept, "global_batch_size": batch}
+    same = f"with the same {batch} samples in an update"
+    return (f"{PIPELINE} {stages}: --micro-batch-size {micro} becomes {kept}, {same}",)
 
 
 def add_old_flags(parser: argparse.ArgumentParser) -> None:

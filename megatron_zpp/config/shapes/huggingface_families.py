@@ -4,14 +4,12 @@ Keys and defaults are those of transformers' classes, `Olmo2Config` and so on.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_zpp.config.shapes.config_json import Values, positive, switch, unfit
 from megatron_zpp.config.values.attention_window import describe_pattern, parse_pattern
-from megatron_zpp.config.values.json_file import shown
-
-_Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ class Family:
     defaults: dict[str, Any]
     only: dict[str, tuple[Any, ...]]
     fixed: dict[str, Any] = field(default_factory=dict)
-    fields: Callable[[_Values], dict[str, Any]] = lambda values: {}
-    values: Callable[[_Values], dict[str, Any]] = lambda model: {}
+    fields: Callable[[Values], dict[str, Any]] = lambda values: {}
+    values: Callable[[Values], dict[str, Any]] = lambda model: {}
     other_names: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -43,15 +41,7 @@ class Family:
         return "position_embedding_type" in self.fixed
 
 
-def positive(values: _Values, key: str, default: float) -> float:
-    """A number of config.json. Raises ValueError, with the key, for what is none above 0."""
-    value = values.get(key, default)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"config.json: {key} is {shown(value)}; must be a number above 0")
-    return float(value)
-
-
-def _gpt2_values(model: _Values) -> dict[str, Any]:
+def _gpt2_values(model: Values) -> dict[str, Any]:
     inner = model["ffn_hidden_size"]
     return {
         "n_inner": None if inner == 4 * model["hidden_size"] else inner,
@@ -60,7 +50,7 @@ def _gpt2_values(model: _Values) -> dict[str, Any]:
     }
 
 
-def _granite_fields(values: _Values) -> dict[str, Any]:
+def _granite_fields(values: Values) -> dict[str, Any]:
     return {
         "embedding_multiplier": positive(values, "embedding_multiplier", 1.0),
         "residual_multiplier": positive(values, "residual_multiplier", 1.0),
@@ -69,7 +59,7 @@ def _granite_fields(values: _Values) -> dict[str, Any]:
     }
 
 
-def _granite_values(model: _Values) -> dict[str, Any]:
+def _granite_values(model: Values) -> dict[str, Any]:
     return {
         "embedding_multiplier": model["embedding_multiplier"],
         "residual_multiplier": model["residual_multiplier"],
@@ -78,14 +68,11 @@ def _granite_values(model: _Values) -> dict[str, Any]:
     }
 
 
-def _starcoder2_fields(values: _Values) -> dict[str, Any]:
-    biased = values.get("use_bias", True)
-    if type(biased) is not bool:
-        raise ValueError(f"config.json: use_bias is {shown(biased)}; must be true or false")
-    return {"disable_bias_linear": not biased}
+def _starcoder2_fields(values: Values) -> dict[str, Any]:
+    return {"disable_bias_linear": not switch(values, "use_bias", usual=True)}
 
 
-def _starcoder2_values(model: _Values) -> dict[str, Any]:
+def _starcoder2_values(model: Values) -> dict[str, Any]:
     return {
         "hidden_act": "gelu_pytorch_tanh",
         "use_bias": not model["disable_bias_linear"],
@@ -93,13 +80,11 @@ def _starcoder2_values(model: _Values) -> dict[str, Any]:
     }
 
 
-def _smollm3_fields(values: _Values) -> dict[str, Any]:
+def _smollm3_fields(values: Values) -> dict[str, Any]:
     layers, every = values["num_hidden_layers"], int(positive(values, "no_rope_layer_interval", 4)) or 1
     rotated = values.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(rotated, list) or len(rotated) != layers or any(each not in (0, 1) for each in rotated):
-        raise ValueError(
-            f"config.json: no_rope_layers is {shown(rotated)}; must have 0 or 1 for {layers} layers"
-        )
+        raise unfit("no_rope_layers", rotated, f"a list with 0 or 1 for each of {layers} layers")
     # As of windows: a number says which layers have none, a list has a 1 for those.
     number = describe_pattern([bool(each) for each in rotated])
     if number is None or number.isdecimal():
@@ -107,7 +92,7 @@ def _smollm3_fields(values: _Values) -> dict[str, Any]:
     return {"no_rope_freq": describe_pattern([not each for each in rotated])}
 
 
-def _smollm3_values(model: _Values) -> dict[str, Any]:
+def _smollm3_values(model: Values) -> dict[str, Any]:
     layers, pattern = model["num_layers"], model["no_rope_freq"]
     rotated = [True] * layers
     if pattern is not None:
@@ -117,7 +102,7 @@ def _smollm3_values(model: _Values) -> dict[str, Any]:
     return found | _NO_PADDING
 
 
-def _gemma_fields(values: _Values, attention: float | None, logits: float | None) -> dict[str, Any]:
+def _gemma_fields(values: Values, attention: float | None, logits: float | None) -> dict[str, Any]:
     """Those of Gemma 2 and 3, whose soft caps are `attention` and `logits` where config.json has none."""
     caps = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
     caps = {key: values.get(key, usual) for key, usual in caps.items()}
@@ -128,7 +113,7 @@ def _gemma_fields(values: _Values, attention: float | None, logits: float | None
     }
 
 
-def _gemma_values(model: _Values) -> dict[str, Any]:
+def _gemma_values(model: Values) -> dict[str, Any]:
     scale, activation = model["softmax_scale"] or model["kv_channels"] ** -0.5, "gelu_pytorch_tanh"
     return {
         "query_pre_attn_scalar": round(scale**-2),
@@ -139,18 +124,15 @@ def _gemma_values(model: _Values) -> dict[str, Any]:
     }
 
 
-def _phi3_values(model: _Values) -> dict[str, Any]:
+def _phi3_values(model: Values) -> dict[str, Any]:
     return {"embd_pdrop": model["hidden_dropout"], **_NO_PADDING}
 
 
-def _glm_fields(values: _Values) -> dict[str, Any]:
-    biased = values.get("attention_bias", True)
-    if type(biased) is not bool:
-        raise ValueError(f"config.json: attention_bias is {shown(biased)}; must be true or false")
-    return {"add_qkv_bias": biased}
+def _glm_fields(values: Values) -> dict[str, Any]:
+    return {"add_qkv_bias": switch(values, "attention_bias", usual=True)}
 
 
-def _glm_values(model: _Values) -> dict[str, Any]:
+def _glm_values(model: Values) -> dict[str, Any]:
     return {"attention_bias": model["add_qkv_bias"], **_NO_PADDING}
 
 
@@ -248,100 +230,85 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
 }
-LLAMA_FIXED: dict[str, Any] = {
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "hidden_dropout": 0.0,
-}
+_LLAMA_FIXED: dict[str, Any] = {"normalization": "RMSNorm", "swiglu": True, "hidden_dropout": 0.0}
 _SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), **_ANY}
 _NO_BIAS = {"disable_bias_linear": True}
-_GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
-_GEMMA_ONLY = _ANY | {
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "attention_bias": (False,),
-    "use_bidirectional_attention": (False, None),
-}
-_GEMMA_FIXED = {key: value for key, value in LLAMA_FIXED.items() if key != "swiglu"} | {
-    **_NO_BIAS,
-    "geglu": True,
-    "norm_placement": "both",
-    "apply_layernorm_1p": True,
-}
-_OLMO_FIXED = LLAMA_FIXED | {
-    **_NO_BIAS,
-    "norm_placement": "after",
-    "qk_layernorm": True,
-    "qk_layernorm_across_heads": True,
-}
-_GLM_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7}
-_GLM_FIXED = LLAMA_FIXED | _NO_BIAS | {"rotary_interleaved": True}
+_UNBIASED = {"attention_bias": (False,)}
+
+
+def _like_llama(
+    architecture: str,
+    fixed: dict[str, Any],
+    *,
+    defaults: dict[str, Any] | None = None,
+    only: dict[str, tuple[Any, ...]] | None = None,
+    **others: Any,
+) -> Family:
+    """A family with Llama's keys, and its defaults and fixed fields but for those that are given."""
+    given = _LLAMA_DEFAULTS | (defaults or {}), _SILU | (only or {})
+    return Family(architecture, _LLAMA_KEYS, *given, _LLAMA_FIXED | fixed, **others)
+
+
+def _olmo(architecture: str, **others: Any) -> Family:
+    fixed = {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True}
+    defaults = {"rms_norm_eps": 1e-5}
+    return _like_llama(architecture, fixed | _NO_BIAS, defaults=defaults, only=_UNBIASED, **others)
+
+
+def _glm(architecture: str, **fixed: Any) -> Family:
+    return _like_llama(
+        architecture,
+        _NO_BIAS | {"rotary_interleaved": True} | fixed,
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+        fields=_glm_fields,
+        values=_glm_values,
+    )
+
+
+def _gemma(
+    architecture: str, caps: tuple[float | None, float | None], defaults: dict[str, Any], **fixed: Any
+) -> Family:
+    """Gemma 2 or 3, whose soft caps of attention and logits are `caps` where config.json has none."""
+    gates = {"swiglu": False, "geglu": True, "norm_placement": "both", "apply_layernorm_1p": True}
+    return Family(
+        architecture,
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True} | defaults,
+        _ANY
+        | _UNBIASED
+        | {"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False, None)},
+        _LLAMA_FIXED | _NO_BIAS | gates | fixed,
+        lambda values: _gemma_fields(values, *caps),
+        _gemma_values,
+    )
+
 
 FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
     "bloom": _BLOOM,
-    "llama": Family("LlamaForCausalLM", _LLAMA_KEYS, _LLAMA_DEFAULTS, _SILU, LLAMA_FIXED),
-    "mistral": Family(
-        "MistralForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 8},
-        _SILU,
-        LLAMA_FIXED | _NO_BIAS,
+    "llama": _like_llama("LlamaForCausalLM", {}),
+    "mistral": _like_llama("MistralForCausalLM", _NO_BIAS, defaults={"num_key_value_heads": 8}),
+    "qwen2": _like_llama(
+        "Qwen2ForCausalLM", _NO_BIAS | {"add_qkv_bias": True}, defaults={"num_key_value_heads": 32}
     ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 32},
-        _SILU,
-        LLAMA_FIXED | _NO_BIAS | {"add_qkv_bias": True},
-    ),
-    "qwen3": Family(
+    "qwen3": _like_llama(
         "Qwen3ForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
-        _SILU | {"attention_bias": (False,)},
-        LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True},
+        _NO_BIAS | {"qk_layernorm": True},
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        only=_UNBIASED,
     ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
-        _SILU | {"attention_bias": (False,)},
-        _OLMO_FIXED,
-    ),
-    "olmo3": Family(
-        "Olmo3ForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
-        _SILU | {"attention_bias": (False,)},
-        _OLMO_FIXED,
-        values=lambda model: _NO_PADDING,
-    ),
+    "olmo2": _olmo("Olmo2ForCausalLM"),
+    "olmo3": _olmo("Olmo3ForCausalLM", values=lambda model: _NO_PADDING),
     "phi3": Family(
         "Phi3ForCausalLM",
         _LLAMA_KEYS | {"resid_pdrop": "hidden_dropout"},
         _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
         _SILU,
-        {key: value for key, value in LLAMA_FIXED.items() if key != "hidden_dropout"} | _NO_BIAS,
+        _LLAMA_FIXED | _NO_BIAS,
         values=_phi3_values,
     ),
-    "glm": Family(
-        "GlmForCausalLM",
-        _LLAMA_KEYS,
-        _GLM_DEFAULTS,
-        _SILU,
-        _GLM_FIXED,
-        _glm_fields,
-        _glm_values,
-    ),
-    "glm4": Family(
-        "Glm4ForCausalLM",
-        _LLAMA_KEYS,
-        _GLM_DEFAULTS,
-        _SILU,
-        _GLM_FIXED | {"norm_placement": "both"},
-        _glm_fields,
-        _glm_values,
-    ),
+    "glm": _glm("GlmForCausalLM"),
+    "glm4": _glm("Glm4ForCausalLM", norm_placement="both"),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         {key: name for key, name in _LLAMA_KEYS.items() if key != "rms_norm_eps"}
@@ -349,50 +316,36 @@ FAMILIES: dict[str, Family] = {
         {key: value for key, value in _LLAMA_DEFAULTS.items() if key != "rms_norm_eps"}
         | {"norm_epsilon": 1e-5, "initializer_range": 0.018042, "num_key_value_heads": 2}
         | {"residual_dropout": 0.0, "embedding_dropout": 0.0, "tie_word_embeddings": True},
-        _ANY
-        | {
+        {
             "hidden_act": ("gelu_pytorch_tanh",),
             "mlp_type": ("default",),
             "norm_type": ("layer_norm",),
+            **_ANY,
         },
         {"normalization": "LayerNorm"},
         _starcoder2_fields,
         _starcoder2_values,
     ),
-    "granite": Family(
+    "granite": _like_llama(
         "GraniteForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS,
-        _SILU | {"attention_bias": (False,), "mlp_bias": (False,)},
-        LLAMA_FIXED | _NO_BIAS,
-        _granite_fields,
-        _granite_values,
+        _NO_BIAS,
+        only=_UNBIASED | {"mlp_bias": (False,)},
+        fields=_granite_fields,
+        values=_granite_values,
     ),
-    "smollm3": Family(
+    "smollm3": _like_llama(
         "SmolLM3ForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "tie_word_embeddings": True},
-        _SILU | {"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,)},
-        LLAMA_FIXED | _NO_BIAS,
-        _smollm3_fields,
-        _smollm3_values,
+        _NO_BIAS,
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+        only=_UNBIASED | {"mlp_bias": (False,), "use_sliding_window": (False,)},
+        fields=_smollm3_fields,
+        values=_smollm3_values,
     ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        _LLAMA_KEYS,
-        _GEMMA_DEFAULTS,
-        _GEMMA_ONLY,
-        _GEMMA_FIXED | {"qk_layernorm": False},
-        lambda values: _gemma_fields(values, 50.0, 30.0),
-        _gemma_values,
-    ),
-    "gemma3_text": Family(
+    "gemma2": _gemma("Gemma2ForCausalLM", (50.0, 30.0), {}),
+    "gemma3_text": _gemma(
         "Gemma3ForCausalLM",
-        _LLAMA_KEYS,
-        _GEMMA_DEFAULTS | {"num_attention_heads": 8, "max_position_embeddings": 131072, "vocab_size": 262208},
-        _GEMMA_ONLY,
-        _GEMMA_FIXED | {"qk_layernorm": True},
-        lambda values: _gemma_fields(values, None, None),
-        _gemma_values,
+        (None, None),
+        {"num_attention_heads": 8, "max_position_embeddings": 131072, "vocab_size": 262208},
+        qk_layernorm=True,
     ),
 }

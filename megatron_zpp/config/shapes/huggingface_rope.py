@@ -5,13 +5,12 @@ Families with another rope in layers with a window have these twice, as full_att
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_zpp.config.positions import ntk_base
-from megatron_zpp.config.values.json_file import shown
+from megatron_zpp.config.shapes.config_json import Values, mapping, positive, switch, unfit, unsupported
+from megatron_zpp.config.words import either
 
-_Values = Mapping[str, Any]
 _BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "olmo3": 500_000.0}  # without rope_theta
 _LOCAL_BASES = {"gemma3_text": 10_000.0}  # of layers with a window, where it is not that of the others
 _BY_LAYER = ("gemma3_text", "olmo3")
@@ -20,27 +19,17 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # of Phi-3
 
 
-def rope_limits(model: _Values, model_type: str) -> dict[str, Any]:
-    """Return the values that fields of a ModelConfig must have where the family has no others."""
-    kind, kinds = model["position_embedding_type"], ("rope", "yarn")
-    found: dict[str, Any] = {}
-    if model_type == "phi3":
-        kinds = ("rope", "longrope")
-        found = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
-    if model_type in _BY_LAYER:
-        found = {"yarn_correction_range_round_to_int": True}
-    return found | {"position_embedding_type": kind if kind in kinds else "rope"}
-
-
-def rope_fields(values: _Values, positions: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+def rope_fields(values: Values, positions: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the fields of ModelConfig, and notes for the person who reads them.
 
     `positions` are max_position_embeddings. Raises ValueError that names the key.
     """
     model_type = values["model_type"]
-    whole = _object(values.get("rope_parameters") or values.get("rope_scaling") or {}, "rope_parameters")
-    rope = _object(whole.get("full_attention", whole), "full_attention of rope")
-    base = _base(rope, _number(values, "rope_theta", _BASES.get(model_type, 10_000.0)))
+    key = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    whole = mapping(values, key, key)
+    rope = mapping(whole, "full_attention", "full_attention of rope") or whole
+    usual = _number(values, "rope_theta", _BASES.get(model_type, 10_000.0))
+    base = _number(rope, "rope_theta", usual)
     kind = _kind(rope, model_type)
     fields = {
         "position_embedding_type": kind if kind in ("yarn", "longrope") else "rope",
@@ -51,7 +40,7 @@ def rope_fields(values: _Values, positions: int) -> tuple[dict[str, Any], tuple[
     if model_type in _SHARES:
         fields["rotary_percent"] = share
     elif share != 1:
-        raise ValueError(f"config.json: partial_rotary_factor {shown(share)} is not supported; must be 1.0")
+        raise unsupported("partial_rotary_factor", share, "1.0")
     fields |= _scaled_fields(rope, kind, values, positions)
     if model_type in _BY_LAYER:
         fields |= _local_fields(whole, rope, values, base)
@@ -61,7 +50,7 @@ def rope_fields(values: _Values, positions: int) -> tuple[dict[str, Any], tuple[
     return fields, (f"{note}; longer ones need --rotary-ntk-factor",)
 
 
-def rope_keys(model: _Values, model_type: str) -> dict[str, Any]:
+def rope_keys(model: Values, model_type: str) -> dict[str, Any]:
     """Return the keys of config.json."""
     rotated = int(model["kv_channels"] * model["rotary_percent"])
     base, scaling = ntk_base(model["rotary_base"], model["rotary_ntk_factor"], rotated), _scaling(model)
@@ -79,45 +68,40 @@ def rope_keys(model: _Values, model_type: str) -> dict[str, Any]:
     return found
 
 
-def _kind(rope: _Values, model_type: str) -> str:
+def _kind(rope: Values, model_type: str) -> str:
     kind = rope.get("rope_type", rope.get("type", "default"))
     known: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     if model_type == "phi3":
         kind, known = _OLD_NAMES.get(str(kind), kind), ("default", "longrope")
     if kind not in known:
-        raise ValueError(
-            f"config.json: rope_type {shown(kind)} is not supported; must be {', '.join(known[:-1])} or "
-            f"{known[-1]}"
-        )
+        raise unsupported("rope_type", kind, either(known))
     return kind
 
 
-def _scaled_fields(rope: _Values, kind: str, values: _Values, positions: int) -> dict[str, Any]:
+def _scaled_fields(rope: Values, kind: str, values: Values, positions: int) -> dict[str, Any]:
     if kind == "linear":
         return {"rotary_seq_len_interpolation_factor": _number(rope, "factor", None)}
     if kind == "llama3":
         for key, value in _LLAMA3.items():
             if rope.get(key) != value:
-                raise ValueError(
-                    f"config.json: {key} {shown(rope.get(key))} is not supported; must be {value}"
-                )
+                raise unsupported(key, rope.get(key), str(value))
         return {"use_rope_scaling": True, "rope_scaling_factor": _number(rope, "factor", None)}
     if kind == "yarn":
         return _yarn_fields(rope, values, positions)
     return _longrope_fields(rope, values, positions) if kind == "longrope" else {}
 
 
-def _yarn_fields(rope: _Values, values: _Values, positions: int) -> dict[str, Any]:
+def _yarn_fields(rope: Values, values: Values, positions: int) -> dict[str, Any]:
     original = _length(rope.get("original_max_position_embeddings", positions))
-    factor = _factor(rope, positions, original)
-    truncate = rope.get("truncate", True)
-    if type(truncate) is not bool or (values["model_type"] in _BY_LAYER and not truncate):
-        raise ValueError(f"config.json: truncate {shown(truncate)} of rope is not supported; must be true")
+    factor = _number(rope, "factor", max(1.0, positions / original))
+    truncate = switch(rope, "truncate", usual=True)
+    if values["model_type"] in _BY_LAYER and not truncate:
+        raise unsupported("truncate of rope", truncate, "true")
     found = {
         "yarn_original_max_position_embeddings": original,
         "rotary_scaling_factor": factor,
-        "yarn_beta_fast": _number(rope, "beta_fast", None) if rope.get("beta_fast") else 32.0,
-        "yarn_beta_slow": _number(rope, "beta_slow", None) if rope.get("beta_slow") else 1.0,
+        "yarn_beta_fast": _number(rope, "beta_fast", 32.0),
+        "yarn_beta_slow": _number(rope, "beta_slow", 1.0),
         "yarn_correction_range_round_to_int": truncate,
     }
     if rope.get("attention_factor") is not None:
@@ -125,22 +109,20 @@ def _yarn_fields(rope: _Values, values: _Values, positions: int) -> dict[str, An
         if math.isclose(wanted, 1 + 0.1 * math.log(factor), rel_tol=1e-9):
             return found
         if factor == 1:
-            raise ValueError(f"config.json: attention_factor {wanted} with factor 1.0 is not supported")
+            raise unsupported("attention_factor of rope", wanted, "1.0 with factor 1.0")
         return found | {"mscale": (wanted - 1) / (0.1 * math.log(factor)), "mscale_all_dim": 0.0}
     if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers ignores one of them alone
         return found | {key: _number(rope, key, None) for key in ("mscale", "mscale_all_dim")}
     return found
 
 
-def _longrope_fields(rope: _Values, values: _Values, positions: int) -> dict[str, Any]:
+def _longrope_fields(rope: Values, values: Values, positions: int) -> dict[str, Any]:
     original = _length(values.get("original_max_position_embeddings", 4096))
-    factor = _factor(rope, positions, original)
+    factor = _number(rope, "factor", max(1.0, positions / original))
     if rope.get("attention_factor") is not None:  # √(1 + ln factor / ln original), the factor's only use
         wanted = _number(rope, "attention_factor", None)
         if wanted < 1:
-            raise ValueError(
-                f"config.json: attention_factor {wanted} of rope is not supported; must be 1.0 or more"
-            )
+            raise unsupported("attention_factor of rope", wanted, "1.0 or more")
         factor = original ** (wanted**2 - 1)
     found: dict[str, Any] = {
         "yarn_original_max_position_embeddings": original,
@@ -149,25 +131,23 @@ def _longrope_fields(rope: _Values, values: _Values, positions: int) -> dict[str
     for key in ("short_factor", "long_factor"):
         factors = rope.get(key)
         if not isinstance(factors, list) or not all(type(each) in (int, float) for each in factors):
-            raise ValueError(f"config.json: {key} of rope is {shown(factors)}; must be a list of numbers")
+            raise unfit(f"{key} of rope", factors, "a list of numbers")
         found[f"longrope_{key}"] = tuple(map(float, factors))
     return found
 
 
-def _local_fields(whole: _Values, rope: _Values, values: _Values, base: float) -> dict[str, Any]:
+def _local_fields(whole: Values, rope: Values, values: Values, base: float) -> dict[str, Any]:
     """--rotary-base-local, unless layers with a window are rotated as the others are."""
-    local = _object(whole.get("sliding_attention") or {}, "sliding_attention of rope")
+    local = mapping(whole, "sliding_attention", "sliding_attention of rope")
     if local and local == rope:
         return {}
     if (kind := local.get("rope_type", "default")) != "default":
-        raise ValueError(
-            f"config.json: rope_type {shown(kind)} of sliding_attention is not supported; must be default"
-        )
+        raise unsupported("rope_type of sliding_attention", kind, "default")
     usual = _number(values, "rope_local_base_freq", _LOCAL_BASES.get(values["model_type"], base))
-    return {"rotary_base_local": _base(local, usual)}
+    return {"rotary_base_local": _number(local, "rope_theta", usual)}
 
 
-def _scaling(model: _Values) -> dict[str, Any]:
+def _scaling(model: Values) -> dict[str, Any]:
     """The keys of rope_scaling; none without scaling, or if it is in the base."""
     kind, original = model["position_embedding_type"], model["yarn_original_max_position_embeddings"]
     if model["use_rope_scaling"]:
@@ -198,34 +178,14 @@ def _scaling(model: _Values) -> dict[str, Any]:
     return found | {"attention_factor": (1 + scales[0] * logarithm) / (1 + scales[1] * logarithm)}
 
 
-def _factor(rope: _Values, positions: int, original: int) -> float:
-    """The factor by which texts are longer than the original ones, which config.json may leave to both."""
-    return max(1.0, positions / original) if rope.get("factor") is None else _number(rope, "factor", None)
-
-
-def _base(rope: _Values, usual: float) -> float:
-    return usual if rope.get("rope_theta") is None else _number(rope, "rope_theta", None)
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"config.json: {name} is {shown(value)}; must be an object")
-    return value
-
-
-def _number(values: _Values, key: str, usual: float | None) -> float:
-    """A number above 0; `usual` where there is no key, which must be there if that is None."""
-    value = values.get(key, usual)
-    if value is None and usual is not None:
+def _number(values: Values, key: str, usual: float | None) -> float:
+    """A number above 0; `usual` where there is no key, or null, which is an error if that is None."""
+    if values.get(key) is None and usual is not None:
         return usual
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"config.json: {key} of rope is {shown(value)}; must be a number above 0")
-    return float(value)
+    return positive(values, key, of=" of rope")
 
 
 def _length(value: Any) -> int:
     if type(value) is not int or value < 2:
-        raise ValueError(
-            f"config.json: original_max_position_embeddings is {shown(value)}; must be an integer above 1"
-        )
+        raise unfit("original_max_position_embeddings", value, "an integer above 1")
     return value

@@ -11,7 +11,6 @@ place of underscores. Values are read as flags are: by the field's type, whateve
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import types
 import typing
@@ -20,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
-from megatron_zpp.config.options import AUTO, Options, option, option_error, with_home
+from megatron_zpp.config.options import AUTO, Options, option_error, optional, with_home
 from megatron_zpp.config.sources.provided import Provided
+from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.storage.regular import read_limited
 
 FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed_config"
@@ -32,8 +32,7 @@ LARGEST_FILE = 1 << 20  # bytes; a file of settings has a few thousand
 class SettingsFile(Options):
     """settings: from a file"""
 
-    config: str | None = option(
-        None,
+    config: str | None = optional(
         "YAML file of settings, such as the config.yaml that a run writes to --save. Flags win over it.",
         metavar="FILE",
     )
@@ -43,8 +42,7 @@ class SettingsFile(Options):
 class DeepSpeedFile(Options):
     """DeepSpeed: settings from its JSON file"""
 
-    deepspeed_config: str | None = option(
-        None,
+    deepspeed_config: str | None = optional(
         "DeepSpeed's JSON file. Each key is obeyed, reported as having no effect here, or refused; "
         "docs/guide/deepspeed.md lists them all.",
         flag=DEEPSPEED_FLAG,
@@ -184,9 +182,8 @@ class _File:
     def _unknown(self, name: str, section: str | None) -> str:
         if name in self._owners:
             return f"belongs to {self._owners[name]}, not to {section}"
-        close = difflib.get_close_matches(name, self._owners, n=1, cutoff=0.8)
-        hint = f"did you mean {close[0]}? " if close else ""
-        return f"is not a setting; {hint}--help lists all, with dashes"
+        hint = f"{did_you_mean(name, self._owners)} --help lists all, with dashes"
+        return f"is not a setting; {hint.lstrip()}"
 
     def _text(self) -> str:
         try:

@@ -64,14 +64,11 @@ def prepare_device(config: Config, topology: Topology) -> Device:
             sys.stderr.write(f"{line}\n")
 
     apex = config.optimizer.fused_backend == "apex"
-    compilation = resolve_compilation(config.compilation, device.type, os.environ, apex=apex)
-    if compilation.missing:
-        say(f"warning: layers are not compiled and run more slowly: compiling needs {compilation.missing}")
-    compiles = compilation.wanted
+    compiles, missing = resolve_compilation(config.compilation, device.type, os.environ, apex=apex)
+    if missing:
+        say(f"warning: layers are not compiled and run more slowly: compiling needs {missing}")
     with usage_errors():
-        backend = resolve_fused_backend(
-            config.optimizer, config.zero, device.type, compiles=compiles, several_rates=config.several_rates
-        )
+        backend = resolve_fused_backend(config, device.type, compiles=compiles)
     attention = attention_choice(config, device).make()
     operations = _operations(
         device,
