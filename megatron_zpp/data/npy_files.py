@@ -1,9 +1,9 @@
-"""Arrays in .npy files: written piece by piece, with checksums, and opened without being read."""
+"""Arrays in .npy files: written with checksums, and opened without being read."""
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 
@@ -25,48 +25,18 @@ CHECKSUMS = "checksums.json"
 _HEADER_LIMIT = 4096  # bytes; a header written here has 128
 
 
-class NpyWriter:
-    """Writes NAME.npy files into a directory, and finally their checksums."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._checksums: dict[str, Checksums] = {}
-
-    @contextlib.contextmanager
-    def open(
-        self, name: str, dtype: np.dtype | type, shape: tuple[int, ...]
-    ) -> Iterator[Callable[[np.ndarray], None]]:
-        """Return a context whose function appends rows to the array; in total they must have `shape`."""
-        dtype, size = np.dtype(dtype), 0
-        writer = ChecksummedWriter(self._directory / _file(name))
-
-        def write(rows: np.ndarray) -> None:
-            nonlocal size
-            assert rows.dtype == dtype, f"{name} has dtype {dtype}, got {rows.dtype}"
-            size += rows.size
-            if rows.size:
-                writer.write(np.ascontiguousarray(rows).data)
-
-        try:
+def write_arrays(directory: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Write each array to NAME.npy, and finally their checksums. Raises OSError from the file system."""
+    sums = {}
+    for name, values in arrays:
+        with closing(ChecksummedWriter(directory / _file(name))) as writer:
             header = BytesIO()
-            described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(header, described)
+            np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(values))
             writer.write(header.getvalue())
-            yield write
-            assert size == np.prod(shape), f"{name} has shape {shape}, got {size} elements"
-            self._checksums[name] = writer.finish()
-        finally:
-            writer.close()
-
-    def save(self, name: str, values: np.ndarray) -> None:
-        """Write a whole array."""
-        with self.open(name, values.dtype, values.shape) as write:
-            write(values)
-
-    def finish(self) -> None:
-        """Write the checksums of all arrays."""
-        sums = {name: checksums.to_json() for name, checksums in self._checksums.items()}
-        write_durably(self._directory / CHECKSUMS, (json.dumps(sums) + "\n").encode())
+            if values.size:
+                writer.write(np.ascontiguousarray(values).data)
+            sums[name] = writer.finish().to_json()
+    write_durably(directory / CHECKSUMS, (json.dumps(sums) + "\n").encode())
 
 
 def verify_arrays(directory: Path, names: tuple[str, ...]) -> None:

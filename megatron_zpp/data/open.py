@@ -207,23 +207,22 @@ class _Opening:
         return text.samples(split, blocks, self.seq_length, seed, prepared)
 
     def _megatron(self, split: str, flag: str, parts: list[DatasetSlice]) -> Samples:
-        from megatron_zpp.data.megatron.split import megatron_samples
+        from megatron_zpp.data.megatron.dataset import MegatronOrders
 
         requested = self.requested[split]
         repeats = requested is not None and (len(parts) == 1 or parts[0].weight is not None)
         for part in parts:
             part.check_tokens(split, self.seq_length, 2 if repeats else self.seq_length + 1, self.config)
-        samples = megatron_samples(
-            self.config,
-            flag,
-            split,
-            parts,
-            requested,
+        orders = MegatronOrders(
+            config=self.config,
+            flag=flag,
+            split=split,
             seq_length=self.seq_length,
             vocab_size=self.vocab_size,
             seed=self.seed,
             say=self.say,
         )
+        samples = orders.samples(parts, requested)
         available = requested or samples.windows_per_epoch
         samples.batch(np.arange(_PROBED if available is None else min(_PROBED, available)))
         return samples

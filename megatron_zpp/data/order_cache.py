@@ -11,20 +11,23 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.file_array import FileArray
-from megatron_zpp.data.npy_files import NpyWriter, open_array, verify_arrays
+from megatron_zpp.data.npy_files import open_array, verify_arrays, write_arrays
 from megatron_zpp.storage.files import fsync, locked, write_durably
 from megatron_zpp.storage.regular import open_stream
 
 _EDGE = 1 << 16  # bytes at either end of a file that are part of its digest
 _MADE_OF = "made_of.json"
+NamedArrays: TypeAlias = Iterable[tuple[str, np.ndarray]]
 
 
 def contents_of(path: str) -> dict[str, Any]:
@@ -72,10 +75,10 @@ class OrderCache:
         self,
         made_of: Mapping[str, Any],
         names: tuple[str, ...],
-        build: Callable[[NpyWriter], None],
+        build: Callable[[], NamedArrays],
         what: str,
     ) -> CachedArrays:
-        """Return the arrays `names`, checked and opened; `build` writes them if they are missing.
+        """Return the arrays `names`, checked and opened; `build` makes them if they are missing.
 
         If several processes need an entry, one builds it and the others wait; then all check it at once. On a
         file system without locks each builds it, and the first one to finish is kept. Raises ValueError if
@@ -100,13 +103,11 @@ class OrderCache:
             fix = f"start again once it can be read; if it is damaged, remove {entry}, and it is built again"
             raise option_error(self._flag, self._directory, f"{one_line(error)}; {fix}") from None
 
-    def _build(self, entry: Path, text: str, build: Callable[[NpyWriter], None]) -> None:
+    def _build(self, entry: Path, text: str, build: Callable[[], NamedArrays]) -> None:
         with tempfile.TemporaryDirectory(prefix=f"{entry.name}.building-", dir=self._directory) as name:
             complete = Path(name) / "entry"
             complete.mkdir()
-            files = NpyWriter(complete)
-            build(files)
-            files.finish()
+            write_arrays(complete, build())
             write_durably(complete / _MADE_OF, (text + "\n").encode())
             for path in (*complete.iterdir(), complete):
                 fsync(path)

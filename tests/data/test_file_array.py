@@ -14,7 +14,7 @@ from megatron_zpp.data.file_array import FileArray, OpenFile
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.npy_files import NpyWriter, open_array
+from megatron_zpp.data.npy_files import open_array, write_arrays
 from megatron_zpp.data.windows import WindowDataset
 from megatron_zpp.storage.checksums import DamagedFile
 
@@ -76,8 +76,7 @@ def test_tokens_that_are_truncated_during_a_run_are_an_error_and_not_sigbus(data
 
 
 def test_a_cached_order_that_is_truncated_is_an_error(tmp_path: Path) -> None:
-    files = NpyWriter(tmp_path)
-    files.save("order", np.arange(10_000))
+    write_arrays(tmp_path, [("order", np.arange(10_000))])
     order, path = open_array(tmp_path, "order"), tmp_path / "order.npy"
     before = path.stat().st_size
     os.truncate(path, 4096)

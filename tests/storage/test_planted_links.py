@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.directory import TRACKER, write_tracker
 from megatron_zpp.commands import plot, report
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.config.timing import TimingConfig
-from megatron_zpp.data.npy_files import NpyWriter
+from megatron_zpp.data.npy_files import write_arrays
 from megatron_zpp.data.text.open import _entry
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.sinks import MetricsFile, check_sinks
@@ -39,10 +39,8 @@ def write_the_tracker(shared: Path) -> None:
     write_tracker(shared)
 
 
-def write_arrays(shared: Path) -> None:
-    files = NpyWriter(shared)
-    files.save("x", np.arange(3))
-    files.finish()
+def write_an_array(shared: Path) -> None:
+    write_arrays(shared, [("x", np.arange(3))])
 
 
 def write_a_trace(shared: Path) -> None:
@@ -70,8 +68,8 @@ def draw(program: ModuleType, name: str) -> Callable[[Path], None]:
         ("config.yaml.partial", "config.yaml", lambda shared: write_text(shared / "config.yaml", "new")),
         ("rank_00000.safetensors", "rank_00000.safetensors", write_checksummed),
         (f"{TRACKER}.partial", TRACKER, write_the_tracker),
-        ("checksums.json", "checksums.json", write_arrays),
-        ("x.npy", "x.npy", write_arrays),
+        ("checksums.json", "checksums.json", write_an_array),
+        ("x.npy", "x.npy", write_an_array),
         ("rank0.trace.json.gz", "rank0.trace.json.gz", write_a_trace),
         ("report.html", "report.html", draw(report, "report.html")),
         ("loss.svg.partial", "loss.svg", draw(plot, "loss.svg")),
