@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
-from megatron_zpp.data.corpus.inputs import TEXT, read_blocks
+from megatron_zpp.data.corpus.inputs import TEXT, Block, read_blocks
 from megatron_zpp.data.corpus.json_lines import MALFORMED, parse_lines, split_lines, utf16
 from megatron_zpp.data.corpus.problems import Problem, Problems
 
@@ -46,44 +46,41 @@ def keep(path: str, numbered: Iterable[tuple[int, str]], problems: list[Problem]
     return Texts(path, texts, Problems.of(problems), disk_bytes)
 
 
-def read_documents(path: str, json_key: str) -> Iterator[Texts]:
-    """Yield whole documents: each line of a file of JSON lines, or all of a text file."""
-    if plain_suffix(path) in JSON_LINES:
-        yield from _read_json_lines(path, json_key)
-        return
-    blocks = list(read_blocks(path, _BLOCK_BYTES))
-    content = b"".join(block.content for block in blocks)
-    yield _decode(path, content, line=1, disk_bytes=sum(block.disk_bytes for block in blocks))
+def read_documents(path: str, json_key: str, *, parts: bool = False) -> Iterator[Texts]:
+    """Yield whole documents: each line of a file of JSON lines, or all of a text file.
+
+    With `parts`, a text file is read in blocks of lines: it may exceed the memory.
+    """
+    blocks: Iterable[Block] = read_blocks(path, _BLOCK_BYTES)
+    of_json = plain_suffix(path) in JSON_LINES
+    if not (of_json or parts):
+        whole = list(blocks)
+        content = b"".join(block.content for block in whole)
+        blocks = [Block(content, sum(block.disk_bytes for block in whole))]
+    before = 0  # lines
+    for block in blocks:
+        if of_json:
+            yield _parse(path, block, json_key, before)
+            before += len(split_lines(block.content))
+        else:
+            yield _decode(path, block, before + 1)
+            before += block.content.count(b"\n")
 
 
-def read_passages(path: str, json_key: str) -> Iterator[Texts]:
-    """Like `read_documents`, but in blocks of lines for a text file, which may exceed the memory."""
-    if plain_suffix(path) in JSON_LINES:
-        yield from _read_json_lines(path, json_key)
-        return
-    line = 1
-    for block in read_blocks(path, _BLOCK_BYTES):
-        yield _decode(path, block.content, line, block.disk_bytes)
-        line += block.content.count(b"\n")
+def _parse(path: str, block: Block, json_key: str, before: int) -> Texts:
+    numbered, problems = [], []
+    for parsed in parse_lines(split_lines(block.content), [json_key]):
+        if isinstance(parsed, Problem):
+            problems.append(Problem(before + parsed.line, parsed.kind, parsed.detail))
+        else:
+            numbered.append((before + parsed[0], parsed[1][0]))
+    return keep(path, numbered, problems, block.disk_bytes)
 
 
-def _read_json_lines(path: str, json_key: str) -> Iterator[Texts]:
-    before = 0
-    for block in read_blocks(path, _BLOCK_BYTES):
-        lines = split_lines(block.content)
-        numbered, problems = [], []
-        for parsed in parse_lines(lines, [json_key]):
-            if isinstance(parsed, Problem):
-                problems.append(Problem(before + parsed.line, parsed.kind, parsed.detail))
-            else:
-                numbered.append((before + parsed[0], parsed[1][0]))
-        yield keep(path, numbered, problems, block.disk_bytes)
-        before += len(lines)
-
-
-def _decode(path: str, content: bytes, line: int, disk_bytes: int) -> Texts:
+def _decode(path: str, block: Block, line: int) -> Texts:
+    content = block.content
     try:
-        return keep(path, [(line, content.decode().removeprefix("\ufeff"))], [], disk_bytes)
+        return keep(path, [(line, content.decode().removeprefix("\ufeff"))], [], block.disk_bytes)
     except UnicodeDecodeError as error:
         line += content.count(b"\n", 0, error.start)
-        return keep(path, [], [Problem(line, MALFORMED, utf16(content) or "not UTF-8")], disk_bytes)
+        return keep(path, [], [Problem(line, MALFORMED, utf16(content) or "not UTF-8")], block.disk_bytes)

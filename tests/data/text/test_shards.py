@@ -84,7 +84,7 @@ def test_other_formats_of_the_hub_are_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.csv").write_text("text,n\n1 2,0\n3 4,1\n")
-    with pytest.raises(ValueError, match=r"^--data-path hf:.*/set: its files are not Parquet .*build_corpus"):
+    with pytest.raises(ValueError, match=r"^--data-path hf:.*/set: its files are not Parquet .*to_json"):
         opened(f"hf:{tmp_path / 'set'}")
 
 
