@@ -5,14 +5,14 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.blend import Blend, BlendedDataset, Concatenation
@@ -28,6 +28,9 @@ from megatron_zpp.data.windows import WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.location import ObjectError
 
+if TYPE_CHECKING:
+    from megatron_zpp.data.text.open import OpenText
+
 _PROBED = 8  # samples read at open: they almost always reveal ids of another vocabulary
 
 
@@ -41,93 +44,56 @@ class Splits:
     files: tuple[IndexedDataset, ...]
 
 
-class TextSlice(Protocol):
-    """A text that is cut into blocks; each split reads some of them."""
-
-    blocks: int
-    size: int  # bytes, the weight of a text in a blend without weights
-
-    def samples(
-        self, split: str, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
-    ) -> KnownSamples:
-        """Return samples of the blocks [first, last). The first `prepared` are tokenised now; None means all.
-
-        Raises ValueError if one of these cannot be read, or if the split has no sample.
-        """
-
-
-def _no_text(flag: str, path: str) -> TextSlice:
-    raise option_error(flag, path, "is text, which this program does not tokenise")
-
-
-def open_splits(
-    config: DataConfig,
-    *,
-    seq_length: int,
-    vocab_size: int,
-    seed: int,
-    tokenizer_description: Mapping[str, Any] | None,
-    needed: Collection[str] = ("train", "valid"),
-    requested: Mapping[str, int | None] = MappingProxyType({}),
-    say: Callable[[str], None] = lambda line: None,
-    open_text: Callable[[str, str], TextSlice] = _no_text,
-    evaluated: int | None = None,
-) -> Splits:
-    """Open and check the splits in `needed` (of train, valid, test); needs no device or process group.
+@dataclass(frozen=True, kw_only=True)
+class SplitOpener:
+    """Opens and checks the splits of a run; needs no device or process group.
 
     Samples are numbered from 0. Every split and every data set has a different order, determined by `seed`.
     With document masks, batches are ModelInputs.
 
     vocab_size              ids of the tokenizer without padding; all tokens must be below
+    tokenizer               tokenises text; may be None for other data
     tokenizer_description   compared with the record of the data, None to skip that; masks need its `eod`
     requested               samples of each split that the run may read, None for one epoch; the length of
                             Megatron-LM's order
-    say                     gets a line when an order is built
-    open_text               (flag, path) opens a text
     evaluated               samples that an evaluation reads; text is tokenised for them. None is one epoch,
                             of one data set after another, which weights contradict
-
-    Raises ValueError, one line, if a file is missing or damaged, was made with another tokenizer, holds a
-    token outside the vocabulary, has too few tokens for one sample of a needed split, or lacks checksums for
-    --verify-data.
+    say                     gets a line when an order is built
     """
-    assert set(needed) <= set(SPLITS), f"splits are {SPLITS}, not {needed}"
-    assert tokenizer_description is not None or not config.masks, "document masks need the tokenizer's eod"
-    opening = _Opening(
-        config=config,
-        seq_length=seq_length,
-        vocab_size=vocab_size,
-        seed=seed,
-        tokenizer_description=tokenizer_description,
-        requested=requested,
-        say=say,
-        open_text=open_text,
-        evaluated=evaluated,
-        eod=tokenizer_description["eod"] if tokenizer_description is not None and config.masks else -1,
-    )
-    samples = {
-        split: masked_samples(opening.split(split), config, opening.eod) if split in needed else None
-        for split in SPLITS
-    }
-    return Splits(**samples, files=tuple(opening.data.values()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Opening:
-    """Settings and files that the splits of a run share while they are opened; see `open_splits`."""
 
     config: DataConfig
     seq_length: int
     vocab_size: int
     seed: int
+    tokenizer: TokenizerConfig | None = None
     tokenizer_description: Mapping[str, Any] | None
-    requested: Mapping[str, int | None]
-    say: Callable[[str], None]
-    open_text: Callable[[str, str], TextSlice]
-    evaluated: int | None
-    eod: int  # end of document, for document masks
-    data: dict[str, IndexedDataset] = field(default_factory=dict)  # each is opened once for all splits
-    texts: dict[str, TextSlice] = field(default_factory=dict)
+    requested: Mapping[str, int | None] = field(default_factory=dict)
+    evaluated: int | None = None
+    say: Callable[[str], None] = lambda line: None
+    data: dict[str, IndexedDataset] = field(default_factory=dict, init=False)  # opened once for all splits
+    texts: dict[str, "OpenText"] = field(default_factory=dict, init=False)
+
+    def open(self, needed: Collection[str]) -> Splits:
+        """Open the splits in `needed`, of train, valid, test.
+
+        Raises ValueError, one line, if a file is missing or damaged, was made with another tokenizer, holds a
+        token outside the vocabulary, has too few tokens for one sample of a needed split, or lacks checksums
+        for --verify-data.
+        """
+        assert set(needed) <= set(SPLITS), f"splits are {SPLITS}, not {needed}"
+        samples = {
+            split: masked_samples(self.split(split), self.config, self.eod) if split in needed else None
+            for split in SPLITS
+        }
+        return Splits(**samples, files=tuple(self.data.values()))
+
+    @property
+    def eod(self) -> int:
+        """End of document, for document masks."""
+        if not self.config.masks:
+            return -1
+        assert self.tokenizer_description is not None, "document masks need the tokenizer's eod"
+        return int(self.tokenizer_description["eod"])
 
     def split(self, split: str) -> Samples:
         """Open one of train, valid, test."""
@@ -242,9 +208,20 @@ class _Opening:
                 raise option_error("--verify-data", "(given)", fix)
         return self.data[prefix]
 
-    def _text(self, flag: str, path: str) -> TextSlice:
+    def _text(self, flag: str, path: str) -> "OpenText":
         if path not in self.texts:
-            self.texts[path] = self.open_text(flag, path)
+            from megatron_zpp.data.text.open import open_text
+
+            assert self.tokenizer is not None, "text needs a tokenizer"
+            assert self.tokenizer_description is not None, "text needs a tokenizer"
+            self.texts[path] = open_text(
+                flag,
+                path,
+                data=self.config,
+                tokenizer=self.tokenizer,
+                description=self.tokenizer_description,
+                say=self.say,
+            )
         return self.texts[path]
 
 

@@ -17,9 +17,10 @@ from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.open import seed_of
 from megatron_zpp.data.resume import resume_data
 from megatron_zpp.data.windows import order_seed
+from megatron_zpp.tokenizer import build_tokenizer, describe
 from tests.data.conftest import open_data
 from tests.data.format_by_hand import write_by_hand
-from tests.data.text.conftest import json_lines
+from tests.data.text.conftest import NULL, json_lines
 from tests.data.text.conftest import opened as opened_text
 
 SEQ_LENGTH, SEED = 4, 7
@@ -41,6 +42,11 @@ def folder(tmp_path_factory):
         documents = np.split(TELLS * number + np.arange(tokens), np.arange(7, tokens, 7))
         (folder / f"{name}.jsonl").write_bytes(json_lines([part.tolist() for part in documents]))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _texts_are_opened_once(monkeypatch):
+    monkeypatch.setattr("megatron_zpp.data.text.open.open_text", lambda flag, path, **_: text_of(path))
 
 
 @cache
@@ -69,7 +75,8 @@ def opened(folder, parts, order="windows", requested=40):
         vocab_size=70_000,
         seed=SEED,
         requested={"train": requested},
-        open_text=lambda flag, path: text_of(path),
+        tokenizer=NULL,
+        tokenizer_description=describe(build_tokenizer(NULL)),
     )
     return splits.train, data
 
