@@ -29,7 +29,7 @@ _OPEN_FILES = 1 << 16  # requested if the limit is lower: a blend holds several 
 
 
 class OpenFile:
-    """A regular file that stays open for as long as this object lives.
+    """A regular file that stays open for as long as this object lives; a process that gets it opens it again.
 
     path   as passed to the constructor
     size   bytes, when the file was opened
@@ -42,6 +42,9 @@ class OpenFile:
         self._descriptor = _open(self.path)
         weakref.finalize(self, _close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
+
+    def __reduce__(self) -> tuple[type["OpenFile"], tuple[str]]:
+        return OpenFile, (self.path,)
 
     def read(self, start: int, size: int) -> bytes:
         """Return the bytes [start, start + size). Raises DamagedFile if the file no longer has them."""

@@ -28,6 +28,7 @@ from megatron_zpp.storage.regular import open_stream
 _EDGE = 1 << 16  # bytes at either end of a file that are part of its digest
 _MADE_OF = "made_of.json"
 NamedArrays: TypeAlias = Iterable[tuple[str, np.ndarray]]
+CachedArrays: TypeAlias = dict[str, FileArray]  # of an entry, by name
 
 
 def contents_of(path: str) -> dict[str, Any]:
@@ -39,23 +40,6 @@ def contents_of(path: str) -> dict[str, Any]:
         file.seek(max(0, status.st_size - _EDGE))
         digest.update(file.read(_EDGE))
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ends": digest.hexdigest()}
-
-
-class CachedArrays:
-    """The arrays of an entry, by name. Pickling stores the path only: a worker process opens the files again.
-
-    Raises OSError and ValueError if they cannot be read.
-    """
-
-    def __init__(self, entry: Path, names: tuple[str, ...]) -> None:
-        self._entry, self._names = entry, names
-        self._arrays = {name: open_array(entry, name) for name in names}
-
-    def __getitem__(self, name: str) -> FileArray:
-        return self._arrays[name]
-
-    def __reduce__(self) -> tuple[type["CachedArrays"], tuple[Path, tuple[str, ...]]]:
-        return CachedArrays, (self._entry, self._names)
 
 
 class OrderCache:
@@ -98,7 +82,7 @@ class OrderCache:
             raise option_error(self._flag, self._directory, fix) from None
         try:
             verify_arrays(entry, names)
-            return CachedArrays(entry, names)
+            return {name: open_array(entry, name) for name in names}
         except (OSError, ValueError) as error:
             fix = f"start again once it can be read; if it is damaged, remove {entry}, and it is built again"
             raise option_error(self._flag, self._directory, f"{one_line(error)}; {fix}") from None

@@ -126,9 +126,4 @@ def read_windows(ring: FileArray, starts: np.ndarray, length: int) -> np.ndarray
 
 def cut_windows(ring: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
     """Return `length` <= T tokens of a ring from each start: (T,), (len,) to (len, length) int64."""
-    batch = np.empty((len(starts), length), np.int64)
-    for row, start in zip(batch, starts.tolist(), strict=True):
-        straight = ring[start : start + length]
-        row[: len(straight)] = straight
-        row[len(straight) :] = ring[: length - len(straight)]
-    return batch
+    return ring[(starts[:, None] + np.arange(length)) % len(ring)].astype(np.int64)

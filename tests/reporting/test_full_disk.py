@@ -10,7 +10,7 @@ import pytest
 
 from megatron_zpp.reporting.full_disk import LogFile
 
-NOTICE = " WARNING: {} lost, because the disk was full\n"
+NOTICE = "\n WARNING: lines of this log are lost, because the disk was full\n"
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def free(descriptor: int, path: Path) -> None:
         os.dup2(file.fileno(), descriptor)
 
 
-def test_lost_lines_are_counted_once_there_is_space_again(descriptor: int, tmp_path: Path) -> None:
+def test_lost_lines_are_said_once_there_is_space_again(descriptor: int, tmp_path: Path) -> None:
     log, stream = tmp_path / "log", stream_to(descriptor)
     for line in ("one", "two"):
         print(line, file=stream, flush=True)
     free(descriptor, log)
     for line in ("three", "four"):
         print(line, file=stream, flush=True)
-    assert log.read_text() == NOTICE.format("2 lines of this log are") + "three\nfour\n"
+    assert log.read_text() == NOTICE + "three\nfour\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
@@ -58,8 +58,6 @@ def test_a_line_that_was_cut_is_ended_first(tmp_path: Path) -> None:
         other.unlink()
         print("e", file=stream, flush=True)
         os.close(number)
-        assert log.read_text().split("\n") == [
-            *("a" * 2999, "b" * 1096, NOTICE.format("3 lines of this log are").rstrip("\n"), "e", "")
-        ]
+        assert log.read_text() == "a" * 2999 + "\n" + "b" * 1096 + NOTICE + "e\n"
     finally:
         subprocess.run(["umount", disk], check=True)

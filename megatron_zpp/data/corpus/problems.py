@@ -18,7 +18,7 @@ class Problem:
 
 @dataclass
 class Problems:
-    """The number of problems of each kind, and the first few problems."""
+    """The number of problems of each kind, and the first few of each."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: list[Problem] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Problems:
         problems = cls()
         for problem in found:
             problems.counts[problem.kind] += 1
-            if len(problems.first) < KEPT:
+            if problems.counts[problem.kind] <= KEPT:
                 problems.first.append(problem)
         return problems
 
