@@ -207,13 +207,9 @@ def _order(directory: Path) -> Operation:
     (directory / "before").mkdir(parents=True)
     values: dict[str, np.ndarray] = {"a": np.arange(3000), "b": np.arange(77, dtype=np.uint16)}
 
-    def build(files: Any) -> None:
-        for name, array in values.items():
-            files.save(name, array)
-
     def get(here: Path) -> Any:
         cache = OrderCache("--data-cache-path", str(here / "cache"), lambda line: None)
-        found = cache.get({"of": 1}, tuple(values), build, "an order")
+        found = cache.get({"indexes": tuple(values)}, values.items, "an order")
         return [found[name][:].tobytes() for name in values]
 
     def act(here: Path) -> None:

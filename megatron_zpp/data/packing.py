@@ -132,12 +132,8 @@ def pack(
     }
 
     cache = OrderCache.of(config, source.local, say)
-    indexes = cache.get(
-        made_of,
-        _INDEXES,
-        lambda: _built_indexes(part, seq_length),
-        f"the {split} packing of {source.prefix}",
-    )
+    what = f"the {split} packing of {source.prefix}"
+    indexes = cache.get(made_of, lambda: _built_indexes(part, seq_length), what)
     packed = PackedDataset(source, indexes, seq_length, vocab_size, filler, seed=seed)
     if not packed.windows_per_epoch:
         fix = f"the {split} split of {source.prefix} has no document of two tokens; give more data"

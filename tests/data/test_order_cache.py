@@ -75,7 +75,7 @@ def test_a_damaged_entry_is_an_error_and_built_again_once_it_is_removed(config, 
 
 def cached(directory, said, build=lambda: [("x", SAMPLES)]):
     return OrderCache("--data-cache-path", str(directory), said.append).get(
-        {"of": 1}, ("x",), build, "the order"
+        {"indexes": ("x",)}, build, "the order"
     )["x"]
 
 

@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.directory import TRACKER, write_tracker
 from megatron_zpp.commands import plot, report
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.config.timing import TimingConfig
-from megatron_zpp.data.npy_files import write_arrays
+from megatron_zpp.data.order_cache import write_arrays
 from megatron_zpp.data.text.open import _entry
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.sinks import MetricsFile, check_sinks

@@ -181,7 +181,7 @@ class MegatronOrders:
             yield "shuffle_index", shuffle_index(sizes, random)
 
         what = f"the {self.split} order of {source.prefix}, {sizes.samples:,} samples"
-        indexes = cache.get(made_of, _INDEXES, build, what)
+        indexes = cache.get(made_of, build, what)
         return MegatronDataset(source, first, last, sizes, self.vocab_size, indexes)
 
     def _blend(
@@ -203,7 +203,7 @@ class MegatronOrders:
 
         samples = lengths.sum() if size is None else size
         what = f"the {self.split} blend of {len(sources)} data sets, {samples:,} samples"
-        arrays = cache.get(made_of, BLEND_INDEXES, build, what)
+        arrays = cache.get(made_of, build, what)
         return BlendedDataset(tuple(sources), MegatronBlend(tuple(shares.tolist()), arrays))
 
     def _refused(self, parts: Sequence[DatasetSlice], fix: str) -> ValueError:
