@@ -14,18 +14,16 @@ Both files are little-endian. PREFIX.bin holds the concatenated tokens. PREFIX.i
 """
 
 import hashlib
-import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from megatron_zpp.data.checksums import changed_since_written, read_checksums
 from megatron_zpp.data.file_array import AnyFile, FileArray, OpenFile
-from megatron_zpp.data.index_checks import check_document_indices, check_lengths_and_pointers
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, verify_file
 from megatron_zpp.storage.location import Location, location
 from megatron_zpp.storage.regular import UnfitFile
@@ -35,7 +33,9 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
 DTYPE_CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
+_CHUNK = 1 << 20  # entries of an index checked at a time, in constant memory
 _FINGERPRINTED = 1 << 14  # sequences at either end whose lengths are part of the fingerprint
+Rows: TypeAlias = np.ndarray | FileArray
 _FINGERPRINTED_BYTES = 64 << 10  # of PREFIX.bin, at either end
 
 
@@ -52,15 +52,6 @@ def index_path(prefix: str) -> str:
 def tokens_path(prefix: str) -> str:
     """PREFIX.bin."""
     return prefix + ".bin"
-
-
-class NoDataset(ValueError):
-    """Neither file of a data set exists; `index` is the name of the first one."""
-
-    def __init__(self, index: str) -> None:
-        prefix = index[: -len(".idx")]
-        super().__init__(f"{index}: no such file; the data set {prefix} consists of {prefix}.bin and {index}")
-        self.index = index
 
 
 class IndexedDataset:
@@ -232,14 +223,10 @@ def _open_file(path: Location) -> AnyFile:
 
 def _open(path: str, shown: str) -> AnyFile:
     """Open a file or object, which an error calls `shown`."""
-    named = location(path)
     try:
-        file = _open_file(named)
+        file = _open_file(location(path))
     except FileNotFoundError:
         prefix = shown[: -len(".idx")]
-        files = index_path(prefix), tokens_path(prefix)
-        if isinstance(named, Path) and not any(map(os.path.lexists, files)):
-            raise NoDataset(shown) from None
         raise ValueError(
             f"{shown}: no such file; the data set {prefix} consists of {prefix}.bin and {prefix}.idx"
         ) from None
@@ -248,6 +235,64 @@ def _open(path: str, shown: str) -> AnyFile:
     if not file.size:
         raise ValueError(f"{shown}: the file is empty (0 bytes)")
     return file
+
+
+def check_lengths_and_pointers(
+    path: str,
+    lengths: Rows,
+    pointers: Rows,
+    itemsize: int,
+    lengths_at: int,
+    pointers_at: int,
+) -> int:
+    """Return the number of tokens.
+
+    lengths (S,) int32 and pointers (S,) int64 begin at bytes `lengths_at` and `pointers_at` of the file.
+    Raises ValueError for a negative length, and for a pointer that differs from the size of all sequences
+    before it.
+    """
+    position = 0  # bytes of .bin
+    for first in range(0, lengths.size, _CHUNK):
+        chunk = lengths[first : first + _CHUNK].astype(np.int64)
+        if chunk.min() < 0:
+            at = int(np.argmax(chunk < 0))
+            raise ValueError(
+                f"{path}: byte {lengths_at + 4 * (first + at)}: sequence {first + at} has length "
+                f"{chunk[at]}; lengths must be 0 or more"
+            )
+        ends = position + np.cumsum(chunk) * itemsize
+        expected = ends - chunk * itemsize
+        found = pointers[first : first + _CHUNK]
+        if not np.array_equal(found, expected):
+            at = int(np.argmax(found != expected))
+            raise ValueError(
+                f"{path}: byte {pointers_at + 8 * (first + at)}: sequence {first + at} points at byte "
+                f"{found[at]} of the .bin; the lengths before it end at byte {expected[at]}"
+            )
+        position = int(ends[-1])
+    return position // itemsize
+
+
+def check_document_indices(path: str, indices: Rows, sequences: int, indices_at: int) -> None:
+    """Raise ValueError unless indices (D,) int64, at byte `indices_at`, rise from 0 to `sequences`."""
+    if not indices.size:
+        raise ValueError(f"{path}: byte 26: 0 document indices; the first one, 0, is missing")
+    if indices[0] != 0:
+        raise ValueError(f"{path}: byte {indices_at}: document 0 begins at sequence {indices[0]}, not 0")
+    for first in range(0, indices.size - 1, _CHUNK):
+        chunk = indices[first : first + _CHUNK + 1]
+        falls = chunk[1:] < chunk[:-1]
+        if falls.any():
+            at = first + int(np.argmax(falls)) + 1
+            raise ValueError(
+                f"{path}: byte {indices_at + 8 * at}: document index {at} is {indices[at]}, below the "
+                f"{indices[at - 1]} before it"
+            )
+    if indices[-1] != sequences:
+        at = indices_at + 8 * (indices.size - 1)
+        raise ValueError(
+            f"{path}: byte {at}: the last document ends at sequence {indices[-1]}; there are {sequences}"
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_zpp.config.words import counted
 from megatron_zpp.data.blend import Blend, BlendedDataset, Concatenation
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.documents import check_ends, masked_samples
-from megatron_zpp.data.indexed import IndexedDataset, NoDataset
+from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.provenance import check_provenance
 from megatron_zpp.data.samples import KnownSamples, Samples
@@ -255,12 +255,13 @@ def _open(
         endings = " or ".join(JSON_LINES)
         fix = f"is not a tokenised data set; text must be JSON lines, named {endings}, then .gz or .zst"
         raise option_error(flag, prefix, f"{fix}; data/build_corpus.py converts other text")
+    plain = prefix.removesuffix(".idx").removesuffix(".bin")
+    if "://" not in prefix and not any(os.path.lexists(plain + ending) for ending in (".idx", ".bin")):
+        raise option_error(flag, prefix, f"{plain}.idx does not exist; {_nearest(prefix)}")
     try:
         data = IndexedDataset(prefix, config.object_storage_cache_path)
     except DamagedFile as damage:
         raise option_error(flag, prefix, str(damage)) from None
-    except NoDataset as error:
-        raise option_error(flag, prefix, f"{error.index} does not exist; {_nearest(prefix)}") from None
     except ValueError as error:
         raise option_error(flag, prefix, f"{error}; name another data set, or preprocess it again") from None
     except ObjectError as error:

@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.index_checks import check_document_indices, check_lengths_and_pointers
-from megatron_zpp.data.indexed import IndexedDataset, token_dtype
+from megatron_zpp.data.indexed import (
+    IndexedDataset,
+    check_document_indices,
+    check_lengths_and_pointers,
+    token_dtype,
+)
 from tests.data.format_by_hand import write_by_hand
 
 SEQUENCES = [[5, 6, 7], [], [8], [9, 10, 11, 12, 13]]

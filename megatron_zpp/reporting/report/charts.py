@@ -49,26 +49,6 @@ def chart(curves: Mapping[str, Curve], *, title: str, x_label: str) -> str:
     )
 
 
-def bars(lengths: Mapping[str, float], *, title: str, unit: str) -> str:
-    """A figure with a bar for each of `lengths`, which has its name."""
-    height, left = 25, 190
-    scale = (2 * WIDTH - left - 90) / max(*lengths.values(), 1e-9)
-    parts = []
-    for index, (name, length) in enumerate(lengths.items()):
-        top = index * height + 4
-        width = max(1.0, length * scale)
-        parts.append(
-            f'<text x="{left - 8}" y="{top + 13}" text-anchor="end">{html.escape(name)}</text>'
-            f'<rect class="bar" x="{left}" y="{top}" width="{width:.1f}" height="18" rx="2"/>'
-            f'<text class="value" x="{left + width + 5:.1f}" y="{top + 13}">{short(length)} {unit}</text>'
-        )
-    return (
-        f'<figure class="chart"><figcaption>{html.escape(title)}</figcaption>'
-        f'<svg viewBox="0 0 {2 * WIDTH} {len(lengths) * height + 8}" role="img">{"".join(parts)}</svg>'
-        "</figure>"
-    )
-
-
 def nice_ticks(low: float, high: float) -> list[float]:
     """Round numbers from `low` to `high`, at most _MOST_TICKS."""
     span = high - low

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from megatron_zpp.config.words import duration
-from megatron_zpp.reporting.report.charts import bars, chart, short
+from megatron_zpp.reporting.report.charts import chart, short
 from megatron_zpp.reporting.report.curves import (
     AXIS_LABELS,
     Axis,
@@ -173,10 +173,13 @@ def _step(report: Report) -> str:
     }
     if not times:
         return ""
-    step = median(by_iteration(report.records, "elapsed_ms").values())
-    return bars(
-        {"whole step": step} | times, title="Median over logged steps, of the slowest rank", unit="ms"
+    times = {"whole step": median(by_iteration(report.records, "elapsed_ms").values())} | times
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td class=number>{short(time)} ms</td></tr>"
+        for name, time in times.items()
     )
+    head = "<p class=sub>Median over logged steps, of the slowest rank</p>"
+    return f"{head}<div class=card><table>{rows}</table></div>"
 
 
 def _comparisons(rows: Sequence[Comparison]) -> str:

@@ -29,9 +29,8 @@ figcaption { font-weight: 600; font-size: 14.5px; margin: 0 4px 6px; display: fl
 .key::before { content: ""; display: inline-block; width: 14px; height: 3px; border-radius: 2px;
   vertical-align: middle; margin-right: 5px; background: var(--series-0); }
 svg text { fill: var(--muted); font-size: 11.5px; font-family: inherit; font-variant-numeric: tabular-nums; }
-svg text.value { fill: var(--text); } svg .grid { stroke: var(--grid); stroke-width: 1; }
+svg .grid { stroke: var(--grid); stroke-width: 1; }
 .series { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-.bar { fill: var(--accent); }
 .card { padding: 4px 16px; overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 6px 14px 6px 0; border-bottom: 1px solid var(--grid);

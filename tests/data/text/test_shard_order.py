@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.dataset_progress import DatasetProgress
-from megatron_zpp.data.shard_changes import changed_shard
+from megatron_zpp.data.resume import changed_shard
 from megatron_zpp.data.text.group_order import GroupOrder
 from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.shards.order import ShardOrder
@@ -127,7 +127,7 @@ def test_moved_shards_of_several_directories_continue_or_are_named(tmp_path: Pat
     assert changed_shard(saved, changed) == f"{present[2].name} has changed since the checkpoint"
     assert changed_shard(saved, present[:3]) == f"{saved[3].name} is missing since the checkpoint"
     assert changed_shard(saved[:3], present) == f"{present[3].name} is new since the checkpoint"
-    assert changed_shard(saved, present[::-1]) == f"{present[3].name} and others have another order"
+    assert changed_shard(saved, present[::-1]) == f"{present[3].name} has changed since the checkpoint"
 
 
 def replace_shard(path: Path, other: Path) -> None:
