@@ -4,11 +4,11 @@ STYLE = """
 :root { color-scheme: light dark;
   --page: #f6f7f9; --card: #ffffff; --text: #1b1f24; --muted: #667080; --grid: #e4e7ec; --accent: #2563b0;
   --series-0: #2563b0; --series-1: #d9662b; --series-2: #2f8f5b; --series-3: #8a4fbf; --series-4: #b8912a;
-  --series-5: #5b6776; --good: #2f8f5b; --bad: #c0392b; }
+  --series-5: #5b6776; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #14171b; --card: #1d2127; --text: #e6e9ee; --muted: #97a1b0; --grid: #2e343d; --accent: #6aa5ec;
   --series-0: #6aa5ec; --series-1: #f0975f; --series-2: #63c48f; --series-3: #bb8fe6; --series-4: #dcb95c;
-  --series-5: #9aa6b6; --good: #63c48f; --bad: #ef7b6d; } }
+  --series-5: #9aa6b6; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Noto Sans", "DejaVu Sans", sans-serif; }
@@ -22,15 +22,7 @@ h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 18px; margin: 34px 0 12
   font-variant-numeric: tabular-nums; } .tile span { color: var(--muted); font-size: 13px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 14px; }
 .chart { margin: 0; padding: 14px 14px 8px; } .chart svg { width: 100%; display: block; }
-figcaption { font-weight: 600; font-size: 14.5px; margin: 0 4px 6px; display: flex; flex-wrap: wrap;
-  gap: 4px 14px; }
-.legend { font-weight: 400; font-size: 13px; color: var(--muted); display: flex; flex-wrap: wrap;
-  gap: 0 12px; }
-.key::before { content: ""; display: inline-block; width: 14px; height: 3px; border-radius: 2px;
-  vertical-align: middle; margin-right: 5px; background: var(--series-0); }
-svg text { fill: var(--muted); font-size: 11.5px; font-family: inherit; font-variant-numeric: tabular-nums; }
-svg .grid { stroke: var(--grid); stroke-width: 1; }
-.series { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+figcaption { font-weight: 600; font-size: 14.5px; margin: 0 4px 6px; }
 .card { padding: 4px 16px; overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 6px 14px 6px 0; border-bottom: 1px solid var(--grid);
@@ -42,9 +34,4 @@ code { font: 13px ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: an
 details { margin-top: 12px; } summary { cursor: pointer; color: var(--accent); font-size: 14px; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0;
   font: 13px/1.55 ui-monospace, "DejaVu Sans Mono", monospace; }
-""" + "".join(
-    f".s{index} {{ stroke: var(--series-{index}); }}"
-    f"circle.s{index}, rect.s{index} {{ fill: var(--series-{index}); }}"
-    f".k{index}::before {{ background: var(--series-{index}); }}\n"
-    for index in range(6)
-)
+"""
