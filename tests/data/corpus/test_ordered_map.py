@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from megatron_zpp.data.corpus.ordered_map import ordered_map
+from megatron_zpp.data.corpus.parallel_encode import ordered_map
 
 
 def uneven(number: int) -> int:
