@@ -11,7 +11,6 @@ import math
 import os
 import resource
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from megatron_zpp.storage.objects.files import ObjectFile
 
 _NEAR = 1 << 15  # bytes; rows within this distance are fetched by one read
-_CHUNK = 1 << 20  # rows
 _OPEN_FILES = 1 << 16  # requested if the limit is lower: a blend holds several files open per data set
 
 
@@ -99,20 +97,20 @@ class FileArray:
         self.dtype, self.shape = np.dtype(dtype), shape
         self.size = math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize
-        self._file, self._offset, self._length, self._row = file, offset, shape[0], shape[1:]
+        self._file, self._offset, self._row = file, offset, shape[1:]
         self._row_bytes = math.prod(self._row) * self.dtype.itemsize
 
     def __len__(self) -> int:
-        return self._length
+        return self.shape[0]
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
-            start, stop, step = key.indices(self._length)
+            start, stop, step = key.indices(len(self))
             assert step == 1, f"the step of a slice must be 1, got {step}"
             return self._read(start, max(stop, start))
         if isinstance(key, np.ndarray):
             return self._take(key)
-        number = key if key >= 0 else key + self._length
+        number = key if key >= 0 else key + len(self)
         self._check(number, number)
         return self._read(number, number + 1)[0]
 
@@ -130,14 +128,9 @@ class FileArray:
 
     def part(self, first: int, last: int) -> "FileArray":
         """Return the rows [first, last) as an array, without reading them."""
-        assert 0 <= first <= last <= self._length, f"rows {first} to {last} of {self._length}"
+        assert 0 <= first <= last <= len(self), f"rows {first} to {last} of {len(self)}"
         offset = self._offset + first * self._row_bytes
         return FileArray(self._file, self.dtype, offset, (last - first, *self._row))
-
-    def chunks(self) -> Iterator[np.ndarray]:
-        """Yield all rows in chunks, so that memory does not grow with their number."""
-        for first in range(0, self._length, _CHUNK):
-            yield self[first : first + _CHUNK]
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         size = self._row_bytes
@@ -157,8 +150,8 @@ class FileArray:
         return found.reshape(-1, *self._row) if self._row else found
 
     def _check(self, low: int, high: int) -> None:
-        if low < 0 or high >= self._length:
-            raise IndexError(f"{self._file.path}: rows {low} to {high} of {self._length}")
+        if low < 0 or high >= len(self):
+            raise IndexError(f"{self._file.path}: rows {low} to {high} of {len(self)}")
 
 
 def _close(descriptor: int) -> None:
