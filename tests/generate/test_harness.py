@@ -204,25 +204,13 @@ def test_a_device_is_named_where_the_user_names_none() -> None:
         assert with_device(others) == others
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
 def test_a_device_that_the_machine_lacks_is_refused_in_a_line(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_zpp.commands.harness import CheckpointLM
 
     cuda = "--device cuda: torch sees no GPU here; use --device cpu"
-    done = run(
-        *("-m", "megatron_zpp", "lm-eval", "run", "--model", "megatron_zpp", "--device", "cuda"),
-        *("--model_args", f"load={checkpoint}", "--tasks", "wikitext"),
-        timeout=240,
-        HF_HUB_OFFLINE="1",
-        HF_HOME=str(tmp_path),
-        CUDA_VISIBLE_DEVICES="",
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"python -m megatron_zpp lm-eval: error: {cuda}"
-    assert "Traceback" not in done.stderr
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device, said in (

@@ -99,12 +99,5 @@ def test_a_chart_has_the_colours_of_the_page_and_leaves_out_what_is_not_finite()
 
 
 def test_short_numbers() -> None:
-    assert [short(value) for value in (0.00123, 42, 9999, 12_345, 3.5e6, 2e9, 7.1e12)] == [
-        "0.00123",
-        "42",
-        "9999",
-        "12.35 k",
-        "3.5 M",
-        "2 G",
-        "7.1 T",
-    ]
+    shown = ", ".join(map(short, (0.00123, 42, 9999, 12_345, 3.5e6, 2e9, 7.1e12)))
+    assert shown == "0.00123, 42, 9999, 12.35 k, 3.5 M, 2 G, 7.1 T"
