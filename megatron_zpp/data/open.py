@@ -118,7 +118,9 @@ class SplitOpener:
                 sources.append(read(split, self._part(split, flag, None, path), seed))
         if len(sources) == 1:
             return sources[0]
-        order = _concatenation(sources) if whole else Blend(tuple(weights))
+        order = Blend(tuple(weights))
+        if whole:  # each source is prepared as a whole
+            order = Concatenation(tuple(source.windows_per_epoch or 0 for source in sources))
         return BlendedDataset(tuple(sources), order)
 
     def _size(self, split: str, flag: str, path: str) -> float:
@@ -233,13 +235,6 @@ def _check_unweighted(flag: str, weighted: Sequence[tuple[float | None, str]]) -
             fix = "or --train-data-path and, without weights, --valid-data-path"
         fix = f"{flag} has weights, and a blend with weights never ends; use --eval-iters, {fix}"
         raise option_error("--full-validation", "(given)", fix)
-
-
-def _concatenation(sources: Sequence[KnownSamples]) -> Concatenation:
-    """Return the order that reads every sample of all sources once."""
-    counts = [source.windows_per_epoch for source in sources]
-    assert None not in counts, "each source of an evaluation of one epoch is prepared as a whole"
-    return Concatenation(tuple(count for count in counts if count is not None))
 
 
 def seed_of(split: str, seed: int) -> int:

@@ -48,19 +48,14 @@ class PackedDataset(RandomOrder):
         """W, the samples after which every prediction has been made once."""
         return len(self.indexes["samples"]) - 1
 
-    @property
-    def padding(self) -> float:
-        """The share of a sample that is padding, on average."""
-        predictions = int(self.indexes["counts"][2])
-        return 1 - predictions / (self.windows_per_epoch * self.seq_length)
-
     def describe(self) -> str:
         """One line for the head of the log."""
         documents, cut, predictions = self.indexes["counts"][:].tolist()
+        padding = 1 - predictions / (self.windows_per_epoch * self.seq_length)
         return (
             f"{self.name}: {predictions:,} predictions of {counted(documents, 'document')}, {cut:,} of them "
             f"cut, packed into {self.windows_per_epoch:,} samples of {self.seq_length} with "
-            f"{self.padding:.2%} padding"
+            f"{padding:.2%} padding"
         )
 
     def batch(self, indices: np.ndarray) -> np.ndarray:

@@ -111,7 +111,7 @@ def test_metrics_follow_the_links_of_the_user_in_any_directory(tmp_path: Path) -
     (tmp_path / "first").symlink_to(tmp_path / "second")
     check_sinks(LoggingConfig(metrics_file=str(tmp_path / "first")))
     for _ in range(2):
-        MetricsFile(str(tmp_path / "first")).write({"iteration": 1}, 0)
+        MetricsFile(str(tmp_path / "first")).write({"iteration": 1})
     assert (tmp_path / "metrics").read_text() == '{"iteration": 1}\n' * 2
     (tmp_path / "metrics").unlink()
     (tmp_path / "metrics").symlink_to("first")
@@ -131,7 +131,7 @@ def test_metrics_follow_links_of_others_only_where_others_cannot_make_them(tmp_p
     (shared / "mine").symlink_to("planted")
     for link in ("planted", "mine"):
         if mode == 0o755:
-            MetricsFile(str(shared / link)).write({"iteration": 1}, 0)
+            MetricsFile(str(shared / link)).write({"iteration": 1})
             continue
         with pytest.raises(PermissionError, match="is a link of user 12345 in a directory that others can"):
             MetricsFile(str(shared / link))
@@ -142,7 +142,7 @@ def test_metrics_may_go_to_stdout_whatever_it_is(tmp_path: Path) -> None:
     """A pipe, to which no path leads, and a file."""
     code = (
         "from megatron_zpp.reporting.sinks import MetricsFile\n"
-        "file = MetricsFile('/dev/stdout')\nfile.write({'iteration': 1}, 0)\nfile.close()"
+        "file = MetricsFile('/dev/stdout')\nfile.write({'iteration': 1})\nfile.close()"
     )
     done = run("-c", code)
     assert (done.stdout, done.stderr) == ('{"iteration": 1}\n', "")

@@ -47,12 +47,15 @@ class Encoder:
         rows: list[list[list[int]]] = []
         found: list[Problem] = []
         for each in parsed:
-            if not isinstance(each, Problem):
-                each = self._checked(each[0], list(itertools.islice(documents, len(self._keys))))
+            row: list[list[int]] | Problem
             if isinstance(each, Problem):
-                found.append(each)
+                row = each
             else:
-                rows.append(each)
+                row = self._checked(each[0], list(itertools.islice(documents, len(self._keys))))
+            if isinstance(row, Problem):
+                found.append(row)
+            else:
+                rows.append(row)
         columns = [self._pack([row[k] for row in rows]) for k in range(len(self._keys))]
         tokens, lengths = zip(*columns, strict=True)
         return Encoded(tokens, lengths, len(lines), Problems.of(found))

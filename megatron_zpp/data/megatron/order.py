@@ -51,11 +51,6 @@ class OrderSizes:
             return self.samples
         return before
 
-    @property
-    def last_apart(self) -> bool:
-        """Whether the documents and samples of the last epoch are shuffled separately."""
-        return self.shuffled_first < self.samples
-
     def _samples_in(self, epochs: int) -> int:
         return (epochs * self.tokens - 1) // self.seq_length
 
@@ -63,7 +58,8 @@ class OrderSizes:
 def document_index(first: int, last: int, sizes: OrderSizes, random: np.random.RandomState) -> np.ndarray:
     """Return the sequences in the order of the text: (epochs · (last - first),) int32."""
     documents = np.tile(np.arange(first, last, dtype=np.int32), sizes.epochs)
-    together = (sizes.epochs - 1 if sizes.last_apart else sizes.epochs) * (last - first)
+    last_apart = sizes.shuffled_first < sizes.samples  # the last epoch is shuffled separately
+    together = (sizes.epochs - last_apart) * (last - first)
     random.shuffle(documents[:together])
     random.shuffle(documents[together:])
     return documents
