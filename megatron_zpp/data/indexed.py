@@ -24,6 +24,7 @@ import numpy as np
 
 from megatron_zpp.data.checksums import changed_since_written, read_checksums
 from megatron_zpp.data.file_array import AnyFile, FileArray, OpenFile
+from megatron_zpp.data.samples import ShardRecord
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, verify_file
 from megatron_zpp.storage.location import Location, location
 from megatron_zpp.storage.regular import UnfitFile
@@ -96,12 +97,7 @@ class IndexedDataset:
         pointers_at = lengths_at + 4 * sequences
         documents_at = pointers_at + 8 * sequences
         expected = documents_at + 8 * documents
-        if file.size != expected:
-            what = "truncated" if file.size < expected else "longer than it should be"
-            raise ValueError(
-                f"{path}: {what} at byte {min(file.size, expected)}: {file.size} bytes found, "
-                f"{expected} needed for {sequences} sequences and {documents} document indices"
-            )
+        _check_size(file, expected, f"{sequences} sequences and {documents} document indices")
         self.lengths = FileArray(file, "<i4", lengths_at, (sequences,))
         self.pointers = FileArray(file, "<i8", pointers_at, (sequences,))
         self.document_indices = FileArray(file, "<i8", documents_at, (documents,))
@@ -182,16 +178,19 @@ class IndexedDataset:
     def _open_tokens(self) -> FileArray:
         path = tokens_path(self.prefix)
         file, expected = _open(path, path), self.num_tokens * self.dtype.itemsize
-        size = file.size
-        if size != expected:
-            what = "truncated" if size < expected else "longer than it should be"
-            raise ValueError(
-                f"{path}: {what} at byte {min(size, expected)}: {size} bytes found, {expected} needed for "
-                f"the {self.num_tokens} {self.dtype.name} tokens of {index_path(self.prefix)}"
-            )
+        tokens = f"the {self.num_tokens} {self.dtype.name} tokens of {index_path(self.prefix)}"
+        _check_size(file, expected, tokens)
         if not self.num_tokens:
             raise ValueError(f"{path}: 0 tokens; a data set needs at least one")
         return FileArray(file, self.dtype, 0, (self.num_tokens,))
+
+
+def _check_size(file: AnyFile, expected: int, contents: str) -> None:
+    found = file.size
+    if found != expected:
+        what = "truncated" if found < expected else "longer than it should be"
+        where = f"{what} at byte {min(found, expected)}: {found} bytes found"
+        raise ValueError(f"{file.path}: {where}, {expected} needed for {contents}")
 
 
 def _read_header(file: AnyFile) -> tuple[np.dtype, int, int]:
@@ -313,3 +312,7 @@ class IndexedSamples:
     def older_fingerprints(self) -> tuple[str, ...]:
         """The identifiers of the same contents in checkpoints of earlier versions."""
         return self.source.older_fingerprints()
+
+    def shards(self) -> tuple[ShardRecord, ...]:
+        """None."""
+        return ()

@@ -18,7 +18,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.data.blend import Blend, BlendedDataset
 from megatron_zpp.data.dataset_progress import DatasetProgress, ResumedBlend, SourceProgress
 from megatron_zpp.data.documents import MaskedSamples
-from megatron_zpp.data.samples import KnownSamples, Samples, SeededSamples, ShardedSamples, ShardRecord
+from megatron_zpp.data.samples import KnownSamples, Samples, SeededSamples, ShardRecord
 from megatron_zpp.data.windows import order_seed
 
 _TOLERANCE = 1e-12  # relative, of shares: weights 3 and 7 are 0.3 and 0.7
@@ -88,16 +88,10 @@ def _parts(samples: Samples) -> tuple[Sequence[KnownSamples], tuple[float, ...]]
 
 def _beginning(order: str, sources: Sequence[KnownSamples], weights: Sequence[float]) -> DatasetProgress:
     """Return the progress of a run that has read nothing."""
+    pairs = zip(sources, weights, strict=True)
     sets = (
-        SourceProgress(
-            source.name,
-            source.fingerprint(),
-            number,
-            float(weight),
-            0,
-            source.shards() if isinstance(source, ShardedSamples) else (),
-        )
-        for number, (source, weight) in enumerate(zip(sources, weights, strict=True))
+        SourceProgress(source.name, source.fingerprint(), number, float(weight), 0, source.shards())
+        for number, (source, weight) in enumerate(pairs)
     )
     return DatasetProgress(order, 0, tuple(sets))
 

@@ -105,16 +105,18 @@ class TokenCache:
 
     def tokens(self, blocks: np.ndarray) -> np.ndarray:
         """Return the tokens of all blocks, concatenated."""
-        parts = self._read_all(blocks)
-        damaged = [block for block in blocks.tolist() if block not in parts]
-        if damaged:
-            for block in damaged:
-                self._record(block, bytes(_RECORD.itemsize))
-            parts = self._read_all(blocks)
-        if any(block not in parts for block in blocks.tolist()):
-            fix = "returns other bytes than were just written; name another directory"
-            raise option_error("--data-cache-path", self._directory, fix)
-        return np.concatenate([parts[block] for block in blocks.tolist()])
+        numbers = blocks.tolist()
+        for _ in range(2):
+            counts = self.fill(blocks).tolist()
+            parts = [self._read(block, count) for block, count in zip(numbers, counts, strict=True)]
+            kept = [part for part in parts if part is not None]
+            if len(kept) == len(parts):
+                return np.concatenate(kept)
+            for block, part in zip(numbers, parts, strict=True):
+                if part is None:  # damaged: tokenised again
+                    self._record(block, bytes(_RECORD.itemsize))
+        fix = "returns other bytes than were just written; name another directory"
+        raise option_error("--data-cache-path", self._directory, fix)
 
     def _missing(self, blocks: np.ndarray) -> np.ndarray:
         return blocks[self.counts(blocks) < 0]
@@ -200,14 +202,6 @@ class TokenCache:
 
     def _path(self, block: int) -> Path:
         return self._directory / f"{block // 1000:03}" / f"{block:07}"
-
-    def _read_all(self, blocks: np.ndarray) -> dict[int, np.ndarray]:
-        """Return the tokens of each block that is not damaged."""
-        counts = self.fill(blocks).tolist()
-        parts = {
-            block: self._read(block, count) for block, count in zip(blocks.tolist(), counts, strict=True)
-        }
-        return {block: part for block, part in parts.items() if part is not None}
 
     def _read(self, block: int, count: int) -> np.ndarray | None:
         try:
