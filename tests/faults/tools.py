@@ -86,6 +86,7 @@ OTHERS = [
     corpus("", "are required: --output", status=2, without="--output"),
     corpus("--output out.txt", "--output out.txt: must end in .jsonl", status=2),
     corpus("--hf-dataset json", "--hf-dataset: removed; in Python, datasets.load_dataset(", status=2),
+    corpus("--output s3://b/c.jsonl", "--output s3://b/c.jsonl: is a URL; give a path of this machine"),
     corpus("--json-key k", "--json-key k: needs --input", status=2, without="--input"),
     corpus("--output ro/o.jsonl", f"--output ro: Permission denied; {WRITABLE}", harm=READ_ONLY),
     corpus("", "--output out.jsonl: is a directory … remove it", harm=directory("out.jsonl")),

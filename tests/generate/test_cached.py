@@ -30,19 +30,6 @@ def test_token_by_token_gives_the_whole_forward(model: GPT) -> None:
         assert torch.allclose(found, expected[:, column], **CLOSE), column
 
 
-def test_hooks_of_layers_run_with_a_cache(model: GPT) -> None:
-    """Hooks gather the parameters of a sharded model."""
-    seen: list[int] = []
-    handles = [
-        layer.register_forward_pre_hook(lambda module, inputs, index=index: seen.append(index))
-        for index, layer in enumerate(model.layers)
-    ]
-    prefill(model, Cache(model, 1, 3), [ids(3)])
-    for handle in handles:
-        handle.remove()
-    assert seen == list(range(len(model.layers)))
-
-
 def test_rows_of_unequal_length_know_nothing_of_each_other(model: GPT) -> None:
     """Each row gets what its text alone gets, while others leave."""
     texts = [ids(length, length) for length in (9, 1, 4, 9)]

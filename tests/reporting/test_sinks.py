@@ -1,23 +1,19 @@
 """TensorBoard's tags and axes, W&B's names, and a sink that hangs."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.reporting.sinks import (
     MEGATRON_TAGS,
     MetricsFile,
     TensorBoard,
     ThreadedSink,
-    check_sinks,
     wandb_record,
 )
-from megatron_zpp.storage.files import check_replaceable
 from tests.reporting.test_curves import step
 
 
@@ -132,21 +128,3 @@ def test_a_sink_that_hangs_is_abandoned_however_many_records_wait(waiting: int) 
     *_, lost, closed = said
     assert closed == "False"
     assert "W&B is lost, and the run continues without it" in lost
-
-
-@pytest.mark.parametrize(
-    ("flag", "check"),
-    [
-        ("--tensorboard-dir", lambda url: check_sinks(LoggingConfig(tensorboard_dir=url))),
-        ("--wandb-save-dir", lambda url: check_sinks(LoggingConfig(wandb_project="p", wandb_save_dir=url))),
-        ("--output", lambda url: check_replaceable("--output", url)),
-    ],
-)
-def test_a_url_is_refused_where_only_a_path_can_be_written(
-    flag: str, check: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would be a directory `s3:` below the current one, and TensorBoard would write half of it to S3."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"{flag} s3://bucket/key: is a URL; give a path of this machine"):
-        check("s3://bucket/key")
-    assert list(tmp_path.iterdir()) == []
