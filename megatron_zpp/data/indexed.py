@@ -26,7 +26,7 @@ from megatron_zpp.data.checksums import changed_since_written, read_checksums
 from megatron_zpp.data.file_array import AnyFile, FileArray, OpenFile
 from megatron_zpp.data.samples import ShardRecord
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, verify_file
-from megatron_zpp.storage.location import Location, location
+from megatron_zpp.storage.location import location
 from megatron_zpp.storage.regular import UnfitFile
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -212,18 +212,17 @@ def _read_header(file: AnyFile) -> tuple[np.dtype, int, int]:
     return np.dtype(DTYPE_CODES[code]), sequences, documents
 
 
-def _open_file(path: Location) -> AnyFile:
-    if isinstance(path, Path):
-        return OpenFile(path)
-    from megatron_zpp.storage.objects.files import ObjectFile
-
-    return ObjectFile(path)
-
-
 def _open(path: str, shown: str) -> AnyFile:
     """Open a file or object, which an error calls `shown`."""
+    stored = location(path)
+    file: AnyFile
     try:
-        file = _open_file(location(path))
+        if isinstance(stored, Path):
+            file = OpenFile(stored)
+        else:
+            from megatron_zpp.storage.objects.files import ObjectFile
+
+            file = ObjectFile(stored)
     except FileNotFoundError:
         prefix = shown[: -len(".idx")]
         raise ValueError(

@@ -50,15 +50,10 @@ def contents_of(path: str) -> dict[str, Any]:
 class OrderCache:
     """The entries of one directory, which is created for the first entry."""
 
-    def __init__(self, flag: str, directory: str, say: Callable[[str], None]) -> None:
-        """`flag` names the directory in errors; `say` gets a line whenever an entry is built."""
-        self._flag, self._directory, self._say = flag, Path(directory), say
-
-    @classmethod
-    def of(cls, config: DataConfig, prefix: str, say: Callable[[str], None]) -> "OrderCache":
-        """The cache in --data-cache-path, or beside the data set `prefix`."""
-        flag = "--data-cache-path" if config.data_cache_path else "--data-cache-path (not given)"
-        return cls(flag, config.data_cache_path or f"{prefix}.orders", say)
+    def __init__(self, config: DataConfig, prefix: str, say: Callable[[str], None]) -> None:
+        """In --data-cache-path, or beside the data set `prefix`; `say` gets a line when an entry is built."""
+        self._flag = "--data-cache-path" if config.data_cache_path else "--data-cache-path (not given)"
+        self._directory, self._say = Path(config.data_cache_path or f"{prefix}.orders"), say
 
     def get(self, made_of: Mapping[str, Any], build: Callable[[], NamedArrays], what: str) -> CachedArrays:
         """Return the arrays that `made_of["indexes"]` names, checked and opened; `build` makes missing ones.

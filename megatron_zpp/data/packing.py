@@ -126,7 +126,7 @@ def pack(
         "seq_length": seq_length,
     }
 
-    cache = OrderCache.of(config, source.local, say)
+    cache = OrderCache(config, source.local, say)
     what = f"the {split} packing of {source.prefix}"
     indexes = cache.get(made_of, lambda: _built_indexes(part, seq_length), what)
     packed = PackedDataset(source, indexes, seq_length, vocab_size, filler, seed=seed)

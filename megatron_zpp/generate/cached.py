@@ -9,6 +9,7 @@ vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import LayerCache, Place
 from megatron_zpp.model.masks import CachedPrefix
+
+Masks: TypeAlias = dict[int | None, CachedPrefix]  # by the window of layers
 
 
 class Cache:
@@ -53,11 +56,12 @@ def prefill(model: GPT, cache: Cache, texts: Sequence[Sequence[int]]) -> Tensor:
     longest = max(map(len, texts))
     filled = [[*text, *[0] * (longest - len(text))] for text in texts]
     positions = torch.arange(longest, device=cache.device)  # (T)
-    masks: dict[int | None, CachedPrefix] = {}
+    distance = positions[:, None] - positions
+    masks: Masks = {}
     for window in set(model.windows):
-        distance = positions[:, None] - positions
-        near = None if window is None or longest <= window else (distance >= 0) & (distance < window)
-        masks[window] = CachedPrefix(None if near is None else near[None, None])
+        whole = window is None or longest <= window
+        near = None if whole else ((distance >= 0) & (distance < window))[None, None]
+        masks[window] = CachedPrefix(near)
     cache.place(Place(longest))
     ends = torch.tensor([[len(text) - 1] for text in texts], device=cache.device)  # (B, 1)
     own = positions.minimum(ends)  # (B, T); longrope asks how long a text is
@@ -76,7 +80,7 @@ def decode(model: GPT, cache: Cache, tokens: Sequence[int]) -> Tensor:
     even = min(cache.lengths) + 1 == end
     positions = torch.tensor(cache.lengths, device=cache.device)[:, None]  # (B, 1)
     columns = torch.arange(end, device=cache.device)  # (C)
-    masks: dict[int | None, CachedPrefix] = {}
+    masks: Masks = {}
     for window in set(model.windows):
         if even and (window is None or end <= window):
             masks[window] = CachedPrefix()
@@ -98,9 +102,7 @@ def logits_of(model: GPT, x: Tensor) -> Tensor:
     return model.head(x, model.embedding.tokens.weight)[..., : model.vocab_size].float()
 
 
-def _hidden_states(
-    model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, masks: dict[int | None, CachedPrefix]
-) -> Tensor:
+def _hidden_states(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
     x, rotations = model.embedding(tokens, positions), model.rotations(positions)
     for at, layer in enumerate(model.layers):
         x = layer(x, masks[model.windows[at]], rotations[at], cache.layers[at])

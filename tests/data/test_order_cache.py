@@ -74,9 +74,8 @@ def test_a_damaged_entry_is_an_error_and_built_again_once_it_is_removed(config, 
 
 
 def cached(directory, said, build=lambda: [("x", SAMPLES)]):
-    return OrderCache("--data-cache-path", str(directory), said.append).get(
-        {"indexes": ("x",)}, build, "the order"
-    )["x"]
+    config = DataConfig(mock_data=True, data_cache_path=str(directory))
+    return OrderCache(config, "", said.append).get({"indexes": ("x",)}, build, "the order")["x"]
 
 
 def test_ranks_that_waited_for_a_build_check_it_at_once(tmp_path, monkeypatch):

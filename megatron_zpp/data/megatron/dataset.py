@@ -121,7 +121,7 @@ class MegatronOrders:
         without weights has one epoch of each. Raises ValueError if that is fewer samples than requested, and
         for weights without a number of samples.
         """
-        cache = OrderCache.of(self.config, parts[0].source.local, self.say)
+        cache = OrderCache(self.config, parts[0].source.local, self.say)
         weighted = parts[0].weight is not None
         if len(parts) == 1 and not (weighted and self.flag == "--data-path"):
             return self._dataset(cache, parts[0], requested)
