@@ -8,7 +8,6 @@ import subprocess
 import sys
 import termios
 import threading
-from dataclasses import dataclass
 
 import pytest
 
@@ -77,21 +76,15 @@ def test_no_color_and_dumb_terminals_are_respected() -> None:
     assert not wants_colour(False, {})
 
 
-@dataclass(frozen=True)
-class Work:
-    text: str
-    patient: bool
-
-
-def watch(doing: list[tuple[float, Work]]) -> list[str]:
+def watch(doing: list[tuple[float, tuple[str, bool]]]) -> list[str]:
     """The lines said while the work at each of these times was seen once, in their order."""
     said: list[str] = []
     seen, now, ended = iter(doing), 0.0, threading.Event()
 
-    def latest() -> Work:
+    def latest() -> tuple[str, bool]:
         nonlocal now
-        now, work = next(seen, (now, Work("nothing", False)))
-        if work.text == "nothing":
+        now, work = next(seen, (now, ("nothing", False)))
+        if work[0] == "nothing":
             ended.set()
         return work
 
@@ -101,11 +94,7 @@ def watch(doing: list[tuple[float, Work]]) -> list[str]:
 
 
 def test_slow_work_is_said_less_and_less_often_and_steps_are_not() -> None:
-    loading, first, later = (
-        Work("loading", True),
-        Work("step 1, micro-batch 1 of 8", True),
-        Work("step 2", False),
-    )
+    loading, first, later = ("loading", True), ("step 1, micro-batch 1 of 8", True), ("step 2", False)
     said = watch(
         [(float(second), loading) for second in range(0, 45)]
         + [(50.0, first), (55.0, first), (61.0, first), (70.0, later), (500.0, later)]
