@@ -24,7 +24,7 @@ from megatron_zpp.data.provenance import check_provenance
 from megatron_zpp.data.samples import KnownSamples, Samples
 from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split, shown_split
 from megatron_zpp.data.stateless_random import random_bits
-from megatron_zpp.data.windows import WindowDataset, order_seed
+from megatron_zpp.data.windows import RandomOrder, WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.location import ObjectError
 
@@ -115,7 +115,9 @@ class SplitOpener:
                 sources.append(self._text_samples(split, flag, path, seed, weights[number], weights))
             else:
                 read = self._packed if self.config.packs else self._windows
-                sources.append(read(split, self._part(split, flag, None, path), seed))
+                samples = read(split, self._part(split, flag, None, path), seed)
+                samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
+                sources.append(samples)
         if len(sources) == 1:
             return sources[0]
         order = Blend(tuple(weights))
@@ -130,16 +132,14 @@ class SplitOpener:
         first, last = self._part(split, flag, None, path).tokens()
         return float(last - first)
 
-    def _windows(self, split: str, part: DatasetSlice, seed: int) -> WindowDataset:
+    def _windows(self, split: str, part: DatasetSlice, seed: int) -> RandomOrder:
         part.check_tokens(split, self.seq_length, self.seq_length + 1, self.config)
-        samples = WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed=seed)
-        samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
-        return samples
+        return WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed=seed)
 
-    def _packed(self, split: str, part: DatasetSlice, seed: int) -> KnownSamples:
+    def _packed(self, split: str, part: DatasetSlice, seed: int) -> RandomOrder:
         from megatron_zpp.data.packing import pack
 
-        samples = pack(
+        return pack(
             part,
             self.config,
             self.say,
@@ -149,8 +149,6 @@ class SplitOpener:
             seed=seed,
             filler=self.eod,
         )
-        samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
-        return samples
 
     def _text_samples(
         self, split: str, flag: str, path: str, seed: int, weight: float, weights: Sequence[float]

@@ -51,29 +51,14 @@ def exhaustive_order(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     weights = sizes / total
     which, numbers = blend_order(weights, total)
     beyond = np.flatnonzero(numbers >= sizes[which])
-    if beyond.size:  # no earlier sample was drawn from an exhausted set
-        first = int(beyond[0])
-        counts = np.bincount(which[:first], minlength=len(sizes))
-        _choose_unexhausted(weights.tolist(), counts.tolist(), sizes.tolist(), which, numbers, first)
-    return which, numbers
-
-
-def _choose_unexhausted(
-    weights: list[float],
-    counts: list[int],
-    sizes: list[int],
-    which: np.ndarray,
-    numbers: np.ndarray,
-    first: int,
-) -> None:
-    """Draw the samples from `first` on one by one: few remain when a set is exhausted."""
-    remaining = [source for source in range(len(sizes)) if counts[source] < sizes[source]]
-    for sample in range(first, len(which)):
-        source = max(remaining, key=lambda source: weights[source] * max(sample, 1.0) - counts[source])
+    first = int(beyond[0]) if beyond.size else total  # no earlier sample was drawn from an exhausted set
+    counts = np.bincount(which[:first], minlength=len(sizes))
+    for sample in range(first, total):  # few: all sets end at almost the same time
+        behind = np.where(counts < sizes, weights * max(sample, 1.0) - counts, -np.inf)
+        source = int(behind.argmax())
         which[sample], numbers[sample] = source, counts[source]
         counts[source] += 1
-        if counts[source] == sizes[source]:
-            remaining.remove(source)
+    return which, numbers
 
 
 def _estimated_counts(weights: np.ndarray, firsts: np.ndarray, counts: np.ndarray, settle: int) -> np.ndarray:
