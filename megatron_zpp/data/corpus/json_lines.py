@@ -21,9 +21,11 @@ def split_lines(content: bytes) -> list[bytes]:
     return lines
 
 
-def parse_lines(lines: Sequence[bytes], keys: Sequence[str]) -> Iterator[tuple[int, list[str]] | Problem]:
-    """Yield for each nonblank line its number from 1 and its texts, one per key, or its problem."""
-    for number, line in enumerate(lines, start=1):
+def parse_lines(
+    lines: Sequence[bytes], keys: Sequence[str], *, first: int = 1
+) -> Iterator[tuple[int, list[str]] | Problem]:
+    """Yield for each nonblank line its number, from `first`, and its texts, one per key, or its problem."""
+    for number, line in enumerate(lines, start=first):
         if not line.removeprefix(_BYTE_ORDER_MARK).strip():
             continue
         yield _parse(number, line, keys)

@@ -60,21 +60,15 @@ def read_documents(path: str, json_key: str, *, parts: bool = False) -> Iterator
     before = 0  # lines
     for block in blocks:
         if of_json:
-            yield _parse(path, block, json_key, before)
-            before += len(split_lines(block.content))
+            lines = split_lines(block.content)
+            parsed = list(parse_lines(lines, [json_key], first=before + 1))
+            problems = [each for each in parsed if isinstance(each, Problem)]
+            numbered = [(each[0], each[1][0]) for each in parsed if not isinstance(each, Problem)]
+            yield keep(path, numbered, problems, block.disk_bytes)
+            before += len(lines)
         else:
             yield _decode(path, block, before + 1)
             before += block.content.count(b"\n")
-
-
-def _parse(path: str, block: Block, json_key: str, before: int) -> Texts:
-    numbered, problems = [], []
-    for parsed in parse_lines(split_lines(block.content), [json_key]):
-        if isinstance(parsed, Problem):
-            problems.append(Problem(before + parsed.line, parsed.kind, parsed.detail))
-        else:
-            numbered.append((before + parsed[0], parsed[1][0]))
-    return keep(path, numbered, problems, block.disk_bytes)
 
 
 def _decode(path: str, block: Block, line: int) -> Texts:
