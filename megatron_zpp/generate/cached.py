@@ -89,7 +89,8 @@ def decode(model: GPT, cache: Cache, tokens: Sequence[int]) -> Tensor:
         if window is not None:
             visible = visible & (columns > positions - window)
         masks[window] = CachedPrefix(visible[:, None, None])
-    cache.place(Place(end, None if even else positions))
+    rows = torch.arange(len(tokens), device=cache.device)[:, None]  # (B, 1)
+    cache.place(Place(end, None if even else (rows, positions)))
     ids = torch.tensor(tokens, device=cache.device)[:, None]  # (B, 1)
     x = _hidden_states(model, cache, ids, positions, masks)
     cache.lengths = [length + 1 for length in cache.lengths]

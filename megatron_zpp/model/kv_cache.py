@@ -9,7 +9,6 @@ head width.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -17,11 +16,12 @@ from torch import Tensor
 class Place:
     """Where the new tokens of a forward pass go, the same for all layers.
 
-    `columns` (R, T) has the column of each token; None stands for the last T of the C columns in every row.
+    `index` has the row (R, 1) and the column (R, T) of each token; None stands for the last T of the C columns
+    in every row.
     """
 
     end: int  # C
-    columns: Tensor | None = None
+    index: tuple[Tensor, Tensor] | None = None
 
 
 class LayerCache:
@@ -34,13 +34,12 @@ class LayerCache:
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values (R, T, G, H) at `place`; return those of all columns, views (R, C, G, H)."""
-        end, columns = self.place.end, self.place.columns
-        rows = torch.arange(len(k), device=k.device)[:, None]  # (R, 1)
+        end, index = self.place.end, self.place.index
         for kept, new in ((self._keys, k), (self._values, v)):
-            if columns is None:
+            if index is None:
                 kept[:, :, end - new.shape[1] : end] = new.transpose(1, 2)
             else:
-                kept[rows, :, columns] = new
+                kept[index[0], :, index[1]] = new
         return self._keys[:, :, :end].transpose(1, 2), self._values[:, :, :end].transpose(1, 2)
 
     def keep(self, rows: Sequence[int]) -> None:
