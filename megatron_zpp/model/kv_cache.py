@@ -16,8 +16,8 @@ from torch import Tensor
 class Place:
     """Where the new tokens of a forward pass go, the same for all layers.
 
-    `index` has the row (R, 1) and the column (R, T) of each token; None stands for the last T of the C columns
-    in every row.
+    `index` has the row (R, 1) and the column (R, T) of each token; None stands for the last T of the C
+    columns in every row.
     """
 
     end: int  # C
