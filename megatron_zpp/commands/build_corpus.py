@@ -13,7 +13,7 @@ from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_s
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_options
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.inputs import find_files
-from megatron_zpp.data.corpus.problems import Report, in_file
+from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.python_source import read_source, source_files, standard_library
 from megatron_zpp.data.corpus.texts import Texts, check_suffix, read_documents
@@ -63,7 +63,7 @@ def main() -> None:
     ):
         report = Report(progress.say)
         for found in source.texts:
-            report.add(found.problems, in_file(found.path))
+            report.add(found.problems, found.where)
             lines = [json_line(text, found.path) for text in found.texts]
             output.write(b"".join(lines))
             progress.advance(

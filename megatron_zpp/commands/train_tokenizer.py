@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_zpp.config.command_line import program_name, run_tool, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
 from megatron_zpp.data.corpus.inputs import find_files
-from megatron_zpp.data.corpus.problems import Report, in_file
+from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.sample import sample_text
 from megatron_zpp.data.corpus.texts import check_suffix, read_documents
@@ -64,7 +64,7 @@ def read(files: list[str], json_key: str, progress: Progress, report: Report) ->
     """Yield the text of all files, in order."""
     for path in files:
         for found in read_documents(path, json_key, parts=True):
-            report.add(found.problems, in_file(path))
+            report.add(found.problems, found.where)
             yield from found.texts
             size = sum(len(text.encode()) for text in found.texts)
             progress.advance(disk_bytes=found.disk_bytes, text_bytes=size, documents=len(found.texts))

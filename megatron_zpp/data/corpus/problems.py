@@ -34,11 +34,6 @@ class Problems:
         return problems
 
 
-def in_file(path: str) -> Callable[[Problem], str]:
-    """Return the function that locates problems of the file `path`, as `FILE line N`."""
-    return lambda problem: f"{path} line {problem.line}"
-
-
 class Report:
     """All problems of a run: shows the first few at once, or stops at the first, and sums them up."""
 

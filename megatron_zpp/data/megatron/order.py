@@ -25,10 +25,6 @@ class OrderSizes:
     seq_length: int
     requested: int | None
 
-    def __post_init__(self) -> None:
-        assert self.tokens >= 1, "an epoch needs at least one token"
-        assert self.seq_length >= 1, f"a sample needs at least one token, got {self.seq_length}"
-
     @property
     def epochs(self) -> int:
         """The fewest epochs that hold the requested samples and the label of the last one."""
