@@ -67,10 +67,8 @@ class IndexedDatasetWriter:
     def add_documents(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
         """Append len(lengths) documents, whose tokens are concatenated in the 1-D `tokens`."""
         tokens, lengths = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
-        assert tokens.ndim == 1, f"tokens must be one-dimensional, got shape {tokens.shape}"
         assert not tokens.size or tokens.dtype.kind in "iu", f"tokens must be integers, not {tokens.dtype}"
         assert int(lengths.sum()) == tokens.size, f"lengths sum to {lengths.sum()}, got {tokens.size} tokens"
-        assert not (lengths < 0).any(), "lengths must be 0 or more"
         if tokens.size and not np.can_cast(tokens.dtype, self.dtype, "safe"):
             self._check_values(int(tokens.min()), int(tokens.max()))
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
