@@ -8,7 +8,7 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import evaluation_line, log_step, print_line, text_lines
-from megatron_zpp.reporting.metrics import Record, evaluation_record, sample_key
+from megatron_zpp.reporting.metrics import Record, evaluation_record
 from megatron_zpp.reporting.sinks import ThreadedSink, open_sinks
 
 _PATIENCE = 30.0  # seconds that each sink gets to finish at the end
@@ -63,7 +63,7 @@ class Reporter:
             for line in text_lines(progress.iteration, text):
                 self.say(line)
         record: Record = {"iteration": progress.iteration}
-        record |= {sample_key(number): text for number, text in enumerate(texts, 1)}
+        record |= {"sample" if n == 1 else f"sample_{n}": text for n, text in enumerate(texts, 1)}
         self._write(record)
 
     def __enter__(self) -> "Reporter":

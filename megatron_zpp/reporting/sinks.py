@@ -70,15 +70,10 @@ def _ends_within_a_line(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Tag:
-    """Megatron-LM's tag of a number, and the factor to its unit."""
+    """Megatron-LM's tag of a number, or its own name, and the factor to Megatron-LM's unit."""
 
     name: str
     factor: float = 1.0
-
-    @classmethod
-    def of(cls, name: str) -> "Tag":
-        """The tag of a number of a record; its own name if Megatron-LM does not have it."""
-        return MEGATRON_TAGS.get(name, cls(name))
 
 
 MEGATRON_TAGS = {
@@ -117,7 +112,7 @@ class TensorBoard:
             if isinstance(value, str):
                 self._writer.add_text(name, value, iteration)
             elif name != "iteration" and value is not None:
-                tag = Tag.of(name)
+                tag = MEGATRON_TAGS.get(name, Tag(name))
                 self._writer.add_scalar(tag.name, tag.factor * value, iteration)
 
     def close(self) -> None:
@@ -162,8 +157,9 @@ class WandB:
 def wandb_record(record: Record) -> Record:
     """A record under the names that Megatron-LM gives W&B, or TensorBoard; other numbers keep their names."""
     named: Record = {}
+    tags = MEGATRON_TAGS | _WANDB_TAGS
     for name, value in record.items():
-        tag = _WANDB_TAGS.get(name, Tag.of(name))
+        tag = tags.get(name, Tag(name))
         named[tag.name] = tag.factor * value if isinstance(value, float) else value
     return named
 
