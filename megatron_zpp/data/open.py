@@ -247,15 +247,16 @@ def _open(
         endings = " or ".join(JSON_LINES)
         fix = f"is not a tokenised data set; text must be JSON lines, named {endings}, then .gz or .zst"
         raise option_error(flag, prefix, f"{fix}; data/build_corpus.py converts other text")
-    plain = prefix.removesuffix(".idx").removesuffix(".bin")
-    if "://" not in prefix and not any(os.path.lexists(plain + ending) for ending in (".idx", ".bin")):
-        raise option_error(flag, prefix, f"{plain}.idx does not exist; {_nearest(prefix)}")
     try:
         data = IndexedDataset(prefix, config.object_storage_cache_path)
     except DamagedFile as damage:
         raise option_error(flag, prefix, str(damage)) from None
     except ValueError as error:
-        raise option_error(flag, prefix, f"{error}; name another data set, or preprocess it again") from None
+        plain = prefix.removesuffix(".idx").removesuffix(".bin")
+        if "://" in prefix or any(os.path.lexists(plain + ending) for ending in (".idx", ".bin")):
+            fix = f"{error}; name another data set, or preprocess it again"
+            raise option_error(flag, prefix, fix) from None
+        raise option_error(flag, prefix, f"{plain}.idx does not exist; {_nearest(prefix)}") from None
     except ObjectError as error:
         raise option_error(flag, prefix, str(error.strerror)) from None
     except OSError as error:
