@@ -15,7 +15,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
 from megatron_zpp.config.words import counted
-from megatron_zpp.data.blend import Blend, BlendedDataset, Concatenation
+from megatron_zpp.data.blend import Blend, BlendedDataset, BlendOrder, Concatenation
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.documents import check_ends, masked_samples
 from megatron_zpp.data.indexed import IndexedDataset
@@ -119,7 +119,7 @@ class SplitOpener:
                 sources.append(samples)
         if len(sources) == 1:
             return sources[0]
-        order = Blend(tuple(weights))
+        order: BlendOrder = Blend(tuple(weights))
         if whole:  # each source is prepared as a whole
             order = Concatenation(tuple(source.windows_per_epoch or 0 for source in sources))
         return BlendedDataset(tuple(sources), order)
