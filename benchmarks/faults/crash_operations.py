@@ -21,6 +21,7 @@ from benchmarks.faults.injection import PART, Calls, Fault
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, checkpoint_path, committed, remove_old
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.corpus.encode import Encoder
@@ -207,13 +208,10 @@ def _order(directory: Path) -> Operation:
     (directory / "before").mkdir(parents=True)
     values: dict[str, np.ndarray] = {"a": np.arange(3000), "b": np.arange(77, dtype=np.uint16)}
 
-    def build(files: Any) -> None:
-        for name, array in values.items():
-            files.save(name, array)
-
     def get(here: Path) -> Any:
-        cache = OrderCache("--data-cache-path", str(here / "cache"), lambda line: None)
-        found = cache.get({"of": 1}, tuple(values), build, "an order")
+        config = DataConfig(mock_data=True, data_cache_path=str(here / "cache"))
+        cache = OrderCache(config, "", lambda line: None)
+        found = cache.get({"indexes": tuple(values)}, values.items, "an order")
         return [found[name][:].tobytes() for name in values]
 
     def act(here: Path) -> None:

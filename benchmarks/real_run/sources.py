@@ -20,10 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.generate.continuation import continue_texts
+from megatron_zpp.generate.continuation import Stop, continue_texts
 from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.generate.loading import load_model
-from megatron_zpp.generate.text import Stop
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer
 

@@ -1,51 +1,42 @@
-"""Collects text as JSON lines, one document per line, from files, the Hugging Face hub or Python's source."""
+"""Collects text as JSON lines, one document per line, from files or Python's source."""
 
 import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
-from megatron_zpp.config.options import REQUIRED, Options, option, optional, parse_options
+from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_options
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
-from megatron_zpp.data.corpus.compression import replacing
-from megatron_zpp.data.corpus.hub import read_hub
 from megatron_zpp.data.corpus.inputs import find_files
-from megatron_zpp.data.corpus.problems import Report, in_file
+from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.python_source import read_source, source_files, standard_library
 from megatron_zpp.data.corpus.texts import Texts, check_suffix, read_documents
-from megatron_zpp.storage.files import check_replaceable
+from megatron_zpp.storage.files import check_replaceable, open_new
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig(Options):
     """corpus: text to JSON lines
 
-    Without --input and --hf-dataset: the source of the running interpreter's standard library.
+    Without --input: the source of the running interpreter's standard library.
     """
 
-    output: str = option(REQUIRED, "The file to write: .jsonl, .jsonl.gz or .jsonl.zst.")
+    output: str = option(REQUIRED, "The file to write: .jsonl.")
     input: tuple[str, ...] = option(
         (), "Files, globs or directories of .txt (one document per file) and .jsonl, also .gz and .zst."
     )
     json_key: str = option("text", "The key of a .jsonl line that holds its document.", needs="--input")
-    hf_dataset: str | None = optional("A data set of the Hugging Face hub, or json, parquet or text.")
-    hf_config: str | None = optional("The configuration of --hf-dataset.", needs="--hf-dataset")
-    hf_split: str = option("train", "The split of --hf-dataset.", needs="--hf-dataset")
-    hf_text_key: str = option("text", "The column of --hf-dataset that holds the text.", needs="--hf-dataset")
-    hf_data_files: tuple[str, ...] = option(
-        (), "Local files, if --hf-dataset is json, parquet or text.", needs="--hf-dataset"
-    )
 
     def check(self) -> None:
-        """Require one source at most, and an output with a known suffix."""
-        if not self.output.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
-            raise self.error("output", "must end in .jsonl, .jsonl.gz or .jsonl.zst")
-        if self.input and self.hf_dataset:
-            raise self.error("hf_dataset", "cannot be combined with --input; give one of them")
+        """Require an output with a known suffix."""
+        if not self.output.endswith(".jsonl"):
+            raise self.error("output", "must end in .jsonl")
 
 
 @dataclass(frozen=True)
@@ -53,11 +44,14 @@ class Source:
     """A source of text."""
 
     name: str
-    disk_bytes: int | None  # None if unknown
+    disk_bytes: int
     texts: Iterator[Texts]
 
 
 def main() -> None:
+    if any(word.startswith("--hf-") for word in sys.argv[1:]):
+        load = "datasets.load_dataset(NAME, split='train').to_json('corpus.jsonl')"
+        raise UsageError(f"--hf-dataset: removed; in Python, {load} writes JSON lines of any data set")
     config = parse_options(CorpusConfig, program_name(), __doc__, sys.argv[1:])
     unwind_on_sigterm()
     source = open_source(config)
@@ -69,8 +63,8 @@ def main() -> None:
     ):
         report = Report(progress.say)
         for found in source.texts:
-            report.add(found.problems, in_file(found.path))
-            lines = [json_line(text, found.path, config) for text in found.texts]
+            report.add(found.problems, found.where)
+            lines = [json_line(text, found.path) for text in found.texts]
             output.write(b"".join(lines))
             progress.advance(
                 disk_bytes=found.disk_bytes, text_bytes=sum(map(len, lines)), documents=len(lines)
@@ -91,20 +85,30 @@ def open_source(config: CorpusConfig) -> Source:
             check_suffix("--input", path)
         documents = (texts for path in files for texts in read_documents(path, config.json_key))
         return Source(f"{len(files):,} files", sum(map(os.path.getsize, files)), documents)
-    if config.hf_dataset:
-        rows = read_hub(
-            config.hf_dataset, config.hf_config, config.hf_split, config.hf_text_key, config.hf_data_files
-        )
-        return Source(config.hf_dataset, None, rows)
     directory = standard_library()
     modules = source_files(directory)
     total = sum(file.stat().st_size for file in modules)
     return Source(f"Python's standard library ({directory})", total, read_source(directory, modules))
 
 
-def json_line(text: str, path: str, config: CorpusConfig) -> bytes:
+def json_line(text: str, path: str) -> bytes:
     """Return the line of a document; it includes the path if the file is one document."""
     record = {"text": text}
-    if not config.hf_dataset and plain_suffix(path) not in JSON_LINES:
+    if plain_suffix(path) not in JSON_LINES:
         record["path"] = path
     return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[BinaryIO]:
+    """Yield a stream for the new contents of `path`, which gets its name when all of it is on disk."""
+    partial = Path(f"{path}.partial")
+    try:
+        with os.fdopen(open_new(partial), "wb") as output:
+            yield output
+            output.flush()
+            os.fsync(output.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

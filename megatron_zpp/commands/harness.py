@@ -18,11 +18,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.generate.continuation import continue_texts
+from megatron_zpp.generate.continuation import Stop, continue_texts
 from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.generate.loading import CheckpointOptions, load_for
 from megatron_zpp.generate.scoring import Passage, score_passages
-from megatron_zpp.generate.text import Stop
 
 _NEW_TOKENS = 256  # default of tasks that set no number, as in the harness's own models
 # Names of the number of new tokens; the first one that is given counts, as in lm_eval's normalize_gen_kwargs.

@@ -7,10 +7,9 @@ from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import Options, count, option, option_error, parse_all
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.generate.continuation import continue_texts
+from megatron_zpp.generate.continuation import Stop, continue_texts
 from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_for
-from megatron_zpp.generate.text import Stop
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, count, option, parse_options
-from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.inputs import find_files
-from megatron_zpp.data.corpus.problems import Report, in_file
+from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.sample import sample_text
-from megatron_zpp.data.corpus.texts import check_suffix, read_passages
-from megatron_zpp.storage.files import check_replaceable
+from megatron_zpp.data.corpus.texts import check_suffix, read_documents
+from megatron_zpp.storage.files import check_replaceable, write_whole
 from megatron_zpp.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import ModelType, train_sentencepiece
 
@@ -51,9 +50,8 @@ def main() -> None:
     )
     start = time.monotonic()
     model = train_sentencepiece(sample, config.vocab_size, config.model_type)
-    with replacing(f"{config.output_prefix}.model") as file:
-        file.write(model)
     path = f"{config.output_prefix}.model"
+    write_whole(Path(path), model)
     print(
         f"{path}: {config.vocab_size:,} pieces after {time.monotonic() - start:.1f} s; "
         f"{bytes_per_token(path, sample):.2f} bytes per token; skipped: {report.summary()}"
@@ -63,8 +61,8 @@ def main() -> None:
 def read(files: list[str], json_key: str, progress: Progress, report: Report) -> Iterator[str]:
     """Yield the text of all files, in order."""
     for path in files:
-        for found in read_passages(path, json_key):
-            report.add(found.problems, in_file(path))
+        for found in read_documents(path, json_key, parts=True):
+            report.add(found.problems, found.where)
             yield from found.texts
             size = sum(len(text.encode()) for text in found.texts)
             progress.advance(disk_bytes=found.disk_bytes, text_bytes=size, documents=len(found.texts))

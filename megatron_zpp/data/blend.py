@@ -30,11 +30,7 @@ class Blend:
     bits, which adds d·i/2^64: below 2^-19 for i up to 2^40 and 32 data sets.)
     """
 
-    weights: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        assert self.weights, "a blend needs at least one data set"
-        assert all(weight > 0 for weight in self.weights), f"weights must be positive, got {self.weights}"
+    weights: tuple[float, ...]  # each above 0
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (data set, its sample number), each (len,) int64, for (len,) sample numbers in [0, 2^62]."""

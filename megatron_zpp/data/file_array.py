@@ -11,7 +11,6 @@ import math
 import os
 import resource
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -24,12 +23,11 @@ if TYPE_CHECKING:
     from megatron_zpp.storage.objects.files import ObjectFile
 
 _NEAR = 1 << 15  # bytes; rows within this distance are fetched by one read
-_CHUNK = 1 << 20  # rows
 _OPEN_FILES = 1 << 16  # requested if the limit is lower: a blend holds several files open per data set
 
 
 class OpenFile:
-    """A regular file that stays open for as long as this object lives.
+    """A regular file that stays open for as long as this object lives; a process that gets it opens it again.
 
     path   as passed to the constructor
     size   bytes, when the file was opened
@@ -42,6 +40,9 @@ class OpenFile:
         self._descriptor = _open(self.path)
         weakref.finalize(self, _close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
+
+    def __reduce__(self) -> tuple[type["OpenFile"], tuple[str]]:
+        return OpenFile, (self.path,)
 
     def read(self, start: int, size: int) -> bytes:
         """Return the bytes [start, start + size). Raises DamagedFile if the file no longer has them."""
@@ -96,20 +97,20 @@ class FileArray:
         self.dtype, self.shape = np.dtype(dtype), shape
         self.size = math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize
-        self._file, self._offset, self._length, self._row = file, offset, shape[0], shape[1:]
+        self._file, self._offset, self._row = file, offset, shape[1:]
         self._row_bytes = math.prod(self._row) * self.dtype.itemsize
 
     def __len__(self) -> int:
-        return self._length
+        return self.shape[0]
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
-            start, stop, step = key.indices(self._length)
+            start, stop, step = key.indices(len(self))
             assert step == 1, f"the step of a slice must be 1, got {step}"
             return self._read(start, max(stop, start))
         if isinstance(key, np.ndarray):
             return self._take(key)
-        number = key if key >= 0 else key + self._length
+        number = key if key >= 0 else key + len(self)
         self._check(number, number)
         return self._read(number, number + 1)[0]
 
@@ -127,14 +128,9 @@ class FileArray:
 
     def part(self, first: int, last: int) -> "FileArray":
         """Return the rows [first, last) as an array, without reading them."""
-        assert 0 <= first <= last <= self._length, f"rows {first} to {last} of {self._length}"
+        assert 0 <= first <= last <= len(self), f"rows {first} to {last} of {len(self)}"
         offset = self._offset + first * self._row_bytes
         return FileArray(self._file, self.dtype, offset, (last - first, *self._row))
-
-    def chunks(self) -> Iterator[np.ndarray]:
-        """Yield all rows in chunks, so that memory does not grow with their number."""
-        for first in range(0, self._length, _CHUNK):
-            yield self[first : first + _CHUNK]
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         size = self._row_bytes
@@ -154,8 +150,8 @@ class FileArray:
         return found.reshape(-1, *self._row) if self._row else found
 
     def _check(self, low: int, high: int) -> None:
-        if low < 0 or high >= self._length:
-            raise IndexError(f"{self._file.path}: rows {low} to {high} of {self._length}")
+        if low < 0 or high >= len(self):
+            raise IndexError(f"{self._file.path}: rows {low} to {high} of {len(self)}")
 
 
 def _close(descriptor: int) -> None:

@@ -14,20 +14,19 @@ Both files are little-endian. PREFIX.bin holds the concatenated tokens. PREFIX.i
 """
 
 import hashlib
-import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from megatron_zpp.data.checksums import changed_since_written, read_checksums
 from megatron_zpp.data.file_array import AnyFile, FileArray, OpenFile
-from megatron_zpp.data.index_checks import check_document_indices, check_lengths_and_pointers
+from megatron_zpp.data.samples import ShardRecord
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, verify_file
-from megatron_zpp.storage.location import Location, location
+from megatron_zpp.storage.location import location
 from megatron_zpp.storage.regular import UnfitFile
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -35,7 +34,9 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
 DTYPE_CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
+_CHUNK = 1 << 20  # entries of an index checked at a time, in constant memory
 _FINGERPRINTED = 1 << 14  # sequences at either end whose lengths are part of the fingerprint
+Rows: TypeAlias = np.ndarray | FileArray
 _FINGERPRINTED_BYTES = 64 << 10  # of PREFIX.bin, at either end
 
 
@@ -52,15 +53,6 @@ def index_path(prefix: str) -> str:
 def tokens_path(prefix: str) -> str:
     """PREFIX.bin."""
     return prefix + ".bin"
-
-
-class NoDataset(ValueError):
-    """Neither file of a data set exists; `index` is the name of the first one."""
-
-    def __init__(self, index: str) -> None:
-        prefix = index[: -len(".idx")]
-        super().__init__(f"{index}: no such file; the data set {prefix} consists of {prefix}.bin and {index}")
-        self.index = index
 
 
 class IndexedDataset:
@@ -105,12 +97,7 @@ class IndexedDataset:
         pointers_at = lengths_at + 4 * sequences
         documents_at = pointers_at + 8 * sequences
         expected = documents_at + 8 * documents
-        if file.size != expected:
-            what = "truncated" if file.size < expected else "longer than it should be"
-            raise ValueError(
-                f"{path}: {what} at byte {min(file.size, expected)}: {file.size} bytes found, "
-                f"{expected} needed for {sequences} sequences and {documents} document indices"
-            )
+        _check_size(file, expected, f"{sequences} sequences and {documents} document indices")
         self.lengths = FileArray(file, "<i4", lengths_at, (sequences,))
         self.pointers = FileArray(file, "<i8", pointers_at, (sequences,))
         self.document_indices = FileArray(file, "<i8", documents_at, (documents,))
@@ -191,16 +178,19 @@ class IndexedDataset:
     def _open_tokens(self) -> FileArray:
         path = tokens_path(self.prefix)
         file, expected = _open(path, path), self.num_tokens * self.dtype.itemsize
-        size = file.size
-        if size != expected:
-            what = "truncated" if size < expected else "longer than it should be"
-            raise ValueError(
-                f"{path}: {what} at byte {min(size, expected)}: {size} bytes found, {expected} needed for "
-                f"the {self.num_tokens} {self.dtype.name} tokens of {index_path(self.prefix)}"
-            )
+        tokens = f"the {self.num_tokens} {self.dtype.name} tokens of {index_path(self.prefix)}"
+        _check_size(file, expected, tokens)
         if not self.num_tokens:
             raise ValueError(f"{path}: 0 tokens; a data set needs at least one")
         return FileArray(file, self.dtype, 0, (self.num_tokens,))
+
+
+def _check_size(file: AnyFile, expected: int, contents: str) -> None:
+    found = file.size
+    if found != expected:
+        what = "truncated" if found < expected else "longer than it should be"
+        where = f"{what} at byte {min(found, expected)}: {found} bytes found"
+        raise ValueError(f"{file.path}: {where}, {expected} needed for {contents}")
 
 
 def _read_header(file: AnyFile) -> tuple[np.dtype, int, int]:
@@ -222,24 +212,19 @@ def _read_header(file: AnyFile) -> tuple[np.dtype, int, int]:
     return np.dtype(DTYPE_CODES[code]), sequences, documents
 
 
-def _open_file(path: Location) -> AnyFile:
-    if isinstance(path, Path):
-        return OpenFile(path)
-    from megatron_zpp.storage.objects.files import ObjectFile
-
-    return ObjectFile(path)
-
-
 def _open(path: str, shown: str) -> AnyFile:
     """Open a file or object, which an error calls `shown`."""
-    named = location(path)
+    stored = location(path)
+    file: AnyFile
     try:
-        file = _open_file(named)
+        if isinstance(stored, Path):
+            file = OpenFile(stored)
+        else:
+            from megatron_zpp.storage.objects.files import ObjectFile
+
+            file = ObjectFile(stored)
     except FileNotFoundError:
         prefix = shown[: -len(".idx")]
-        files = index_path(prefix), tokens_path(prefix)
-        if isinstance(named, Path) and not any(map(os.path.lexists, files)):
-            raise NoDataset(shown) from None
         raise ValueError(
             f"{shown}: no such file; the data set {prefix} consists of {prefix}.bin and {prefix}.idx"
         ) from None
@@ -248,6 +233,64 @@ def _open(path: str, shown: str) -> AnyFile:
     if not file.size:
         raise ValueError(f"{shown}: the file is empty (0 bytes)")
     return file
+
+
+def check_lengths_and_pointers(
+    path: str,
+    lengths: Rows,
+    pointers: Rows,
+    itemsize: int,
+    lengths_at: int,
+    pointers_at: int,
+) -> int:
+    """Return the number of tokens.
+
+    lengths (S,) int32 and pointers (S,) int64 begin at bytes `lengths_at` and `pointers_at` of the file.
+    Raises ValueError for a negative length, and for a pointer that differs from the size of all sequences
+    before it.
+    """
+    position = 0  # bytes of .bin
+    for first in range(0, lengths.size, _CHUNK):
+        chunk = lengths[first : first + _CHUNK].astype(np.int64)
+        if chunk.min() < 0:
+            at = int(np.argmax(chunk < 0))
+            raise ValueError(
+                f"{path}: byte {lengths_at + 4 * (first + at)}: sequence {first + at} has length "
+                f"{chunk[at]}; lengths must be 0 or more"
+            )
+        ends = position + np.cumsum(chunk) * itemsize
+        expected = ends - chunk * itemsize
+        found = pointers[first : first + _CHUNK]
+        if not np.array_equal(found, expected):
+            at = int(np.argmax(found != expected))
+            raise ValueError(
+                f"{path}: byte {pointers_at + 8 * (first + at)}: sequence {first + at} points at byte "
+                f"{found[at]} of the .bin; the lengths before it end at byte {expected[at]}"
+            )
+        position = int(ends[-1])
+    return position // itemsize
+
+
+def check_document_indices(path: str, indices: Rows, sequences: int, indices_at: int) -> None:
+    """Raise ValueError unless indices (D,) int64, at byte `indices_at`, rise from 0 to `sequences`."""
+    if not indices.size:
+        raise ValueError(f"{path}: byte 26: 0 document indices; the first one, 0, is missing")
+    if indices[0] != 0:
+        raise ValueError(f"{path}: byte {indices_at}: document 0 begins at sequence {indices[0]}, not 0")
+    for first in range(0, indices.size - 1, _CHUNK):
+        chunk = indices[first : first + _CHUNK + 1]
+        falls = chunk[1:] < chunk[:-1]
+        if falls.any():
+            at = first + int(np.argmax(falls)) + 1
+            raise ValueError(
+                f"{path}: byte {indices_at + 8 * at}: document index {at} is {indices[at]}, below the "
+                f"{indices[at - 1]} before it"
+            )
+    if indices[-1] != sequences:
+        at = indices_at + 8 * (indices.size - 1)
+        raise ValueError(
+            f"{path}: byte {at}: the last document ends at sequence {indices[-1]}; there are {sequences}"
+        )
 
 
 @dataclass(frozen=True)
@@ -268,3 +311,7 @@ class IndexedSamples:
     def older_fingerprints(self) -> tuple[str, ...]:
         """The identifiers of the same contents in checkpoints of earlier versions."""
         return self.source.older_fingerprints()
+
+    def shards(self) -> tuple[ShardRecord, ...]:
+        """None."""
+        return ()

@@ -45,20 +45,19 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.num_documents = 0
         self.num_tokens = 0
-        self._provenance = provenance
+        self._provenance, self._committed = provenance, False
         self._code = {np.dtype(name): code for code, name in DTYPE_CODES.items()}[self.dtype]
         assert self.dtype.kind in "iu", f"tokens must be integers, not {self.dtype}"
 
     def __enter__(self) -> "IndexedDatasetWriter":
-        self._index = _open_locked(index_path(self.prefix) + ".partial")
-        try:
+        with contextlib.ExitStack() as stack:
+            self._index = _open_locked(index_path(self.prefix) + ".partial")
+            stack.callback(_close, self._index)  # which releases the lock
+            stack.callback(self._discard)  # before that: afterwards, these may be the next writer's files
             self._index.write(bytes(HEADER.size))
             self._tokens = ChecksummedWriter(Path(tokens_path(self.prefix) + ".partial"))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(index_path(self.prefix) + ".partial").unlink()
-            self._close()
-            raise
+            stack.callback(_close, self._tokens)
+            self._closing = stack.pop_all()
         return self
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
@@ -68,10 +67,8 @@ class IndexedDatasetWriter:
     def add_documents(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
         """Append len(lengths) documents, whose tokens are concatenated in the 1-D `tokens`."""
         tokens, lengths = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
-        assert tokens.ndim == 1, f"tokens must be one-dimensional, got shape {tokens.shape}"
         assert not tokens.size or tokens.dtype.kind in "iu", f"tokens must be integers, not {tokens.dtype}"
         assert int(lengths.sum()) == tokens.size, f"lengths sum to {lengths.sum()}, got {tokens.size} tokens"
-        assert not (lengths < 0).any(), "lengths must be 0 or more"
         if tokens.size and not np.can_cast(tokens.dtype, self.dtype, "safe"):
             self._check_values(int(tokens.min()), int(tokens.max()))
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
@@ -86,24 +83,15 @@ class IndexedDatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        committed = False
-        try:
+        with self._closing:
             if kind is None:
                 self._commit()
-                committed = True
-        finally:
-            if not committed:  # before the lock is released: afterwards, these may be the next writer's files
-                for path in (tokens_path(self.prefix), index_path(self.prefix)):
-                    with contextlib.suppress(OSError):
-                        Path(f"{path}.partial").unlink()
-            with contextlib.suppress(OSError):  # the commit has reported a full disk
-                self._tokens.close()
-            self._close()
+                self._committed = True
 
-    def _close(self) -> None:
-        """Close the index, which releases its lock, whatever the file system says."""
-        with contextlib.suppress(OSError):
-            self._index.close()
+    def _discard(self) -> None:
+        for path in (tokens_path(self.prefix), index_path(self.prefix)) if not self._committed else ():
+            with contextlib.suppress(OSError):
+                Path(f"{path}.partial").unlink()
 
     def _check_values(self, low: int, high: int) -> None:
         limits = np.iinfo(self.dtype)
@@ -151,6 +139,12 @@ class IndexedDatasetWriter:
             index.write(np.arange(first, min(first + _CHUNK, count + 1), dtype="<i8").tobytes())
         index.seek(0)
         index.write(HEADER.pack(MAGIC, VERSION, self._code, count, count + 1))
+
+
+def _close(file: BinaryIO | ChecksummedWriter) -> None:
+    """Close a file whatever the file system says: the commit has reported a full disk."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _open_locked(path: str) -> BinaryIO:

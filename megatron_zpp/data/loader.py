@@ -52,7 +52,6 @@ class MicroBatches:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        assert 0 <= rank < schedule.data_parallel_size, f"rank {rank} of {schedule.data_parallel_size}"
         self._loader = _Loader(
             _Ranges(samples),
             sampler=_Reads(schedule, rank, consumed, end),

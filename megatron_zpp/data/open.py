@@ -5,28 +5,31 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
 from megatron_zpp.config.words import counted
-from megatron_zpp.data.blend import Blend, BlendedDataset, Concatenation
+from megatron_zpp.data.blend import Blend, BlendedDataset, BlendOrder, Concatenation
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.documents import check_ends, masked_samples
-from megatron_zpp.data.indexed import IndexedDataset, NoDataset
+from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.provenance import check_provenance
 from megatron_zpp.data.samples import KnownSamples, Samples
 from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split, shown_split
 from megatron_zpp.data.stateless_random import random_bits
-from megatron_zpp.data.windows import WindowDataset, order_seed
+from megatron_zpp.data.windows import RandomOrder, WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.location import ObjectError
+
+if TYPE_CHECKING:
+    from megatron_zpp.data.text.open import OpenText
 
 _PROBED = 8  # samples read at open: they almost always reveal ids of another vocabulary
 
@@ -41,93 +44,55 @@ class Splits:
     files: tuple[IndexedDataset, ...]
 
 
-class TextSlice(Protocol):
-    """A text that is cut into blocks; each split reads some of them."""
-
-    blocks: int
-    size: int  # bytes, the weight of a text in a blend without weights
-
-    def samples(
-        self, split: str, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
-    ) -> KnownSamples:
-        """Return samples of the blocks [first, last). The first `prepared` are tokenised now; None means all.
-
-        Raises ValueError if one of these cannot be read, or if the split has no sample.
-        """
-
-
-def _no_text(flag: str, path: str) -> TextSlice:
-    raise option_error(flag, path, "is text, which this program does not tokenise")
-
-
-def open_splits(
-    config: DataConfig,
-    *,
-    seq_length: int,
-    vocab_size: int,
-    seed: int,
-    tokenizer_description: Mapping[str, Any] | None,
-    needed: Collection[str] = ("train", "valid"),
-    requested: Mapping[str, int | None] = MappingProxyType({}),
-    say: Callable[[str], None] = lambda line: None,
-    open_text: Callable[[str, str], TextSlice] = _no_text,
-    evaluated: int | None = None,
-) -> Splits:
-    """Open and check the splits in `needed` (of train, valid, test); needs no device or process group.
+@dataclass(frozen=True, kw_only=True)
+class SplitOpener:
+    """Opens and checks the splits of a run; needs no device or process group.
 
     Samples are numbered from 0. Every split and every data set has a different order, determined by `seed`.
     With document masks, batches are ModelInputs.
 
     vocab_size              ids of the tokenizer without padding; all tokens must be below
+    tokenizer               tokenises text; may be None for other data
     tokenizer_description   compared with the record of the data, None to skip that; masks need its `eod`
     requested               samples of each split that the run may read, None for one epoch; the length of
                             Megatron-LM's order
-    say                     gets a line when an order is built
-    open_text               (flag, path) opens a text
     evaluated               samples that an evaluation reads; text is tokenised for them. None is one epoch,
                             of one data set after another, which weights contradict
-
-    Raises ValueError, one line, if a file is missing or damaged, was made with another tokenizer, holds a
-    token outside the vocabulary, has too few tokens for one sample of a needed split, or lacks checksums for
-    --verify-data.
+    say                     gets a line when an order is built
     """
-    assert set(needed) <= set(SPLITS), f"splits are {SPLITS}, not {needed}"
-    assert tokenizer_description is not None or not config.masks, "document masks need the tokenizer's eod"
-    opening = _Opening(
-        config=config,
-        seq_length=seq_length,
-        vocab_size=vocab_size,
-        seed=seed,
-        tokenizer_description=tokenizer_description,
-        requested=requested,
-        say=say,
-        open_text=open_text,
-        evaluated=evaluated,
-        eod=tokenizer_description["eod"] if tokenizer_description is not None and config.masks else -1,
-    )
-    samples = {
-        split: masked_samples(opening.split(split), config, opening.eod) if split in needed else None
-        for split in SPLITS
-    }
-    return Splits(**samples, files=tuple(opening.data.values()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Opening:
-    """Settings and files that the splits of a run share while they are opened; see `open_splits`."""
 
     config: DataConfig
     seq_length: int
     vocab_size: int
     seed: int
+    tokenizer: TokenizerConfig | None = None
     tokenizer_description: Mapping[str, Any] | None
-    requested: Mapping[str, int | None]
-    say: Callable[[str], None]
-    open_text: Callable[[str, str], TextSlice]
-    evaluated: int | None
-    eod: int  # end of document, for document masks
-    data: dict[str, IndexedDataset] = field(default_factory=dict)  # each is opened once for all splits
-    texts: dict[str, TextSlice] = field(default_factory=dict)
+    requested: Mapping[str, int | None] = field(default_factory=dict)
+    evaluated: int | None = None
+    say: Callable[[str], None] = lambda line: None
+    data: dict[str, IndexedDataset] = field(default_factory=dict, init=False)  # opened once for all splits
+    texts: dict[str, "OpenText"] = field(default_factory=dict, init=False)
+
+    def open(self, needed: Collection[str]) -> Splits:
+        """Open the splits in `needed`, of train, valid, test.
+
+        Raises ValueError, one line, if a file is missing or damaged, was made with another tokenizer, holds a
+        token outside the vocabulary, has too few tokens for one sample of a needed split, or lacks checksums
+        for --verify-data.
+        """
+        samples = {
+            split: masked_samples(self.split(split), self.config, self.eod) if split in needed else None
+            for split in SPLITS
+        }
+        return Splits(**samples, files=tuple(self.data.values()))
+
+    @property
+    def eod(self) -> int:
+        """End of document, for document masks."""
+        if not self.config.masks:
+            return -1
+        assert self.tokenizer_description is not None, "document masks need the tokenizer's eod"
+        return int(self.tokenizer_description["eod"])
 
     def split(self, split: str) -> Samples:
         """Open one of train, valid, test."""
@@ -149,10 +114,14 @@ class _Opening:
                 sources.append(self._text_samples(split, flag, path, seed, weights[number], weights))
             else:
                 read = self._packed if self.config.packs else self._windows
-                sources.append(read(split, self._part(split, flag, None, path), seed))
+                samples = read(split, self._part(split, flag, None, path), seed)
+                samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
+                sources.append(samples)
         if len(sources) == 1:
             return sources[0]
-        order = _concatenation(sources) if whole else Blend(tuple(weights))
+        order: BlendOrder = Blend(tuple(weights))
+        if whole:  # each source is prepared as a whole
+            order = Concatenation(tuple(source.windows_per_epoch or 0 for source in sources))
         return BlendedDataset(tuple(sources), order)
 
     def _size(self, split: str, flag: str, path: str) -> float:
@@ -162,16 +131,14 @@ class _Opening:
         first, last = self._part(split, flag, None, path).tokens()
         return float(last - first)
 
-    def _windows(self, split: str, part: DatasetSlice, seed: int) -> WindowDataset:
+    def _windows(self, split: str, part: DatasetSlice, seed: int) -> RandomOrder:
         part.check_tokens(split, self.seq_length, self.seq_length + 1, self.config)
-        samples = WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed=seed)
-        samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
-        return samples
+        return WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed=seed)
 
-    def _packed(self, split: str, part: DatasetSlice, seed: int) -> KnownSamples:
+    def _packed(self, split: str, part: DatasetSlice, seed: int) -> RandomOrder:
         from megatron_zpp.data.packing import pack
 
-        samples = pack(
+        return pack(
             part,
             self.config,
             self.say,
@@ -181,8 +148,6 @@ class _Opening:
             seed=seed,
             filler=self.eod,
         )
-        samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
-        return samples
 
     def _text_samples(
         self, split: str, flag: str, path: str, seed: int, weight: float, weights: Sequence[float]
@@ -207,23 +172,22 @@ class _Opening:
         return text.samples(split, blocks, self.seq_length, seed, prepared)
 
     def _megatron(self, split: str, flag: str, parts: list[DatasetSlice]) -> Samples:
-        from megatron_zpp.data.megatron.split import megatron_samples
+        from megatron_zpp.data.megatron.dataset import MegatronOrders
 
         requested = self.requested[split]
         repeats = requested is not None and (len(parts) == 1 or parts[0].weight is not None)
         for part in parts:
             part.check_tokens(split, self.seq_length, 2 if repeats else self.seq_length + 1, self.config)
-        samples = megatron_samples(
-            self.config,
-            flag,
-            split,
-            parts,
-            requested,
+        orders = MegatronOrders(
+            config=self.config,
+            flag=flag,
+            split=split,
             seq_length=self.seq_length,
             vocab_size=self.vocab_size,
             seed=self.seed,
             say=self.say,
         )
+        samples = orders.samples(parts, requested)
         available = requested or samples.windows_per_epoch
         samples.batch(np.arange(_PROBED if available is None else min(_PROBED, available)))
         return samples
@@ -243,9 +207,20 @@ class _Opening:
                 raise option_error("--verify-data", "(given)", fix)
         return self.data[prefix]
 
-    def _text(self, flag: str, path: str) -> TextSlice:
+    def _text(self, flag: str, path: str) -> "OpenText":
         if path not in self.texts:
-            self.texts[path] = self.open_text(flag, path)
+            from megatron_zpp.data.text.open import open_text
+
+            assert self.tokenizer is not None, "text needs a tokenizer"
+            assert self.tokenizer_description is not None, "text needs a tokenizer"
+            self.texts[path] = open_text(
+                flag,
+                path,
+                data=self.config,
+                tokenizer=self.tokenizer,
+                description=self.tokenizer_description,
+                say=self.say,
+            )
         return self.texts[path]
 
 
@@ -257,13 +232,6 @@ def _check_unweighted(flag: str, weighted: Sequence[tuple[float | None, str]]) -
             fix = "or --train-data-path and, without weights, --valid-data-path"
         fix = f"{flag} has weights, and a blend with weights never ends; use --eval-iters, {fix}"
         raise option_error("--full-validation", "(given)", fix)
-
-
-def _concatenation(sources: Sequence[KnownSamples]) -> Concatenation:
-    """Return the order that reads every sample of all sources once."""
-    counts = [source.windows_per_epoch for source in sources]
-    assert None not in counts, "each source of an evaluation of one epoch is prepared as a whole"
-    return Concatenation(tuple(count for count in counts if count is not None))
 
 
 def seed_of(split: str, seed: int) -> int:
@@ -283,10 +251,12 @@ def _open(
         data = IndexedDataset(prefix, config.object_storage_cache_path)
     except DamagedFile as damage:
         raise option_error(flag, prefix, str(damage)) from None
-    except NoDataset as error:
-        raise option_error(flag, prefix, f"{error.index} does not exist; {_nearest(prefix)}") from None
     except ValueError as error:
-        raise option_error(flag, prefix, f"{error}; name another data set, or preprocess it again") from None
+        plain = prefix.removesuffix(".idx").removesuffix(".bin")
+        if "://" in prefix or any(os.path.lexists(plain + ending) for ending in (".idx", ".bin")):
+            fix = f"{error}; name another data set, or preprocess it again"
+            raise option_error(flag, prefix, fix) from None
+        raise option_error(flag, prefix, f"{plain}.idx does not exist; {_nearest(prefix)}") from None
     except ObjectError as error:
         raise option_error(flag, prefix, str(error.strerror)) from None
     except OSError as error:

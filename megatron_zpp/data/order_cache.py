@@ -11,20 +11,29 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.file_array import FileArray
-from megatron_zpp.data.npy_files import NpyWriter, open_array, verify_arrays
+from megatron_zpp.data.file_array import FileArray, OpenFile
+from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
+from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile, thread_count, verify_file
 from megatron_zpp.storage.files import fsync, locked, write_durably
-from megatron_zpp.storage.regular import open_stream
+from megatron_zpp.storage.regular import open_stream, read_limited
 
 _EDGE = 1 << 16  # bytes at either end of a file that are part of its digest
-_MADE_OF = "made_of.json"
+_MADE_OF, CHECKSUMS = "made_of.json", "checksums.json"
+_HEADER_LIMIT = 4096  # bytes of an .npy file; a header written here has 128
+NamedArrays: TypeAlias = Iterable[tuple[str, np.ndarray]]
+CachedArrays: TypeAlias = dict[str, FileArray]  # of an entry, by name
 
 
 def contents_of(path: str) -> dict[str, Any]:
@@ -38,44 +47,16 @@ def contents_of(path: str) -> dict[str, Any]:
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ends": digest.hexdigest()}
 
 
-class CachedArrays:
-    """The arrays of an entry, by name. Pickling stores the path only: a worker process opens the files again.
-
-    Raises OSError and ValueError if they cannot be read.
-    """
-
-    def __init__(self, entry: Path, names: tuple[str, ...]) -> None:
-        self._entry, self._names = entry, names
-        self._arrays = {name: open_array(entry, name) for name in names}
-
-    def __getitem__(self, name: str) -> FileArray:
-        return self._arrays[name]
-
-    def __reduce__(self) -> tuple[type["CachedArrays"], tuple[Path, tuple[str, ...]]]:
-        return CachedArrays, (self._entry, self._names)
-
-
 class OrderCache:
     """The entries of one directory, which is created for the first entry."""
 
-    def __init__(self, flag: str, directory: str, say: Callable[[str], None]) -> None:
-        """`flag` names the directory in errors; `say` gets a line whenever an entry is built."""
-        self._flag, self._directory, self._say = flag, Path(directory), say
+    def __init__(self, config: DataConfig, prefix: str, say: Callable[[str], None]) -> None:
+        """In --data-cache-path, or beside the data set `prefix`; `say` gets a line when an entry is built."""
+        self._flag = "--data-cache-path" if config.data_cache_path else "--data-cache-path (not given)"
+        self._directory, self._say = Path(config.data_cache_path or f"{prefix}.orders"), say
 
-    @classmethod
-    def of(cls, config: DataConfig, prefix: str, say: Callable[[str], None]) -> "OrderCache":
-        """The cache in --data-cache-path, or beside the data set `prefix`."""
-        flag = "--data-cache-path" if config.data_cache_path else "--data-cache-path (not given)"
-        return cls(flag, config.data_cache_path or f"{prefix}.orders", say)
-
-    def get(
-        self,
-        made_of: Mapping[str, Any],
-        names: tuple[str, ...],
-        build: Callable[[NpyWriter], None],
-        what: str,
-    ) -> CachedArrays:
-        """Return the arrays `names`, checked and opened; `build` writes them if they are missing.
+    def get(self, made_of: Mapping[str, Any], build: Callable[[], NamedArrays], what: str) -> CachedArrays:
+        """Return the arrays that `made_of["indexes"]` names, checked and opened; `build` makes missing ones.
 
         If several processes need an entry, one builds it and the others wait; then all check it at once. On a
         file system without locks each builds it, and the first one to finish is kept. Raises ValueError if
@@ -93,20 +74,19 @@ class OrderCache:
         except OSError as error:
             fix = f"{error.strerror}; name a writable directory with free space"
             raise option_error(self._flag, self._directory, fix) from None
+        names = made_of["indexes"]
         try:
             verify_arrays(entry, names)
-            return CachedArrays(entry, names)
+            return {name: open_array(entry, name) for name in names}
         except (OSError, ValueError) as error:
             fix = f"start again once it can be read; if it is damaged, remove {entry}, and it is built again"
             raise option_error(self._flag, self._directory, f"{one_line(error)}; {fix}") from None
 
-    def _build(self, entry: Path, text: str, build: Callable[[NpyWriter], None]) -> None:
+    def _build(self, entry: Path, text: str, build: Callable[[], NamedArrays]) -> None:
         with tempfile.TemporaryDirectory(prefix=f"{entry.name}.building-", dir=self._directory) as name:
             complete = Path(name) / "entry"
             complete.mkdir()
-            files = NpyWriter(complete)
-            build(files)
-            files.finish()
+            write_arrays(complete, build())
             write_durably(complete / _MADE_OF, (text + "\n").encode())
             for path in (*complete.iterdir(), complete):
                 fsync(path)
@@ -116,3 +96,40 @@ class OrderCache:
                 if not entry.is_dir():  # otherwise, without locks, another process was faster
                     raise
         fsync(self._directory)
+
+
+def write_arrays(directory: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Write each array to NAME.npy, and finally their checksums. Raises OSError from the file system."""
+    sums = {}
+    for name, values in arrays:
+        with closing(ChecksummedWriter(directory / f"{name}.npy")) as writer:
+            header = BytesIO()
+            np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(values))
+            writer.write(header.getvalue())
+            if values.size:
+                writer.write(np.ascontiguousarray(values).data)
+            sums[name] = writer.finish().to_json()
+    write_durably(directory / CHECKSUMS, (json.dumps(sums) + "\n").encode())
+
+
+def verify_arrays(directory: Path, names: tuple[str, ...]) -> None:
+    """Read the arrays. Raises DamagedFile with file and offset if an array differs from what was written.
+
+    Raises OSError and ValueError if an array or its checksums cannot be read.
+    """
+    path = directory / CHECKSUMS
+    sums = json.loads(read_limited(path, JSON_LIMIT))
+    with ThreadPoolExecutor(thread_count()) as pool:
+        for name in names:
+            if not isinstance(sums, dict) or name not in sums:
+                raise DamagedFile(f"{path}: has no checksums of {name}")
+            verify_file(directory / f"{name}.npy", Checksums.from_json(sums[name], path), pool.map)
+
+
+def open_array(directory: Path, name: str) -> FileArray:
+    """Open an array that `verify_arrays` has read, without reading its rows. Raises OSError."""
+    file = OpenFile(directory / f"{name}.npy")
+    start = BytesIO(file.read(0, min(file.size, _HEADER_LIMIT)))
+    np.lib.format.read_magic(start)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(start)
+    return FileArray(file, dtype, start.tell(), shape)

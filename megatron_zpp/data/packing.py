@@ -19,8 +19,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.documents import NOT_COUNTED
 from megatron_zpp.data.indexed import index_path
-from megatron_zpp.data.npy_files import NpyWriter
-from megatron_zpp.data.order_cache import CachedArrays, OrderCache, contents_of
+from megatron_zpp.data.order_cache import CachedArrays, NamedArrays, OrderCache, contents_of
 from megatron_zpp.data.split import DatasetSlice
 from megatron_zpp.data.stateless_random import permute, random_bits
 from megatron_zpp.data.windows import RandomOrder
@@ -49,19 +48,14 @@ class PackedDataset(RandomOrder):
         """W, the samples after which every prediction has been made once."""
         return len(self.indexes["samples"]) - 1
 
-    @property
-    def padding(self) -> float:
-        """The share of a sample that is padding, on average."""
-        predictions = int(self.indexes["counts"][2])
-        return 1 - predictions / (self.windows_per_epoch * self.seq_length)
-
     def describe(self) -> str:
         """One line for the head of the log."""
         documents, cut, predictions = self.indexes["counts"][:].tolist()
+        padding = 1 - predictions / (self.windows_per_epoch * self.seq_length)
         return (
             f"{self.name}: {predictions:,} predictions of {counted(documents, 'document')}, {cut:,} of them "
             f"cut, packed into {self.windows_per_epoch:,} samples of {self.seq_length} with "
-            f"{self.padding:.2%} padding"
+            f"{padding:.2%} padding"
         )
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
@@ -132,11 +126,9 @@ def pack(
         "seq_length": seq_length,
     }
 
-    def build(files: NpyWriter) -> None:
-        _build_indexes(part, seq_length, files)
-
-    cache = OrderCache.of(config, source.local, say)
-    indexes = cache.get(made_of, _INDEXES, build, f"the {split} packing of {source.prefix}")
+    cache = OrderCache(config, source.local, say)
+    what = f"the {split} packing of {source.prefix}"
+    indexes = cache.get(made_of, lambda: _built_indexes(part, seq_length), what)
     packed = PackedDataset(source, indexes, seq_length, vocab_size, filler, seed=seed)
     if not packed.windows_per_epoch:
         fix = f"the {split} split of {source.prefix} has no document of two tokens; give more data"
@@ -225,18 +217,18 @@ class _Room:
             yield left, used
 
 
-def _build_indexes(part: DatasetSlice, seq_length: int, files: NpyWriter) -> None:
+def _built_indexes(part: DatasetSlice, seq_length: int) -> NamedArrays:
     bounds = _document_bounds(part)
     starts, lengths = cut_documents(bounds, seq_length)
     bins = best_fit(lengths, seq_length)
     order = np.argsort(bins, kind="stable")
-    files.save("starts", starts[order])
-    files.save("lengths", lengths[order].astype(np.int32))
+    yield "starts", starts[order]
+    yield "lengths", lengths[order].astype(np.int32)
     counts = np.bincount(bins)
-    files.save("samples", np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+    yield "samples", np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     documents = np.diff(bounds)
     totals = [(documents > 0).sum(), (documents - 1 > seq_length).sum(), lengths.sum()]
-    files.save("counts", np.array(totals, np.int64))
+    yield "counts", np.array(totals, np.int64)
 
 
 def _document_bounds(part: DatasetSlice) -> np.ndarray:

@@ -20,9 +20,6 @@ def provenance_path(prefix: str) -> str:
 
 def write_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None:
     """Atomically write `description`, which has at least `KEYS`, for PREFIX."""
-    assert all(key in description for key in KEYS), (
-        f"a tokenizer's description must have {KEYS}: {description}"
-    )
     write_text(Path(provenance_path(str(prefix))), json.dumps(dict(description), indent=2) + "\n")
 
 
@@ -38,7 +35,12 @@ def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None
         return
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; fix that, or preprocess the data again") from None
-    recorded = _parse(path, text)
+    try:
+        recorded = json.loads(text)
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or brackets nested too deeply
+        raise ValueError(f"{path}: not JSON ({error}); preprocess the data again") from None
+    if not isinstance(recorded, dict) or not all(key in recorded for key in KEYS):
+        raise ValueError(f"{path}: not a JSON object with {', '.join(KEYS)}; preprocess the data again")
     differing = [key for key in KEYS if recorded[key] != description[key]]
     if differing:
         theirs, ours = (
@@ -53,13 +55,3 @@ def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None
 
 def _shown(key: str, value: Any) -> str:
     return str(value)[:12] if key == "fingerprint" else str(value)
-
-
-def _parse(path: str, text: bytes) -> dict[str, Any]:
-    try:
-        recorded = json.loads(text)
-    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or brackets nested too deeply
-        raise ValueError(f"{path}: not JSON ({error}); preprocess the data again") from None
-    if not isinstance(recorded, dict) or not all(key in recorded for key in KEYS):
-        raise ValueError(f"{path}: not a JSON object with {', '.join(KEYS)}; preprocess the data again")
-    return recorded

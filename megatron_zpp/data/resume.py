@@ -10,6 +10,7 @@ no sample moves.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from megatron_zpp.config.data import DataConfig
@@ -17,8 +18,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.data.blend import Blend, BlendedDataset
 from megatron_zpp.data.dataset_progress import DatasetProgress, ResumedBlend, SourceProgress
 from megatron_zpp.data.documents import MaskedSamples
-from megatron_zpp.data.samples import KnownSamples, Samples, SeededSamples, ShardedSamples
-from megatron_zpp.data.shard_changes import changed_shard
+from megatron_zpp.data.samples import KnownSamples, Samples, SeededSamples, ShardRecord
 from megatron_zpp.data.windows import order_seed
 
 _TOLERANCE = 1e-12  # relative, of shares: weights 3 and 7 are 0.3 and 0.7
@@ -88,16 +88,10 @@ def _parts(samples: Samples) -> tuple[Sequence[KnownSamples], tuple[float, ...]]
 
 def _beginning(order: str, sources: Sequence[KnownSamples], weights: Sequence[float]) -> DatasetProgress:
     """Return the progress of a run that has read nothing."""
+    pairs = zip(sources, weights, strict=True)
     sets = (
-        SourceProgress(
-            source.name,
-            source.fingerprint(),
-            number,
-            float(weight),
-            0,
-            source.shards() if isinstance(source, ShardedSamples) else (),
-        )
-        for number, (source, weight) in enumerate(zip(sources, weights, strict=True))
+        SourceProgress(source.name, source.fingerprint(), number, float(weight), 0, source.shards())
+        for number, (source, weight) in enumerate(pairs)
     )
     return DatasetProgress(order, 0, tuple(sets))
 
@@ -113,6 +107,27 @@ def _check_shards(flag: str, saved: DatasetProgress, beginning: DatasetProgress)
                 "the checkpoint, or start a new run from its weights with --finetune"
             )
             raise option_error(flag, new.prefix, fix)
+
+
+def changed_shard(saved: Sequence[ShardRecord], present: Sequence[ShardRecord]) -> str | None:
+    """Return the name of a shard and what happened to it, None if all shards are as they were.
+
+    Shards that were moved to another directory together are the same shards: of the same contents in the same
+    order, whatever their names. A file that is where it was, but has another modification time, has changed:
+    its contents are compared in part only.
+    """
+    before, now = ({shard.name for shard in shards} for shards in (saved, present))
+    moved = before.isdisjoint(now)
+    for old, new in zip_longest(saved, present):
+        if new is None or (not moved and old and old.name not in now):
+            return f"{old.name} is missing since the checkpoint"
+        if old is None or (not moved and new.name not in before):
+            return f"{new.name} is new since the checkpoint"
+        if (old.contents, not moved and old.name) != (new.contents, not moved and new.name):
+            return f"{new.name} has changed since the checkpoint"
+        if not moved and old.modified != new.modified:
+            return f"{new.name} was modified since the checkpoint"
+    return None
 
 
 def _partners(

@@ -65,6 +65,9 @@ class KnownSamples(Samples, Protocol):
     def older_fingerprints(self) -> tuple[str, ...]:
         """The identifiers of the same contents in checkpoints of earlier versions."""
 
+    def shards(self) -> tuple[ShardRecord, ...]:
+        """The files, in their order; none if the data set is not sharded."""
+
 
 @runtime_checkable
 class SeededSamples(KnownSamples, Protocol):
@@ -72,11 +75,3 @@ class SeededSamples(KnownSamples, Protocol):
 
     def with_seed(self, seed: int) -> "SeededSamples":
         """The same data set in the order of another seed."""
-
-
-@runtime_checkable
-class ShardedSamples(KnownSamples, Protocol):
-    """Samples of a data set that may consist of many files."""
-
-    def shards(self) -> tuple[ShardRecord, ...]:
-        """The files, in their order; none if the data set is not sharded."""

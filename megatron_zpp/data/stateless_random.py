@@ -43,7 +43,6 @@ def permute(indices: np.ndarray, n: int, key: int | np.ndarray) -> np.ndarray:
     """
     assert 1 <= n <= 1 << 62, f"n must be 1 to 2^62, got {n}"
     values = np.asarray(indices).astype(np.uint64)
-    assert values.ndim == 1, f"indices must be one-dimensional, got shape {values.shape}"
     assert not values.size or int(values.max()) < n, f"indices must be below {n}, got {values.max()}"
     keys = np.broadcast_to(random_bits(key), values.shape)  # hashed, so that keys 1 and 2 are unrelated
     rows = math.isqrt(n - 1) + 1

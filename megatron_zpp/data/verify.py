@@ -7,7 +7,6 @@ from contextlib import closing
 from megatron_zpp.data.checksums import changed_since_written
 from megatron_zpp.data.indexed import IndexedDataset, tokens_path
 from megatron_zpp.storage.checksums import (
-    Checksums,
     DamagedFile,
     OnProgress,
     VerifiedFile,
@@ -24,7 +23,7 @@ def verify_tokens(
 
     Raises DamagedFile with the file, the offset and a remedy; OSError from the file system.
     """
-    written = [_checksums(data) for data in datasets]
+    written = [data.checksums.tokens for data in datasets if data.checksums]
     chunks = [len(checksums.digests) for checksums in written]
     begin, end = (sum(chunks) * edge // parts for edge in (part, part + 1))
     first = 0  # index of this file's first chunk among the chunks of all files
@@ -38,8 +37,3 @@ def verify_tokens(
                     file.check(mine, pool.map)
             except DamagedFile as damage:
                 raise changed_since_written(data.prefix, damage) from None
-
-
-def _checksums(data: IndexedDataset) -> Checksums:
-    assert data.checksums is not None, f"{data.prefix} has no checksums"
-    return data.checksums.tokens

@@ -4,11 +4,12 @@ The layers are the model's own, which must be in eval mode. A row of the cache i
 in column 0. Rows of any length lie side by side, and no token attends to another row or to columns beyond its
 own.
 
-Shapes: B rows, R new rows, T tokens of the longest new row, C columns up to the longest row's end, D hidden
-size, V vocabulary.
+Shapes: B rows, T tokens of the longest row, C columns up to the longest row's end, D hidden size, V
+vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,76 +18,58 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import LayerCache, Place
 from megatron_zpp.model.masks import CachedPrefix
 
-_COLUMNS = 64  # storage grows by whole multiples of this
+Masks: TypeAlias = dict[int | None, CachedPrefix]  # by the window of layers
 
 
 class Cache:
-    """Keys and values of all layers; `lengths` are the tokens of each row."""
+    """Keys and values of all layers for `rows` texts of up to `columns` tokens.
 
-    def __init__(self, model: GPT, most_rows: int) -> None:
+    `lengths` are the tokens of each row.
+    """
+
+    def __init__(self, model: GPT, rows: int, columns: int) -> None:
         config, weight = model.config, model.embedding.tokens.weight
-        self.layers = [
-            LayerCache(weight, config.num_query_groups, config.kv_channels) for _ in range(config.num_layers)
-        ]
-        self.lengths: list[int] = []
+        shape = rows, config.num_query_groups, columns, config.kv_channels
+        self.layers = [LayerCache(weight, shape) for _ in range(config.num_layers)]
+        self.lengths = [0] * rows
         self.device = weight.device
-        self._most = most_rows, config.max_position_embeddings
-        self._size = (0, 0)  # rows and columns of the storage
 
     @torch.inference_mode()
-    def remove(self, row: int) -> None:
-        """Forget a row; the last row takes its number."""
-        last = len(self.lengths) - 1
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forget all rows but these, which are numbered anew."""
         for layer in self.layers:
-            if row < last:
-                layer.move(last, row)
-            layer.clear(last)
-        self.lengths[row] = self.lengths[last]
-        del self.lengths[last]
+            layer.keep(rows)
+        self.lengths = [self.lengths[row] for row in rows]
 
-    @torch.inference_mode()
     def place(self, place: Place) -> None:
-        """Make room, and tell all layers where the next tokens go."""
-        needed = place.rows.stop, place.end
-        if needed[0] > self._size[0] or needed[1] > self._size[1]:
-            rows, columns = (max(want, have) for want, have in zip(needed, self._size, strict=True))
-            rows = rows if rows == self._size[0] else max(rows, min(2 * self._size[0], self._most[0]))
-            if columns > self._size[1]:  # by a half at least: each token must not copy the texts
-                columns = -(-max(columns, self._size[1] * 3 // 2) // _COLUMNS) * _COLUMNS
-            self._resize((rows, max(place.end, min(columns, self._most[1]))))
+        """Tell all layers where the next tokens go."""
         for layer in self.layers:
             layer.place = place
-
-    def _resize(self, size: tuple[int, int]) -> None:
-        self._size = size
-        for layer in self.layers:
-            layer.resize(*size)
 
 
 @torch.inference_mode()
 def prefill(model: GPT, cache: Cache, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Append a row for each text, of one id or more -> hidden states before the head, (R, T, D).
+    """Fill the rows of a new cache with texts of one id or more -> hidden states before the head, (B, T, D).
 
     Short texts are filled up at the end; what the filling computes means nothing.
     """
     longest = max(map(len, texts))
     filled = [[*text, *[0] * (longest - len(text))] for text in texts]
     positions = torch.arange(longest, device=cache.device)  # (T)
-    masks: dict[int | None, CachedPrefix] = {}
+    distance = positions[:, None] - positions
+    masks: Masks = {}
     for window in set(model.windows):
-        distance = positions[:, None] - positions
-        near = None if window is None or longest <= window else (distance >= 0) & (distance < window)
-        masks[window] = CachedPrefix(None if near is None else near[None, None])
-    first = len(cache.lengths)
-    cache.place(Place(slice(first, first + len(texts)), longest))
-    ends = torch.tensor([[len(text) - 1] for text in texts], device=cache.device)  # (R, 1)
-    own = positions.minimum(ends)  # (R, T); longrope asks how long a text is
+        whole = window is None or longest <= window
+        near = None if whole else ((distance >= 0) & (distance < window))[None, None]
+        masks[window] = CachedPrefix(near)
+    cache.place(Place(longest))
+    ends = torch.tensor([[len(text) - 1] for text in texts], device=cache.device)  # (B, 1)
+    own = positions.minimum(ends)  # (B, T); longrope asks how long a text is
     x = _hidden_states(model, cache, torch.tensor(filled, device=cache.device), own, masks)
-    cache.lengths += map(len, texts)
-    for row, text in enumerate(texts, first):
-        if len(text) < longest:
-            for layer in cache.layers:
-                layer.clear(row, len(text), longest)
+    cache.lengths = [len(text) for text in texts]
+    for row, length in enumerate(cache.lengths):
+        for layer in cache.layers:
+            layer.clear(row, length, longest)
     return x
 
 
@@ -97,7 +80,7 @@ def decode(model: GPT, cache: Cache, tokens: Sequence[int]) -> Tensor:
     even = min(cache.lengths) + 1 == end
     positions = torch.tensor(cache.lengths, device=cache.device)[:, None]  # (B, 1)
     columns = torch.arange(end, device=cache.device)  # (C)
-    masks: dict[int | None, CachedPrefix] = {}
+    masks: Masks = {}
     for window in set(model.windows):
         if even and (window is None or end <= window):
             masks[window] = CachedPrefix()
@@ -106,9 +89,8 @@ def decode(model: GPT, cache: Cache, tokens: Sequence[int]) -> Tensor:
         if window is not None:
             visible = visible & (columns > positions - window)
         masks[window] = CachedPrefix(visible[:, None, None])
-    rows = slice(0, len(tokens))
-    numbers = torch.arange(len(tokens), device=cache.device)[:, None]
-    cache.place(Place(rows, end) if even else Place(rows, end, numbers, positions))
+    rows = torch.arange(len(tokens), device=cache.device)[:, None]  # (B, 1)
+    cache.place(Place(end, None if even else (rows, positions)))
     ids = torch.tensor(tokens, device=cache.device)[:, None]  # (B, 1)
     x = _hidden_states(model, cache, ids, positions, masks)
     cache.lengths = [length + 1 for length in cache.lengths]
@@ -121,9 +103,7 @@ def logits_of(model: GPT, x: Tensor) -> Tensor:
     return model.head(x, model.embedding.tokens.weight)[..., : model.vocab_size].float()
 
 
-def _hidden_states(
-    model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, masks: dict[int | None, CachedPrefix]
-) -> Tensor:
+def _hidden_states(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
     x, rotations = model.embedding(tokens, positions), model.rotations(positions)
     for at, layer in enumerate(model.layers):
         x = layer(x, masks[model.windows[at]], rotations[at], cache.layers[at])

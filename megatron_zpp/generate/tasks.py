@@ -71,9 +71,7 @@ def lambada_task(files: Sequence[str], json_key: str, tokenizer: Tokenizer, *, w
     """The last word of each line, after the words before it."""
     for path in files:
         if plain_suffix(path) not in JSON_LINES:
-            raise option_error(
-                "--valid-data", path, f"LAMBADA is JSON lines: its name must end in {' or '.join(JSON_LINES)}"
-            )
+            raise _refused(path, f"LAMBADA is JSON lines: its name must end in {' or '.join(JSON_LINES)}")
     texts = list(_documents(files, json_key))
     passages = [last_word(tokenizer, path, text, width) for path, text in texts]
     size = sum(len(text.encode()) for _, text in texts)
@@ -95,9 +93,7 @@ def last_word(tokenizer: Tokenizer, path: str, text: str, width: int) -> Passage
     whole = ids if shared else [tokenizer.eod, *ids]
     scored = len(ids) - shared
     if scored > width:
-        raise option_error(
-            "--valid-data", path, f"its last word {text.split()[-1][:20]!r}… has {scored} tokens of {width}"
-        )
+        raise _refused(path, f"its last word {text.split()[-1][:20]!r}… has {scored} tokens of {width}")
     return Passage(whole[-(width + 1) :], scored)
 
 
@@ -107,28 +103,26 @@ def _documents(files: Sequence[str], json_key: str) -> Iterator[tuple[str, str]]
         found = False
         for block in read_documents(path, json_key):
             for problem in block.problems.first:
-                raise option_error(
-                    "--valid-data", f"{path} line {problem.line}", f"{problem.kind}: {problem.detail}"
-                )
+                raise _refused(f"{path} line {problem.line}", f"{problem.kind}: {problem.detail}")
             for text in block.texts:
                 found = True
                 yield path, text
         if not found:
-            raise option_error("--valid-data", path, "is empty; give a file with text")
+            raise _refused(path, "is empty; give a file with text")
 
 
 def _encode(tokenizer: Tokenizer, path: str, text: str) -> list[int]:
     try:
         ids = tokenizer.encode(text)
     except ValueError as error:
-        raise option_error(
-            "--valid-data", path, f"the tokenizer of the checkpoint refuses it: {error}"
-        ) from None
+        raise _refused(path, f"the tokenizer of the checkpoint refuses it: {error}") from None
     if not ids:
-        raise option_error(
-            "--valid-data", path, f"the tokenizer of the checkpoint has no tokens for {text[:20]!r}"
-        )
+        raise _refused(path, f"the tokenizer of the checkpoint has no tokens for {text[:20]!r}")
     return ids
+
+
+def _refused(where: str, fix: str) -> ValueError:
+    return option_error("--valid-data", where, fix)
 
 
 def _exp(loss: float) -> float:

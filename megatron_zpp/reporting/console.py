@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from megatron_zpp.config.command_line import paint_message, wants_colour
 from megatron_zpp.config.options import printable
+from megatron_zpp.config.words import duration
 from megatron_zpp.reporting.metrics import Record, number
 
 _MARGIN = "   │ "  # before each line of a text on a terminal
@@ -102,7 +103,7 @@ def terminal_line(record: Record, iterations: int, columns: int) -> str:
         f"{milliseconds:.0f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.2f} s",
         f"{rate:,.0f} tokens/s" if rate < 100_000 else f"{rate / 1e6:.1f}M tokens/s",
         *([] if record["mfu"] is None else [f"MFU {100 * number(record, 'mfu'):.1f}%"]),
-        f"{_span(_seconds_left(record, iterations))} left",
+        f"{duration(_seconds_left(record, iterations))} left",
         *([] if record["loss_scale"] == 1 else [f"scale {record['loss_scale']:g}"]),
     ]
     line = f" {parts[0]}"
@@ -115,19 +116,6 @@ def terminal_line(record: Record, iterations: int, columns: int) -> str:
 
 def _seconds_left(record: Record, iterations: int) -> float:
     return (iterations - number(record, "iteration")) * number(record, "elapsed_ms") / 1000
-
-
-def _span(seconds: float) -> str:
-    """A time in the two units that matter: 3 d 4 h, 2 h 5 min, 3 min 20 s, 12 s."""
-    whole = math.ceil(seconds)
-    for size, unit, smaller, its_unit in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller} {its_unit}"
-    return f"{whole} s"
 
 
 def text_lines(iteration: int, text: str) -> list[str]:

@@ -13,7 +13,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)  # no space on the file system; over the us
 def drop_lines_when_full(prog: str) -> None:
     """From here on, replace stdout and stderr where they are files, by streams that drop what does not fit.
 
-    Once there is space again, a warning says how many lines are lost. Terminals and pipes stay as they are.
+    Once there is space again, a warning says that lines are lost. Terminals and pipes stay as they are.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and _is_file(sys.stdout):
         sys.stdout = _stream(sys.stdout, " WARNING")  # as the other warnings in the log
@@ -26,9 +26,8 @@ class LogFile(io.RawIOBase):
 
     def __init__(self, descriptor: int, warning: str) -> None:
         """`warning` begins the line about lost lines."""
-        self._descriptor, self._warning = descriptor, warning
-        self._lost = 0  # lines since the last one that was written
-        self._cut = False  # whether the file ends within a line
+        self._descriptor, self._lost = descriptor, False
+        self._notice = f"\n{warning}: lines of this log are lost, because the disk was full\n".encode()
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -40,29 +39,17 @@ class LogFile(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         """Write or drop `data`, which is whole lines. Raises OSError, but not for a full disk."""
-        text = lost = bytes(data)
-        if self._lost == 0 or not self._put(self._notice()):
-            self._lost, lost = 0, self._put(text)
-        self._lost += lost.count(b"\n") + (lost != b"" and not lost.endswith(b"\n"))
-        return len(text)
-
-    def _notice(self) -> bytes:
-        lines = "1 line of this log is" if self._lost == 1 else f"{self._lost} lines of this log are"
-        end = "\n" if self._cut else ""
-        return f"{end}{self._warning}: {lines} lost, because the disk was full\n".encode()
-
-    def _put(self, text: bytes) -> bytes:
-        """Write `text`, and return the rest of it for which the disk has no space."""
-        while text:
-            try:
-                count = os.write(self._descriptor, text)
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                break
-            self._cut = text[:count][-1:] != b"\n"
-            text = text[count:]
-        return text
+        data = bytes(data)
+        text = self._notice + data if self._lost else data
+        try:
+            while text:
+                text = text[os.write(self._descriptor, text) :]
+            self._lost = False
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._lost = True
+        return len(data)
 
 
 def _is_file(stream: io.TextIOWrapper) -> bool:

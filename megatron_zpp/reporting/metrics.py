@@ -192,8 +192,3 @@ def evaluation_record(iteration: int, split: str, loss: float) -> Record:
         f"{split}_loss": loss,
         f"{split}_perplexity": math.exp(min(20.0, loss)) if loss == loss else loss,
     }
-
-
-def sample_key(number: int) -> str:
-    """The key of the text that the model wrote after prompt `number`, from 1 on."""
-    return "sample" if number == 1 else f"sample_{number}"

@@ -8,7 +8,7 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import evaluation_line, log_step, print_line, text_lines
-from megatron_zpp.reporting.metrics import Record, evaluation_record, number, sample_key
+from megatron_zpp.reporting.metrics import Record, evaluation_record
 from megatron_zpp.reporting.sinks import ThreadedSink, open_sinks
 
 _PATIENCE = 30.0  # seconds that each sink gets to finish at the end
@@ -48,14 +48,14 @@ class Reporter:
         if self._speaks:
             with self._writing():
                 log_step(record, self._iterations)
-        self._write(record, int(number(record, "consumed_samples")))
+        self._write(record)
 
     def evaluation(self, progress: Progress, split: str, loss: float, *, last: bool) -> None:
         """The result of an evaluation; `last`: of one after the training."""
         record = evaluation_record(progress.iteration, split, loss)
         whose = f" on {'validation' if split == 'valid' else split} set" if last else ""
         self.say(evaluation_line(record, split, f"iteration {progress.iteration}{whose}"))
-        self._write(record, progress.consumed_samples)
+        self._write(record)
 
     def texts(self, progress: Progress, texts: Sequence[str]) -> None:
         """The texts that the model wrote, one per prompt."""
@@ -63,8 +63,8 @@ class Reporter:
             for line in text_lines(progress.iteration, text):
                 self.say(line)
         record: Record = {"iteration": progress.iteration}
-        record |= {sample_key(number): text for number, text in enumerate(texts, 1)}
-        self._write(record, progress.consumed_samples)
+        record |= {"sample" if n == 1 else f"sample_{n}": text for n, text in enumerate(texts, 1)}
+        self._write(record)
 
     def __enter__(self) -> "Reporter":
         return self
@@ -73,6 +73,6 @@ class Reporter:
         for sink in self._sinks:
             self.lost_sinks |= not sink.close(_PATIENCE)
 
-    def _write(self, record: Record, samples: int) -> None:
+    def _write(self, record: Record) -> None:
         for sink in self._sinks:
-            sink.write(record, samples)
+            sink.write(record)

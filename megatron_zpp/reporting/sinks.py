@@ -26,8 +26,8 @@ from megatron_zpp.storage.regular import open_stream
 class Sink(Protocol):
     """Takes records of one iteration each."""
 
-    def write(self, record: Record, samples: int) -> None:
-        """Keep one record, of `record["iteration"]`, when the run has consumed `samples`."""
+    def write(self, record: Record) -> None:
+        """Keep one record, of `record["iteration"]`."""
 
     def close(self) -> None:
         """Finish what is being written."""
@@ -48,7 +48,7 @@ class MetricsFile:
         if cut:
             self._file.write("\n")
 
-    def write(self, record: Record, samples: int) -> None:
+    def write(self, record: Record) -> None:
         """Append one line."""
         values = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -70,44 +70,33 @@ def _ends_within_a_line(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Tag:
-    """Megatron-LM's tag of a number, whether it also has a curve by samples, and the factor to its unit."""
+    """Megatron-LM's tag of a number, or its own name, and the factor to Megatron-LM's unit."""
 
     name: str
-    by_samples: bool = False
     factor: float = 1.0
-
-    @classmethod
-    def of(cls, name: str) -> "Tag":
-        """The tag of a number of a record; its own name if Megatron-LM does not have it."""
-        return MEGATRON_TAGS.get(name, cls(name))
 
 
 MEGATRON_TAGS = {
-    "lm_loss": Tag("lm loss", True),
-    "learning_rate": Tag("learning-rate", True),
-    "global_batch_size": Tag("batch-size", True),
-    "loss_scale": Tag("loss-scale", True),
-    "grad_norm": Tag("grad-norm", True),
-    "params_norm": Tag("params-norm", True),
-    "valid_loss": Tag("lm loss validation", True),
-    "valid_perplexity": Tag("lm loss validation ppl", True),
-    "test_loss": Tag("lm loss test", True),
-    "test_perplexity": Tag("lm loss test ppl", True),
-    "elapsed_ms": Tag("iteration-time", factor=1e-3),
+    "lm_loss": Tag("lm loss"),
+    "learning_rate": Tag("learning-rate"),
+    "global_batch_size": Tag("batch-size"),
+    "loss_scale": Tag("loss-scale"),
+    "grad_norm": Tag("grad-norm"),
+    "params_norm": Tag("params-norm"),
+    "valid_loss": Tag("lm loss validation"),
+    "valid_perplexity": Tag("lm loss validation ppl"),
+    "test_loss": Tag("lm loss test"),
+    "test_perplexity": Tag("lm loss test ppl"),
+    "elapsed_ms": Tag("iteration-time", 1e-3),
     "tflops_per_gpu": Tag("throughput"),
     "memory_allocated_bytes": Tag("mem-allocated-bytes"),
     "memory_peak_bytes": Tag("mem-max-allocated-bytes"),
 }
 _WANDB_TAGS = {"consumed_samples": Tag("samples vs steps")}  # in Megatron-LM W&B alone gets it
-BY_SAMPLES = "vs_samples"  # the directory of curves by samples, which TensorBoard shows as another run
 
 
 class TensorBoard:
-    """Scalars of TensorBoard event files, under Megatron-LM's tags where it has the same number.
-
-    Curves by samples are in a directory of their own, because each directory hides what earlier starts wrote
-    after the start by its own axis.
-    """
+    """Scalars of TensorBoard event files, under Megatron-LM's tags where it has the same number."""
 
     def __init__(self, directory: str, start: Progress) -> None:
         """Records of earlier starts after `start` are hidden."""
@@ -115,26 +104,20 @@ class TensorBoard:
 
         again = start.iteration > 0
         self._writer = SummaryWriter(directory, purge_step=start.iteration + 1 if again else None)
-        self._by_samples = SummaryWriter(
-            str(Path(directory) / BY_SAMPLES), purge_step=start.consumed_samples + 1 if again else None
-        )
 
-    def write(self, record: Record, samples: int) -> None:
+    def write(self, record: Record) -> None:
         """Add one point to the curve of every number."""
         iteration = record["iteration"]
         for name, value in record.items():
             if isinstance(value, str):
                 self._writer.add_text(name, value, iteration)
             elif name != "iteration" and value is not None:
-                tag = Tag.of(name)
+                tag = MEGATRON_TAGS.get(name, Tag(name))
                 self._writer.add_scalar(tag.name, tag.factor * value, iteration)
-                if tag.by_samples:
-                    self._by_samples.add_scalar(f"{tag.name} vs samples", tag.factor * value, samples)
 
     def close(self) -> None:
         """Flush the event files."""
         self._writer.close()
-        self._by_samples.close()
 
 
 class WandB:
@@ -162,7 +145,7 @@ class WandB:
         # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
         self._run.define_metric("*", step_metric="iteration")
 
-    def write(self, record: Record, samples: int) -> None:
+    def write(self, record: Record) -> None:
         """Log one record; its iteration is the axis of all curves."""
         self._run.log(wandb_record(record))
 
@@ -174,8 +157,9 @@ class WandB:
 def wandb_record(record: Record) -> Record:
     """A record under the names that Megatron-LM gives W&B, or TensorBoard; other numbers keep their names."""
     named: Record = {}
+    tags = MEGATRON_TAGS | _WANDB_TAGS
     for name, value in record.items():
-        tag = _WANDB_TAGS.get(name, Tag.of(name))
+        tag = tags.get(name, Tag(name))
         named[tag.name] = tag.factor * value if isinstance(value, float) else value
     return named
 
@@ -188,17 +172,17 @@ class ThreadedSink:
 
     def __init__(self, name: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
         self._name, self._make, self._say = name, make, say
-        self._queue: queue.Queue[tuple[Record, int] | None] = queue.Queue(maxsize=1000)
+        self._queue: queue.Queue[Record | None] = queue.Queue(maxsize=1000)
         self._lost = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def write(self, record: Record, samples: int) -> None:
+    def write(self, record: Record) -> None:
         """Hand one record to the thread, without waiting."""
         if self._lost:
             return
         try:
-            self._queue.put_nowait((record, samples))
+            self._queue.put_nowait(record)
         except queue.Full:
             self._lose("it has not taken a record for a long time")
 
@@ -219,8 +203,8 @@ class ThreadedSink:
     def _work(self) -> None:
         try:
             sink = self._make()
-            while (written := self._queue.get()) is not None:
-                sink.write(*written)
+            while (record := self._queue.get()) is not None:
+                sink.write(record)
             sink.close()
         except Exception as error:
             self._lose(one_line(error))

@@ -4,27 +4,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 _POLL = 0.5  # seconds
 _FIRST_LINE = 10.0  # seconds after which there is a line; the next ones at twice the time
 
 
-class Work(Protocol):
-    """What a rank does at the moment. The phase is the text before the first comma."""
-
-    @property
-    def text(self) -> str:
-        """Such as "step 1, micro-batch 2 of 8"."""
-
-    @property
-    def patient(self) -> bool:
-        """Whether it may take any time: building, loading, saving, the first step."""
-
-
 @contextmanager
 def slow_work(
-    latest: Callable[[], Work],
+    latest: Callable[[], tuple[str, bool]],
     say: Callable[[str], None],
     *,
     poll: float = _POLL,
@@ -32,18 +19,20 @@ def slow_work(
 ) -> Iterator[None]:
     """Watch the work of this rank from another thread while the block runs.
 
-    `say` gets a line after 10 s, 20 s, 40 s …, but only for patient work: a slow step has its own log line.
+    `latest` returns what this rank does, such as "step 1, micro-batch 2 of 8", whose phase is the text before
+    the first comma, and whether it may take any time: building, loading, saving, the first step. Only of that
+    `say` gets a line after 10 s, 20 s, 40 s …, because a slow step has its own log line.
     """
     ended = threading.Event()
 
     def watch() -> None:
         phase, since, due = "", clock(), _FIRST_LINE
         while not ended.wait(poll):
-            work, now = latest(), clock()
-            if (current := work.text.partition(",")[0]) != phase:
+            (text, patient), now = latest(), clock()
+            if (current := text.partition(",")[0]) != phase:
                 phase, since, due = current, now, _FIRST_LINE
-            if work.patient and now - since >= due:
-                say(f"{work.text}, {now - since:.0f} s so far")
+            if patient and now - since >= due:
+                say(f"{text}, {now - since:.0f} s so far")
                 due *= 2
 
     thread = threading.Thread(target=watch, name="slow work", daemon=True)

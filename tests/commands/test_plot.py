@@ -60,7 +60,7 @@ def test_a_resumed_run_begins_a_new_line_behind_one_that_was_cut(tmp_path: Path)
     for before, after in ((whole, ""), (whole + '{"iteration": 2, "lm_l', "\n"), ("", ""), ("{", "\n")):
         file.write_text(before)
         sink = MetricsFile(str(file))
-        sink.write({"iteration": 2, "lm_loss": 2.0}, 8)
+        sink.write({"iteration": 2, "lm_loss": 2.0})
         sink.close()
         assert file.read_text() == before + after + '{"iteration": 2, "lm_loss": 2.0}\n'
 

@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-from megatron_zpp.data.open import open_splits
+from megatron_zpp.data.open import SplitOpener
 from tests.data.format_by_hand import write_by_hand
 
 
 def open_data(config, *, needed=("train",), **more):
     """Open splits, for samples of 8 tokens below 1,000 unless `more` says otherwise."""
     usual = {"seq_length": 8, "vocab_size": 1000, "seed": 1, "tokenizer_description": None}
-    return open_splits(config, **usual | more, needed=needed)
+    return SplitOpener(config=config, **usual | more).open(needed)
 
 
 @pytest.fixture(autouse=True)

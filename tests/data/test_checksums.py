@@ -1,6 +1,7 @@
 """With checksums, any flipped bit or truncation of .idx is found at open, of .bin by verify_tokens."""
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -86,28 +87,13 @@ def test_every_chunk_of_every_file_is_one_ranks(prefix: str, tmp_path: Path, par
         path.write_bytes(whole)
 
 
-def test_every_flipped_bit_of_the_checksums_is_blamed_on_them(tmp_path: Path) -> None:
+def test_another_digest_is_blamed_on_the_checksums(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x")
     path = Path(checksums_path(prefix))
-    whole = path.read_bytes()
-    right, harmless = IndexedDataset(prefix).checksums, 0
-    for bit in range(0, 8 * len(whole), 11):
-        path.write_bytes(flip(whole, bit))
-        try:
-            found = IndexedDataset(prefix).checksums
-        except DamagedFile as damage:
-            said = str(damage)
-        else:
-            harmless += 1  # white space for other white space
-            assert found == right
-            continue
-        assert said.startswith(f"{path}: damaged (")
-        assert "\n" not in said
-    assert harmless < len(whole)
-    for length in range(0, len(whole) - 1, 9):  # the last byte is a newline
-        path.write_bytes(whole[:length])
-        with pytest.raises(DamagedFile, match=rf"^{path}: damaged"):
-            IndexedDataset(prefix)
+    first = re.search(r'"sha256": \[\s*"(\w)', text := path.read_text()).start(1)
+    path.write_text(text[:first] + ("0" if text[first] != "0" else "1") + text[first + 1 :])
+    with pytest.raises(DamagedFile, match=rf"^{path}: damaged \(the SHA-256 of its contents differs\)"):
+        IndexedDataset(prefix)
 
 
 @pytest.mark.parametrize("content", ["[]", '{"files": 5, "sha256": 5}', "[" * 100_000, "1" * 5000, "\xff"])

@@ -33,16 +33,9 @@ class Rows:
     """Return a source of these samples."""
 
     rows: list[list[int]]
-    windows_per_epoch = None
 
     def batch(self, indices):
         return np.array(self.rows)[np.asarray(indices) % len(self.rows)]
-
-    def epochs(self, samples):
-        return [("rows", samples / len(self.rows))]
-
-    def describe(self):
-        return "rows"
 
 
 def config_of(*given, **more):

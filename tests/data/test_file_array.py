@@ -14,7 +14,6 @@ from megatron_zpp.data.file_array import FileArray, OpenFile
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.npy_files import NpyWriter, open_array
 from megatron_zpp.data.windows import WindowDataset
 from megatron_zpp.storage.checksums import DamagedFile
 
@@ -42,7 +41,6 @@ def test_indexes_as_numpy_does(both: tuple[FileArray, np.ndarray]) -> None:
     starts, lengths = np.array([10, 0, 19_990, 3]), np.array([2, 0, 10, 1])
     pieces = [rows[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     assert np.array_equal(found.gather(starts, lengths), np.concatenate(pieces))
-    assert np.array_equal(np.concatenate(list(found.chunks())), rows)
     assert np.array_equal(found.part(5, 50)[2:4], rows[7:9])
     assert np.array_equal(found, rows)
 
@@ -73,18 +71,6 @@ def test_tokens_that_are_truncated_during_a_run_are_an_error_and_not_sigbus(data
         with pytest.raises(ValueError, match=SHORTER.format(path=path, now=4096, before=120_000)) as raised:
             list(itertools.islice(stream, 100))
     assert "\n" not in str(raised.value)
-
-
-def test_a_cached_order_that_is_truncated_is_an_error(tmp_path: Path) -> None:
-    files = NpyWriter(tmp_path)
-    files.save("order", np.arange(10_000))
-    order, path = open_array(tmp_path, "order"), tmp_path / "order.npy"
-    before = path.stat().st_size
-    os.truncate(path, 4096)
-    with pytest.raises(DamagedFile, match=SHORTER.format(path=path, now=4096, before=before)):
-        order[np.array([0, 9999])]
-    with pytest.raises(ValueError, match=f"{path}: not an array of shape"):
-        open_array(tmp_path, "order")
 
 
 def test_an_error_of_the_file_system_names_file_and_offset(

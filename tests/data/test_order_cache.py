@@ -73,10 +73,9 @@ def test_a_damaged_entry_is_an_error_and_built_again_once_it_is_removed(config, 
     assert opened(config, []).batch(SAMPLES).tolist() == expected
 
 
-def cached(directory, said, build=lambda files: files.save("x", SAMPLES)):
-    return OrderCache("--data-cache-path", str(directory), said.append).get(
-        {"of": 1}, ("x",), build, "the order"
-    )["x"]
+def cached(directory, said, build=lambda: [("x", SAMPLES)]):
+    config = DataConfig(mock_data=True, data_cache_path=str(directory))
+    return OrderCache(config, "", said.append).get({"indexes": ("x",)}, build, "the order")["x"]
 
 
 def test_ranks_that_waited_for_a_build_check_it_at_once(tmp_path, monkeypatch):
@@ -94,10 +93,10 @@ def test_ranks_that_waited_for_a_build_check_it_at_once(tmp_path, monkeypatch):
         with files.locked(path) as held:
             yield held
 
-    def build(files):
+    def build():
         for _ in range(ranks):
             assert waiting.acquire(timeout=60)
-        files.save("x", SAMPLES)
+        return [("x", SAMPLES)]
 
     monkeypatch.setattr(order_cache, "verify_arrays", verify)
     monkeypatch.setattr(order_cache, "locked", locked)

@@ -157,27 +157,13 @@ def test_samples_of_a_million_tokens(tmp_path, kind):
     assert (tokens.numpy() == inputs[2:]).all()
 
 
-def test_any_ranks_and_starts_read_the_same_samples_of_a_blend(tmp_path):
+def test_a_changed_blend_reads_on_in_each_data_set(tmp_path):
     for name, low in (("a", 1), ("b", 500)):
         write_by_hand(tmp_path / name, [[low + number % 400] * (number % 13 + 2) for number in range(80)])
     config = packed(("0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")), eod_mask_loss=True)
     samples = opened(config, vocab_size=2000).train
-    expected = samples.batch(np.arange(96))
-    assert 0.2 < np.mean([(row < 500).all() for row in expected.tokens]) < 0.4
-    for ranks, consumed in ((1, 0), (2, 32), (4, 64)):
-        for rank in range(ranks):
-            schedule = BatchSchedule(4, 16, ranks)
-            with MicroBatches(samples, schedule, rank=rank, consumed=consumed, end=96) as batches:
-                read = [tokens for tokens, *_ in batches]
-            firsts = [
-                schedule.micro_batch(step, index, rank)[0]
-                for step in range(consumed, 96, 16)
-                for index in range(schedule.micro_batches_at(step))
-            ]
-            assert [batch.tolist() for batch in read] == [
-                expected.tokens[first : first + 4].tolist() for first in firsts
-            ]
-    # A changed blend reads on in each data set.
+    tokens = samples.batch(np.arange(96)).tokens
+    assert 0.2 < np.mean([(row < 500).all() for row in tokens]) < 0.4
     saved = resume_data(
         samples, None, consumed=0, data=config, train_seed=seed_of("train", 1)
     ).dataset_progress

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
-from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.open import seed_of
 from megatron_zpp.data.resume import resume_data
 from megatron_zpp.data.windows import order_seed
+from megatron_zpp.tokenizer import build_tokenizer, describe
 from tests.data.conftest import open_data
 from tests.data.format_by_hand import write_by_hand
-from tests.data.text.conftest import json_lines
+from tests.data.text.conftest import NULL, json_lines
 from tests.data.text.conftest import opened as opened_text
 
 SEQ_LENGTH, SEED = 4, 7
@@ -41,6 +41,11 @@ def folder(tmp_path_factory):
         documents = np.split(TELLS * number + np.arange(tokens), np.arange(7, tokens, 7))
         (folder / f"{name}.jsonl").write_bytes(json_lines([part.tolist() for part in documents]))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _texts_are_opened_once(monkeypatch):
+    monkeypatch.setattr("megatron_zpp.data.text.open.open_text", lambda flag, path, **_: text_of(path))
 
 
 @cache
@@ -69,7 +74,8 @@ def opened(folder, parts, order="windows", requested=40):
         vocab_size=70_000,
         seed=SEED,
         requested={"train": requested},
-        open_text=lambda flag, path: text_of(path),
+        tokenizer=NULL,
+        tokenizer_description=describe(build_tokenizer(NULL)),
     )
     return splits.train, data
 
@@ -215,16 +221,6 @@ def test_a_checkpoint_of_version_0_1_continues(tmp_path, order):
         on = resumed(tmp_path, [(1, "one")], replace(first.dataset_progress, sets=sets), 10)
         (part,) = on.dataset_progress.reading
         assert (part.prefix, part.stream, part.consumed_before) == (f"{tmp_path}/one", 1, 5)
-
-
-def test_checksums_are_no_part_of_the_contents(tmp_path):
-    """A run resumes with data whose PREFIX.checksums.json was lost or has been added."""
-    with IndexedDatasetWriter(str(tmp_path / "set"), np.dtype("<u2")) as writer:
-        writer.add_document(np.arange(80, dtype=np.uint16))
-    first = resumed(tmp_path, [(1, "set")], None, 0)
-    (tmp_path / "set.checksums.json").unlink()
-    on = resumed(tmp_path, [(1, "set")], first.dataset_progress, 5)
-    assert (on.lines, on.dataset_progress) == ([], first.dataset_progress)
 
 
 def test_one_data_set_given_twice_is_two(folder):

@@ -3,7 +3,6 @@
 from tests.faults.cases import Case, both, directory, fifo, flip, locked, put
 from tests.faults.files import READ_ONLY, WRITABLE
 
-OFFLINE = {"HF_HUB_OFFLINE": "1"}
 STRICT = "text.jsonl line 1: "
 CORRECT = "correct the line, or omit --strict"
 
@@ -86,14 +85,11 @@ PREPROCESS = [
 OTHERS = [
     corpus("", "are required: --output", status=2, without="--output"),
     corpus("--output out.txt", "--output out.txt: must end in .jsonl", status=2),
-    corpus("--hf-dataset json", "--hf-dataset json: cannot be combined with --input; give one", status=2),
-    corpus("--hf-split test", "--hf-split test: needs --hf-dataset", status=2),
+    corpus("--hf-dataset json", "--hf-dataset: removed; in Python, datasets.load_dataset(", status=2),
+    corpus("--output s3://b/c.jsonl", "--output s3://b/c.jsonl: is a URL; give a path of this machine"),
     corpus("--json-key k", "--json-key k: needs --input", status=2, without="--input"),
     corpus("--output ro/o.jsonl", f"--output ro: Permission denied; {WRITABLE}", harm=READ_ONLY),
     corpus("", "--output out.jsonl: is a directory … remove it", harm=directory("out.jsonl")),
-    corpus(
-        "--hf-dataset no/body", "--hf-dataset no/body: cannot be read … check", without="--input", env=OFFLINE
-    ),
     tokenizer("", "are required: --vocab-size", status=2, without="--vocab-size"),
     tokenizer("--vocab-size 10", "--vocab-size 10: bytes and frequent characters alone take 275; give more"),
     tokenizer("--vocab-size 1000000", "--vocab-size 1000000: the text is enough for … pieces at most"),

@@ -1,12 +1,11 @@
-"""What a text of the running batch is does not depend on the texts that join and leave."""
+"""What a text of a batch is does not depend on the texts beside it, which end at other times."""
 
 import pytest
 import torch
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.generate.batch import Batch
+from megatron_zpp.generate.continuation import Continuation, write_batch
 from megatron_zpp.generate.draw import Sampling, generator_of
-from megatron_zpp.generate.text import Continuation
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.null import NullTokenizer
 
@@ -15,7 +14,7 @@ SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_leng
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.7, 5, 0.9)])
-def test_a_text_is_what_it_is_alone_whenever_others_join_and_leave(sampling: Sampling) -> None:
+def test_a_text_is_what_it_is_alone_whenever_others_end(sampling: Sampling) -> None:
     """Prompts and texts of unlike lengths; some outgrow the positions."""
     model = GPT(ModelConfig(**SHAPE, init_method_std=0.3), IDS + 1).initialize(1).eval()
     drawn = torch.Generator().manual_seed(1)
@@ -27,19 +26,10 @@ def test_a_text_is_what_it_is_alone_whenever_others_join_and_leave(sampling: Sam
             for n, prompt in enumerate(prompts)
         ]
 
-    alone = texts()
-    for text in alone:
-        batch = Batch(model, 1, sampling)
-        batch.add(text)
-        while not text.ended:
-            batch.step()
-    together = texts()
+    alone, together = texts(), texts()
     assert max(len(text.prompt) + text.new_tokens for text in together) > POSITIONS
-    batch, waiting, step = Batch(model, 5, sampling), list(together), 0
-    while not all(text.ended for text in together):
-        while batch.free and waiting and (step % 3 == 0 or batch.free == 5):
-            batch.add(waiting.pop(0))
-        batch.step()
-        step += 1
-    assert batch.free == 5
+    for text in alone:
+        write_batch(model, [text], sampling)
+    write_batch(model, together, sampling)
+    assert all(text.ended for text in together)
     assert [text.ids for text in together] == [text.ids for text in alone]

@@ -22,7 +22,7 @@ def alone(model: GPT, text: Sequence[int]) -> torch.Tensor:
 def test_token_by_token_gives_the_whole_forward(model: GPT) -> None:
     texts = [ids(20, seed) for seed in range(3)]
     expected = model(torch.tensor(texts))
-    cache = Cache(model, 3)
+    cache = Cache(model, 3, 20)
     first = logits_of(model, prefill(model, cache, [text[:7] for text in texts]))
     assert torch.allclose(first, expected[:, :7], **CLOSE)
     for column in range(7, 20):
@@ -30,36 +30,16 @@ def test_token_by_token_gives_the_whole_forward(model: GPT) -> None:
         assert torch.allclose(found, expected[:, column], **CLOSE), column
 
 
-def test_hooks_of_layers_run_with_a_cache(model: GPT) -> None:
-    """Hooks gather the parameters of a sharded model."""
-    seen: list[int] = []
-    handles = [
-        layer.register_forward_pre_hook(lambda module, inputs, index=index: seen.append(index))
-        for index, layer in enumerate(model.layers)
-    ]
-    prefill(model, Cache(model, 1), [ids(3)])
-    for handle in handles:
-        handle.remove()
-    assert seen == list(range(len(model.layers)))
-
-
 def test_rows_of_unequal_length_know_nothing_of_each_other(model: GPT) -> None:
-    """Each row gets what its text alone gets, while others join, leave."""
-    cache, texts, seed = Cache(model, 4), [], 0
-
-    def join(*lengths: int) -> None:
-        nonlocal seed
-        new = []
-        for length in lengths:
-            seed += 1
-            new.append(ids(length, seed))
-        x = prefill(model, cache, new)
-        for row, text in zip(x, new, strict=True):
-            found = logits_of(model, row[len(text) - 1])
-            assert torch.allclose(found, alone(model, text), **CLOSE)
-        texts.extend(new)
-
-    def grow(tokens: int) -> None:
+    """Each row gets what its text alone gets, while others leave."""
+    texts = [ids(length, length) for length in (9, 1, 4, 9)]
+    cache = Cache(model, 4, 20)
+    x = prefill(model, cache, texts)
+    for row, text in zip(x, texts, strict=True):
+        assert torch.allclose(logits_of(model, row[len(text) - 1]), alone(model, text), **CLOSE)
+    for kept, tokens in (([0, 1, 2, 3], 3), ([0, 2, 3], 4), ([0, 2], 4)):  # at last, two of equal length
+        cache.keep(kept)
+        texts = [texts[row] for row in kept]
         for token in range(tokens):
             for text in texts:
                 text.append((token * 7 + len(text)) % 200)
@@ -68,39 +48,12 @@ def test_rows_of_unequal_length_know_nothing_of_each_other(model: GPT) -> None:
                 assert torch.allclose(row, alone(model, text), **CLOSE)
         assert cache.lengths == [len(text) for text in texts]
 
-    def leave(row: int) -> None:
-        cache.remove(row)
-        texts[row] = texts[-1]
-        del texts[-1]
 
-    join(9, 1, 4)
-    grow(3)
-    join(15)
-    grow(2)
-    leave(1)
-    leave(2)
-    join(2)
-    grow(8)
-    for _ in range(3):
-        leave(0)
-    assert cache.lengths == []
-    join(5, 5)  # equal lengths take the path without a mask
-    grow(4)
-
-
-@torch.inference_mode()
-def test_a_text_that_overflows_leaves_nothing_behind(model: GPT) -> None:
-    """A column that is masked takes part in products: a NaN in it would reach the next text."""
-    cache = Cache(model, 2)
+def test_what_fills_short_rows_leaves_nothing_behind(model: GPT) -> None:
+    """A column that is masked takes part in products: a NaN in it would reach the text."""
+    cache = Cache(model, 2, 9)
     prefill(model, cache, [ids(6), ids(9)])
     for layer in cache.layers:
-        keys, values = layer.extend(*[torch.full((2, 9, *layer._keys.shape[1::2]), torch.nan)] * 2)
-        assert keys.isnan().all()
-        assert values.isnan().all()
-    cache.remove(1)
-    text = ids(4)
-    prefill(model, cache, [text])
-    text.append(3)
-    found = logits_of(model, decode(model, cache, [1, 3]))
-    assert found[0].isnan().all()
-    assert torch.allclose(found[1], alone(model, text), **CLOSE)
+        for kept in (layer._keys, layer._values):
+            assert kept[0, :, :6].any()
+            assert not kept[0, :, 6:].any()

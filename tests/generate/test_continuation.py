@@ -7,9 +7,8 @@ import pytest
 import torch
 import transformers
 
-from megatron_zpp.generate.continuation import continue_texts
+from megatron_zpp.generate.continuation import Continuation, Stop, continue_texts
 from megatron_zpp.generate.draw import Sampling
-from megatron_zpp.generate.text import Continuation, Stop
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from tests.generate.models import POSITIONS, PROMPTS

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.generate.batch import Batch
+from megatron_zpp.generate.continuation import Continuation, write_batch
 from megatron_zpp.generate.draw import Sampling, generator_of
-from megatron_zpp.generate.text import Continuation
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.null import NullTokenizer
 
@@ -30,10 +29,7 @@ def model() -> GPT:
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0), Sampling(1.0, 5), Sampling(1.0, 0, 0.9)])
 def test_drawn_tokens_have_text(model: GPT, sampling: Sampling) -> None:
     text = Continuation((3, 1), NullTokenizer(ENTRIES - 1), generator_of(1, (3, 1), 0), 8)
-    batch = Batch(model, 1, sampling)
-    batch.add(text)
-    while not text.ended:
-        batch.step()
+    write_batch(model, [text], sampling)
     logits = model(torch.tensor([[3, 1, *text.ids]]))[0, 1:-1]  # (8, V)
     assert logits.shape == (8, ROWS)
     assert torch.softmax(logits, -1)[:, ENTRIES:].sum(-1).min() > 0.5

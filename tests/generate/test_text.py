@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.generate.text import Continuation, GrowingText, Stop, text_after
-from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.generate.continuation import Continuation, Stop, text_after
 from megatron_zpp.tokenizer.null import NullTokenizer
 
 WORDS = ["a", "b", "ab", "ba", "", "aab", "c"]  # what each id adds; one adds nothing
@@ -60,26 +59,16 @@ def test_an_id_that_stops_is_no_part_of_the_text() -> None:
     assert text_of([], 0).ended
 
 
-def test_an_unfinished_character_waits_for_its_end() -> None:
+def test_a_character_of_several_ids_is_whole_with_its_last_one() -> None:
     parts = [bytes([value]) for value in "é!".encode()]
     tokenizer: Any = SimpleNamespace(
         eod=99, decode=lambda ids: b"".join(parts[i] for i in ids).decode(errors="replace")
     )
-    found = []
-    for new_tokens in (2, 1):
-        text = Continuation((2,), tokenizer, torch.Generator(), new_tokens)
-        for token in range(new_tokens):
-            text.take(token)
-            found.append(text.text)
-    assert found == ["", "é", "\ufffd"]
-
-
-def test_ids_that_come_one_by_one_join_to_the_text(tokenizer: Tokenizer) -> None:
-    for text in ("The quick  brown\n\tfox", "naïve – 東京 🦊!", "", "a"):
-        growing = GrowingText(tokenizer, [])
-        assert "".join(map(growing.add, tokenizer.encode(text))) + growing.finish() == text
-    growing = GrowingText(NullTokenizer(50), [])
-    assert list(map(growing.add, [3, 14, 5])) == ["3", " 14", " 5"]
+    text, found = Continuation((2,), tokenizer, torch.Generator(), 2, Stop(strings=("é",))), []
+    for token in range(2):
+        text.take(token)
+        found.append((text.text, text.ended))
+    assert found == [("\ufffd", False), ("", True)]
 
 
 def test_text_goes_on_where_the_prompt_ends() -> None:

@@ -13,9 +13,8 @@ from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_of
 from megatron_zpp.generate.cached import Cache, decode, logits_of, prefill
-from megatron_zpp.generate.continuation import continue_texts
+from megatron_zpp.generate.continuation import Stop, continue_texts
 from megatron_zpp.generate.draw import Sampling
-from megatron_zpp.generate.text import Stop
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import Place
@@ -67,7 +66,7 @@ def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path)
     else:
         FAMILIES[family].model().save_pretrained(tmp_path)
         model = ours(tmp_path)
-    cache = Cache(model, 2)
+    cache = Cache(model, 2, 33)
     first, second = TOKENS.tolist()
     prefill(model, cache, [first[:20], second[:15]])
     for column in range(13):
@@ -75,7 +74,7 @@ def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path)
     expected = [model(TOKENS[:1])[0, -1], model(TOKENS[1:, :28])[0, -1]]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
     groups, width = model.config.num_query_groups, model.config.kv_channels
-    cache.place(Place(slice(0, 2), 33))
+    cache.place(Place(33))
     with torch.inference_mode():
         k, _ = cache.layers[0].extend(*[torch.zeros(2, 0, groups, width)] * 2)
     assert k.shape == (2, 33, groups, width)

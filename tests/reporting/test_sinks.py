@@ -1,24 +1,19 @@
 """TensorBoard's tags and axes, W&B's names, and a sink that hangs."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.reporting.sinks import (
-    BY_SAMPLES,
     MEGATRON_TAGS,
     MetricsFile,
     TensorBoard,
     ThreadedSink,
-    check_sinks,
     wandb_record,
 )
-from megatron_zpp.storage.files import check_replaceable
 from tests.reporting.test_curves import step
 
 
@@ -34,11 +29,10 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
     """The names are those of add_scalar in Megatron-LM's training.py; other numbers keep their names."""
     sink = TensorBoard(str(tmp_path), Progress())
     sink.write(
-        {**step(5, 3.5), "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "inter_node_bytes": 7},
-        20,
+        {**step(5, 3.5), "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "inter_node_bytes": 7}
     )
-    sink.write({"iteration": 5, "valid_loss": 3.0, "valid_perplexity": 20.0}, 20)
-    sink.write({"iteration": 5, "params_norm": 1.5}, 20)
+    sink.write({"iteration": 5, "valid_loss": 3.0, "valid_perplexity": 20.0})
+    sink.write({"iteration": 5, "params_norm": 1.5})
     sink.close()
     for tag, value in (
         ("lm loss", 3.5),
@@ -51,7 +45,6 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
         ("lm loss validation ppl", 20.0),
     ):
         assert scalars(tmp_path, tag) == [(5, pytest.approx(value))]
-        assert scalars(tmp_path / BY_SAMPLES, f"{tag} vs samples") == [(20, pytest.approx(value))]
     assert scalars(tmp_path, "iteration-time") == [(5, 2.0)]  # seconds
     assert scalars(tmp_path, "inter_node_bytes") == [(5, 7.0)]
     assert scalars(tmp_path, "tokens_per_second") == [(5, 32.0)]
@@ -82,26 +75,23 @@ def test_wandb_gets_megatrons_names() -> None:
     assert evaluated == {"iteration": 5, "lm loss validation": 3.0, "lm loss validation ppl": 20.0}
 
 
-def test_a_step_back_hides_later_values_on_both_axes(tmp_path: Path) -> None:
-    """Samples are more than iterations: one directory for both would hide all earlier curves by samples."""
+def test_a_step_back_hides_later_values(tmp_path: Path) -> None:
     first = TensorBoard(str(tmp_path), Progress())
     for iteration in range(1, 5):
-        first.write(step(iteration, 10.0 + iteration), 4 * iteration)
+        first.write(step(iteration, 10.0 + iteration))
     first.close()
     second = TensorBoard(str(tmp_path), Progress(iteration=2, consumed_samples=8))
     for iteration in range(3, 6):
-        second.write(step(iteration, 20.0 + iteration), 4 * iteration)
+        second.write(step(iteration, 20.0 + iteration))
     second.close()
     expected = [(1, 11.0), (2, 12.0), (3, 23.0), (4, 24.0), (5, 25.0)]
     assert scalars(tmp_path, "lm loss") == expected
-    by_samples = [(4 * iteration, value) for iteration, value in expected]
-    assert scalars(tmp_path / BY_SAMPLES, "lm loss vs samples") == by_samples
 
 
 def test_a_full_disk_loses_the_file_and_says_so() -> None:
     said: list[str] = []
     sink = ThreadedSink("--metrics-file", lambda: MetricsFile("/dev/full"), said.append)
-    sink.write({"iteration": 1}, 4)
+    sink.write({"iteration": 1})
     assert not sink.close(60)
     lost = " WARNING: --metrics-file is lost, and the run continues without it: "
     assert said == [f"{lost}OSError: [Errno 28] No space left on device"]
@@ -113,7 +103,7 @@ class Hanging:
     def __init__(self, begun: threading.Event, over: threading.Event) -> None:
         self._begun, self._over = begun, over
 
-    def write(self, record: Record, samples: int) -> None:
+    def write(self, record: Record) -> None:
         self._begun.set()
         self._over.wait(60)
 
@@ -125,10 +115,10 @@ def test_a_sink_that_hangs_is_abandoned_however_many_records_wait(waiting: int) 
     """Also when its queue, of 1,000 records, has no place for the request to end."""
     begun, over, said = threading.Event(), threading.Event(), []
     sink = ThreadedSink("W&B", lambda: Hanging(begun, over), said.append)
-    sink.write({"iteration": 0}, 0)
+    sink.write({"iteration": 0})
     assert begun.wait(60)
     for iteration in range(waiting):
-        sink.write({"iteration": iteration}, 0)
+        sink.write({"iteration": iteration})
     closing = threading.Thread(target=lambda: said.append(str(sink.close(0.1))), daemon=True)
     closing.start()
     closing.join(20)
@@ -138,21 +128,3 @@ def test_a_sink_that_hangs_is_abandoned_however_many_records_wait(waiting: int) 
     *_, lost, closed = said
     assert closed == "False"
     assert "W&B is lost, and the run continues without it" in lost
-
-
-@pytest.mark.parametrize(
-    ("flag", "check"),
-    [
-        ("--tensorboard-dir", lambda url: check_sinks(LoggingConfig(tensorboard_dir=url))),
-        ("--wandb-save-dir", lambda url: check_sinks(LoggingConfig(wandb_project="p", wandb_save_dir=url))),
-        ("--output", lambda url: check_replaceable("--output", url)),
-    ],
-)
-def test_a_url_is_refused_where_only_a_path_can_be_written(
-    flag: str, check: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would be a directory `s3:` below the current one, and TensorBoard would write half of it to S3."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"{flag} s3://bucket/key: is a URL; give a path of this machine"):
-        check("s3://bucket/key")
-    assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ import torch
 from megatron_zpp.checkpoint.directory import TRACKER, write_tracker
 from megatron_zpp.commands import plot, report
 from megatron_zpp.config.run import LoggingConfig, TimingConfig
-from megatron_zpp.data.npy_files import NpyWriter
+from megatron_zpp.data.order_cache import write_arrays
 from megatron_zpp.data.text.open import _entry
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.sinks import MetricsFile, check_sinks
@@ -38,10 +38,8 @@ def write_the_tracker(shared: Path) -> None:
     write_tracker(shared)
 
 
-def write_arrays(shared: Path) -> None:
-    files = NpyWriter(shared)
-    files.save("x", np.arange(3))
-    files.finish()
+def write_an_array(shared: Path) -> None:
+    write_arrays(shared, [("x", np.arange(3))])
 
 
 def write_a_trace(shared: Path) -> None:
@@ -69,8 +67,8 @@ def draw(program: ModuleType, name: str) -> Callable[[Path], None]:
         ("config.yaml.partial", "config.yaml", lambda shared: write_text(shared / "config.yaml", "new")),
         ("rank_00000.safetensors", "rank_00000.safetensors", write_checksummed),
         (f"{TRACKER}.partial", TRACKER, write_the_tracker),
-        ("checksums.json", "checksums.json", write_arrays),
-        ("x.npy", "x.npy", write_arrays),
+        ("checksums.json", "checksums.json", write_an_array),
+        ("x.npy", "x.npy", write_an_array),
         ("rank0.trace.json.gz", "rank0.trace.json.gz", write_a_trace),
         ("report.html", "report.html", draw(report, "report.html")),
         ("loss.svg.partial", "loss.svg", draw(plot, "loss.svg")),
@@ -112,7 +110,7 @@ def test_metrics_follow_the_links_of_the_user_in_any_directory(tmp_path: Path) -
     (tmp_path / "first").symlink_to(tmp_path / "second")
     check_sinks(LoggingConfig(metrics_file=str(tmp_path / "first")))
     for _ in range(2):
-        MetricsFile(str(tmp_path / "first")).write({"iteration": 1}, 0)
+        MetricsFile(str(tmp_path / "first")).write({"iteration": 1})
     assert (tmp_path / "metrics").read_text() == '{"iteration": 1}\n' * 2
     (tmp_path / "metrics").unlink()
     (tmp_path / "metrics").symlink_to("first")
@@ -132,7 +130,7 @@ def test_metrics_follow_links_of_others_only_where_others_cannot_make_them(tmp_p
     (shared / "mine").symlink_to("planted")
     for link in ("planted", "mine"):
         if mode == 0o755:
-            MetricsFile(str(shared / link)).write({"iteration": 1}, 0)
+            MetricsFile(str(shared / link)).write({"iteration": 1})
             continue
         with pytest.raises(PermissionError, match="is a link of user 12345 in a directory that others can"):
             MetricsFile(str(shared / link))
@@ -143,7 +141,7 @@ def test_metrics_may_go_to_stdout_whatever_it_is(tmp_path: Path) -> None:
     """A pipe, to which no path leads, and a file."""
     code = (
         "from megatron_zpp.reporting.sinks import MetricsFile\n"
-        "file = MetricsFile('/dev/stdout')\nfile.write({'iteration': 1}, 0)\nfile.close()"
+        "file = MetricsFile('/dev/stdout')\nfile.write({'iteration': 1})\nfile.close()"
     )
     done = run("-c", code)
     assert (done.stdout, done.stderr) == ('{"iteration": 1}\n', "")

@@ -1,7 +1,6 @@
 """build_corpus.py as a person runs it: each source, awkward files, and nothing half-written."""
 
 import gzip
-import io
 import json
 import sysconfig
 import tokenize
@@ -10,27 +9,20 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron_zpp.data.corpus.hub import read_hub
 from tests.tools.run import fail, succeed
 
 TOOL = "build_corpus.py"
-HUB_TEXTS = ["one", "zwei é", "three 😀"]
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    content = path.read_bytes()
-    if path.suffix == ".gz":
-        content = gzip.decompress(content)
-    if path.suffix == ".zst":
-        content = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(content)).read()
-    return [json.loads(line) for line in content.splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_standard_library(tmp_path: Path) -> None:
     """Modules are there, decoded as Python decodes them; tests, tables and installed packages are not."""
-    result = succeed(TOOL, "--output", tmp_path / "new" / "corpus.jsonl.zst")
+    result = succeed(TOOL, "--output", tmp_path / "new" / "corpus.jsonl")
     assert "documents of Python's standard library" in result.stdout
-    records = read(tmp_path / "new" / "corpus.jsonl.zst")
+    records = read(tmp_path / "new" / "corpus.jsonl")
     paths = [record["path"] for record in records]
     assert len(set(paths)) == len(paths)
     assert paths == sorted(paths, key=lambda path: path.split("/"))
@@ -42,7 +34,7 @@ def test_standard_library(tmp_path: Path) -> None:
         with tokenize.open(directory / record["path"]) as file:
             assert record["text"] == file.read()
     assert 4e6 < sum(len(record["text"]) for record in records) < 16e6
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["corpus.jsonl.zst"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["corpus.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["", "*.jsonl"])
@@ -67,8 +59,8 @@ def test_files(tmp_path: Path) -> None:
         zstandard.compress(b'{"body": "1"}\n\nbroken\n{"body": "\\u00e9"}')
     )
     result = succeed(TOOL, "--input", tmp_path / "*.txt*", tmp_path / "c.jsonl.zst", "--json-key", "body",
-                     "--output", tmp_path / "out.jsonl.gz")  # fmt: skip
-    assert read(tmp_path / "out.jsonl.gz") == [
+                     "--output", tmp_path / "out.jsonl")  # fmt: skip
+    assert read(tmp_path / "out.jsonl") == [
         {"text": "packed\n\ntext\n", "path": f"{tmp_path}/a.txt.gz"},
         {"text": "éine\r\nZeile ", "path": f"{tmp_path}/b.txt"},
         {"text": "1"},
@@ -77,32 +69,6 @@ def test_files(tmp_path: Path) -> None:
     assert f"{tmp_path}/latin.txt line 3: malformed line: not UTF-8" in result.stderr
     assert f"{tmp_path}/c.jsonl.zst line 3: malformed line: not JSON" in result.stderr
     assert "2 × malformed line, 1 × empty document" in result.stdout
-
-
-@pytest.fixture
-def hub_files(tmp_path: Path) -> dict[str, Path]:
-    """The same texts in the three forms that `datasets` reads by itself."""
-    import pyarrow
-    import pyarrow.parquet
-
-    files = {kind: tmp_path / f"in.{kind}" for kind in ("json", "parquet", "text")}
-    files["json"].write_text("".join(json.dumps({"text": text}) + "\n" for text in HUB_TEXTS))
-    files["text"].write_text("\n".join(HUB_TEXTS) + "\n")
-    pyarrow.parquet.write_table(pyarrow.table({"text": HUB_TEXTS}), files["parquet"])
-    return files
-
-
-def test_hugging_face(hub_files: dict[str, Path], tmp_path: Path) -> None:
-    for kind in ("json", "text"):
-        (found,) = read_hub(kind, None, "train", "text", [str(hub_files[kind])])
-        assert found.texts == HUB_TEXTS
-    succeed(TOOL, "--hf-dataset", "parquet", "--hf-data-files", hub_files["parquet"],
-            "--output", tmp_path / "out.jsonl")  # fmt: skip
-    assert read(tmp_path / "out.jsonl") == [{"text": text} for text in HUB_TEXTS]
-    with pytest.raises(ValueError, match=r"^--hf-text-key body: json has no such column; it has text"):
-        list(read_hub("json", None, "train", "body", [str(hub_files["json"])]))
-    with pytest.raises(ValueError, match=r"^--hf-dataset json: cannot be read"):
-        list(read_hub("json", None, "gone", "text", [str(hub_files["json"])]))
 
 
 def test_a_damaged_file_leaves_the_old_output(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.data.open import open_splits
+from megatron_zpp.data.open import SplitOpener
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS, flags_of
@@ -38,13 +38,14 @@ def valid_loss_by_hand(flags: list[str], count: int) -> float:
     """The loss of the initial weights per token: a forward per document; none where the input is its end."""
     config = parse_args([*flags, *NO_DROPOUT, "--train-iters", "3"])
     model = GPT(config.model, EOD + 1).initialize(config.training.seed).eval()
-    splits = open_splits(
-        config.data,
+    opener = SplitOpener(
+        config=config.data,
         seq_length=config.model.seq_length,
         vocab_size=EOD + 1,
         seed=config.training.seed,
         tokenizer_description={"eod": EOD},
     )
+    splits = opener.open(("train", "valid"))
     counted = []
     batch = splits.valid.batch(np.arange(count))
     if config.data.packs:

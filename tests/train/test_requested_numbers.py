@@ -10,7 +10,7 @@ import torch
 
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
-from megatron_zpp.data.open import open_splits
+from megatron_zpp.data.open import SplitOpener
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.model.gpt import GPT
@@ -52,13 +52,14 @@ def per_token_loss(flags: list[str], first: int, count: int, split: str) -> floa
     """The loss of the initial weights over all tokens of samples whose input ends no document."""
     config = parse_args([*flags, *PLAIN])
     model = GPT(config.model, EOD + 1).initialize(config.training.seed).eval()
-    splits = open_splits(
-        config.data,
+    opener = SplitOpener(
+        config=config.data,
         seq_length=config.model.seq_length,
         vocab_size=EOD + 1,
         seed=config.training.seed,
         tokenizer_description=None,
     )
+    splits = opener.open(("train", "valid"))
     rows = torch.from_numpy(getattr(splits, split).batch(np.arange(first, first + count)).astype(np.int64))
     with torch.no_grad():
         logits = model(rows[:, :-1])[..., : EOD + 1]

@@ -1,24 +1,11 @@
-"""Reads and writes .gz and .zst files as if they were not compressed."""
+"""Reads .gz and .zst files as if they were not compressed."""
 
-import gzip
-import os
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol
-
-from megatron_zpp.storage.files import open_new
+from typing import Any, BinaryIO
 
 RATIO = 4  # assumed bytes of text per byte of a compressed file
 _LONGEST_WINDOW = 1 << 31  # bytes; the most that `zstd --long=31` writes, and takes as much memory
-
-
-class Writable(Protocol):
-    """A stream that accepts bytes."""
-
-    def write(self, content: bytes, /) -> int:
-        """Write all of `content`."""
 
 
 def decompressed(raw: BinaryIO, path: str, chunk: int) -> Iterator[bytes]:
@@ -89,37 +76,3 @@ def _member_decoder(path: str) -> Any:
     import zstandard
 
     return zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
-
-
-@contextmanager
-def replacing(path: str) -> Iterator[Writable]:
-    """Yield a stream for the new contents of `path`, compressed according to its name.
-
-    The new file gets its name when the block ends and everything is on disk; an error or a kill before that
-    leaves the old file as it was.
-    """
-    partial = f"{path}.{os.getpid()}.partial"
-    try:
-        with os.fdopen(open_new(Path(partial)), "wb") as raw:
-            with _compressing(raw, path) as stream:
-                yield stream
-            raw.flush()
-            os.fsync(raw.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def _compressing(raw: BinaryIO, path: str) -> Iterator[Writable]:
-    if path.endswith(".gz"):
-        with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=6, mtime=0) as stream:
-            yield stream
-    elif path.endswith(".zst"):
-        import zstandard
-
-        with zstandard.ZstdCompressor(level=3).stream_writer(raw, closefd=False) as stream:
-            yield stream
-    else:
-        yield raw

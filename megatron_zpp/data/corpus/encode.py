@@ -41,26 +41,23 @@ class Encoder:
 
     def __call__(self, block: bytes) -> Encoded:
         lines = split_lines(block)
-        found: list[Problem] = []
-        numbers: list[int] = []
-        texts: list[str] = []  # len(keys) consecutive texts per line
-        for parsed in parse_lines(lines, self._keys):
-            if isinstance(parsed, Problem):
-                found.append(parsed)
-            else:
-                numbers.append(parsed[0])
-                texts += parsed[1]
-        documents = iter(self._encode_texts(texts))
+        parsed = list(parse_lines(lines, self._keys))
+        texts = [text for each in parsed if not isinstance(each, Problem) for text in each[1]]
+        documents = iter(self._encode_texts(texts))  # len(keys) consecutive ones per line
         rows: list[list[list[int]]] = []
-        for number in numbers:
-            row = self._checked(number, list(itertools.islice(documents, len(self._keys))))
+        found: list[Problem] = []
+        for each in parsed:
+            row: list[list[int]] | Problem
+            if isinstance(each, Problem):
+                row = each
+            else:
+                row = self._checked(each[0], list(itertools.islice(documents, len(self._keys))))
             if isinstance(row, Problem):
                 found.append(row)
             else:
                 rows.append(row)
         columns = [self._pack([row[k] for row in rows]) for k in range(len(self._keys))]
         tokens, lengths = zip(*columns, strict=True)
-        found.sort(key=lambda problem: problem.line)
         return Encoded(tokens, lengths, len(lines), Problems.of(found))
 
     def _encode_texts(self, texts: list[str]) -> Sequence[list[int] | ValueError]:

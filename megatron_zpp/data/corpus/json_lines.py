@@ -13,14 +13,6 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ARRAY = "a JSON array, not an object; write each of its objects on one line: jq -c '.[]'"
 
 
-class BadLine(Exception):
-    """A line without a document; `kind` and `detail` as in Problem."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(kind, detail)
-        self.kind, self.detail = kind, detail
-
-
 def split_lines(content: bytes) -> list[bytes]:
     """Return the lines of a block. Only \\n ends a line, because JSON strings may contain other breaks."""
     lines = content.split(b"\n")
@@ -29,32 +21,41 @@ def split_lines(content: bytes) -> list[bytes]:
     return lines
 
 
-def parse_lines(lines: Sequence[bytes], keys: Sequence[str]) -> Iterator[tuple[int, list[str]] | Problem]:
-    """Yield for each nonblank line its number from 1 and its texts, one per key, or its problem."""
-    for number, line in enumerate(lines, start=1):
+def parse_lines(
+    lines: Sequence[bytes], keys: Sequence[str], *, first: int = 1
+) -> Iterator[tuple[int, list[str]] | Problem]:
+    """Yield for each nonblank line its number, from `first`, and its texts, one per key, or its problem."""
+    for number, line in enumerate(lines, start=first):
         if not line.removeprefix(_BYTE_ORDER_MARK).strip():
             continue
-        try:
-            yield number, _parse(line, keys)
-        except BadLine as bad:
-            yield Problem(number, bad.kind, bad.detail)
+        yield _parse(number, line, keys)
 
 
-def _parse(line: bytes, keys: Sequence[str]) -> list[str]:
+def _parse(number: int, line: bytes, keys: Sequence[str]) -> tuple[int, list[str]] | Problem:
+    problem = None
     try:
         record = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as error:
-        raise BadLine(MALFORMED, utf16(line) or f"not UTF-8 at byte {error.start}") from None
+        problem = utf16(line) or f"not UTF-8 at byte {error.start}"
     except json.JSONDecodeError as error:
-        problem = f"not JSON: {error.msg} at column {error.colno}"
-        raise BadLine(MALFORMED, utf16(line) or _several_lines(line) or problem) from None
+        said = f"not JSON: {error.msg} at column {error.colno}"
+        problem = utf16(line) or _several_lines(line) or said
     except (ValueError, RecursionError) as error:  # thousands of digits or of nested brackets
-        raise BadLine(MALFORMED, f"not JSON that can be read: {error}") from None
-    if isinstance(record, list):
-        raise BadLine(MALFORMED, _ARRAY)
-    if not isinstance(record, dict):
-        raise BadLine(MALFORMED, f"not a JSON object but {_json_type(record)}")
-    return [_text(record, key) for key in keys]
+        problem = f"not JSON that can be read: {error}"
+    else:
+        if isinstance(record, list):
+            problem = _ARRAY
+        elif not isinstance(record, dict):
+            problem = f"not a JSON object but {_json_type(record)}"
+    if problem:
+        return Problem(number, MALFORMED, problem)
+    for key in keys:
+        if key not in record:
+            shown = ", ".join(map(repr, list(record)[:5])) or "none"
+            return Problem(number, MISSING_KEY, f"no {key!r}; its keys: {shown}")
+        if problem := _not_text(record[key]):
+            return Problem(number, NOT_TEXT, f"{key!r} {problem}")
+    return number, [record[key] for key in keys]
 
 
 def utf16(content: bytes) -> str | None:
@@ -74,20 +75,16 @@ def _several_lines(line: bytes) -> str | None:
     return None
 
 
-def _text(record: dict[str, object], key: str) -> str:
-    if key not in record:
-        shown = ", ".join(map(repr, list(record)[:5])) or "none"
-        raise BadLine(MISSING_KEY, f"no {key!r}; its keys: {shown}")
-    text = record[key]
-    if not isinstance(text, str):
-        raise BadLine(NOT_TEXT, f"{key!r} is {_json_type(text)}")
-    if not text.isascii():
+def _not_text(value: object) -> str | None:
+    """Say why a value is not text; None if it is."""
+    if not isinstance(value, str):
+        return f"is {_json_type(value)}"
+    if not value.isascii():
         try:
-            text.encode()
+            value.encode()
         except UnicodeEncodeError as error:
-            lone = f"\\u{ord(text[error.start]):04x}"
-            raise BadLine(NOT_TEXT, f"{key!r} holds half a surrogate pair, {lone}") from None
-    return text
+            return f"holds half a surrogate pair, \\u{ord(value[error.start]):04x}"
+    return None
 
 
 def _json_type(value: object) -> str:

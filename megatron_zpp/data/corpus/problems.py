@@ -18,7 +18,7 @@ class Problem:
 
 @dataclass
 class Problems:
-    """The number of problems of each kind, and the first few problems."""
+    """The number of problems of each kind, and the first few of each."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: list[Problem] = field(default_factory=list)
@@ -29,14 +29,9 @@ class Problems:
         problems = cls()
         for problem in found:
             problems.counts[problem.kind] += 1
-            if len(problems.first) < KEPT:
+            if problems.counts[problem.kind] <= KEPT:
                 problems.first.append(problem)
         return problems
-
-
-def in_file(path: str) -> Callable[[Problem], str]:
-    """Return the function that locates problems of the file `path`, as `FILE line N`."""
-    return lambda problem: f"{path} line {problem.line}"
 
 
 class Report:

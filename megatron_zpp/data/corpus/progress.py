@@ -1,57 +1,52 @@
-"""Shows the progress of a long step: a bar on a terminal, otherwise a line from time to time."""
+"""Shows the progress of a long step: one line on a terminal, otherwise a line from time to time."""
 
 import sys
 import time
-from typing import TextIO
 
-from tqdm import tqdm
+from megatron_zpp.config.words import duration
+
+_CLEAR = "\r\x1b[K"  # the line of a terminal
 
 
 class Progress:
     """Counts bytes and documents, and shows rates and the remaining time on stderr.
 
-    `total_bytes` is the size of the input on disk, None if unknown; `every` is the number of documents
-    between lines if stderr is not a terminal. Use it in a `with` block.
+    `total_bytes` is the size of the input on disk; `every` is the number of documents between lines if stderr
+    is not a terminal. Use it in a `with` block.
     """
 
-    def __init__(self, step: str, total_bytes: int | None, every: int, stream: TextIO | None = None) -> None:
+    def __init__(self, step: str, total_bytes: int, every: int) -> None:
         self.documents = self.text_bytes = self.disk_bytes = 0
         self._step, self._total, self._every = step, total_bytes, every
-        self._stream = stream or sys.stderr
         self._start = time.monotonic()
         self._next_line = every
-        self._bar = None
-        if self._stream.isatty():
-            share = "{percentage:3.0f}%|{bar}| " if total_bytes else ""
-            layout = "{desc}: " + share + "{elapsed}{postfix}"
-            self._bar = tqdm(desc=step, total=total_bytes, file=self._stream, bar_format=layout)
+        self._clear = _CLEAR if sys.stderr.isatty() else ""
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        if self._clear and self.documents:
+            self._write("\n")
 
     def advance(self, *, disk_bytes: int, text_bytes: int, documents: int) -> None:
         """Add finished work: bytes of the input as stored on disk, bytes of text, documents."""
         self.disk_bytes += disk_bytes
         self.text_bytes += text_bytes
         self.documents += documents
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._state(), refresh=False)
-            self._bar.update(disk_bytes)
+        share = self.disk_bytes / self._total if self._total else 1.0
+        line = f"{self._step}: {self.documents:,} documents, {self.rates()}"
+        if share:
+            line += f", {duration(max(1 / share - 1, 0) * self.seconds())} left"
+        if self._clear:
+            self._write(self._clear + line)
         elif self.documents >= self._next_line:
             self._next_line = (self.documents // self._every + 1) * self._every
-            self.say(f"{self._step}: {self.documents:,} documents, {self._state()}")
+            self.say(line)
 
     def say(self, line: str) -> None:
-        """Write a line without breaking the bar."""
-        if self._bar is not None:
-            self._bar.write(line, file=self._stream)
-        else:
-            self._stream.write(line + "\n")
-            self._stream.flush()
+        """Write a line above that of the progress."""
+        self._write(f"{self._clear}{line}\n")
 
     def seconds(self) -> float:
         """Return the seconds since the start."""
@@ -62,8 +57,6 @@ class Progress:
         seconds = self.seconds()
         return f"{self.text_bytes / seconds / 1e6:.2f} MB/s, {self.documents / seconds:,.0f} documents/s"
 
-    def _state(self) -> str:
-        if not self._total or not self.disk_bytes:
-            return self.rates()
-        left = max(self._total - self.disk_bytes, 0) / self.disk_bytes * self.seconds()
-        return f"{self.rates()}, {tqdm.format_interval(left)} left"
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -1,15 +1,12 @@
 """A corpus that is always available: the source of the running interpreter's standard library."""
 
-import io
 import os
 import sysconfig
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_zpp.data.corpus.problems import Problem
 from megatron_zpp.data.corpus.texts import Texts, keep
-from megatron_zpp.storage.regular import open_stream
 
 _OMITTED = frozenset(
     (
@@ -44,13 +41,6 @@ def source_files(directory: Path) -> list[Path]:
 def read_source(directory: Path, files: list[Path]) -> Iterator[Texts]:
     """Yield one document per file, decoded by the rules of PEP 263; paths are relative to `directory`."""
     for file in files:
-        path, size = file.relative_to(directory).as_posix(), file.stat().st_size
-        try:
-            with open_stream(file) as raw:
-                encoding, _ = tokenize.detect_encoding(raw.readline)
-                raw.seek(0)
-                text = io.TextIOWrapper(raw, encoding).read()
-        except (SyntaxError, UnicodeDecodeError) as error:  # none in CPython itself
-            yield keep(path, [], [Problem(1, "undecodable file", str(error))], size)
-            continue
-        yield keep(path, [(1, text)], [], size)
+        with tokenize.open(file) as source:
+            numbered = [(1, source.read())]
+        yield keep(file.relative_to(directory).as_posix(), numbered, [], file.stat().st_size)

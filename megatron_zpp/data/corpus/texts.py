@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
-from megatron_zpp.data.corpus.inputs import TEXT, read_blocks
+from megatron_zpp.data.corpus.inputs import TEXT, Block, read_blocks
 from megatron_zpp.data.corpus.json_lines import MALFORMED, parse_lines, split_lines, utf16
 from megatron_zpp.data.corpus.problems import Problem, Problems
 
@@ -22,6 +22,10 @@ class Texts:
     texts: list[str]
     problems: Problems
     disk_bytes: int  # their size in the file
+
+    def where(self, problem: Problem) -> str:
+        """Return `FILE line N` for a problem."""
+        return f"{self.path} line {problem.line}"
 
 
 def check_suffix(flag: str, path: str) -> None:
@@ -46,44 +50,35 @@ def keep(path: str, numbered: Iterable[tuple[int, str]], problems: list[Problem]
     return Texts(path, texts, Problems.of(problems), disk_bytes)
 
 
-def read_documents(path: str, json_key: str) -> Iterator[Texts]:
-    """Yield whole documents: each line of a file of JSON lines, or all of a text file."""
-    if plain_suffix(path) in JSON_LINES:
-        yield from _read_json_lines(path, json_key)
-        return
-    blocks = list(read_blocks(path, _BLOCK_BYTES))
-    content = b"".join(block.content for block in blocks)
-    yield _decode(path, content, line=1, disk_bytes=sum(block.disk_bytes for block in blocks))
+def read_documents(path: str, json_key: str, *, parts: bool = False) -> Iterator[Texts]:
+    """Yield whole documents: each line of a file of JSON lines, or all of a text file.
+
+    With `parts`, a text file is read in blocks of lines: it may exceed the memory.
+    """
+    blocks: Iterable[Block] = read_blocks(path, _BLOCK_BYTES)
+    of_json = plain_suffix(path) in JSON_LINES
+    if not (of_json or parts):
+        whole = list(blocks)
+        content = b"".join(block.content for block in whole)
+        blocks = [Block(content, sum(block.disk_bytes for block in whole))]
+    before = 0  # lines
+    for block in blocks:
+        if of_json:
+            lines = split_lines(block.content)
+            parsed = list(parse_lines(lines, [json_key], first=before + 1))
+            problems = [each for each in parsed if isinstance(each, Problem)]
+            numbered = [(each[0], each[1][0]) for each in parsed if not isinstance(each, Problem)]
+            yield keep(path, numbered, problems, block.disk_bytes)
+            before += len(lines)
+        else:
+            yield _decode(path, block, before + 1)
+            before += block.content.count(b"\n")
 
 
-def read_passages(path: str, json_key: str) -> Iterator[Texts]:
-    """Like `read_documents`, but in blocks of lines for a text file, which may exceed the memory."""
-    if plain_suffix(path) in JSON_LINES:
-        yield from _read_json_lines(path, json_key)
-        return
-    line = 1
-    for block in read_blocks(path, _BLOCK_BYTES):
-        yield _decode(path, block.content, line, block.disk_bytes)
-        line += block.content.count(b"\n")
-
-
-def _read_json_lines(path: str, json_key: str) -> Iterator[Texts]:
-    before = 0
-    for block in read_blocks(path, _BLOCK_BYTES):
-        lines = split_lines(block.content)
-        numbered, problems = [], []
-        for parsed in parse_lines(lines, [json_key]):
-            if isinstance(parsed, Problem):
-                problems.append(Problem(before + parsed.line, parsed.kind, parsed.detail))
-            else:
-                numbered.append((before + parsed[0], parsed[1][0]))
-        yield keep(path, numbered, problems, block.disk_bytes)
-        before += len(lines)
-
-
-def _decode(path: str, content: bytes, line: int, disk_bytes: int) -> Texts:
+def _decode(path: str, block: Block, line: int) -> Texts:
+    content = block.content
     try:
-        return keep(path, [(line, content.decode().removeprefix("\ufeff"))], [], disk_bytes)
+        return keep(path, [(line, content.decode().removeprefix("\ufeff"))], [], block.disk_bytes)
     except UnicodeDecodeError as error:
         line += content.count(b"\n", 0, error.start)
-        return keep(path, [], [Problem(line, MALFORMED, utf16(content) or "not UTF-8")], disk_bytes)
+        return keep(path, [], [Problem(line, MALFORMED, utf16(content) or "not UTF-8")], block.disk_bytes)

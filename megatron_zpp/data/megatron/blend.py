@@ -7,7 +7,6 @@ Each lane starts from counts estimated a little before it. A lane is computed ag
 differ from the final counts of the lane before. The result is therefore exact.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,39 +14,35 @@ import numpy as np
 from megatron_zpp.data.order_cache import CachedArrays
 
 BLEND_INDEXES = ("dataset_index", "dataset_sample_index")
-_PIECE = 1 << 22  # samples in memory at a time
+_PIECE = 1 << 22  # samples whose lanes are computed together
 _LANES, _SHORTEST = 2048, 256  # most lanes of a piece; samples per lane, at least
-_BLOCK = 64  # steps whose choices are transposed together, from a row per step to a row per lane
 
 
-def blend_pieces(weights: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (data set int16, its sample number int32 or int64) of `size` samples, piece by piece.
+def blend_order(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (data set int16, its sample number int32 or int64) of `size` samples: (size,) each.
 
     weights (K,) sum to 1.
     """
+    which = np.empty(size, np.int16)
+    numbers = np.empty(size, np.int32 if size <= np.iinfo(np.int32).max else np.int64)
     counts = np.zeros(len(weights))
     for first in range(0, size, _PIECE):
-        here = min(_PIECE, size - first)
-        length = max(_SHORTEST, -(-here // _LANES))
-        firsts = np.arange(first, first + here, length)
+        here = slice(first, min(first + _PIECE, size))
+        length = max(_SHORTEST, -(-(here.stop - first) // _LANES))
+        firsts = np.arange(first, here.stop, length)
         starts = _estimated_counts(weights, firsts, counts, min(length, 4 * len(weights) + 32))
         ends = np.empty_like(starts)
-        which, numbers = _empty(len(firsts), length, size)
+        chosen, drawn = np.empty((2, len(firsts), length), np.int64)
         pending = np.arange(len(firsts))
         while pending.size:
-            counts = starts.take(pending, axis=1)
-            _choose(weights, firsts[pending], counts, pending, which, numbers)
+            counts = starts[:, pending]
+            chosen[pending], drawn[pending] = _choose(weights, firsts[pending], counts, length)
             ends[:, pending] = counts
             pending = 1 + np.flatnonzero((starts[:, 1:] != ends[:, :-1]).any(axis=0))
             starts[:, pending] = ends[:, pending - 1]
         counts = ends[:, -1]  # right for a full piece; only the last piece is shorter
-        yield which.reshape(-1)[:here], numbers.reshape(-1)[:here]
-
-
-def blend_order(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return all pieces of `blend_pieces`, concatenated: (size,) each."""
-    which, numbers = zip(*blend_pieces(weights, size), strict=True)
-    return np.concatenate(which), np.concatenate(numbers)
+        which[here], numbers[here] = (lanes.reshape(-1)[: here.stop - first] for lanes in (chosen, drawn))
+    return which, numbers
 
 
 def exhaustive_order(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -56,29 +51,14 @@ def exhaustive_order(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     weights = sizes / total
     which, numbers = blend_order(weights, total)
     beyond = np.flatnonzero(numbers >= sizes[which])
-    if beyond.size:  # no earlier sample was drawn from an exhausted set
-        first = int(beyond[0])
-        counts = np.bincount(which[:first], minlength=len(sizes))
-        _choose_unexhausted(weights.tolist(), counts.tolist(), sizes.tolist(), which, numbers, first)
-    return which, numbers
-
-
-def _choose_unexhausted(
-    weights: list[float],
-    counts: list[int],
-    sizes: list[int],
-    which: np.ndarray,
-    numbers: np.ndarray,
-    first: int,
-) -> None:
-    """Draw the samples from `first` on one by one: few remain when a set is exhausted."""
-    remaining = [source for source in range(len(sizes)) if counts[source] < sizes[source]]
-    for sample in range(first, len(which)):
-        source = max(remaining, key=lambda source: weights[source] * max(sample, 1.0) - counts[source])
+    first = int(beyond[0]) if beyond.size else total  # no earlier sample was drawn from an exhausted set
+    counts = np.bincount(which[:first], minlength=len(sizes))
+    for sample in range(first, total):  # few: all sets end at almost the same time
+        behind = np.where(counts < sizes, weights * max(sample, 1.0) - counts, -np.inf)
+        source = int(behind.argmax())
         which[sample], numbers[sample] = source, counts[source]
         counts[source] += 1
-        if counts[source] == sizes[source]:
-            remaining.remove(source)
+    return which, numbers
 
 
 def _estimated_counts(weights: np.ndarray, firsts: np.ndarray, counts: np.ndarray, settle: int) -> np.ndarray:
@@ -95,59 +75,26 @@ def _estimated_counts(weights: np.ndarray, firsts: np.ndarray, counts: np.ndarra
         missing = early - settled.sum(axis=0)  # whole samples, which go to the largest remainders
         rank = np.argsort(np.argsort(settled - shares, axis=0, kind="stable"), axis=0)
         settled += rank < missing
-        _choose(weights, early, settled, np.arange(len(early)), *_empty(len(early), settle, 0))
+        _choose(weights, early, settled, settle)
         starts[:, 1:] = settled
     return starts
 
 
-def _empty(rows: int, length: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return empty arrays for choices and for numbers below `size`."""
-    return np.empty((rows, length), np.int16), np.empty((rows, length), number_dtype(size))
-
-
-def number_dtype(size: int) -> np.dtype:
-    """Return the dtype of sample numbers in a blend of `size` samples."""
-    return np.dtype(np.int32 if size <= np.iinfo(np.int32).max else np.int64)
-
-
 def _choose(
-    weights: np.ndarray,
-    firsts: np.ndarray,
-    counts: np.ndarray,
-    rows: np.ndarray,
-    which: np.ndarray,
-    numbers: np.ndarray,
-) -> None:
-    """Write the choices of a blend by lanes: lane k begins at sample firsts[k] and fills row rows[k].
+    weights: np.ndarray, firsts: np.ndarray, counts: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the choices of a blend and their sample numbers by lanes, `length` from each of `firsts` on.
 
-    weights (K,) float64; counts (K, lanes) float64, updated in place; which (…, steps) int16; numbers
-    (…, steps) int32 or int64.
+    weights (K,) float64; counts (K, lanes) float64, updated in place; two (lanes, length) int64.
     """
-    lanes, length = len(firsts), which.shape[1]
-    small = np.uint8 if len(weights) <= 256 else np.int16
-    flat, lane = counts.reshape(-1), np.arange(lanes)
-    assert np.shares_memory(flat, counts), "counts must be contiguous"
-    sample, best, behind = np.empty(lanes), np.empty(lanes), np.empty(lanes)
-    further, found, place = np.empty(lanes, bool), np.empty(lanes, small), np.empty(lanes, np.int64)
-    choices, drawn = np.empty((_BLOCK, lanes), small), np.empty((_BLOCK, lanes))
+    lanes = np.arange(len(firsts))
+    chosen, drawn = np.empty((2, length, len(lanes)), np.int64)
     for step in range(length):
-        row = step % _BLOCK
-        np.maximum(firsts + step, 1, out=sample, casting="unsafe")
-        choice, number = choices[row], drawn[row]
-        choice.fill(0)
-        np.subtract(np.multiply(sample, weights[0], out=best), counts[0], out=best)
-        for source in range(1, len(weights)):
-            np.subtract(np.multiply(sample, weights[source], out=behind), counts[source], out=behind)
-            np.greater(behind, best, out=further)
-            np.maximum(choice, np.multiply(further, small(source), out=found), out=choice)
-            if source < len(weights) - 1:
-                np.maximum(best, behind, out=best)
-        np.add(np.multiply(choice, lanes, out=place, dtype=np.int64), lane, out=place)
-        flat.take(place, out=number, mode="clip")  # all are in range, and "raise" would copy
-        flat[place] = number + 1
-        if row == _BLOCK - 1 or step == length - 1:
-            which[rows, step - row : step + 1] = choices[: row + 1].T
-            numbers[rows, step - row : step + 1] = drawn[: row + 1].T
+        behind = weights[:, None] * np.maximum(firsts + step, 1) - counts
+        chosen[step] = choice = behind.argmax(axis=0)
+        drawn[step] = counts[choice, lanes]
+        counts[choice, lanes] += 1
+    return chosen.T, drawn.T
 
 
 @dataclass(frozen=True)

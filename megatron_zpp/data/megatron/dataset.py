@@ -1,35 +1,29 @@
 """Samples of data sets in Megatron-LM's order and blend; the indexes are cached on disk."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.config.options import option_error
 from megatron_zpp.data.blend import BlendedDataset
-from megatron_zpp.data.file_array import FileArray
-from megatron_zpp.data.indexed import IndexedDataset, IndexedSamples, index_path
+from megatron_zpp.data.indexed import IndexedSamples, index_path
 from megatron_zpp.data.megatron.blend import (
     BLEND_INDEXES,
     MegatronBlend,
-    blend_pieces,
+    blend_order,
     exhaustive_order,
-    number_dtype,
 )
-from megatron_zpp.data.megatron.order import (
-    OrderSizes,
-    document_index,
-    sample_index,
-    sample_index_dtype,
-    shuffle_index,
-)
-from megatron_zpp.data.npy_files import NpyWriter
-from megatron_zpp.data.order_cache import CachedArrays, OrderCache, contents_of
+from megatron_zpp.data.megatron.order import OrderSizes, document_index, sample_index, shuffle_index
+from megatron_zpp.data.order_cache import CachedArrays, NamedArrays, OrderCache, contents_of
 from megatron_zpp.data.samples import Epochs
+from megatron_zpp.data.split import DatasetSlice
 
 _INDEXES = ("document_index", "sample_index", "shuffle_index")
 _VERSION = 2  # of the cached indexes
+_SURPLUS = 0.005  # samples of each data set beyond its share of a blend, relative
 
 
 @dataclass(frozen=True)
@@ -102,20 +96,72 @@ class MegatronDataset(IndexedSamples):
         return int(np.concatenate([np.arange(begin, begin + length) for begin, length in pieces])[column])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MegatronOrders:
-    """Builds data sets and blends in the order that Megatron-LM would use for the same flags."""
+    """Builds a split's samples in the order that Megatron-LM would use for the same flags.
 
-    cache: OrderCache
+    Indexes are cached in --data-cache-path, or beside the data for all its runs; `say` gets a line when one
+    is built.
+    """
+
+    config: DataConfig
+    flag: str  # that names the data sets
+    split: str
     seq_length: int
     vocab_size: int
     seed: int
+    say: Callable[[str], None]
 
-    def dataset(
-        self, source: IndexedDataset, first: int, last: int, requested: int | None, split: str
-    ) -> MegatronDataset:
-        """Return `requested` samples of the sequences [first, last); None requests one epoch."""
-        sizes = OrderSizes(_total(source.lengths.part(first, last)), self.seq_length, requested)
+    def samples(
+        self, parts: Sequence[DatasetSlice], requested: int | None
+    ) -> MegatronDataset | BlendedDataset:
+        """Return `requested` samples of `parts`; None requests every sample of one epoch.
+
+        A single data set, and each data set of a blend with weights, is repeated as often as needed. A blend
+        without weights has one epoch of each. Raises ValueError if that is fewer samples than requested, and
+        for weights without a number of samples.
+        """
+        cache = OrderCache(self.config, parts[0].source.local, self.say)
+        weighted = parts[0].weight is not None
+        if len(parts) == 1 and not (weighted and self.flag == "--data-path"):
+            return self._dataset(cache, parts[0], requested)
+        if weighted and requested is None:
+            fix = "Megatron-LM's blend with weights never ends; use --eval-iters"
+            raise option_error("--full-validation", "(given)", f"{self.flag} has weights, and {fix}")
+        size = requested
+        if weighted and requested is not None:
+            weights = normalized(np.array([part.weight for part in parts], np.float64)).tolist()
+            shares = [math.ceil(requested * weight) for weight in weights]
+            sources = [
+                self._dataset(cache, part, math.ceil(share * (1 + _SURPLUS)))
+                for part, share in zip(parts, shares, strict=True)
+            ]
+            size = sum(shares)
+        else:
+            sources = [self._dataset(cache, part, None) for part in parts]
+            weights, available = [len(source) for source in sources], sum(map(len, sources))
+            if size is not None and size > available:
+                fix = (
+                    f"the run requests {size} {self.split} samples, but one epoch of each has {available}; "
+                    "Megatron-LM repeats data sets only if they have weights: put a weight before each prefix"
+                )
+                raise self._refused(parts, fix)
+        blend = self._blend(cache, sources, weights, size)
+        drawn = blend.blend.counts(size or sum(map(len, sources))).tolist()
+        for source, count in zip(sources, drawn, strict=True):
+            if count > len(source):  # in a blend of many data sets with few samples each, despite _SURPLUS
+                fix = (
+                    f"the blend draws {count} samples of {source.name}, but Megatron-LM's order has "
+                    f"{len(source)}, where Megatron-LM fails as well; use --dataset-order windows"
+                )
+                raise self._refused(parts, fix)
+        return blend
+
+    def _dataset(self, cache: OrderCache, part: DatasetSlice, requested: int | None) -> MegatronDataset:
+        """Return `requested` samples of a data set; None requests one epoch."""
+        source, first, last = part.source, part.first, part.last
+        begin, end = part.tokens()
+        sizes = OrderSizes(end - begin, self.seq_length, requested)
         made_of = {
             "version": _VERSION,
             "indexes": _INDEXES,
@@ -127,64 +173,43 @@ class MegatronOrders:
             "seed": self.seed,
         }
 
-        def build(files: NpyWriter) -> None:
-            _build_indexes(source.lengths[:], first, last, sizes, self.seed, files)
+        def build() -> NamedArrays:
+            random = np.random.RandomState(self.seed)
+            documents = document_index(first, last, sizes, random)
+            yield "document_index", documents
+            yield "sample_index", sample_index(source.lengths[:], documents, self.seq_length)
+            yield "shuffle_index", shuffle_index(sizes, random)
 
-        what = f"the {split} order of {source.prefix}, {sizes.samples:,} samples"
-        indexes = self.cache.get(made_of, _INDEXES, build, what)
+        what = f"the {self.split} order of {source.prefix}, {sizes.samples:,} samples"
+        indexes = cache.get(made_of, build, what)
         return MegatronDataset(source, first, last, sizes, self.vocab_size, indexes)
 
-    def blend(
-        self, sources: Sequence[MegatronDataset], weights: Sequence[float], size: int | None, split: str
+    def _blend(
+        self,
+        cache: OrderCache,
+        sources: Sequence[MegatronDataset],
+        weights: Sequence[float],
+        size: int | None,
     ) -> BlendedDataset:
         """Return `size` samples of the sources by `weights`; None draws every sample of each source once."""
         shares = normalized(np.array(weights, np.float64))
-        made_of: dict[str, Any] = {"version": _VERSION, "indexes": BLEND_INDEXES, "size": size}
-        order: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
-        if size is None:
-            lengths = np.array([len(source) for source in sources])
-            made_of |= {"lengths": lengths.tolist()}
-            size, order = int(lengths.sum()), lambda: [exhaustive_order(lengths)]
-        else:
-            made_of |= {"weights": shares.tolist()}
-            order = partial(blend_pieces, shares, size)
-        what = f"the {split} blend of {len(sources)} data sets, {size:,} samples"
-        arrays = self.cache.get(made_of, BLEND_INDEXES, partial(_build_blend, order, size), what)
+        lengths = np.array([len(source) for source in sources])
+        drawn = {"lengths": lengths.tolist()} if size is None else {"weights": shares.tolist()}
+        made_of = {"version": _VERSION, "indexes": BLEND_INDEXES, "size": size, **drawn}
+
+        def build() -> NamedArrays:
+            order = exhaustive_order(lengths) if size is None else blend_order(shares, size)
+            return zip(BLEND_INDEXES, order, strict=True)
+
+        samples = lengths.sum() if size is None else size
+        what = f"the {self.split} blend of {len(sources)} data sets, {samples:,} samples"
+        arrays = cache.get(made_of, build, what)
         return BlendedDataset(tuple(sources), MegatronBlend(tuple(shares.tolist()), arrays))
+
+    def _refused(self, parts: Sequence[DatasetSlice], fix: str) -> ValueError:
+        return option_error(self.flag, [part.source.prefix for part in parts], fix)
 
 
 def normalized(weights: np.ndarray) -> np.ndarray:
     """Return (K,) float64 divided by its sum; numpy's order of summation determines the last bit."""
     return weights / np.sum(weights)
-
-
-def _total(lengths: FileArray) -> int:
-    return sum(int(chunk.sum(dtype=np.int64)) for chunk in lengths.chunks())
-
-
-def _build_indexes(
-    lengths: np.ndarray, first: int, last: int, sizes: OrderSizes, seed: int, files: NpyWriter
-) -> None:
-    random = np.random.RandomState(seed)
-    documents = document_index(first, last, sizes, random)
-    files.save("document_index", documents)
-    rows = sizes.samples + 1
-    with files.open("sample_index", sample_index_dtype(len(documents)), (rows, 2)) as write:
-        for piece in sample_index(lengths, documents, sizes.seq_length, rows):
-            write(piece)
-    del documents
-    files.save("shuffle_index", shuffle_index(sizes, random))
-
-
-def _build_blend(
-    order: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]], size: int, files: NpyWriter
-) -> None:
-    """Write the two indexes, which `order` returns piece by piece."""
-    which, numbers = BLEND_INDEXES
-    with (
-        files.open(which, np.int16, (size,)) as write_which,
-        files.open(numbers, number_dtype(size), (size,)) as write_numbers,
-    ):
-        for piece in order():
-            write_which(piece[0])
-            write_numbers(piece[1])

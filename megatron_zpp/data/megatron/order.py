@@ -7,12 +7,10 @@ generator determines both shuffles. All epochs are shuffled together, except for
 is read.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-_CHUNK = 1 << 16  # documents processed at a time: their data stays in the processor's cache
 _ENOUGH = 0.8  # of an epoch's samples: a last epoch with fewer is shuffled separately
 
 
@@ -26,10 +24,6 @@ class OrderSizes:
     tokens: int  # per epoch
     seq_length: int
     requested: int | None
-
-    def __post_init__(self) -> None:
-        assert self.tokens >= 1, "an epoch needs at least one token"
-        assert self.seq_length >= 1, f"a sample needs at least one token, got {self.seq_length}"
 
     @property
     def epochs(self) -> int:
@@ -53,11 +47,6 @@ class OrderSizes:
             return self.samples
         return before
 
-    @property
-    def last_apart(self) -> bool:
-        """Whether the documents and samples of the last epoch are shuffled separately."""
-        return self.shuffled_first < self.samples
-
     def _samples_in(self, epochs: int) -> int:
         return (epochs * self.tokens - 1) // self.seq_length
 
@@ -65,7 +54,8 @@ class OrderSizes:
 def document_index(first: int, last: int, sizes: OrderSizes, random: np.random.RandomState) -> np.ndarray:
     """Return the sequences in the order of the text: (epochs · (last - first),) int32."""
     documents = np.tile(np.arange(first, last, dtype=np.int32), sizes.epochs)
-    together = (sizes.epochs - 1 if sizes.last_apart else sizes.epochs) * (last - first)
+    last_apart = sizes.shuffled_first < sizes.samples  # the last epoch is shuffled separately
+    together = (sizes.epochs - last_apart) * (last - first)
     random.shuffle(documents[:together])
     random.shuffle(documents[together:])
     return documents
@@ -80,43 +70,20 @@ def shuffle_index(sizes: OrderSizes, random: np.random.RandomState) -> np.ndarra
     return cuts
 
 
-def sample_index_dtype(documents: int) -> np.dtype:
-    """Return the dtype of a sample index over `documents` documents."""
-    return np.dtype(np.int32 if documents <= np.iinfo(np.int32).max else np.int64)
+def sample_index(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -> np.ndarray:
+    """Return (document, token within it) at which each sample begins: (samples + 1, 2) int32 or int64.
 
-
-def sample_index(
-    lengths: np.ndarray, documents: np.ndarray, seq_length: int, rows: int
-) -> Iterator[np.ndarray]:
-    """Yield (document, token within it) at which each sample begins: (rows, 2), in pieces.
-
-    lengths (sequences,) int32; documents (D,) is the document index. The last of samples + 1 rows is the
-    position of the last sample's label, where the next sample would begin. A sample begins in the document
-    that holds its first token, so never in an empty one. The first sample is the exception: it begins at
-    (0, 0) even if document 0 is empty.
+    lengths (sequences,) int32; documents (D,) is the document index. The last row is the position of the last
+    sample's label, where the next sample would begin. A sample begins in the document that holds its first
+    token, so never in an empty one. The first sample is the exception: it begins at (0, 0) even if document 0
+    is empty.
     """
-    dtype = sample_index_dtype(len(documents))
-    for first, begun, text, starts in _chunks(lengths, documents, seq_length, rows):
-        # Samples begun[k] to begun[k + 1] begin in document k of the chunk.
-        counts = np.diff(begun)
-        piece = np.empty((begun[-1] - begun[0], 2), dtype)
-        piece[:, 0] = np.repeat(np.arange(first, first + len(text)), counts)
-        piece[:, 1] = np.arange(begun[0], begun[-1]) * seq_length - np.repeat(starts, counts)
-        if begun[0] == 0:
-            piece[:1] = 0
-        yield piece
-
-
-def _chunks(
-    lengths: np.ndarray, documents: np.ndarray, seq_length: int, rows: int
-) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield per chunk: first document, samples begun before it and by each end, lengths, starts."""
-    position = begun_before = 0
-    for first in range(0, len(documents), _CHUNK):
-        text = lengths[documents[first : first + _CHUNK]]
-        ends = position + np.cumsum(text, dtype=np.int64)
-        begun = np.minimum((ends + (seq_length - 1)) // seq_length, rows)
-        yield first, np.concatenate(([begun_before], begun)), text, ends - text
-        position, begun_before = int(ends[-1]), int(begun[-1])
-        if begun_before == rows:
-            return
+    text = lengths[documents]
+    ends = np.cumsum(text, dtype=np.int64)
+    counts = np.diff(-(-ends // seq_length), prepend=0)  # of the samples that begin in each document
+    dtype = np.int32 if len(documents) <= np.iinfo(np.int32).max else np.int64
+    found = np.empty((counts.sum(), 2), dtype)
+    found[:, 0] = np.repeat(np.arange(len(documents), dtype=dtype), counts)
+    found[:, 1] = np.arange(len(found)) * seq_length - np.repeat(ends - text, counts)
+    found[0] = 0
+    return found

@@ -26,9 +26,7 @@ from torch.utils.data import get_worker_info
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.batches import BatchSchedule
-from megatron_zpp.data.corpus.encode import NO_TOKENS, Encoded, Encoder
-from megatron_zpp.data.corpus.json_lines import split_lines
-from megatron_zpp.data.corpus.problems import Problem
+from megatron_zpp.data.corpus.encode import NO_TOKENS, Encoder
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.text.sources import TextSource
@@ -107,16 +105,18 @@ class TokenCache:
 
     def tokens(self, blocks: np.ndarray) -> np.ndarray:
         """Return the tokens of all blocks, concatenated."""
-        parts = self._read_all(blocks)
-        damaged = [block for block in blocks.tolist() if block not in parts]
-        if damaged:
-            for block in damaged:
-                self._record(block, bytes(_RECORD.itemsize))
-            parts = self._read_all(blocks)
-        if any(block not in parts for block in blocks.tolist()):
-            fix = "returns other bytes than were just written; name another directory"
-            raise option_error("--data-cache-path", self._directory, fix)
-        return np.concatenate([parts[block] for block in blocks.tolist()])
+        numbers = blocks.tolist()
+        for _ in range(2):
+            counts = self.fill(blocks).tolist()
+            parts = [self._read(block, count) for block, count in zip(numbers, counts, strict=True)]
+            kept = [part for part in parts if part is not None]
+            if len(kept) == len(parts):
+                return np.concatenate(kept)
+            for block, part in zip(numbers, parts, strict=True):
+                if part is None:  # damaged: tokenised again
+                    self._record(block, bytes(_RECORD.itemsize))
+        fix = "returns other bytes than were just written; name another directory"
+        raise option_error("--data-cache-path", self._directory, fix)
 
     def _missing(self, blocks: np.ndarray) -> np.ndarray:
         return blocks[self.counts(blocks) < 0]
@@ -162,11 +162,10 @@ class TokenCache:
         if self._encoder is None:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use all cores already
             self._encoder = self._build()
-        content = self._source.read(block)
-        encoded = self._encoder(content)
+        encoded = self._encoder(self._source.read(block))
         skipped = sum(encoded.problems.counts.values()) - encoded.problems.counts[NO_TOKENS]
         if skipped and not self._skip:
-            problem = _first_problem(self._encoder, content, encoded)
+            problem = next(each for each in encoded.problems.first if each.kind != NO_TOKENS)
             where = self._source.location(block, problem.line)
             fix = "correct the line, or skip such lines with --skip-bad-lines"
             raise ValueError(f"{where}: {problem.kind}: {problem.detail}; {fix}")
@@ -204,14 +203,6 @@ class TokenCache:
     def _path(self, block: int) -> Path:
         return self._directory / f"{block // 1000:03}" / f"{block:07}"
 
-    def _read_all(self, blocks: np.ndarray) -> dict[int, np.ndarray]:
-        """Return the tokens of each block that is not damaged."""
-        counts = self.fill(blocks).tolist()
-        parts = {
-            block: self._read(block, count) for block, count in zip(blocks.tolist(), counts, strict=True)
-        }
-        return {block: part for block, part in parts.items() if part is not None}
-
     def _read(self, block: int, count: int) -> np.ndarray | None:
         try:
             content = read_limited(self._path(block), _DIGEST + count * self._dtype.itemsize)
@@ -232,18 +223,6 @@ class _PartsToFill:
     def batch(self, indices: np.ndarray) -> np.ndarray:
         self._cache.fill(self._parts[int(indices[0])])
         return np.zeros((1, 1), np.int64)
-
-
-def _first_problem(encode: Encoder, content: bytes, encoded: Encoded) -> Problem:
-    """Return the first problem of a block other than a document without tokens."""
-    for problem in encoded.problems.first:  # only the first few of a block are kept
-        if problem.kind != NO_TOKENS:
-            return problem
-    for number, line in enumerate(split_lines(content), start=1):
-        for problem in encode(line).problems.first:
-            if problem.kind != NO_TOKENS:
-                return Problem(number, problem.kind, problem.detail)
-    raise AssertionError("no line has the problems that its block counted")
 
 
 def _digest(tokens: bytes) -> bytes:

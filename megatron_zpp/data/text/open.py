@@ -28,7 +28,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class OpenText:
-    """A text and the cache of its tokens; a TextSlice of data/open.py."""
+    """A text and the cache of its tokens; each split reads some of its `blocks`. `size` is in bytes."""
 
     def __init__(self, source: TextSource, cache: TokenCache) -> None:
         self.source, self.cache = source, cache
@@ -38,6 +38,10 @@ class OpenText:
     def samples(
         self, split: str, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
     ) -> TextDataset:
+        """Return samples of the blocks [first, last). The first `prepared` are tokenised now; None means all.
+
+        Raises ValueError if one of these cannot be read, or if the split has no sample.
+        """
         order = self.source.order(*blocks, seq_length, seed)
         dataset = TextDataset(split, self.source, self.cache, order, seq_length)
         dataset.prepare(prepared)

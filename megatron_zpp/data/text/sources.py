@@ -73,15 +73,10 @@ class JsonLinesText:
         return GroupOrder(first, last, self.group, seed)
 
     def read(self, block: int) -> bytes:
-        try:
-            status = os.stat(self._path)
-        except OSError as error:
-            fix = "the file was there when the run began: restore it"
-            if self._path != self.name:  # an unpacked copy
-                fix = "start the run again"
-            raise ValueError(f"{self._path}: {error.strerror}; {fix}") from None
-        if (status.st_size, status.st_mtime_ns) != (self.size, self.made_of["mtime_ns"]):
-            raise ValueError(f"{self.name}: has changed since the run began; start the run again")
+        fix = "the file was there when the run began: restore it"
+        if self._path != self.name:  # an unpacked copy
+            fix = "start the run again"
+        check_unchanged(self._path, self.name, (self.size, self.made_of["mtime_ns"]), fix)
         with open_stream(self._path) as raw:
             return lines_that_begin(raw, block * self._bytes, min((block + 1) * self._bytes, self.size))
 
@@ -94,6 +89,16 @@ class JsonLinesText:
 
     def shard_records(self) -> tuple[ShardRecord, ...]:
         return ()
+
+
+def check_unchanged(path: str, shown: str, before: tuple[int, int], fix: str) -> None:
+    """Raise ValueError if a file was removed, or if size and modification time are not as `before`."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {fix}") from None
+    if (status.st_size, status.st_mtime_ns) != before:
+        raise ValueError(f"{shown}: has changed since the run began; start the run again")
 
 
 def fingerprint_of(source: TextSource) -> str:

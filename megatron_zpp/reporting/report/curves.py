@@ -22,11 +22,6 @@ AXIS_LABELS: dict[Axis, str] = {
 }
 Values = Mapping[str, Any]  # one record of a metrics file
 _LARGEST = 1 << 60  # of any number; bytes of a step come closest
-_NUMBERS_OF_A_RUN = (
-    *("consumed_samples", "lm_loss", "grad_norm", "learning_rate", "global_batch_size", "loss_scale"),
-    *("skipped", "nan", "elapsed_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "intra_node_bytes"),
-    *("inter_node_bytes", "memory_allocated_bytes", "memory_peak_bytes", "valid_loss", "valid_perplexity"),
-)
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ def _drop_abandoned(records: list[dict[str, Any]], newest: Values) -> None:
 
 
 def _is_record(record: Values) -> bool:
-    """Whether a run can have written this: an iteration, and numbers where a run writes numbers.
+    """Whether a run can have written this: an iteration, and numbers, but for the texts of its prompts.
 
     Losses and norms may be NaN or infinite, and nothing else.
     """
@@ -109,7 +104,7 @@ def _is_record(record: Values) -> bool:
             of_loss = may_be_any and isinstance(value, float) and not 1e39 < abs(value) < inf  # fp32's range
             if not (abs(value) <= _LARGEST or of_loss):
                 return False
-        elif name in _NUMBERS_OF_A_RUN and value is not None:
+        elif not (value is None or (isinstance(value, str) and name.startswith("sample"))):
             return False
     return True
 

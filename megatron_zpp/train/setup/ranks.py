@@ -72,7 +72,9 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
         heartbeat(store, topology, timeout, prog, signals.told_to_stop, rendezvous.lifelines) as activity,
         _joined(config, topology, device, rendezvous, activity) as lines,
         _lease(save, topology, store, activity, partial(tell, prog)) as lease,
-        slow_work(lambda: activity.latest, partial(tell, prog)) if topology.rank == 0 else nullcontext(),
+        slow_work(lambda: (activity.latest.text, activity.latest.patient), partial(tell, prog))
+        if topology.rank == 0
+        else nullcontext(),
     ):
         ranks = Ranks(
             topology=topology,

@@ -1,11 +1,10 @@
 """Opens what a run reads: indexed data sets, text, or random tokens."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from megatron_zpp.config.root import Config
-from megatron_zpp.data.open import Splits, TextSlice, open_splits
+from megatron_zpp.data.open import SplitOpener, Splits
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 
@@ -25,26 +24,18 @@ def open_data(
     requested = schedule.requested_samples(config.training, config.evaluation)
     if train_samples is not None:
         requested["train"] = train_samples
-    splits = open_splits(
-        config.data,
+    opener = SplitOpener(
+        config=config.data,
         seq_length=config.model.seq_length,
         vocab_size=tokenizer["vocab_size"],
         seed=config.training.seed,
+        tokenizer=config.tokenizer,
         tokenizer_description=tokenizer,
-        needed=config.needed_splits(),
         requested=requested,
-        say=say,
-        open_text=partial(
-            _open_text, data=config.data, tokenizer=config.tokenizer, description=tokenizer, say=say
-        ),
         evaluated=schedule.evaluated_samples(config.evaluation),
+        say=say,
     )
+    splits = opener.open(config.needed_splits())
     assert splits.train is not None  # every run trains
     schedule.check_data(splits.train)
     return splits
-
-
-def _open_text(flag: str, path: str, **settings: Any) -> TextSlice:
-    from megatron_zpp.data.text.open import open_text
-
-    return open_text(flag, path, **settings)

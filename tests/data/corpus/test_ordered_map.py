@@ -1,6 +1,5 @@
 """ordered_map: order, bounded look-ahead, and no hang whatever happens to a worker."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -8,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from megatron_zpp.data.corpus.ordered_map import ordered_map
+from megatron_zpp.data.corpus.parallel_encode import ordered_map
 
 
 def uneven(number: int) -> int:
@@ -20,10 +19,6 @@ def kill_itself(number: int) -> int:
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return number
-
-
-def divide(number: int) -> float:
-    return 1 / (3 - number)
 
 
 def constant(function):
@@ -47,25 +42,11 @@ def test_items_and_results_far_beyond_a_pipe() -> None:
     assert [len(result) for result in ordered_map(partial(constant, bytes), items, workers=1)] == sizes
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_dead_worker(workers: int) -> None:
-    with pytest.raises(ChildProcessError, match="killed by signal 9; the machine may have run out of memory"):
-        list(ordered_map(partial(constant, kill_itself), range(100), workers))
+def test_a_dead_worker() -> None:
+    with pytest.raises(ChildProcessError, match="has died; the machine may have run out of memory"):
+        list(ordered_map(partial(constant, kill_itself), range(100), workers=2))
 
 
 def test_a_build_that_raises() -> None:
     with pytest.raises(RuntimeError, match=r"in a worker process:\n(.|\n)*ValueError: "):
         list(ordered_map(partial(int, "no number"), range(10), workers=2))
-
-
-def test_a_failure_is_reported_even_if_the_worker_has_ended_before_the_next_item_is_sent() -> None:
-    others = set(multiprocessing.active_children())
-
-    def items():
-        yield 3
-        while set(multiprocessing.active_children()) - others:
-            time.sleep(0.01)
-        yield 4
-
-    with pytest.raises(RuntimeError, match=r"in a worker process:\n(.|\n)*ZeroDivisionError: "):
-        list(ordered_map(partial(constant, divide), items(), workers=1))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from tests.data import megatron_core
 
@@ -26,15 +25,3 @@ def test_files_are_the_same_bytes(tmp_path, dtype):
     builder.finalize(theirs + ".idx")
     for suffix in (".bin", ".idx"):
         assert Path(ours + suffix).read_bytes() == Path(theirs + suffix).read_bytes()
-
-
-def test_documents_of_several_sequences_are_read(tmp_path):
-    """As written by --split-sentences of its preprocessing: one sequence per sentence."""
-    prefix = str(tmp_path / "sentences")
-    builder = megatron_core.core().IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
-    builder.add_document(torch.arange(5), [2, 3])
-    builder.add_document(torch.arange(4), [4])
-    builder.finalize(prefix + ".idx")
-    data = IndexedDataset(prefix)
-    assert data.lengths[:].tolist() == [2, 3, 4]
-    assert data.document_indices[:].tolist() == [0, 2, 3]

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,12 +53,11 @@ def opened(
 def open_run(data: DataConfig, tokenizer: TokenizerConfig = NULL, **more: object) -> Splits:
     """Open data as pretrain_gpt.py does."""
     description = describe(build_tokenizer(tokenizer))
-    settings = {"data": data, "tokenizer": tokenizer, "description": description, "say": lambda line: None}
     return open_data(
         data,
         vocab_size=description["vocab_size"],
         tokenizer_description=description,
-        open_text=partial(open_text, **settings),
+        tokenizer=tokenizer,
         **more,
     )
 

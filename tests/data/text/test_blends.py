@@ -1,4 +1,4 @@
-"""Blends with text that change when a run resumes: how a text is recognised, and the masks around it."""
+"""Blends with text that change when a run resumes: how a text is recognised."""
 
 import gzip
 import json
@@ -75,21 +75,3 @@ def test_text_that_was_changed_starts_at_its_beginning(
         f"   50.00% -> 0 {text}, omitted after 50 samples",
     ]
     assert [part.stream for part in on.dataset_progress.sets] == [2, 1, 0]
-
-
-def test_a_masked_blend_changes_as_one_without_masks(text: str, tokens: str) -> None:
-    """Sample by sample, with masks applied to the resumed data."""
-    blends = (("1", text, "3", tokens), ("3", text, "1", tokens), ("1", text))
-    plain = masked = None
-    for stage, blend in enumerate(blends):
-        numbers = np.arange(100 * stage, 100 * stage + 100)
-        plain = resumed(plain, 100 * stage, *blend)
-        masked = resumed(masked, 100 * stage, *blend, eod_mask_loss=True)
-        assert masked.dataset_progress == plain.dataset_progress
-        assert masked.lines == plain.lines
-        assert len(plain.lines) == (stage and 3)
-        rows, inputs = plain.samples.batch(numbers), masked.samples.batch(numbers)
-        assert np.array_equal(inputs.tokens, rows[:, :-1])
-        assert np.array_equal(inputs.targets, np.where(rows[:, :-1] == EOD, -100, rows[:, 1:]))
-        assert (inputs.targets == -100).any()
-    assert [part.consumed_before for part in masked.dataset_progress.sets] == [100, 100]

@@ -192,6 +192,12 @@ def test_a_hub_data_set_gives_its_rows(
         opened(f"hf:{hub}:default:nope", json_key="content")
     with pytest.raises(ValueError, match=r"number' is a number; correct"):
         documents_of(opened(f"hf:{hub}", json_key="number"), 0)
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "a.jsonl.gz").write_bytes(gzip.compress(json_lines(few)))
+    assert documents_of(opened(f"hf:{tmp_path / 'lines'}", append_eod=True), 70_000) == [
+        [*ids, 70_000] for ids in few
+    ]
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
 def test_without_locks_processes_that_come_at_once_find_the_same(

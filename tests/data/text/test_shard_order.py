@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.dataset_progress import DatasetProgress
-from megatron_zpp.data.shard_changes import changed_shard
+from megatron_zpp.data.resume import changed_shard
 from megatron_zpp.data.text.group_order import GroupOrder
 from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.shards.order import ShardOrder
-from tests.data.format_by_hand import write_by_hand
 from tests.data.text.conftest import json_lines, opened
-from tests.data.text.test_blends import EOD, resumed
+from tests.data.text.test_blends import resumed
 from tests.data.text.test_order import GROUP, S, steps
 from tests.data.text.test_shards import write_shards
-from tests.support import nightly
 
 
 def order(first: int, last: int, seed: int = 3) -> ShardOrder:
@@ -63,12 +61,14 @@ def samples_of(pattern: str, **settings) -> TextDataset:
     return text.samples("train", (0, text.blocks), S, 7, 0)
 
 
-@pytest.mark.parametrize("kind", ["parquet", nightly("jsonl.gz")])
-def test_samples_are_the_same_for_any_world_workers_and_start(
-    documents: list[list[int]], tmp_path: Path, kind: str
-) -> None:
+@pytest.fixture
+def shards(documents: list[list[int]], tmp_path: Path) -> str:
+    return write_shards(tmp_path / "shards", "parquet", documents)
+
+
+def test_samples_are_the_same_for_any_world_workers_and_start(shards: str, tmp_path: Path) -> None:
     """With and without the cache of an earlier run, and beyond the first epoch."""
-    pattern, end = write_shards(tmp_path / "shards", kind, documents), 24 * 150
+    pattern, end = shards, 24 * 150
     whole = steps(samples_of(pattern, num_workers=0), 1, end=end, num_workers=0)
     assert len({tuple(row) for row in whole[:1000]}) == 1000
     for world, workers, consumed in ((1, 2, 2400), (2, 1, 3000)):
@@ -77,25 +77,6 @@ def test_samples_are_the_same_for_any_world_workers_and_start(
         samples = samples_of(pattern, num_workers=workers)
         rows = steps(samples, world, consumed=consumed, end=end, num_workers=workers)
         assert rows == whole[consumed:], (world, workers, consumed)
-
-
-@pytest.fixture
-def shards(documents: list[list[int]], tmp_path: Path) -> str:
-    return write_shards(tmp_path / "shards", "parquet", documents)
-
-
-def test_shards_mix_with_other_data_and_resume(
-    shards: str, text: str, documents: list[list[int]], tmp_path: Path
-) -> None:
-    write_by_hand(tmp_path / "tokens", [[30_000 + token for token in ids] + [EOD] for ids in documents])
-    blend = ("0.5", shards, "0.25", text, "0.25", str(tmp_path / "tokens"))
-    first = resumed(None, 0, *blend)
-    on = resumed(first, 100, *blend)
-    assert on.lines == []
-    numbers = np.arange(100, 300)
-    assert np.array_equal(on.samples.batch(numbers), first.samples.batch(numbers))
-    more = resumed(first, 100, "0.9", shards, "0.1", text)
-    assert f"   50.00% -> 90.00% {shards}, from its sample 50 on" in more.lines
 
 
 def in_two_languages(directory: Path) -> str:
@@ -127,7 +108,7 @@ def test_moved_shards_of_several_directories_continue_or_are_named(tmp_path: Pat
     assert changed_shard(saved, changed) == f"{present[2].name} has changed since the checkpoint"
     assert changed_shard(saved, present[:3]) == f"{saved[3].name} is missing since the checkpoint"
     assert changed_shard(saved[:3], present) == f"{present[3].name} is new since the checkpoint"
-    assert changed_shard(saved, present[::-1]) == f"{present[3].name} and others have another order"
+    assert changed_shard(saved, present[::-1]) == f"{present[3].name} has changed since the checkpoint"
 
 
 def replace_shard(path: Path, other: Path) -> None:

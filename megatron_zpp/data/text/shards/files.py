@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.samples import ShardRecord
+from megatron_zpp.data.text.sources import check_unchanged
 from megatron_zpp.storage.regular import open_stream
 
 THREADS = 16  # files that are examined at a time: each is a few short requests
@@ -50,16 +51,9 @@ class ShardFile:
 
     def check(self) -> None:
         """Raise ValueError if a local file was changed or removed during the run."""
-        if self.remote:
-            return
-        try:
-            status = os.stat(self.path)
-        except OSError as error:
-            raise ValueError(
-                f"{self.path}: {error.strerror}; the shard was there when the run began: restore it"
-            ) from None
-        if (status.st_size, status.st_mtime_ns) != (self.size, self.modified):
-            raise ValueError(f"{self.path}: has changed since the run began; start the run again")
+        if not self.remote:
+            fix = "the shard was there when the run began: restore it"
+            check_unchanged(self.path, self.path, (self.size, self.modified), fix)
 
 
 def examine_files(flag: str, paths: Sequence[str]) -> list[ShardFile]:

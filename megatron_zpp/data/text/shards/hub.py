@@ -48,7 +48,7 @@ def _shards(flag: str, name: str, load: Mapping[str, Any], split: str) -> list[s
     if not (parquet or lines) or any(getattr(builder.config, setting, None) for setting in _CHANGING):
         fix = (
             "its files are not Parquet or JSON lines; most data sets have a version in Parquet, "
-            f"{HUB}NAME@refs/convert/parquet, and data/build_corpus.py --hf-dataset converts the others"
+            f"{HUB}NAME@refs/convert/parquet, and in Python datasets.load_dataset(…).to_json(…) writes others"
         )
         raise option_error(flag, name, fix)
     if not set(wanted) <= files.keys():

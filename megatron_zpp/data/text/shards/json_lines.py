@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_zpp.config.values.text import SUFFIXES
 from megatron_zpp.data.corpus.compression import RATIO, decompressed, lines_by_chunk
 from megatron_zpp.data.corpus.inputs import lines_that_begin
 from megatron_zpp.data.text.shards.files import ShardFile
@@ -16,6 +15,8 @@ from megatron_zpp.data.text.shards.files import ShardFile
 
 class JsonLinesShard:
     """An uncompressed file; any piece is read as fast as the first."""
+
+    ratio = 1  # bytes of text per byte of the file, about
 
     def __init__(self, file: ShardFile, block_bytes: int) -> None:
         self.file = file
@@ -39,6 +40,8 @@ class JsonLinesShard:
 
 class CompressedShard:
     """A .gz or .zst file, which is read forward; reading an earlier piece begins at the start again."""
+
+    ratio = RATIO
 
     def __init__(self, file: ShardFile, block_bytes: int) -> None:
         self.file = file
@@ -89,13 +92,3 @@ class CompressedShard:
     def _chunks(self) -> Iterator[bytes]:
         with self.file.open() as raw:
             yield from decompressed(raw, self.file.path, self._chunk)
-
-
-def is_compressed(path: str) -> bool:
-    """Return whether a file of JSON lines can only be read forward."""
-    return path.endswith(SUFFIXES)
-
-
-def text_bytes(file: ShardFile) -> int:
-    """Return the size of the text of a file of JSON lines; an estimate if it is compressed."""
-    return file.size * RATIO if is_compressed(file.path) else file.size

@@ -179,13 +179,10 @@ def read_indexes(
     ValueError for a file that is no Parquet file, or has no column `key`.
     """
 
-    def read(number: int) -> RowGroups:
-        where = name if not number else f"{name}: {files[number].path}"
-        return _read_index(flag, where, files[number], key)
-
     def read_all() -> list[RowGroups]:
+        shown = [name, *(f"{name}: {file.path}" for file in files[1:])]
         with ThreadPoolExecutor(THREADS) as threads:
-            return list(threads.map(read, range(len(files))))
+            return list(threads.map(lambda file, where: _read_index(flag, where, file, key), files, shown))
 
     if not files or not files[0].remote:
         return read_all()

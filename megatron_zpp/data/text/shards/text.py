@@ -12,15 +12,10 @@ import numpy as np
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.values.text import PARQUET
+from megatron_zpp.config.values.text import PARQUET, SUFFIXES
 from megatron_zpp.data.samples import ShardRecord
 from megatron_zpp.data.text.shards.files import ShardFile, examine_files
-from megatron_zpp.data.text.shards.json_lines import (
-    CompressedShard,
-    JsonLinesShard,
-    is_compressed,
-    text_bytes,
-)
+from megatron_zpp.data.text.shards.json_lines import CompressedShard, JsonLinesShard
 from megatron_zpp.data.text.shards.order import ShardOrder
 from megatron_zpp.data.text.shards.parquet import ParquetShard, read_indexes
 
@@ -171,16 +166,15 @@ def open_shards(flag: str, name: str, paths: Sequence[str], key: str, directory:
             ParquetShard(file, key, index, block_bytes) for file, index in zip(files, indexes, strict=True)
         ]
     else:
-        for file in files:
-            if is_compressed(file.path) and not file.size:
+        forms = [CompressedShard if file.path.endswith(SUFFIXES) else JsonLinesShard for file in files]
+        pairs = list(zip(files, forms, strict=True))
+        for file, form in pairs:
+            if form is CompressedShard and not file.size:
                 fix = "the file ends in the middle of its compressed data; create it again"
                 raise option_error(flag, file.path, fix)
-        size = sum(map(text_bytes, files))
+        size = sum(file.size * form.ratio for file, form in pairs)
         block_bytes = _bytes_of_block(size)
-        shards += [
-            (CompressedShard if is_compressed(file.path) else JsonLinesShard)(file, block_bytes)
-            for file in files
-        ]
+        shards += [form(file, block_bytes) for file, form in pairs]
     if not sum(shard.pieces for shard in shards):
         what = "rows" if formats == {True} else "bytes"
         raise option_error(flag, name, f"its {len(files):,} files have no {what}; name others")
