@@ -35,7 +35,6 @@ state.json contains the rest:
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -109,64 +108,26 @@ def describe_state(
     tokenizer: dict[str, Any],
 ) -> dict[str, Any]:
     """The content of state.json; every rank must call it. Waits for the device."""
-    return describe_state_of(
-        progress,
-        with_optimizer=with_optimizer,
-        optimizer_steps=engine.states.optimizer_steps,
-        loss_scale=engine.loss_scale.state(),
-        ranks=engine.mesh.world_size,
-        nodes=engine.mesh.nodes,
-        context=engine.mesh.context_ranks,
-        tensor=engine.mesh.tensor_ranks,
-        units=describe_units(engine),
-        buffers=describe_buffers(engine),
-        kinds=(kinds := saved_kinds(engine, with_optimizer=with_optimizer)),
-        forms={kind: form for kind, form in engine.states.forms().items() if kind in kinds},
-        difference_formats=engine.states.difference_formats() if with_optimizer else None,
-        product_scaling=engine.scaling.state() if with_optimizer and engine.scaling else None,
-        last_norm=engine.last_norm,
-        tokenizer=tokenizer,
-        config=config,
-    )
-
-
-def describe_state_of(
-    progress: Progress,
-    *,
-    with_optimizer: bool,
-    optimizer_steps: int,
-    loss_scale: dict[str, float],
-    ranks: int,
-    nodes: int,
-    units: list[dict[str, Any]],
-    kinds: Sequence[str],
-    tokenizer: dict[str, Any],
-    config: dict[str, Any],
-    difference_formats: dict[str, Any] | None = None,
-    product_scaling: dict[str, Any] | None = None,
-    context: int = 1,
-    tensor: int = 1,
-    buffers: dict[str, dict[str, Any]] | None = None,
-    forms: dict[str, str] | None = None,
-    last_norm: float | None = None,
-) -> dict[str, Any]:
-    """The content of state.json, for a program without an engine."""
+    kinds, mesh = saved_kinds(engine, with_optimizer=with_optimizer), engine.mesh
     state = {
         "progress": asdict(progress),
         "with_optimizer": with_optimizer,
-        "optimizer_steps": optimizer_steps,
-        "loss_scale": loss_scale,
-        "ranks": ranks,
-        "nodes": nodes,
-        "context": context,
-        "tensor": tensor,
-        "units": units,
-        "buffers": buffers or {},
+        "optimizer_steps": engine.states.optimizer_steps,
+        "loss_scale": engine.loss_scale.state(),
+        "ranks": mesh.world_size,
+        "nodes": mesh.nodes,
+        "context": mesh.context_ranks,
+        "tensor": mesh.tensor_ranks,
+        "units": describe_units(engine),
+        "buffers": describe_buffers(engine),
         "kinds": list(kinds),
-        "difference_formats": difference_formats,
-        "product_scaling": product_scaling,
+        "difference_formats": engine.states.difference_formats() if with_optimizer else None,
+        "product_scaling": engine.scaling.state() if with_optimizer and engine.scaling else None,
         "tokenizer": tokenizer,
         "config": config,
     }
-    state |= {} if last_norm is None else {"last_norm": last_norm}
-    return state | {"forms": forms} if forms else state
+    if engine.last_norm is not None:
+        state["last_norm"] = engine.last_norm
+    if forms := {kind: form for kind, form in engine.states.forms().items() if kind in kinds}:
+        state["forms"] = forms
+    return state

@@ -11,11 +11,10 @@ from torch import Tensor
 from megatron_zpp.checkpoint.foreign.architecture import read_settings
 from megatron_zpp.checkpoint.foreign.model import ForeignModel, as_float
 from megatron_zpp.checkpoint.foreign.names import OUTPUT, TIED_COPY, TOKENS
-from megatron_zpp.checkpoint.imported import WholeWeights, write_imported
+from megatron_zpp.checkpoint.imported import parameter_shapes, write_imported
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.build import build_tokenizer
 
@@ -37,7 +36,7 @@ def import_foreign(
     architecture = read_settings(foreign.path, foreign.args, divisible_by)
     tokenizer = build_tokenizer(settings)
     weights = whole_weights(foreign, architecture.model, tokenizer)
-    path, flags = write_imported(target, architecture.model, WholeWeights(weights), settings, tokenizer)
+    path, flags = write_imported(target, architecture.model, weights.__getitem__, settings, tokenizer)
     numbers = sum(parameter.numel() for parameter in weights.values())
     rows = foreign.tensors[TOKENS].shape[0]
     padded = weights[TOKENS].shape[0]
@@ -72,9 +71,7 @@ def whole_weights(foreign: ForeignModel, model: ModelConfig, tokenizer: Tokenize
     if model.num_layers > len(tensors):
         raise ValueError(f"{path}: its args say {model.num_layers} layers, and it has {len(tensors)} tensors")
     try:
-        with torch.device("meta"):
-            parameters = GPT(model, tokenizer.vocab_size).named_parameters()
-        shapes = {name: tuple(value.shape) for name, value in parameters}
+        shapes = parameter_shapes(model, tokenizer.vocab_size)
     except RuntimeError as error:  # sizes beyond torch's numbers
         raise ValueError(f"{path}: its args describe no model of ours: {one_line(error)}") from None
     if not model.untie_embeddings_and_output_weights and OUTPUT in tensors:

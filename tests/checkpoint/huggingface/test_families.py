@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from megatron_zpp.checkpoint.huggingface.load import open_weights
-from megatron_zpp.checkpoint.huggingface.whole import read_settings
+from megatron_zpp.checkpoint.huggingface.importing import open_weights, read_settings
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.root import Config, parse_command_line
 from megatron_zpp.config.shapes.huggingface import FAMILIES as CONFIGS
