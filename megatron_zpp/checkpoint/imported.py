@@ -1,4 +1,4 @@
-"""Writes weights of another program as a checkpoint of iteration 0, and says the flags that a run needs."""
+"""Writes weights of another program as a checkpoint of iteration 0, with the settings of their model."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,8 +17,8 @@ from megatron_zpp.checkpoint.unit_entries import describe_unit
 from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.sources.checkpoint_arguments import MODEL
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
@@ -30,16 +30,7 @@ from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.model_states import WEIGHTS
 
-_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-_SAMPLE = 4096  # tokens, at most, of the --seq-length that is proposed; the longest text may not fit a GPU
 _TIMEOUT = timedelta(minutes=1)  # without progress of a file operation
-_TOLD_BY_RUN = (
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-)  # they do not change the weights' use
-
-
 ReadParameter = Callable[[str], Tensor]  # a whole parameter by our name, in fp32
 
 
@@ -59,8 +50,8 @@ def whole_model(model: ModelConfig, entries: int, parameters: dict[str, Tensor])
 
 def write_imported(
     target: Path, model: ModelConfig, read: ReadParameter, settings: TokenizerConfig, tokenizer: Tokenizer
-) -> tuple[Path, str]:
-    """Write `target`/iter_0000000 and read it back; return its path, and the flags that a run needs.
+) -> str:
+    """Write `target`/iter_0000000 and read it back; return a line that says how a run starts from it.
 
     Raises DamagedFile if it is not what was imported.
     """
@@ -96,7 +87,7 @@ def write_imported(
     path, exchange = checkpoint_path(target, 0), Exchange(dist.HashStore(), Topology(), _TIMEOUT, "import")
     write_checkpoint(path, tensors, state, exchange, SaveOptions(), beside=tokenizer.files())
     _check(path, read)
-    return path, _flags(config.model, config.tokenizer)
+    return f"{path}: {MODEL} gives a run with --load {target} its model and tokenizer"
 
 
 def _check(path: Path, read: ReadParameter) -> None:
@@ -106,18 +97,3 @@ def _check(path: Path, read: ReadParameter) -> None:
             if not torch.equal(weight.view(torch.int32), read(name).view(torch.int32)):
                 raise DamagedFile(f"{path}: {name} is not what was imported")
         reader.check_rest(0, 1)
-
-
-def _flags(model: ModelConfig, tokenizer: TokenizerConfig) -> str:
-    """The flags that a run needs to start from it."""
-    sizes = {name: getattr(model, name) for name in _SIZES}
-    implied = asdict(ModelConfig(**sizes, seq_length=model.max_position_embeddings))
-    told: dict[str, object] = {flag_name(name): value for name, value in sizes.items()}
-    told[flag_name("seq_length")] = min(model.max_position_embeddings, _SAMPLE)
-    for name, value in asdict(model).items():
-        if value != implied[name] and name not in _TOLD_BY_RUN:
-            told[flag_name(name)] = "" if value is True else value
-    for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
-        if getattr(tokenizer, name) is not None:
-            told[flag_name(name)] = getattr(tokenizer, name)
-    return " ".join(f"{flag} {value}".rstrip() for flag, value in told.items())

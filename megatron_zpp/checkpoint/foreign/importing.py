@@ -36,7 +36,7 @@ def import_foreign(
     architecture = read_settings(foreign.path, foreign.args, divisible_by)
     tokenizer = build_tokenizer(settings)
     weights = whole_weights(foreign, architecture.model, tokenizer)
-    path, flags = write_imported(target, architecture.model, weights.__getitem__, settings, tokenizer)
+    written = write_imported(target, architecture.model, weights.__getitem__, settings, tokenizer)
     numbers = sum(parameter.numel() for parameter in weights.values())
     rows = foreign.tensors[TOKENS].shape[0]
     padded = weights[TOKENS].shape[0]
@@ -47,7 +47,7 @@ def import_foreign(
         f"vocabulary: {tokenizer.vocab_size} entries; {rows} rows there, {padded} here, the rest is padding",
         *(f"left out: {line}" for line in foreign.left_out),
         *(f"note: {line}" for line in architecture.notes),
-        f"{path}: {flags}",
+        written,
     ]
 
 

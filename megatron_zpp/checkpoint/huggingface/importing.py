@@ -88,5 +88,5 @@ def import_checkpoint(
             whole = whole_model(model, tokenizer.vocab_size, weights.parameters())
             compared = compare_logits(named, named.path, whole)
             del whole
-        path, flags_of_run = write_imported(target, model, weights.parameter, settings, tokenizer)
-    return [*architecture.notes, f"{path}: {flags_of_run}", compared]
+        written = write_imported(target, model, weights.parameter, settings, tokenizer)
+    return [*architecture.notes, written, compared]

@@ -98,8 +98,8 @@ def test_a_run_with_equal_save_and_load_starts_from_the_import_and_resumes(
 ) -> None:
     """As the launchers do: the first start reads the import, the next one the optimizer's states too."""
     source = save(theirs(bpe), bpe, tmp_path / "theirs")
-    flags = [*SHAPE_FLAGS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
-    flags += ["--lr", "1e-3", "--lr-decay-style", "constant"]
+    flags = "--use-checkpoint-args --mock-data --micro-batch-size 2 --eval-iters 1 --num-workers 0".split()
+    flags += "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --lr-decay-style constant".split()
     weights = []
     for name, lengths in (("whole", [4]), ("parts", [2, 4])):
         tool("import", source, tmp_path / name)
