@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.directory import checkpoint_path
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.checkpoint.states import tensor_name
-from megatron_zpp.checkpoint.unit_entries import describe_unit
+from megatron_zpp.checkpoint.states import describe_unit, tensor_name
 from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig

@@ -15,8 +15,13 @@ from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.slices import fill
-from megatron_zpp.checkpoint.states import buffer_name, row_moments_name, saved_mesh, tensor_name
-from megatron_zpp.checkpoint.unit_entries import placement_of
+from megatron_zpp.checkpoint.states import (
+    buffer_name,
+    placement_of,
+    row_moments_name,
+    saved_mesh,
+    tensor_name,
+)
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
 from megatron_zpp.mesh import Mesh
@@ -25,12 +30,12 @@ from megatron_zpp.storage.checksums import (
     Checksums,
     DamagedFile,
     OnProgress,
+    RecentChunks,
     no_report,
     thread_count,
     verify_file,
 )
 from megatron_zpp.storage.location import Location
-from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, name_beside, owners_of
