@@ -10,40 +10,19 @@ import transformers
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.generate.loading import load_model
-from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.checkpoint.huggingface.gpt2 import SHAPE_FLAGS, SOURCE, check_equal, logits, save, tensors, theirs
 from tests.model.test_gpt import names_in_transformers
-from tests.support import nightly, trained
+from tests.support import trained
 from tests.tokenizer.test_tokenizers import ORDINARY
 
 
-def tokenizer_flags(bpe: Path, kind: str, directory: Path) -> list[str]:
-    if kind == "GPT2BPETokenizer":
-        files = ["--vocab-file", str(bpe / "vocab.json"), "--merge-file", str(bpe / "merges.txt")]
-    elif kind == "HuggingFaceTokenizer":
-        files = ["--tokenizer-model", str(bpe)]
-    elif kind == "SentencePieceTokenizer":
-        (directory / "t.model").write_bytes(train_sentencepiece([*ORDINARY * 3, SOURCE], 500, "bpe"))
-        files = ["--tokenizer-model", str(directory / "t.model")]
-    else:
-        files = ["--vocab-size", "100"]
-    return ["--tokenizer-type", kind, *files]
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage"),
-    [
-        nightly("GPT2BPETokenizer", 0),
-        ("HuggingFaceTokenizer", 3),
-        nightly("SentencePieceTokenizer", 3),
-        ("NullTokenizer", 0),
-    ],
-)
+@pytest.mark.parametrize(("kind", "stage"), [("HuggingFaceTokenizer", 3), ("NullTokenizer", 0)])
 def test_a_run_is_exported(
     tool: Callable[..., str], bpe: Path, tmp_path: Path, kind: str, stage: int
 ) -> None:
     """The files contain the weights of a run on two ranks, and AutoTokenizer returns its ids."""
-    flags = [*SHAPE_FLAGS, *tokenizer_flags(bpe, kind, tmp_path), "--zero-stage", str(stage)]
+    flags = [*SHAPE_FLAGS, "--zero-stage", str(stage), "--tokenizer-type", kind]
+    flags += ["--vocab-size", "100"] if kind == "NullTokenizer" else ["--tokenizer-model", str(bpe)]
     trained(*flags, "--train-iters", "2", "--lr", "1e-2", "--save", str(tmp_path / "run"), processes=2)
     said = tool("export", tmp_path / "run", tmp_path / "out")
     model, tokenizer = load_model(str(tmp_path / "run"), None)
