@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.foreign.architecture import read_settings
-from megatron_zpp.checkpoint.foreign.model import ForeignModel, as_float
+from megatron_zpp.checkpoint.foreign.model import ForeignModel
 from megatron_zpp.checkpoint.foreign.names import OUTPUT, TIED_COPY, TOKENS
 from megatron_zpp.checkpoint.imported import parameter_shapes, write_imported
 from megatron_zpp.config.command_line import one_line
@@ -18,6 +18,7 @@ from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.build import build_tokenizer
 
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SMALLEST = 2  # bytes of a weight, in bf16 or fp16
 _NUMBER = re.compile(r"(^|\.)\d+(\.)")
 
@@ -96,7 +97,7 @@ def whole_weights(foreign: ForeignModel, model: ModelConfig, tokenizer: Tokenize
             raise ValueError(f"{path}: {name} has shape {theirs}; its args ask for {shape}")
         found[name] = _read(foreign, name, shape, model, tokenizer.vocab_size if table else None)
     if TIED_COPY in tensors:
-        copy = as_float(path, TIED_COPY, tensors[TIED_COPY].read())[: tokenizer.vocab_size]
+        copy = _as_float(path, TIED_COPY, tensors[TIED_COPY].read())[: tokenizer.vocab_size]
         if not torch.equal(copy, found[TOKENS][: tokenizer.vocab_size]):
             raise ValueError(
                 f"{path}: its output weights are not its token embedding, but its args say that both are one"
@@ -104,10 +105,17 @@ def whole_weights(foreign: ForeignModel, model: ModelConfig, tokenizer: Tokenize
     return found
 
 
+def _as_float(path: Path, name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor in fp32. Raises ValueError for numbers that are no weights."""
+    if tensor.dtype not in _FLOATS:
+        raise ValueError(f"{path}: {name} has format {tensor.dtype}; must be fp32, fp64, bf16 or fp16")
+    return tensor.float()
+
+
 def _read(
     foreign: ForeignModel, name: str, shape: tuple[int, ...], model: ModelConfig, entries: int | None
 ) -> Tensor:
-    weight = as_float(foreign.path, name, foreign.tensors[name].read())
+    weight = _as_float(foreign.path, name, foreign.tensors[name].read())
     if name.endswith(("attention.qkv.weight", "attention.qkv.bias")):
         return ungroup(weight, model)
     if entries is None:

@@ -4,12 +4,13 @@ import json
 import math
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.huggingface.compare import LEFT_OUT, compare_logits, have_transformers
+from megatron_zpp.checkpoint.huggingface.compare import compare_logits
 from megatron_zpp.checkpoint.huggingface.named_directory import (
     WEIGHTS_FILE,
     WEIGHTS_INDEX,
@@ -17,11 +18,7 @@ from megatron_zpp.checkpoint.huggingface.named_directory import (
     check_empty,
 )
 from megatron_zpp.checkpoint.huggingface.names import OUTPUT, TOKENS, Names, names_of
-from megatron_zpp.checkpoint.huggingface.tokenizer_files import (
-    check_auto_tokenizer,
-    is_written,
-    write_tokenizer,
-)
+from megatron_zpp.checkpoint.huggingface.tokenizer_files import check_auto_tokenizer, write_tokenizer
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.imported import parameter_shapes, whole_model
 from megatron_zpp.checkpoint.read import CheckpointReader
@@ -174,10 +171,7 @@ def _check(named: NamedDirectory, directory: Path, weights: _Weights, tokenizer:
                 raise named.error(
                     f"{name} did not come back from {directory} as it was written; check the disk"
                 )
-    if not have_transformers():
-        return LEFT_OUT
-    loaded = whole_model(weights.model, tokenizer.vocab_size, weights.reader.parameters())
-    line = compare_logits(named, directory, loaded)
-    if is_written(directory):
-        check_auto_tokenizer(named, tokenizer, directory)
+    whole = partial(whole_model, weights.model, tokenizer.vocab_size)
+    line = compare_logits(named, directory, lambda: whole(weights.reader.parameters()))
+    check_auto_tokenizer(named, tokenizer, directory)
     return line

@@ -1,5 +1,6 @@
 """A Hugging Face model as a run has it: its settings, its initial weights, all of it, or a checkpoint."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron_zpp.checkpoint.huggingface.architecture import (
     fit_vocabulary,
     read_architecture,
 )
-from megatron_zpp.checkpoint.huggingface.compare import LEFT_OUT, compare_logits, have_transformers
+from megatron_zpp.checkpoint.huggingface.compare import compare_logits
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, check_empty, named_directory
 from megatron_zpp.checkpoint.huggingface.tokenizer_files import find_tokenizer
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
@@ -83,10 +84,7 @@ def import_checkpoint(
     model = fit_vocabulary(named, architecture, describe(tokenizer))
     check_empty("CHECKPOINT_DIR", target)
     with HuggingFaceWeights(named, model, tokenizer.vocab_size) as weights:
-        compared = LEFT_OUT
-        if have_transformers():
-            whole = whole_model(model, tokenizer.vocab_size, weights.parameters())
-            compared = compare_logits(named, named.path, whole)
-            del whole
+        whole = partial(whole_model, model, tokenizer.vocab_size)
+        compared = compare_logits(named, named.path, lambda: whole(weights.parameters()))
         written = write_imported(target, model, weights.parameter, settings, tokenizer)
     return [*architecture.notes, written, compared]
