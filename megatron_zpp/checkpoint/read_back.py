@@ -44,7 +44,8 @@ def read_back(path: Location, checksums: Checksums, exchange: Exchange, options:
             return
         with bounded(exchange, "--save", path):
             if rank == 0:
-                exchange.put("discarded", attempt(exchange, options, partial(_remove, path, options)))
+                _, problem = attempt(exchange, options, partial(_remove, path, options))
+                exchange.put("discarded", problem)
             kept = exchange.get("discarded")
     except ValueError as problem:
         raise NotReadBack(str(problem)) from None

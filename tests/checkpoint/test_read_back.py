@@ -16,7 +16,7 @@ from megatron_zpp.checkpoint.read_back import NotReadBack
 from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.saving.saver import Saver
-from tests.checkpoint.saving import FIRST, SECOND, save, small
+from tests.checkpoint.saving import FIRST, SECOND, flip, save, small
 from tests.train.conftest import BYTES
 from tests.train.in_process import SMALLEST, train_here
 from tests.zero.ranks import on_ranks
@@ -24,12 +24,6 @@ from tests.zero.ranks import on_ranks
 LIMIT = 60  # seconds that a test waits for what must come soon
 RUN = [*"--mock-data --seq-length 8 --lr 1e-3 --log-interval 1 --save-interval 2 --keep-last 1".split()]
 RUN += [*BYTES, *SMALLEST]
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-2] ^= 1
-    file.write_bytes(content)
 
 
 def before_reading(act: Callable[[Path], None], *, again: bool = False) -> None:

@@ -86,18 +86,11 @@ def test_of_a_model_of_images_the_text_is_imported(
     [
         ("qwen3", 0, 1),
         nightly("llama-tied-scaled", 3, 2),
-        nightly("mistral", 1, 2),
-        nightly("llama-biased", 2, 3),
         nightly("qwen2", 3, 2),
         nightly("gemma3", 3, 2),
-        nightly("gemma2", 2, 2),
         nightly("starcoder2-window", 3, 2),
-        nightly("olmo2", 1, 3),
-        nightly("smollm3", 2, 2),
         nightly("olmo3", 3, 2),
         nightly("phi3", 3, 2),
-        nightly("glm4", 2, 3),
-        nightly("granite", 0, 2),
         nightly("bloom-heads", 3, 2),
     ],
 )
