@@ -251,7 +251,7 @@ def _hugging_face(directory: Path) -> Execute:
 
 def _hugging_face_model(directory: Path) -> Execute:
     """config.json, the index, and the header of the weights, of a GPT-2; read as a run with flags does."""
-    from megatron_zpp.checkpoint.huggingface.load import open_weights
+    from megatron_zpp.checkpoint.huggingface.importing import open_weights
 
     write_gpt2(directory / "hf", vocabulary=50, positions=8, width=32, heads=4, layers=2)
     config, weights = directory / "hf/config.json", directory / "hf/model.safetensors"

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from megatron_zpp.distributed.exchange import Exchange
@@ -32,44 +33,28 @@ class FileWorker:
         """
         if self.busy:
             raise Stuck("is still busy with earlier files")
-        piece = _Work(work, exchange.progress)
-        self._thread = threading.Thread(target=piece.run, name="files", daemon=True)
+        moved, abandoned, outcome = time.monotonic(), False, Future[Any]()
+
+        def on_progress() -> None:
+            nonlocal moved
+            if abandoned:
+                raise Stuck("was given up")
+            moved = time.monotonic()
+            exchange.progress()
+
+        def do() -> None:
+            try:
+                outcome.set_result(work(on_progress))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        self._thread = threading.Thread(target=do, name="files", daemon=True)
         self._thread.start()
         limit = exchange.timeout.total_seconds()
         while self.busy:
-            left = piece.moved + limit - time.monotonic()
+            left = moved + limit - time.monotonic()
             if left < 0:
-                piece.abandoned = True
+                abandoned = True
                 raise Stuck(f"no progress for {exchange.timeout}")
             self._thread.join(left)
-        return piece.outcome()
-
-
-class _Work:
-    """One piece of work. Its thread sets all fields except `abandoned`."""
-
-    def __init__(self, work: Callable[[OnProgress], Any], on_progress: OnProgress) -> None:
-        self._work, self._on_progress = work, on_progress
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self.abandoned = False
-        self.moved = time.monotonic()  # when it began, or last made progress
-
-    def run(self) -> None:
-        """Do the work, on the thread."""
-        try:
-            self._result = self._work(self._step)
-        except BaseException as error:
-            self._error = error
-
-    def outcome(self) -> Any:
-        """Return or raise what the work did."""
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def _step(self) -> None:
-        if self.abandoned:
-            raise Stuck("was given up")
-        self.moved = time.monotonic()
-        self._on_progress()
+        return outcome.result()

@@ -15,30 +15,37 @@ from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.slices import fill
-from megatron_zpp.checkpoint.states import buffer_name, row_moments_name, saved_mesh, tensor_name
-from megatron_zpp.checkpoint.unit_entries import placement_of
+from megatron_zpp.checkpoint.states import (
+    buffer_name,
+    placement_of,
+    row_moments_name,
+    saved_mesh,
+    tensor_name,
+)
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.ops.state_codes import FORMS, STATE_BLOCK, is_scaled
 from megatron_zpp.placement import Layout, Piece, Placement, overlap, within
 from megatron_zpp.storage.checksums import (
     Checksums,
     DamagedFile,
     OnProgress,
+    RecentChunks,
     no_report,
     thread_count,
     verify_file,
 )
 from megatron_zpp.storage.location import Location
-from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
-from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, name_beside, owners_of
+from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, Held, name_beside, owners_of
 
 _RECENT = (
     16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
 )
 _REQUESTS = 16  # chunks of objects at once: each waits for the store before its first byte
+_DECODED_AT_ONCE = 1 << 22  # elements: decoding needs several times the memory of their numbers
 STATE_LIMIT = 64 << 20  # bytes of state.json: 200 per parameter for 300,000 parameters, and the settings
 
 
@@ -180,15 +187,20 @@ class CheckpointReader:
         if dtype in (None, torch.float32):
             file.read_into(name, start, target, self._pool.map)
             return
-        from megatron_zpp.checkpoint.compact import read_compact
-
-        def read(beside: bool, first: int, room: Tensor) -> None:
-            file.read_into(
-                tensor_name(name_beside(kind), unit) if beside else name, first, room, self._pool.map
-            )
-
         assert dtype is not None
-        read_compact(kind, dtype, start, target, read)
+        scaled = kind != WEIGHTS and is_scaled(FORMS.get(dtype, ""))
+        block = STATE_BLOCK if scaled else 1
+        stop = start + len(target)
+        for first in range(start // block * block, stop, _DECODED_AT_ONCE):
+            last = min(first + _DECODED_AT_ONCE, -(-stop // block) * block)
+            values, beside = torch.empty(last - first, dtype=dtype), None
+            file.read_into(name, first, values, self._pool.map)
+            if scaled or kind == WEIGHTS:
+                beside = torch.empty((last - first) // block, dtype=torch.uint8)
+                file.read_into(tensor_name(name_beside(kind), unit), first // block, beside, self._pool.map)
+            wanted = range(max(first, start), min(last, stop))
+            decoded = Held(values, beside).decoded(kind)
+            target[within(wanted, range(start, stop))] = decoded[within(wanted, range(first, last))]
 
     def _held(self, kind: str, unit: int) -> range:
         """The elements of a unit that have a kind of states: untrained ones have none of the optimizer."""

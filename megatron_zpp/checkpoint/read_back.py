@@ -3,11 +3,13 @@
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from megatron_zpp.checkpoint.directory import remove_committed, write_tracker
-from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, attempt, outcome, shard_file_name
-from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
+from megatron_zpp.checkpoint.together import bounded, read_together
+from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, attempt, shard_file_name
+from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, OnProgress, thread_count, verify_file
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.sidecar import check_sidecar, sidecar_path
@@ -24,49 +26,8 @@ def read_back(path: Location, checksums: Checksums, exchange: Exchange, options:
     SaveFailed if a file is damaged both times that it is read, and the checkpoint is then removed;
     NotReadBack if a file could not be read, or if no rank made progress for the exchange's time-out.
     """
-    try:
-        damage = _lead if exchange.topology.rank == 0 else _follow
-        problem = damage(path, checksums, exchange, options)
-    except Abandoned as abandoned:
-        raise NotReadBack(str(abandoned)) from None
-    except NoProgress as silence:
-        reason = exchange.abandon(str(silence))
-        if reason is not None:
-            raise NotReadBack(reason) from None
-        problem = outcome(exchange)
-    exchange.clear()
-    if problem:
-        raise SaveFailed(problem)
-
-
-def _lead(path: Location, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> str | None:
-    """Rank 0's part; returns the damage, or None."""
-    _read_and_report(path, checksums, exchange, options)
-    reports = exchange.gather("read")
-    damage, problem = (
-        next((report[kind] for report in reports if report[kind]), None) for kind in ("damage", "problem")
-    )
-    if damage is None and problem is not None:
-        raise Abandoned(exchange.abandon(problem))
-    if reason := exchange.commit():
-        raise Abandoned(reason)
-    if damage is not None:
-        kept = attempt(exchange, options, lambda on_progress: _remove(path, options, on_progress))
-        damage += f"; it could not be removed: {kept}" if kept else ""
-    exchange.put("outcome", damage)
-    return damage
-
-
-def _follow(path: Location, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> str | None:
-    """Another rank's part; returns the damage, or None."""
-    _read_and_report(path, checksums, exchange, options)
-    return exchange.get("outcome")
-
-
-def _read_and_report(path: Location, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> None:
-    """Read this rank's file and sidecar, and report the result to rank 0."""
-    file = path / shard_file_name(exchange.topology.rank)
-    damage: list[str] = []
+    rank = exchange.topology.rank
+    file = path / shard_file_name(rank)
 
     def read(on_progress: OnProgress) -> None:
         try:
@@ -75,10 +36,20 @@ def _read_and_report(path: Location, checksums: Checksums, exchange: Exchange, o
             try:
                 _verify(file, checksums, on_progress)  # the bytes may have changed on their way here
             except DamagedFile as found:
-                damage.append(f"rank {exchange.topology.rank} on {platform.node()} read back {found}")
+                raise DamagedFile(f"rank {rank} on {platform.node()} read back {found}") from None
 
-    problem = attempt(exchange, options, read)
-    exchange.contribute("read", {"problem": problem, "damage": next(iter(damage), None)})
+    try:
+        _, damage = read_together(read, exchange, options.files, "--save", path)
+        if damage is None:
+            return
+        with bounded(exchange, "--save", path):
+            if rank == 0:
+                _, problem = attempt(exchange, options, partial(_remove, path, options))
+                exchange.put("discarded", problem)
+            kept = exchange.get("discarded")
+    except ValueError as problem:
+        raise NotReadBack(str(problem)) from None
+    raise SaveFailed(f"{damage}; it could not be removed: {kept}" if kept else damage)
 
 
 def _verify(path: Location, checksums: Checksums, on_progress: OnProgress) -> None:

@@ -19,12 +19,12 @@ from megatron_zpp.storage.checksums import (
     Checksums,
     DamagedFile,
     OnProgress,
+    RecentChunks,
     Runner,
     VerifiedFile,
     no_report,
 )
 from megatron_zpp.storage.location import Location
-from megatron_zpp.storage.recent_chunks import RecentChunks
 
 if TYPE_CHECKING:
     from megatron_zpp.storage.objects.upload import ChecksummedUpload

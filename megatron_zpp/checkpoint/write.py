@@ -139,25 +139,22 @@ def _lead(
     options: SaveOptions,
 ) -> str | None:
     """Rank 0's part of a save; returns why there is no new checkpoint, or None."""
-    opened: list[Location] = []
-
-    def tried(action: Callable[[OnProgress], Any]) -> str | None:
-        return attempt(exchange, options, action)
-
-    problem = tried(lambda on_progress: opened.append(_open(final, options.may_write)))
-    exchange.put("open", {"problem": problem, "name": None if problem else opened[0].name})
+    partial, problem = attempt(exchange, options, lambda on_progress: _open(final, options.may_write))
+    exchange.put("open", {"problem": problem, "name": None if problem else partial.name})
     if problem:
         return problem
-    (partial,) = opened
     _write_and_report(partial, shards, exchange, options)
     reports = exchange.gather("written")
     problem = next((report["problem"] for report in reports if report["problem"]), None)
     if full := next((report["full"] for report in reports if report["full"]), None):
         problem = _no_space(full, partial, final, sum(report["size"] for report in reports))
-    problem = problem or tried(lambda on_progress: options.may_write())
+    if not problem:
+        _, problem = attempt(exchange, options, lambda on_progress: options.may_write())
     if problem := exchange.abandon(problem) if problem else exchange.commit():
         return problem
-    problem = tried(lambda on_progress: _commit(partial, final, texts, version, reports, on_progress))
+    _, problem = attempt(
+        exchange, options, lambda on_progress: _commit(partial, final, texts, version, reports, on_progress)
+    )
     if not problem:
         exchange.put("outcome", None)
     return problem
@@ -187,15 +184,9 @@ def _write_and_report(partial: Location, shards: _Shards, exchange: Exchange, op
     """Write this rank's file and report the result to rank 0."""
     path = partial / shard_file_name(exchange.topology.rank)
     shards.directory = partial
-    digests: list[SidecarDigest] = []
-
-    def write(on_progress: OnProgress) -> None:
-        digests.append(shards.write(path, on_progress))
-
-    problem = attempt(exchange, options, write)
-    digest = None if problem else digests[0].to_json()
-    report = {"problem": problem, "digest": digest, "size": shards.size, "full": shards.full}
-    exchange.contribute("written", report)
+    digest, problem = attempt(exchange, options, lambda on_progress: shards.write(path, on_progress))
+    report = {"problem": problem, "size": shards.size, "full": shards.full}
+    exchange.contribute("written", report | {"digest": None if problem else digest.to_json()})
 
 
 def _no_space(reason: str, partial: Location, final: Location, needed: int) -> str:
@@ -207,13 +198,14 @@ def _no_space(reason: str, partial: Location, final: Location, needed: int) -> s
     return f"{final}: {reason}: it needs {needed:,} bytes, and {free:,} are free"
 
 
-def attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]) -> str | None:
-    """Why an action failed, in one line; None if it succeeded. Only OSError and ValueError are caught."""
+def attempt(
+    exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]
+) -> tuple[Any, str | None]:
+    """What an action returns, and why it failed, in one line; one is None. Catches OSError and ValueError."""
     try:
-        options.files.run(action, exchange)
+        return options.files.run(action, exchange), None
     except (OSError, ValueError) as error:
-        return f"rank {exchange.topology.rank} on {platform.node()}: {one_line(error)}"
-    return None
+        return None, f"rank {exchange.topology.rank} on {platform.node()}: {one_line(error)}"
 
 
 def _open(final: Location, may_write: Callable[[], None]) -> Location:

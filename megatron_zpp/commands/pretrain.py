@@ -95,6 +95,6 @@ def _saved_arguments(load: str, iteration: int | None) -> CheckpointArguments | 
 
 def _huggingface_model(load: str, tokenizer: TokenizerConfig | None) -> "HuggingFaceModel":
     """What --load hf: gives: the model's shape, and its tokenizer unless flags give one."""
-    from megatron_zpp.checkpoint.huggingface.whole import read_settings
+    from megatron_zpp.checkpoint.huggingface.importing import read_settings
 
     return read_settings(load, tokenizer)

@@ -134,8 +134,8 @@ def _is_removed(directory: str, found: dict[str, str]) -> bool:
 
 def _read_huggingface(name: str) -> tuple[GPT, Tokenizer]:
     """The model and the tokenizer of hf:DIR or hf:ORG/NAME."""
+    from megatron_zpp.checkpoint.huggingface.importing import read_whole
     from megatron_zpp.checkpoint.huggingface.named_directory import named_directory
-    from megatron_zpp.checkpoint.huggingface.whole import read_whole
 
     return read_whole(named_directory("--load", name))
 

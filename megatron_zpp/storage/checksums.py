@@ -7,15 +7,21 @@ All chunks but the last have the same size. A chunk's digest is its SHA-256. In 
 
 import hashlib
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.storage.location import Location, ObjectError
-from megatron_zpp.storage.ranges import Ranges, open_ranges
-from megatron_zpp.storage.recent_chunks import RecentChunks
-from megatron_zpp.storage.regular import open_stream, read_again_after_error, says_what_is_there
+from megatron_zpp.storage.regular import (
+    Ranges,
+    open_ranges,
+    open_stream,
+    read_again_after_error,
+    says_what_is_there,
+)
 
 CHUNK_BYTES = 4 << 20  # of all files that this program writes
 # Accepted chunk sizes: a chunk is held in memory, and each chunk costs a read and a digest.
@@ -82,6 +88,30 @@ def check_chunk_bytes(chunk_bytes: int, path: Location) -> None:
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         limits = f"from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
         raise DamagedFile(f"{path}: chunk_bytes {chunk_bytes}; must be {limits}")
+
+
+class RecentChunks:
+    """The newest chunks of which a reader needed a part, because its next read may need the rest.
+
+    At most `most`, by file and number, in memory that does not change. Thread-safe.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._chunks: OrderedDict[tuple[Location, int], memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: Location, index: int) -> memoryview | None:
+        """Return chunk `index` of the file `path`, if it is here."""
+        with self._lock:
+            return self._chunks.get((path, index))
+
+    def put(self, path: Location, index: int, chunk: memoryview) -> None:
+        """Keep a verified chunk, and forget the oldest ones."""
+        with self._lock:
+            self._chunks[path, index] = chunk
+            while len(self._chunks) > self._most:
+                self._chunks.popitem(last=False)
 
 
 class VerifiedFile:

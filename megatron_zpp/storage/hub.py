@@ -50,7 +50,7 @@ def find_model(flag: str, name: str, *, weights: bool = True) -> HubModel:
     known = _found.get((name, True)) or _found.get((name, weights))
     if known is None:
         repository, revision = on_hub[1], on_hub[2] or "main"
-        with _in_a_line(flag, name, repository):
+        with _in_a_line(flag, name):
             known = _downloaded(name, repository, revision, weights=weights)
         _found[name, weights] = _found[known.name, weights] = known
     return known
@@ -63,7 +63,7 @@ def make_repository(flag: str, repository: str) -> None:
     """
     if not re.fullmatch(_REPOSITORY, repository):
         raise ValueError(f"{flag} {repository}: must be ORG/NAME")
-    with _in_a_line(flag, repository, repository):
+    with _in_a_line(flag, repository):
         from huggingface_hub import HfApi
 
         HfApi().create_repo(repository, private=True, exist_ok=True)
@@ -71,7 +71,7 @@ def make_repository(flag: str, repository: str) -> None:
 
 def push(flag: str, repository: str, directory: Path) -> str:
     """Upload a directory's files in one commit; return the URL of the commit. Raises as `make_repository`."""
-    with _in_a_line(flag, repository, repository):
+    with _in_a_line(flag, repository):
         from huggingface_hub import HfApi
 
         done = HfApi().upload_folder(
@@ -121,39 +121,13 @@ def _just_downloaded(record: Path) -> str | None:
 
 
 @contextmanager
-def _in_a_line(flag: str, name: str, repository: str) -> Iterator[None]:
-    """Turn what the library raises into a ValueError of one line."""
+def _in_a_line(flag: str, name: str) -> Iterator[None]:
+    """Turn what the library raises into a ValueError of one line, with the library's own remedy."""
     try:
         yield
     except ModuleNotFoundError:
         raise ValueError(f"{flag} {name}: needs huggingface_hub: pip install huggingface_hub") from None
     except Exception as error:  # of HTTP, files or names; the library has no common base
-        raise ValueError(f"{flag} {name}: {_explained(error, repository)}") from error
-
-
-def _explained(error: Exception, repository: str) -> str:
-    from huggingface_hub import constants, errors
-
-    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
-    if isinstance(error, errors.GatedRepoError):
-        return f"accept its terms on {hub}/{repository}, and set HF_TOKEN to a token of that account"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"is no directory here, and {hub} shows no such model; check the name, or set HF_TOKEN to a "
-            "token of an account that may read it"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{hub} has no such revision of {repository}"
-    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        if constants.HF_HUB_OFFLINE:
-            return (
-                f"is not whole in {cache}, and HF_HUB_OFFLINE is set; where there is a network, "
-                f"hf download {repository} puts it there"
-            )
-        return (
-            f"is not whole in {cache}, and {hub} cannot be reached; try again, which continues the download"
-        )
-    if isinstance(error, errors.HfHubHTTPError):
-        said = error.server_message or ""
-        return " ".join(f"{hub} answers {error.response.status_code} {said}".split())
-    return " ".join(f"{type(error).__name__}: {error}".split())
+        where = "is no directory here; " if name.startswith(PREFIX) else ""
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{flag} {name}: {where}{said}") from error

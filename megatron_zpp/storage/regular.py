@@ -1,18 +1,22 @@
-"""Opens regular files only, and reads them up to a stated limit.
+"""Opens regular files only, and reads them by range, or whole up to a stated limit.
 
 A name that comes from a command line or another file may refer to anything: opening a FIFO waits for a
 writer, /dev/zero never ends, and a manifest of gigabytes exhausts the memory. Symbolic links to regular
 files are followed.
 """
 
+import contextlib
 import errno
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar, Union
 
 from megatron_zpp.storage.location import Location, ObjectError
+
+if TYPE_CHECKING:
+    from megatron_zpp.storage.objects.path import ObjectRanges
 
 _KINDS = {
     stat.S_IFDIR: "is a directory",
@@ -79,6 +83,42 @@ def open_regular(path: str | Path) -> int:
 def open_stream(path: str | Path, buffering: int = -1) -> BinaryIO:
     """Return the regular file `path` as a binary stream. `buffering`: see `open`; errors: `open_regular`."""
     return os.fdopen(open_regular(path), "rb", buffering=buffering)
+
+
+class FileRanges:
+    """An open regular file of `size` bytes. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = open_regular(path)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_into(self, start: int, target: memoryview) -> int:
+        """Fill the beginning of `target` from `start` on. Returns the number of bytes, 0 at the end.
+
+        Raises OSError.
+        """
+        return os.preadv(self._descriptor, [target], start)
+
+    def forget(self, start: int, size: int) -> None:
+        """Make the next read of a range come from the storage, not from this machine's memory, if it can."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._descriptor)
+
+
+Ranges: TypeAlias = Union[FileRanges, "ObjectRanges"]
+
+
+def open_ranges(path: Location) -> Ranges:
+    """Open a file or object. Raises FileNotFoundError, UnfitFile for what is no regular file, OSError."""
+    if isinstance(path, Path):
+        return FileRanges(path)
+    from megatron_zpp.storage.objects.path import ObjectRanges
+
+    return ObjectRanges(path)
 
 
 def read_limited(path: str | Location, limit: int) -> bytes:

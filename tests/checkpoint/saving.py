@@ -1,5 +1,6 @@
 """Saves and loads engines around a small GPT as a run does, on one rank or inside of `on_ranks`."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,12 +8,14 @@ import torch.distributed as dist
 
 from benchmarks.faults import engines
 from benchmarks.faults.engines import FLAGS
+from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.storage.checksums import checksums_of
 from megatron_zpp.storage.location import Location
 from megatron_zpp.train.resume import restore
 from megatron_zpp.train.resume.start import Start
@@ -63,6 +66,19 @@ def restored(engine: ZeroEngine, *flags: str) -> Start:
     ranks, length = engine.topology.world_size, config.model.seq_length
     schedule = RunSchedule.from_config(config.training, config.learning_rate, ranks, seq_length=length)
     return restore.restore(config, engine, TOKENIZER, store, schedule)
+
+
+def flip(file: Path, bit: int = -16) -> None:
+    """Change one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def seal(path: Path, name: str, content: str) -> None:
+    """Give a file of a checkpoint another content, and the manifest the digests of that."""
+    (path / name).write_text(content)
+    write_manifest(path, read_manifest(path) | {name: checksums_of(path / name)})
 
 
 def save(directory: Location, engine: ZeroEngine, progress: Progress = FIRST, **options: Any) -> Any:

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.checkpoint.unit_entries import formats_of_units
+from megatron_zpp.checkpoint.states import formats_of_units
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train

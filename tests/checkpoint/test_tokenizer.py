@@ -15,10 +15,10 @@ from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.commands import export_checkpoint, sample
 from megatron_zpp.generate.loading import load_model
-from megatron_zpp.storage.checksums import DamagedFile, checksums_of
+from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.tokenizer import describe
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
-from tests.checkpoint.saving import TOKENIZER, save, small
+from tests.checkpoint.saving import TOKENIZER, flip, save, seal, small
 from tests.train.in_process import train_here
 
 SHAPE = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data".split()
@@ -84,17 +84,14 @@ def test_damage_in_a_tokenizers_file_is_found(tmp_path: Path) -> None:
     words = flags_of("SentencePieceTokenizer", tmp_path / "files")
     train_here([*SHAPE, *STEPS, *words, "--save", str(tmp_path / "run")])
     file = tmp_path / "run" / "iter_0000001" / "tokenizer.model"
-    content = bytearray(file.read_bytes())
-    content[100] ^= 1
-    file.write_bytes(content)
+    flip(file, 800)
     with pytest.raises(ValueError, match=r"--load .*tokenizer\.model: damaged between bytes 0 and"):
         load_model(str(tmp_path / "run"), None)
 
 
 def test_a_run_that_resumes_checks_every_file(tmp_path: Path) -> None:
     path = save(tmp_path, small())
-    (path / "vocab.json").write_text("{}")
-    write_manifest(path, read_manifest(path) | {"vocab.json": checksums_of(path / "vocab.json")})
+    seal(path, "vocab.json", "{}")
     load_checkpoint(path, small(seed=9), TOKENIZER, with_optimizer=True)
     (path / "vocab.json").write_text("[]")
     with pytest.raises(DamagedFile, match=r"vocab\.json: damaged"):
@@ -131,8 +128,7 @@ def test_iteration_0_can_be_named(tmp_path: Path) -> None:
     content = json.loads(state.read_text())
     assert state.read_text() == json.dumps(content, indent=1) + "\n"  # people read it
     content["progress"] |= {"iteration": 0, "consumed_samples": 0, "dataset_progress": None}
-    state.write_text(json.dumps(content))
-    write_manifest(state.parent, read_manifest(state.parent) | {STATE: checksums_of(state)})
+    seal(state.parent, STATE, json.dumps(content))
     assert load_model(str(tmp_path / "run"), 0)
     argv = [*SHAPE, *STEPS, *words, "--load", str(tmp_path / "run"), "--ckpt-step", "0"]
     assert train_here(argv).iteration == 1

@@ -20,7 +20,7 @@ from megatron_zpp.config.root import parse_args
 from megatron_zpp.data.dataset_progress import DatasetProgress, SourceProgress
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, checksums_of
-from tests.checkpoint.saving import FIRST, TOKENIZER, save, small
+from tests.checkpoint.saving import FIRST, TOKENIZER, flip, save, small
 from tests.config.command_line import MINIMAL
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
@@ -97,10 +97,8 @@ def test_files_of_an_older_program_are_read(older: Path, version: int) -> None:
     with CheckpointReader(path) as reader:
         assert {name: whole.flatten().tolist() for name, whole in reader.parameters().items()} == wanted
     file = path / "rank_00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(DamagedFile, match=f"{file}: damaged between bytes 0 and {len(content)}"):
+    flip(file)
+    with pytest.raises(DamagedFile, match=f"{file}: damaged between bytes 0 and {file.stat().st_size}"):
         load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
 
 

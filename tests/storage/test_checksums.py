@@ -17,12 +17,12 @@ from megatron_zpp.storage.checksums import (
     CHUNK_BYTES,
     Checksums,
     DamagedFile,
+    RecentChunks,
     VerifiedFile,
     checksums_of,
     digest_of,
     verify_file,
 )
-from megatron_zpp.storage.recent_chunks import RecentChunks
 
 CHUNK = 16
 

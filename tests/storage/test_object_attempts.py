@@ -111,20 +111,6 @@ def test_a_store_that_goes_on_refusing_is_named(faults: Faults, what: str, attem
     assert str(raised.value) == f"s3://{BUCKET}/refused: {line}"
 
 
-def test_attempts_last_about_15_seconds(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the client's own pauses are, which versions of botocore have made shorter."""
-    pauses: list[float] = []
-    monkeypatch.setattr(object_store, "_PAUSE", 1.0)
-    monkeypatch.setattr(object_store.time, "sleep", pauses.append)
-    faults.set("unsent", 1, lasts=True)
-    for _ in range(30):
-        with pytest.raises(ObjectError, match="does not answer"):
-            ObjectPath(BUCKET, "silent").status()
-    assert len(pauses) == 120
-    assert max(pauses) <= 12
-    assert 13 < sum(pauses) / 30 < 17
-
-
 def test_an_upload_that_is_gone_counts_as_ended_only_if_the_object_is_there(faults: Faults) -> None:
     path = ObjectPath(BUCKET, "removed/x")
     name = path.begin_upload()

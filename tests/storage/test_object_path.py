@@ -14,8 +14,7 @@ from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.location import Conflict, NoObject, ObjectError, location
 from megatron_zpp.storage.objects import requests as object_store
 from megatron_zpp.storage.objects import upload as object_upload
-from megatron_zpp.storage.objects.path import ObjectPath
-from megatron_zpp.storage.objects.ranges import ObjectRanges
+from megatron_zpp.storage.objects.path import ObjectPath, ObjectRanges
 from megatron_zpp.storage.objects.upload import ChecksummedUpload, part_bytes
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 from tests.object_server import BUCKET, ObjectServer

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, join_ranks, stored
-from megatron_zpp.checkpoint.foreign.rank_files import iteration_in, read_state, settings_of
+from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, stored
+from megatron_zpp.checkpoint.foreign.rank_files import foreign_model, read_state
 from megatron_zpp.checkpoint.foreign.torch_file import (
     LARGEST_SIZE,
     MOST_DIMENSIONS,
@@ -32,21 +32,19 @@ from megatron_zpp.checkpoint.foreign.torch_file import (
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_ITERATION = ("iteration", "global_steps")
 _MOST_NAMES = 200_000  # of weights
 _MOMENTS = "the optimizer's moments: they start at zero, and the schedule at iteration 0"
 
 
 def read_zero(path: Path) -> ForeignModel:
     """Return the model of a directory of ZeRO files. Raises ValueError or DamagedFile, in one line."""
-    states = {rank: read_state(file) for rank, file in sorted(_first_files(path, _MODEL).items())}
+    states = {rank: read_state(file) for rank, file in sorted(_first_files(path).items())}
     if not states or sorted(states) != list(range(len(states))):
         raise ValueError(f"{path}: has files of model-parallel ranks {sorted(states)}; copy all of them")
     if any(state.get("frozen_param_shapes") for state in states.values()):
         raise ValueError(
             f"{path}: has frozen parameters, which this program does not train; merge them first"
         )
-    args = settings_of(states[0].get("args"))
     pipelined = _ranks_of_layers(path)
     ranks: list[Mapping[str, ForeignTensor]] = []
     left_out = [_MOMENTS]
@@ -60,14 +58,12 @@ def read_zero(path: Path) -> ForeignModel:
     else:
         ranks = [_module(path, rank, state) for rank, state in states.items()]
         left_out = ["fp32 weights: there are no optim_states files, so weights are those of the module"]
-    tensors, lines = join_ranks(path, ranks, gated=bool(args.get("swiglu")))
-    kind = "DeepSpeed (ZeRO files)"
-    return ForeignModel(kind, path, args, iteration_in(states[0], *_ITERATION), tensors, (*left_out, *lines))
+    return foreign_model("DeepSpeed (ZeRO files)", path, states[0], ranks, left_out)
 
 
 def read_universal(path: Path) -> ForeignModel:
     """Return the model of a Universal checkpoint. Raises as `read_zero`."""
-    files = _first_files(path, _MODEL)
+    files = _first_files(path)
     if 0 not in files:
         raise ValueError(f"{path}: has no mp_rank_00_model_states.pt, which describes the model")
     state = read_state(files[0])
@@ -79,18 +75,14 @@ def read_universal(path: Path) -> ForeignModel:
         if not isinstance(value, StoredTensor):
             raise ValueError(f"{file}: holds no tensor named param; convert the checkpoint again")
         found[file.parent.name] = stored(value)
-    args = settings_of(state.get("args"))
-    tensors, lines = join_ranks(path, [found], gated=bool(args.get("swiglu")))
-    return ForeignModel(
-        "DeepSpeed (Universal)", path, args, iteration_in(state, *_ITERATION), tensors, (_MOMENTS, *lines)
-    )
+    return foreign_model("DeepSpeed (Universal)", path, state, [found], [_MOMENTS])
 
 
-def _first_files(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+def _first_files(path: Path) -> dict[int, Path]:
     """Return a file of each model-parallel rank; at stage 3 that of its data rank 0."""
     found: dict[int, Path] = {}
     for file in sorted(path.iterdir()):
-        if (match := pattern.fullmatch(file.name)) and not int(match[1] or 0):
+        if (match := _MODEL.fullmatch(file.name)) and not int(match[1] or 0):
             found.setdefault(int(match[2]), file)
     return found
 

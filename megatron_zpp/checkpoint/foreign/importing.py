@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.foreign.architecture import read_settings
-from megatron_zpp.checkpoint.foreign.model import ForeignModel, as_float
+from megatron_zpp.checkpoint.foreign.model import ForeignModel
 from megatron_zpp.checkpoint.foreign.names import OUTPUT, TIED_COPY, TOKENS
-from megatron_zpp.checkpoint.imported import WholeWeights, write_imported
+from megatron_zpp.checkpoint.imported import parameter_shapes, write_imported
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.build import build_tokenizer
 
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SMALLEST = 2  # bytes of a weight, in bf16 or fp16
 _NUMBER = re.compile(r"(^|\.)\d+(\.)")
 
@@ -37,7 +37,7 @@ def import_foreign(
     architecture = read_settings(foreign.path, foreign.args, divisible_by)
     tokenizer = build_tokenizer(settings)
     weights = whole_weights(foreign, architecture.model, tokenizer)
-    path, flags = write_imported(target, architecture.model, WholeWeights(weights), settings, tokenizer)
+    written = write_imported(target, architecture.model, weights.__getitem__, settings, tokenizer)
     numbers = sum(parameter.numel() for parameter in weights.values())
     rows = foreign.tensors[TOKENS].shape[0]
     padded = weights[TOKENS].shape[0]
@@ -48,7 +48,7 @@ def import_foreign(
         f"vocabulary: {tokenizer.vocab_size} entries; {rows} rows there, {padded} here, the rest is padding",
         *(f"left out: {line}" for line in foreign.left_out),
         *(f"note: {line}" for line in architecture.notes),
-        f"{path}: {flags}",
+        written,
     ]
 
 
@@ -72,9 +72,7 @@ def whole_weights(foreign: ForeignModel, model: ModelConfig, tokenizer: Tokenize
     if model.num_layers > len(tensors):
         raise ValueError(f"{path}: its args say {model.num_layers} layers, and it has {len(tensors)} tensors")
     try:
-        with torch.device("meta"):
-            parameters = GPT(model, tokenizer.vocab_size).named_parameters()
-        shapes = {name: tuple(value.shape) for name, value in parameters}
+        shapes = parameter_shapes(model, tokenizer.vocab_size)
     except RuntimeError as error:  # sizes beyond torch's numbers
         raise ValueError(f"{path}: its args describe no model of ours: {one_line(error)}") from None
     if not model.untie_embeddings_and_output_weights and OUTPUT in tensors:
@@ -99,7 +97,7 @@ def whole_weights(foreign: ForeignModel, model: ModelConfig, tokenizer: Tokenize
             raise ValueError(f"{path}: {name} has shape {theirs}; its args ask for {shape}")
         found[name] = _read(foreign, name, shape, model, tokenizer.vocab_size if table else None)
     if TIED_COPY in tensors:
-        copy = as_float(path, TIED_COPY, tensors[TIED_COPY].read())[: tokenizer.vocab_size]
+        copy = _as_float(path, TIED_COPY, tensors[TIED_COPY].read())[: tokenizer.vocab_size]
         if not torch.equal(copy, found[TOKENS][: tokenizer.vocab_size]):
             raise ValueError(
                 f"{path}: its output weights are not its token embedding, but its args say that both are one"
@@ -107,10 +105,17 @@ def whole_weights(foreign: ForeignModel, model: ModelConfig, tokenizer: Tokenize
     return found
 
 
+def _as_float(path: Path, name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor in fp32. Raises ValueError for numbers that are no weights."""
+    if tensor.dtype not in _FLOATS:
+        raise ValueError(f"{path}: {name} has format {tensor.dtype}; must be fp32, fp64, bf16 or fp16")
+    return tensor.float()
+
+
 def _read(
     foreign: ForeignModel, name: str, shape: tuple[int, ...], model: ModelConfig, entries: int | None
 ) -> Tensor:
-    weight = as_float(foreign.path, name, foreign.tensors[name].read())
+    weight = _as_float(foreign.path, name, foreign.tensors[name].read())
     if name.endswith(("attention.qkv.weight", "attention.qkv.bias")):
         return ungroup(weight, model)
     if entries is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.foreign.names import our_names, split_of
 from megatron_zpp.checkpoint.foreign.pickled import NotData
-from megatron_zpp.checkpoint.foreign.torch_file import FLOATS, StoredTensor
+from megatron_zpp.checkpoint.foreign.torch_file import StoredTensor
 from megatron_zpp.placement import Placement
 
 _LARGEST_COPY = 1 << 24  # elements of a tensor that all ranks have, up to which the copies are compared
@@ -129,10 +129,3 @@ def _join(whole: Placement, parts: list[ForeignTensor]) -> Tensor:
         for here, there in whole.parts(rank):
             joined[there] = part[here]
     return joined
-
-
-def as_float(path: Path, name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor in fp32. Raises ValueError for numbers that are no weights."""
-    if tensor.dtype not in FLOATS:
-        raise ValueError(f"{path}: {name} has format {tensor.dtype}; must be fp32, fp64, bf16 or fp16")
-    return tensor.float()

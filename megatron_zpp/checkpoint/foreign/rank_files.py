@@ -1,7 +1,7 @@
 """Megatron-LM's old layout: iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt, a file per rank."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,23 @@ def read_rank_files(path: Path) -> ForeignModel:
             _add_stage(path, whole, flatten(file, state["model"]))
         ranks.append(whole)
     assert first is not None
-    args = settings_of(first.get("args"))
-    tensors, left_out = join_ranks(path, ranks, gated=bool(args.get("swiglu")))
-    if {"optimizer", "opt_param_scheduler"} & first.keys():
-        left_out.append(LEFT_OUT_OPTIMIZER)
-    return ForeignModel(KIND, path, args, iteration_in(first, "iteration"), tensors, tuple(left_out))
+    has_optimizer = {"optimizer", "opt_param_scheduler"} & first.keys()
+    return foreign_model(KIND, path, first, ranks, [LEFT_OUT_OPTIMIZER] if has_optimizer else [])
+
+
+def foreign_model(
+    kind: str,
+    path: Path,
+    state: Mapping[str, Any],
+    ranks: list[Mapping[str, ForeignTensor]],
+    left_out: Sequence[str],
+) -> ForeignModel:
+    """Return the model that `state` describes, of the tensors of each tensor rank by their names there."""
+    args = settings_of(state.get("args"))
+    tensors, lines = join_ranks(path, ranks, gated=bool(args.get("swiglu")))
+    numbers = (state.get(name) for name in ("iteration", "global_steps"))
+    iteration = next((number for number in numbers if type(number) is int), None)
+    return ForeignModel(kind, path, args, iteration, tensors, (*left_out, *lines))
 
 
 class _Nested:
@@ -77,11 +89,6 @@ def read_state(file: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"{file}: holds no dictionary; copy it again")
     return state
-
-
-def iteration_in(state: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first whole number that `state` has under one of the names; None if there is none."""
-    return next((state[name] for name in names if type(state.get(name)) is int), None)
 
 
 def _grid(path: Path) -> dict[tuple[int, int], Path]:

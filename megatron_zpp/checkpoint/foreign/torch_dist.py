@@ -10,13 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, join_ranks
-from megatron_zpp.checkpoint.foreign.rank_files import (
-    LEFT_OUT_OPTIMIZER,
-    iteration_in,
-    read_state,
-    settings_of,
-)
+from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor
+from megatron_zpp.checkpoint.foreign.rank_files import LEFT_OUT_OPTIMIZER, foreign_model, read_state
 from megatron_zpp.checkpoint.foreign.torch_file import (
     LARGEST_SIZE,
     MOST_DIMENSIONS,
@@ -62,11 +57,12 @@ def read_torch_dist(path: Path) -> ForeignModel:
         raise DamagedFile(
             f"{path / '.metadata'}: not the metadata of a checkpoint ({error!r:.100})"
         ) from None
-    args = settings_of(common.get("args"))
-    weights, others = {}, []
+    weights: dict[str, ForeignTensor] = {}
+    left_out: set[str] = set()
     for name, shape in shapes.items():
         if _NOT_WEIGHTS.fullmatch(name):
-            others.append(name)
+            if name.startswith(("optimizer", "chained")):
+                left_out.add(LEFT_OUT_OPTIMIZER)
         elif match := _STACKED.fullmatch(name):
             if "_extra_state" in name:
                 continue
@@ -76,10 +72,7 @@ def read_torch_dist(path: Path) -> ForeignModel:
                 weights[f"{match[1]}{layer}.{match[2]}"] = _tensor(path, name, shape, chunks[name], layer)
         else:
             weights[name] = _tensor(path, name, shape, chunks[name], None)
-    tensors, left_out = join_ranks(path, [weights], gated=bool(args.get("swiglu")))
-    if any(name.startswith(("optimizer", "chained")) for name in others):
-        left_out.append(LEFT_OUT_OPTIMIZER)
-    return ForeignModel(KIND, path, args, iteration_in(common, "iteration"), tensors, tuple(left_out))
+    return foreign_model(KIND, path, common, [weights], [*left_out])
 
 
 def _tensors(

@@ -48,7 +48,6 @@ _DAMAGES = (
     IndexError,
     AttributeError,
 )
-FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.shapes.huggingface import CONFIG, describe_model, huggingface_values
+from megatron_zpp.config.shapes.huggingface import CONFIG, describe_model
 from megatron_zpp.config.values.json_file import read_json_object
 
 _LENGTH = 4096  # tokens, at most, of a sample by default; the longest text may not fit a GPU
@@ -68,11 +68,3 @@ def check_vocabulary(
             f"the model of {named.flag} {named.shown} has vocab_size {theirs.vocab_size}, and the tokenizer "
             f"{entries} entries; omit it",
         )
-
-
-def config_json(named: NamedDirectory, model: ModelConfig, vocab_size: int, eod: int) -> dict[str, Any]:
-    """Return the contents of config.json. Raises ValueError for a model that no class of transformers is."""
-    try:
-        return huggingface_values(model, vocab_size, eod)
-    except ValueError as error:
-        raise named.error(str(error)) from None

@@ -1,5 +1,6 @@
 """Compares our model with transformers' own on a directory that both have read."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,22 +11,23 @@ from megatron_zpp.model.gpt import GPT
 
 _TOKENS = 1024  # at most, of the text that is compared: logits of 131,072 tokens would not fit in memory
 LIMIT = 1e-5  # of a difference between logits in fp32; of the largest logit where that is above 1
-LEFT_OUT = (
+_LEFT_OUT = (
     "weights are read back bit for bit; logits are not compared with transformers', which is not installed: "
     "pip install transformers, and run it again to another directory"
 )
 
 
-def have_transformers() -> bool:
-    """Return whether transformers is installed; only this comparison needs it."""
-    return find_spec("transformers") is not None
-
-
 @torch.inference_mode()
-def compare_logits(named: NamedDirectory, directory: Path, model: GPT) -> str:
-    """Return a line with the largest difference. Raises ValueError if it is above the limit."""
+def compare_logits(named: NamedDirectory, directory: Path, ours: Callable[[], GPT]) -> str:
+    """Return a line with the largest difference, or that transformers is not installed to compare with.
+
+    `ours` makes the model, in fp32. Raises ValueError if the difference is above the limit.
+    """
+    if find_spec("transformers") is None:
+        return _LEFT_OUT
     import transformers
 
+    model = ours()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     options = {"local_files_only": True, "use_safetensors": True}

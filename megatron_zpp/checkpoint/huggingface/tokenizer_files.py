@@ -1,6 +1,7 @@
 """The tokenizer beside a model: written so that AutoTokenizer gives our ids, found where one is imported."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,8 @@ from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.storage.files import write_durably
 from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.tokenizer.files import SPECIAL_TOKENS_MAP, TOKENIZER, TOKENIZER_CONFIG
 
-_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-_SPECIAL_TOKENS = "special_tokens_map.json"
 _VOCAB, _MERGES = "vocab.json", "merges.txt"
 
 TEXTS = (
@@ -26,7 +26,7 @@ TEXTS = (
 
 def find_tokenizer(named: NamedDirectory) -> TokenizerConfig:
     """The settings of the tokenizer that lies beside the model."""
-    if (named.path / _TOKENIZER).exists():
+    if (named.path / TOKENIZER).exists():
         model = named.shown if named.is_on_hub else str(named.path)
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model)
     vocab, merges = named.path / _VOCAB, named.path / _MERGES
@@ -35,7 +35,7 @@ def find_tokenizer(named: NamedDirectory) -> TokenizerConfig:
             tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges)
         )
     raise named.error(
-        f"holds neither {_TOKENIZER} nor {_VOCAB} with {_MERGES}; give the --tokenizer-type of its model"
+        f"holds neither {TOKENIZER} nor {_VOCAB} with {_MERGES}; give the --tokenizer-type of its model"
     )
 
 
@@ -56,7 +56,7 @@ def write_tokenizer(
     if written is None:
         return f"no tokenizer is written: the text of a {tokenizer.kind} is ids"
     pipeline = Pipeline.from_str(written)
-    write_durably(directory / _TOKENIZER, written.encode())
+    write_durably(directory / TOKENIZER, written.encode())
     of_gpt2 = config.tokenizer_type == "GPT2BPETokenizer"
     for name in (_VOCAB, _MERGES) if of_gpt2 else ():
         write_durably(directory / name, tokenizer.files()[name])
@@ -68,8 +68,8 @@ def write_tokenizer(
         "model_max_length": longest,
         "tokenizer_class": "GPT2Tokenizer" if of_gpt2 else "PreTrainedTokenizerFast",
     }
-    _write_json(directory / _TOKENIZER_CONFIG, settings)
-    _write_json(directory / _SPECIAL_TOKENS, special)
+    _write_json(directory / TOKENIZER_CONFIG, settings)
+    _write_json(directory / SPECIAL_TOKENS_MAP, special)
     texts = check_texts(tokenizer, pipeline)
     encoded = [encoding.ids for encoding in pipeline.encode_batch(texts, add_special_tokens=False)]
     _check_ids(named, tokenizer, texts, encoded)
@@ -79,23 +79,20 @@ def write_tokenizer(
 
 
 def check_auto_tokenizer(named: NamedDirectory, tokenizer: Tokenizer, directory: Path) -> None:
-    """Raise ValueError when transformers' AutoTokenizer gives other ids; there must be a tokenizer."""
+    """Raise ValueError when transformers' AutoTokenizer gives other ids, if both are there."""
+    if find_spec("transformers") is None or not (directory / TOKENIZER).exists():
+        return
     from tokenizers import Tokenizer as Pipeline
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    texts = check_texts(tokenizer, Pipeline.from_file(str(directory / _TOKENIZER)))
+    texts = check_texts(tokenizer, Pipeline.from_file(str(directory / TOKENIZER)))
     encoded = [theirs.encode(text, add_special_tokens=False) for text in texts]
     _check_ids(named, tokenizer, texts, encoded)
     if theirs.eos_token_id != tokenizer.eod:
         raise _cannot(
             named, tokenizer, f"AutoTokenizer ends a text with {theirs.eos_token_id}, not {tokenizer.eod}"
         )
-
-
-def is_written(directory: Path) -> bool:
-    """Return whether the directory has a tokenizer."""
-    return (directory / _TOKENIZER).exists()
 
 
 def check_texts(tokenizer: Tokenizer, pipeline: Any) -> list[str]:

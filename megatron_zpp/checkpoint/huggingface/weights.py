@@ -23,10 +23,10 @@ from megatron_zpp.checkpoint.huggingface.names import (
     has_images,
     names_of,
 )
+from megatron_zpp.checkpoint.imported import parameter_shapes
 from megatron_zpp.checkpoint.slices import fill
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.values.json_file import read_json_object, shown_key
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.placement import Layout, Placement, within
 from megatron_zpp.storage.regular import UnfitFile, open_regular
 
@@ -81,7 +81,7 @@ class HuggingFaceWeights:
             begin = end
         return found
 
-    def unit_elements(self, layout: Layout, elements: range, rank: int = 0) -> Tensor:
+    def unit_elements(self, layout: Layout, elements: range, rank: int) -> Tensor:
         """Return elements of the flat buffer of a unit, as a rank of the job has it; its gaps are zero."""
         found = torch.zeros(len(elements))
         for piece in layout.pieces_in(elements):
@@ -94,11 +94,14 @@ class HuggingFaceWeights:
             fill(found[within(piece.at, elements)], piece, rank, whole, read_into)
         return found
 
+    def parameter(self, name: str) -> Tensor:
+        """Return one of our parameters, whole."""
+        shape = self.shapes[name]
+        return self.elements(name, 0, math.prod(shape)).view(shape)
+
     def parameters(self) -> dict[str, Tensor]:
         """Return all of them by our names, whole."""
-        return {
-            name: self.elements(name, 0, math.prod(shape)).view(shape) for name, shape in self.shapes.items()
-        }
+        return {name: self.parameter(name) for name in self.shapes}
 
     def _open(self) -> dict[str, Any]:
         """Return slices by the tensors' names, without the prefix."""
@@ -173,9 +176,7 @@ class HuggingFaceWeights:
         (last,) = self._names.tensors(name, (width, width), self._config)
         if last.name not in self._slices:  # before thousands of layers are built because a file asks for them
             raise self._named.error(f"has no tensor {last.name}; config.json asks for {layers} layers")
-        with torch.device("meta"):
-            parameters = GPT(self._config, self._entries).named_parameters()
-        return {name: tuple(parameter.shape) for name, parameter in parameters}
+        return parameter_shapes(self._config, self._entries)
 
     def _check(self) -> None:
         expected = set()

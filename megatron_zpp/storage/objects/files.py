@@ -20,8 +20,7 @@ from megatron_zpp.storage.checksums import (
 )
 from megatron_zpp.storage.files import identity, locked, write_text
 from megatron_zpp.storage.location import NoObject, ObjectError
-from megatron_zpp.storage.objects.path import ObjectPath
-from megatron_zpp.storage.objects.ranges import ObjectRanges
+from megatron_zpp.storage.objects.path import ObjectPath, ObjectRanges
 from megatron_zpp.storage.regular import read_limited
 
 _REQUESTS = 16  # at once, per process

@@ -15,7 +15,7 @@ _UNCONDITIONAL = (
 
 
 class ObjectRecord:
-    """See Record."""
+    """As FileRecord, of an object."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path, self._tag = path, ""

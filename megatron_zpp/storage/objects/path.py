@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.storage.location import S3, NoObject, ObjectError
+from megatron_zpp.storage.location import S3, Conflict, NoObject, ObjectError
 from megatron_zpp.storage.objects.requests import NoUpload, get, request
 
 _REMOVED_AT_ONCE = 1000  # objects; S3's limit
+_OBJECTS, _UPLOADS = "list_objects_v2", "list_multipart_uploads"
+_PLACES = {_OBJECTS: ("ContinuationToken",), _UPLOADS: ("KeyMarker", "UploadIdMarker")}  # of the next answer
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,7 @@ class ObjectPath:
 
     def is_dir(self) -> bool:
         """Whether an object is below it."""
-        answer = request(str(self), "list_objects_v2", Bucket=self.bucket, Prefix=self._prefix, MaxKeys=1)
-        return bool(answer.get("Contents"))
+        return bool(next(self._pages(_OBJECTS, MaxKeys=1)).get("Contents"))
 
     def exists(self) -> bool:
         """Whether there is such an object or directory. Raises ObjectError if there is no such bucket."""
@@ -80,7 +81,7 @@ class ObjectPath:
 
     def glob(self, pattern: str) -> Iterator["ObjectPath"]:
         """Yield the objects and directories directly in this directory whose names match."""
-        for page in self._pages(Delimiter="/"):
+        for page in self._pages(_OBJECTS, Delimiter="/"):
             keys = [found["Key"] for found in page.get("Contents", [])]
             keys += [found["Prefix"].rstrip("/") for found in page.get("CommonPrefixes", [])]
             for path in (ObjectPath(self.bucket, key) for key in keys):
@@ -89,7 +90,7 @@ class ObjectPath:
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each object directly in this directory, by name."""
-        found = [each for page in self._pages(Delimiter="/") for each in page.get("Contents", [])]
+        found = [each for page in self._pages(_OBJECTS, Delimiter="/") for each in page.get("Contents", [])]
         return {each["Key"].rpartition("/")[2]: each["Size"] for each in found}
 
     def read(self, start: int, size: int, tag: str) -> bytes:
@@ -118,7 +119,7 @@ class ObjectPath:
 
     def remove_tree(self) -> None:
         """Remove every object below this directory, and the parts of uploads that did not end."""
-        for page in self._pages():
+        for page in self._pages(_OBJECTS):
             keys = [{"Key": found["Key"]} for found in page.get("Contents", [])]
             for first in range(0, len(keys), _REMOVED_AT_ONCE):
                 some = {"Objects": keys[first : first + _REMOVED_AT_ONCE], "Quiet": True}
@@ -130,8 +131,9 @@ class ObjectPath:
 
     def abort_uploads(self) -> None:
         """Remove the parts of all uploads below this directory that have not ended."""
-        for upload in self._uploads():
-            ObjectPath(self.bucket, upload["Key"]).abort_upload(upload["UploadId"])
+        for page in self._pages(_UPLOADS):
+            for upload in page.get("Uploads", []):
+                ObjectPath(self.bucket, upload["Key"]).abort_upload(upload["UploadId"])
 
     def begin_upload(self) -> str:
         """Begin to upload the object in parts, and return the upload's id."""
@@ -165,26 +167,45 @@ class ObjectPath:
     def _named(self) -> dict[str, Any]:
         return {"Bucket": self.bucket, "Key": self.key}
 
-    def _uploads(self) -> Iterator[dict[str, Any]]:
-        """Yield the uploads below this directory that have not ended."""
+    def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        """Yield the answers that together list everything below this directory."""
         more: dict[str, str] = {}
         while True:
-            page = request(
-                str(self), "list_multipart_uploads", Bucket=self.bucket, Prefix=self._prefix, **more
-            )
-            yield from page.get("Uploads", [])
-            if not page.get("IsTruncated"):
-                return
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-    def _pages(self, **arguments: str) -> Iterator[dict[str, Any]]:
-        """Yield the answers that together list all objects below this directory."""
-        more: dict[str, str] = {}
-        while True:
-            page = request(
-                str(self), "list_objects_v2", Bucket=self.bucket, Prefix=self._prefix, **arguments, **more
-            )
+            page = request(str(self), operation, Bucket=self.bucket, Prefix=self._prefix, **arguments, **more)
             yield page
             if not page.get("IsTruncated"):
                 return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+            more = {name: page[f"Next{name}"] for name in _PLACES[operation]}
+
+
+class ObjectRanges:
+    """Reads ranges of an object, as FileRanges of a file, while its content stays what it was.
+
+    Reading raises Conflict, an OSError, once another content has replaced what was opened.
+    """
+
+    def __init__(self, path: ObjectPath) -> None:
+        self._path, status = path, path.status()
+        self.size, self.modified, self.tag = status.size, status.modified, status.tag
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return the bytes [start, start + size), which must be in the object."""
+        if not size:
+            return b""
+        try:
+            return self._path.read(start, size, self.tag)
+        except (Conflict, NoObject) as error:
+            reason = "was replaced or removed while it was read; restore it and start again"
+            raise Conflict(error.errno, reason, str(self._path)) from None
+
+    def read_into(self, start: int, target: memoryview) -> int:
+        """As a file's."""
+        content = self.read(start, min(len(target), self.size - start))
+        target[: len(content)] = content
+        return len(content)
+
+    def forget(self, start: int, size: int) -> None:
+        """Nothing of an object is kept."""
+
+    def close(self) -> None:
+        """Nothing is open between requests."""

@@ -54,7 +54,7 @@ def restore(
     settings, files = config.checkpoint, FileWorker()
     exchange_for = partial(Exchange, store, engine.topology, config.distributed.timeout)
     if settings.huggingface:
-        from megatron_zpp.checkpoint.huggingface.load import load_weights
+        from megatron_zpp.checkpoint.huggingface.importing import load_weights
 
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"

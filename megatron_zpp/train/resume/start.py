@@ -42,7 +42,7 @@ def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[st
         _check_nothing_newer(config, start=0)
         return
     if config.huggingface:
-        from megatron_zpp.checkpoint.huggingface.load import open_weights
+        from megatron_zpp.checkpoint.huggingface.importing import open_weights
 
         open_weights(config.huggingface, model, tokenizer).close()
         _check_nothing_newer(config, start=0)

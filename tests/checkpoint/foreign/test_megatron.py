@@ -45,7 +45,7 @@ def test_logits_are_those_of_megatron_core(
         r"layers\.\*\.self_attention\.linear_qkv\.weight +-> layers\.\*\.attention\.qkv\.weight\n", said
     )
     assert "vocabulary: 90 entries; 128 rows there, 96 here" in said
-    assert "--num-layers 2 --hidden-size 64" in said
+    assert f"--use-checkpoint-args gives a run with --load {target} its model and tokenizer\n" in said
     assert_same_logits(target, root)
 
 

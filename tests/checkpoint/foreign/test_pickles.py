@@ -232,8 +232,6 @@ LAST = {"decoder.layers.9999.self_attention.linear_qkv.weight": torch.zeros(1)}
     [
         ({"window_size": shared()}, {}, "describe no model of ours: --window-size of several"),
         ({"num_experts": shared()}, {}, "its model has num_experts of several values"),
-        ({"normalization": shared()}, {}, "has normalization of several values"),
-        ({"position_embedding_type": shared()}, {}, "has position_embedding_type of several values"),
         ({"rotary_base": shared(), "position_embedding_type": "rope"}, {}, "rotary_base of several values"),
         ({}, {"checkpoint_version": shared()}, "checkpoint_version of several values; load and save"),
         ({"num_layers": 1 << 40}, {}, "--num-layers 1099511627776: must be at most 10000"),

@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from megatron_zpp.checkpoint.huggingface.load import open_weights
-from megatron_zpp.checkpoint.huggingface.whole import read_settings
+from megatron_zpp.checkpoint.huggingface.importing import open_weights, read_settings
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.root import Config, parse_command_line
 from megatron_zpp.config.shapes.huggingface import FAMILIES as CONFIGS
@@ -87,18 +86,11 @@ def test_of_a_model_of_images_the_text_is_imported(
     [
         ("qwen3", 0, 1),
         nightly("llama-tied-scaled", 3, 2),
-        nightly("mistral", 1, 2),
-        nightly("llama-biased", 2, 3),
         nightly("qwen2", 3, 2),
         nightly("gemma3", 3, 2),
-        nightly("gemma2", 2, 2),
         nightly("starcoder2-window", 3, 2),
-        nightly("olmo2", 1, 3),
-        nightly("smollm3", 2, 2),
         nightly("olmo3", 3, 2),
         nightly("phi3", 3, 2),
-        nightly("glm4", 2, 3),
-        nightly("granite", 0, 2),
         nightly("bloom-heads", 3, 2),
     ],
 )
@@ -246,7 +238,6 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             "low_freq_factor 2.0 is not supported; must be 1.0",
         ),
         ({"rope_parameters": {"rope_theta": "x"}}, 'rope_theta of rope is "x"; must be a number'),
-        ({"hidden_size": None}, "hidden_size is null; must be a positive integer"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0; must be null or a positive"),
         (QWEN2 | {"use_sliding_window": 1}, "use_sliding_window is 1; must be true or false"),
         (QWEN2 | {"max_window_layers": -1}, "max_window_layers is -1; must be 0 or more"),
@@ -268,9 +259,7 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
         (GEMMA3 | {"final_logit_softcapping": 0}, "final_logit_softcapping is 0; must be a number above 0"),
         ({"model_type": "falcon"}, 'model_type is "falcon"; must be one of gpt2, bloom, llama'),
         (BLOOM | {"apply_residual_connection_post_layernorm": True}, "layernorm true is not supported; must"),
-        (BLOOM | {"hidden_dropout": "x"}, 'hidden_dropout is "x"; must be a number'),
         ({"model_type": "starcoder2", "use_bias": 1}, "use_bias is 1; must be true or false"),
-        ({"model_type": "starcoder2", "hidden_act": "relu"}, 'hidden_act "relu" is not supported; must be'),
         ({"model_type": "mixtral", "num_local_experts": 8}, NOT + "mixture of experts (num_local_experts 8)"),
         (
             {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 256},

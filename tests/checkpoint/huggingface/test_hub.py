@@ -1,5 +1,7 @@
 """Models of the hub: downloaded once, pinned to a commit, cached, and pushed."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,7 +51,9 @@ def test_a_model_of_the_hub_is_trained_sampled_and_pushed_back(hub: Hub, good: P
     imported = program(
         "megatron_zpp.commands.import_checkpoint", "hf:org/tiny", tmp_path / "imported", **offline
     )
-    assert f"--tokenizer-model hf:org/tiny@{COMMIT}" in imported.stdout, imported.stderr
+    assert imported.returncode == 0, imported.stderr
+    state = json.loads((tmp_path / "imported/iter_0000000/state.json").read_text())
+    assert state["config"]["tokenizer"]["tokenizer_model"] == f"hf:org/tiny@{COMMIT}"
     assert hub.requests == []
 
     argv = [tmp_path / "run", tmp_path / "out", "--push-to-hub", "org/new"]
@@ -85,11 +89,11 @@ def test_an_interrupted_download_continues_with_the_files_that_are_missing(hub: 
 @pytest.mark.parametrize(
     ("name", "place", "said"),
     [
-        ("org/tiny", {"HF_HUB_OFFLINE": "1"}, "is not whole in {cache}/hub, and HF_HUB_OFFLINE is set"),
-        ("org/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "is not whole in {cache}/hub, and http://127"),
-        ("org/none", {}, "is no directory here, and {hub} shows no such model; check the name, or set HF_"),
-        ("org/tiny@v2", {}, "{hub} has no such revision of org/tiny"),
-        ("org/closed", {"HF_TOKEN": "hf_wrong"}, "is no directory here, and {hub} shows no such model"),
+        ("org/tiny", {"HF_HUB_OFFLINE": "1"}, "LocalEntryNotFoundError: .*HF_HUB_OFFLINE"),
+        ("org/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "LocalEntryNotFoundError: .*Connection refused"),
+        ("org/none", {}, "RepositoryNotFoundError: "),
+        ("org/tiny@v2", {}, "RevisionNotFoundError: .*/revision/v2"),
+        ("org/closed", {"HF_TOKEN": "hf_wrong"}, "RepositoryNotFoundError: "),
     ],
 )
 def test_a_model_that_the_hub_does_not_give_is_one_line(
@@ -100,8 +104,7 @@ def test_a_model_that_the_hub_does_not_give_is_one_line(
     done = program("pretrain_gpt", *RUN, "--load", f"hf:{name}", **hub.environment(tmp_path, **place))
     assert done.returncode == 1
     *_, line = done.stderr.splitlines()
-    said = said.format(cache=tmp_path, hub=hub.endpoint)
-    assert line.startswith(f"pretrain_gpt.py: error: --load hf:{name}: {said}")
+    assert re.match(f"pretrain_gpt.py: error: --load hf:{name}: is no directory here; {said}", line), line
     assert "hf_wrong" not in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -109,8 +112,8 @@ def test_a_model_that_the_hub_does_not_give_is_one_line(
 def test_a_push_without_rights_is_refused_before_the_export(hub: Hub, tmp_path: Path) -> None:
     argv = [tmp_path / "run", tmp_path / "out", "--push-to-hub"]
     place = hub.environment(tmp_path, HF_TOKEN="hf_wrong")
-    for name, said in (("org/new", f"{hub.endpoint} answers 401 "), ("new", "must be ORG/NAME")):
+    for name, said in (("org/new", "HfHubHTTPError: .*401 Unauth"), ("new", "must be ORG/NAME")):
         done = program("megatron_zpp.commands.export_checkpoint", *argv, name, **place)
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith(f"export_checkpoint.py: error: --push-to-hub {name}: {said}")
+        assert re.match(f"export_checkpoint.py: error: --push-to-hub {name}: {said}", done.stderr)
         assert "hf_wrong" not in done.stderr

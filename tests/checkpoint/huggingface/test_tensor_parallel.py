@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_zpp.checkpoint.huggingface.load import load_weights
+from megatron_zpp.checkpoint.huggingface.importing import load_weights
 from megatron_zpp.checkpoint.huggingface.names import TOKENS
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
