@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.job_store import ForeignValue, JobStore, derived, job_key
-from megatron_zpp.distributed.lifelines import Lifelines, Root, children_of
+from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.open_files import reserve_connections
 from megatron_zpp.distributed.rank_addresses import SAY_AFTER, RankAddress, Rendezvous, ranges
 from megatron_zpp.distributed.topology import Topology
@@ -84,7 +84,7 @@ def rendezvous(
     if launcher_keeps_store and topology.local_rank == 0 and any(map(_is_of_this_host, found)):
         reserve_connections(os.getppid(), topology.world_size, say)
     if topology.rank == 0 and not launcher_keeps_store:
-        reserve_connections(os.getpid(), topology.world_size, say, len(children_of(topology)))
+        reserve_connections(os.getpid(), topology.world_size, say, topology.world_size - 1)
         store, own = _host(address, port, found, topology), str(found[0][4][0])
     else:
         own = _reach(address, port, topology, deadline.at, say)
@@ -97,9 +97,9 @@ def rendezvous(
     lifelines = None if ended is None else Lifelines(topology, ended, say)
 
     def join() -> tuple[JobStore, tuple[RankAddress, ...]]:
-        store, root = _meet_rank_0(meeting, topology, rank_address.host, deadline, lifelines)
-        if lifelines and root:
-            lifelines.start(root, address, derived(store.key, "lifelines").hex())
+        store, listens_at = _meet_rank_0(meeting, topology, rank_address.host, deadline, lifelines)
+        if lifelines and listens_at:
+            lifelines.start(listens_at, address, derived(store.key, "lifelines").hex())
         try:
             return store, _exchange_addresses(meeting, store, topology, rank_address, deadline, say)
         except ValueError as error:
@@ -124,25 +124,24 @@ def rendezvous(
 
 def _meet_rank_0(
     meeting: JobStore, topology: Topology, host: str, deadline: _Deadline, lifelines: Lifelines | None
-) -> tuple[JobStore, Root | None]:
+) -> tuple[JobStore, int | None]:
     """Publish on rank 0, and learn on others, where it listens for lifelines and how long it will wait.
 
-    Returns the store with the key of this start, for which rank 0 chooses a text, and where rank 0 listens.
+    Returns the store with the key of this start, for which rank 0 chooses a text, and rank 0's port.
     The others wait as long as rank 0: those that gave up earlier would be counted as present. What they read
     are seconds, because the clocks of hosts differ; rank 0 may have fewer left by then.
     """
     if topology.rank == 0:
-        root, salt = lifelines.listen() if lifelines else None, secrets.token_hex(16)
-        fields = {"salt": salt, "seconds": deadline.left, "root": root and asdict(root)}
-        meeting.set("rank_0", json.dumps(fields))
-        return meeting.of_start(salt), root
+        port, salt = lifelines.listen() if lifelines else None, secrets.token_hex(16)
+        meeting.set("rank_0", json.dumps({"salt": salt, "seconds": deadline.left, "lifelines": port}))
+        return meeting.of_start(salt), port
     try:
         rank_0 = _await_rank_0(meeting, "rank_0", topology, host, deadline)
     except ForeignValue:
         meeting.set(f"here/{topology.rank}", "null")  # which rank 0 cannot read either, and ends all others
         raise
     deadline.wait_as_long_as(rank_0["seconds"])
-    return meeting.of_start(rank_0["salt"]), Root(**rank_0["root"]) if rank_0["root"] else None
+    return meeting.of_start(rank_0["salt"]), rank_0["lifelines"]
 
 
 def _answer(ask: Callable[[], _Answer], until: Callable[[], float]) -> _Answer:

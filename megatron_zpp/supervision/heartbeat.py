@@ -100,8 +100,9 @@ class _Pulse:
         self._news = _NEWS if lifelines else 0.0
         self._monitor = LivenessMonitor(timeout=timeout, patience=4 * self._interval, news=self._news)
         self._count = 0
-        # Rank 0's newest message, kept because rank 0 cannot report its own end.
-        self._first: HeartbeatMessage | None = None
+        # The newest messages that this rank has read: rank 0's, because it cannot report its own end, and on
+        # rank 0 those of all.
+        self._read: list[HeartbeatMessage | None] = [None]
         self._asks, self._leaves = False, False
         self._hurries = False  # some rank asks
         self._failed: str | None = None
@@ -119,7 +120,7 @@ class _Pulse:
         for thread in self._threads:
             thread.start()
         if lifelines:
-            lifelines.doing, lifelines.ended = lambda: activity.latest.text, self._lose
+            lifelines.last_seen, lifelines.ended = self._last_seen, self._lose
 
     def ask(self) -> None:
         """After a failed collective: wait for the verdict, which ends the process."""
@@ -148,6 +149,11 @@ class _Pulse:
         self._wake.set()
         for thread in self._threads:
             thread.join(2 * self._interval)
+
+    def _last_seen(self, rank: int) -> str:
+        """What a rank was doing."""
+        message = self._read[rank] if rank < len(self._read) else None
+        return message.doing if message else "starting"
 
     def _lose(self, text: str) -> None:
         """A lifeline tells that a rank has ended; called by the thread of the lifelines."""
@@ -215,9 +221,8 @@ class _Pulse:
 
     def _without_store(self, what: str) -> str:
         """The verdict on rank 0, whose process or launcher hosts the store."""
-        first = self._first
-        name, doing = (first.name, first.doing) if first else ("rank 0", "starting")
-        return f"{name}, where the run's store is kept, {what}; last seen: {doing}"
+        name = self._read[0].name if self._read[0] else "rank 0"
+        return f"{name}, where the run's store is kept, {what}; last seen: {self._last_seen(0)}"
 
     def _connect(self) -> None:
         """Open a connection of this thread's own, because a blocking call holds the connection that it uses.
@@ -243,9 +248,9 @@ class _Pulse:
             return
         said, first = self._store.multi_get([_VERDICT, _key(0)])
         self._answered = self._clock.seconds
-        self._first = HeartbeatMessage.decode(first) or self._first
-        self._monitor.see([self._first], self._answered)
-        verdict = json.loads(said or _NOTHING_YET) or self._monitor.lost([self._first], asked=self._asks)
+        self._read = [HeartbeatMessage.decode(first) or self._read[0]]
+        self._monitor.see(self._read, self._answered)
+        verdict = json.loads(said or _NOTHING_YET) or self._monitor.lost(self._read, asked=self._asks)
         if verdict:
             self._tell(left=True)  # rank 0 waits for it before it closes the store
             self._verdict = verdict
@@ -297,10 +302,9 @@ class _Pulse:
         """The newest messages of all ranks; the monitor sees them too."""
         texts = self._store.multi_get([_key(rank) for rank in range(self._topology.world_size)])
         self._answered = self._clock.seconds
-        messages = [HeartbeatMessage.decode(text) for text in texts]
-        self._first = messages[0]
-        self._monitor.see(messages, self._answered)
-        return messages
+        self._read = [HeartbeatMessage.decode(text) for text in texts]
+        self._monitor.see(self._read, self._answered)
+        return self._read
 
 
 def _key(rank: int) -> str:

@@ -112,5 +112,5 @@ def test_a_store_without_room_for_all_ranks_is_refused_before_it_starts(tmp_path
         assert run.statuses() == {0: 1}
         (line,) = run.errors()
     assert f"error: ulimit -n {HARD}: this process on {os.uname().nodename}" in line
-    # 6 * 400 connections to the store, 399 lifelines of the ranks of one node, 256 others
+    # 6 * 400 connections to the store, 399 lifelines, 256 others
     assert "which hosts the store of 400 ranks, needs 3055 open files" in line

@@ -101,7 +101,7 @@ def test_a_rank_that_gives_up_ends_the_others(monkeypatch: pytest.MonkeyPatch, m
     if met:
         monkeypatch.setattr(module.secrets, "token_hex", lambda count: "chosen by rank 0")
         ranks = JobStore(dist.PrefixStore("attempt_0", store), job_key(place))
-        ranks.set("rank_0", '{"salt": "chosen by rank 0", "seconds": 1.0, "root": null}')
+        ranks.set("rank_0", '{"salt": "chosen by rank 0", "seconds": 1.0, "lifelines": null}')
     line = start(1, 2, place, limit=1.5)
     began = time.monotonic()
     assert start(0, 2, place, limit=20.0) == line

@@ -116,7 +116,7 @@ def test_the_store_has_no_secret(met: Met) -> None:
     published = met.stranger.get("rank_0") + met.stranger.get("here/1")
     for secret in (job_key(met.place(0)), key, derived(key, "lifelines")):
         assert secret.hex().encode() not in published
-    assert json.loads(met.stranger.get("rank_0")[64:])["root"].keys() == {"port"}
+    assert json.loads(met.stranger.get("rank_0")[64:]).keys() == {"salt", "seconds", "lifelines"}
 
 
 def test_a_stranger_who_knows_all_of_the_store_gets_no_lifeline(met: Met) -> None:
@@ -124,11 +124,11 @@ def test_a_stranger_who_knows_all_of_the_store_gets_no_lifeline(met: Met) -> Non
     texts = [met.stranger.get(key).decode() for key in ("rank_0", "here/0", "here/1")]
     heard: list[str] = []
     lines = Lifelines(Topology(0, 2, 0, 1), heard.append, ignore)
-    root = lines.listen()
-    lines.start(root, "127.0.0.1", derived(met.key(0), "lifelines").hex())
+    port = lines.listen()
+    lines.start(port, "127.0.0.1", derived(met.key(0), "lifelines").hex())
     for text in (*texts, *(text[:64] for text in texts), ""):
         stranger = Lifelines(Topology(1, 2, 0, 1), ignore, ignore)
-        stranger.start(root, "127.0.0.1", text)
+        stranger.start(port, "127.0.0.1", text)
         assert not lines.complete
         stranger.leave()
     lines.leave()
