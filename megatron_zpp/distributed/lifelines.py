@@ -1,13 +1,13 @@
-"""Connections of all ranks to rank 0, whose closing tells that a rank has ended, whatever ended it.
+"""Connections of all ranks to rank 0, which carry heartbeats, and whose closing tells that a rank has ended.
 
-The kernel closes the connections of a process that ends. All ranks see the end of rank 0, and rank 0 sees
-that of any other rank and tells the rest. A rank that ends knowingly says so before, and its closing then
-means nothing. A rank that is stopped keeps its connection. A host without power or network closes nothing:
-that is found by heartbeats alone.
+The kernel closes the connections of a process that ends, whatever ended it. All ranks see the end of rank 0,
+and rank 0 sees that of any other rank and tells the rest. A rank that ends knowingly says so before, and its
+closing then means nothing. A rank that is stopped keeps its connection. A host without power or network
+closes nothing: that is found by heartbeats alone.
 
 A message is a JSON object on a line. The first one of each side is its hello: token, rank and host. Later
-ones have one key: `connected`, the rank has got rank 0's hello; `bye`, it is about to end; `ended`, the text
-on a rank that has ended without a `bye`.
+ones have one key: `connected`, the rank has got rank 0's hello; `beat`, a heartbeat message; `bye`, the rank
+is about to end; `ended`, the text on a rank that ends the run.
 """
 
 import errno
@@ -44,14 +44,14 @@ def hello_token(token: str, rank: int) -> str:
 class Lifelines:
     """The connection of one rank to rank 0, or on rank 0 those of all others, and a thread that reads.
 
-    `ended` is called, from that thread, when another rank has ended without saying so; the text is its name
-    and what it was doing, which is what `last_seen` returns for its number. Both may be replaced at any time.
-    `ended` is called at most once, and not after `leave`.
+    `ended` is called, from that thread, when another rank ends the run, such as one that has ended without
+    saying so, or when this rank cannot connect; at most once, and not after `leave`. It may be replaced at
+    any time. `beats` are the newest heartbeat messages of other ranks.
     """
 
-    def __init__(self, topology: Topology, ended: Callable[[str], None], say: Callable[[str], None]) -> None:
-        self.ended, self._say = ended, say
-        self.last_seen: Callable[[int], str] = lambda rank: "starting"
+    def __init__(self, topology: Topology, ended: Callable[[str], None]) -> None:
+        self.ended = ended
+        self.beats: dict[int, Message] = {}
         self._rank, self._world_size = topology.rank, topology.world_size
         self._token = ""
         self._listener: socket.socket | None = None
@@ -87,12 +87,25 @@ class Lifelines:
         connected = sum(connection.confirmed for connection in self._connections)
         return connected == (self._world_size - 1 if self._rank == 0 else 1)
 
+    def beat(self, message: Message) -> None:
+        """Send a heartbeat message to rank 0, or from it to all others."""
+        with self._lock:
+            self._send({"beat": message})
+
+    def tell(self, text: str) -> None:
+        """Act on the end of the run, after telling the others on rank 0, unless this rank has left."""
+        with self._lock:
+            if self._silent:
+                return
+            if self._rank == 0:
+                self._send({"ended": text})
+            self._silent = True
+        self.ended(text)
+
     def leave(self) -> None:
         """Say that this process ends, so that its closing is no news; hear nothing from now on."""
         with self._lock:  # a thread closes everything once this rank is silent, so not before the words
-            for connection in self._connections:
-                if connection.rank is not None:
-                    connection.send({"bye": True})
+            self._send({"bye": True})
             self._silent = True
 
     def close(self) -> None:
@@ -122,7 +135,7 @@ class Lifelines:
                         self._drop(connection, selector)
                 for when, text in suspects:
                     if now >= when:
-                        self._tell(text)
+                        self.tell(text)
                         break
         self.close()
 
@@ -138,7 +151,7 @@ class Lifelines:
         try:
             connection.receive()
         except _Closed as closed:
-            text = connection.end(closed, self.last_seen)
+            text = connection.end(closed)
             if text is None:
                 self._drop(connection, selector)
             else:  # it stays among the connections: all other ranks hear the news
@@ -146,6 +159,8 @@ class Lifelines:
             return text
         for message in connection.messages():
             if connection.rank is not None:
+                if "beat" in message:
+                    self.beats[connection.rank] = message["beat"]
                 continue
             if not self._is_awaited(message):
                 self._drop(connection, selector)
@@ -176,19 +191,21 @@ class Lifelines:
         connection = self._connect(address, port)
         while connection and not self._silent:
             for message in connection.messages():  # some may have come with the hello
-                if text := message.get("ended"):
-                    self._tell(text)
+                if "beat" in message:
+                    self.beats[0] = message["beat"]
+                elif text := message.get("ended"):
+                    self.tell(text)
             try:
                 connection.receive()
             except _Closed as closed:
-                if text := connection.end(closed, self.last_seen):
+                if text := connection.end(closed):
                     time.sleep(_GRACE)
-                    self._tell(text)
+                    self.tell(text)
                 break
         self.close()
 
     def _connect(self, address: str, port: int) -> "_Connection | None":
-        """Connect to rank 0, which may not listen yet; None if this rank leaves, or gives up and says so."""
+        """Connect to rank 0, which may not listen yet; None if this rank leaves, or cannot, which ends it."""
         while not self._silent:
             connection = None
             try:
@@ -201,10 +218,9 @@ class Lifelines:
                 if connection:
                     connection.socket.close()
                 if self._present and time.monotonic() > self._present + _GIVE_UP:
-                    self._say(
-                        f"warning: rank {self._rank} on {platform.node()} has no connection to rank 0 "
-                        f"({error}): it hears of a rank that is killed only through the store, which may "
-                        "take --heartbeat-timeout"
+                    self.tell(
+                        f"MASTER_ADDR {address}: rank {self._rank} on {platform.node()} cannot connect to "
+                        f"rank 0 at port {port} ({error}); let nodes reach each other at all ports"
                     )
                     return None
                 time.sleep(_PAUSE)
@@ -221,16 +237,11 @@ class Lifelines:
         token = hello_token(self._token, self._rank)
         return {"token": token, "rank": self._rank, "host": platform.node()}
 
-    def _tell(self, text: str) -> None:
-        """Act on the end of a rank, after telling the others on rank 0, unless this rank is ending itself."""
-        with self._lock:
-            if self._silent:
-                return
-            for connection in self._connections if self._rank == 0 else ():
-                if connection.rank is not None:
-                    connection.send({"ended": text})
-            self._silent = True
-        self.ended(text)
+    def _send(self, message: Message) -> None:
+        """Send a message to rank 0, or from it to all others; holding the lock."""
+        for connection in self._connections:
+            if connection.rank is not None:
+                connection.send(message)
 
 
 class _Closed(Exception):
@@ -254,7 +265,8 @@ class _Connection:
         self.rank: int | None = None
         self.confirmed, self.left = False, False
         self.since = time.monotonic()
-        self._host, self._received = "?", b""
+        self._host, self._doing = "?", "starting"
+        self._received, self._unsent = b"", b""
         connected.settimeout(seconds)
 
     def greet(self, hello: Message) -> None:
@@ -276,9 +288,14 @@ class _Connection:
         self.confirmed = True
 
     def send(self, message: Message) -> None:
-        """Send a message, for which the kernel has room, because a connection carries few."""
-        with suppress(OSError):  # the other end is gone, which the reader of this socket finds
-            self.socket.sendall(json.dumps(message).encode() + b"\n", socket.MSG_NOSIGNAL)
+        """Send without waiting; what a stopped process does not read is kept, but for many heartbeats."""
+        if len(self._unsent) < _LONGEST or "beat" not in message:
+            self._unsent += json.dumps(message).encode() + b"\n"
+        # An error means that the other end is gone, which the reader of this socket finds.
+        with suppress(OSError):
+            while self._unsent:
+                sent = self.socket.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._unsent = self._unsent[sent:]
 
     def receive(self) -> None:
         """Read what has come. Raises _Closed at the end of the connection."""
@@ -306,16 +323,18 @@ class _Connection:
             except (ValueError, RecursionError):  # a stranger's
                 continue
             if isinstance(message, dict):
-                self.left = self.left or "bye" in message
-                self.confirmed = self.confirmed or self.rank is not None
+                if self.rank is not None:
+                    self.confirmed = True
+                    self.left = self.left or "bye" in message
+                    self._doing = message.get("beat", {}).get("doing", self._doing)
                 yield message
 
-    def end(self, closed: _Closed, last_seen: Callable[[int], str]) -> str | None:
+    def end(self, closed: _Closed) -> str | None:
         """The text on the process at the other end; None if its end is no news, or it may not have ended."""
         if self.rank is None or not self.confirmed or self.left or closed.by_network:
             return None
         name = f"rank {self.rank} [{self._host}]"
-        return f"{name} has ended without a word: killed, or crashed; last seen: {last_seen(self.rank)}"
+        return f"{name} has ended without a word: killed, or crashed; last seen: {self._doing}"
 
 
 def _has_token(hello: Message, token: str) -> bool:

@@ -1,8 +1,7 @@
 """Heartbeat messages, and the rules that decide which rank failed; no clock, store or thread."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,10 @@ class HeartbeatMessage:
         """The rank and its host."""
         return f"rank {self.rank} [{self.host}]"
 
-    def encode(self) -> str:
-        """The text that the store keeps."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: bytes) -> "HeartbeatMessage | None":
-        """The inverse of `encode`; None for a rank that has not connected yet."""
-        values = json.loads(text) if text else None
-        return None if values is None else cls(**values)
+    @property
+    def failure(self) -> str:
+        """The text on the rank's own error."""
+        return f"{self.name} failed: {self.failed}"
 
 
 class Patience:
@@ -94,7 +88,7 @@ class LivenessMonitor:
         """
         for message in messages:
             if message and message.failed:
-                return f"{message.name} failed: {message.failed}"
+                return message.failure
         asked = asked or any(message and message.asks for message in messages)
         limit = self._limits.limit(self._now, asks=asked)
         silences = [
@@ -133,13 +127,6 @@ class LivenessMonitor:
             return None
         waited = min(message.seconds + self._silence(message.rank) for message in last)
         return f"{_names(last)}: {last[0].doing} for {waited:.0f} s" if waited > seconds else None
-
-    def gone(self, messages: Sequence[HeartbeatMessage | None], silence: float) -> bool:
-        """Whether each rank has left, failed, or been silent for more than `silence` seconds."""
-        return all(
-            message is None or message.left or message.failed or self._silence(message.rank) > silence
-            for message in messages
-        )
 
     def _silence(self, rank: int) -> float:
         """Seconds since a rank's newest message arrived."""

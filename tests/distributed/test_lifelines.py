@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,8 +30,8 @@ WORLD = 4
 
 
 def lifelines_of(rank: int, world: int, heard: Callable[[str], object] = lambda text: None) -> Lifelines:
-    """Those of a rank that says nothing."""
-    return Lifelines(Topology(rank, world, rank, world), heard, lambda text: None)
+    """Those of a rank."""
+    return Lifelines(Topology(rank, world, rank, world), heard)
 
 
 def rank_main(directory: str, rank: int, pipe: Pipe, prepare: Callable[[], None] | None, slow: bool) -> None:
@@ -45,13 +46,14 @@ def rank_main(directory: str, rank: int, pipe: Pipe, prepare: Callable[[], None]
         os._exit(1)
 
     lines = lifelines_of(rank, WORLD, ended)
-    lines.last_seen = lambda rank: f"step {rank}"
     if rank == 0:
         pipe.send(lines.listen())
     lines.start(pipe.recv(), "127.0.0.1", TOKEN)
     if slow:
         pipe.send("listens")
     lines.all_present()
+    beating = threading.Thread(target=beat, args=(lines, {"doing": f"step {rank}"}), daemon=True)
+    beating.start()
     while True:
         match pipe.recv():
             case "complete":
@@ -68,6 +70,13 @@ def rank_main(directory: str, rank: int, pipe: Pipe, prepare: Callable[[], None]
                 pipe.send("forked")
             case status:
                 os._exit(status)
+
+
+def beat(lines: Lifelines, message: dict[str, str]) -> None:
+    """Send it again and again."""
+    while True:
+        lines.beat(message)
+        time.sleep(0.1)
 
 
 class Ranks:
@@ -140,6 +149,7 @@ def seconds_to_hear(victim: int, directory: Path) -> float:
     directory.mkdir()
     with ranks(directory) as run:
         run.wait_until_complete()
+        time.sleep(0.5)  # heartbeats
         begin = time.monotonic()
         run.send(victim, signal.SIGKILL)
         texts = run.heard(sorted(set(range(WORLD)) - {victim}))
@@ -270,7 +280,7 @@ def test_strangers_are_turned_away(tmp_path: Path) -> None:
 def test_who_repeats_the_hello_of_a_rank_is_not_its_parent() -> None:
     """At a port of an earlier start, which a stranger has taken and named again."""
     heard: list[str] = []
-    lines = Lifelines(Topology(1, 2, 1, 2), heard.append, heard.append)
+    lines = lifelines_of(1, 2, heard.append)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         stranger.settimeout(60)
         lines.start(stranger.getsockname()[1], "127.0.0.1", TOKEN)
@@ -303,13 +313,13 @@ def test_a_slow_start_is_no_end(tmp_path: Path) -> None:
         run.heard([0, 1, 2])
 
 
-def test_a_connection_that_cannot_be_made_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_connect_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_GIVE_UP", 0.0)
-    said: list[str] = []
-    lines = Lifelines(Topology(1, 2, 1, 2), said.append, said.append)
-    lines.start(free_port(), "127.0.0.1", TOKEN)
+    heard: list[str] = []
+    lines, port = lifelines_of(1, 2, heard.append), free_port()
+    lines.start(port, "127.0.0.1", TOKEN)
     lines.all_present()
-    wait_until(lambda: said)
-    problem = f"warning: rank 1 on {NAME} has no connection to rank 0 ([Errno 111] Connection refused)"
-    assert said[0].startswith(problem)
+    wait_until(lambda: heard)
+    problem = f"rank 1 on {NAME} cannot connect to rank 0 at port {port} ([Errno 111] Connection refused)"
+    assert heard == [f"MASTER_ADDR 127.0.0.1: {problem}; let nodes reach each other at all ports"]
     assert not lines.complete

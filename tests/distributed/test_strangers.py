@@ -123,11 +123,11 @@ def test_a_stranger_who_knows_all_of_the_store_gets_no_lifeline(met: Met) -> Non
     """Everything that it can read is tried as the token."""
     texts = [met.stranger.get(key).decode() for key in ("rank_0", "here/0", "here/1")]
     heard: list[str] = []
-    lines = Lifelines(Topology(0, 2, 0, 1), heard.append, ignore)
+    lines = Lifelines(Topology(0, 2, 0, 1), heard.append)
     port = lines.listen()
     lines.start(port, "127.0.0.1", derived(met.key(0), "lifelines").hex())
     for text in (*texts, *(text[:64] for text in texts), ""):
-        stranger = Lifelines(Topology(1, 2, 0, 1), ignore, ignore)
+        stranger = Lifelines(Topology(1, 2, 0, 1), ignore)
         stranger.start(port, "127.0.0.1", text)
         assert not lines.complete
         stranger.leave()

@@ -82,9 +82,3 @@ def test_waiting_ranks_are_told_for_which_rank_they_wait() -> None:
     judge.see([beat(0, 2, **joins), beat(1, **joins)], 104)  # the second is silent
     assert judge.slow([beat(0, 2, **joins), beat(1, **joins)], 10) == "rank 1 [host1]: joins for 16 s"
     assert judge.slow([beat(0, 2, **joins), beat(1, marks=9)], 10) is None  # has no limit
-
-
-def test_a_heartbeat_message_survives_the_store() -> None:
-    there = beat(3, failed='quoted "text"', asks=True)
-    assert HeartbeatMessage.decode(there.encode().encode()) == there
-    assert HeartbeatMessage.decode(b"null") is HeartbeatMessage.decode(b"") is None
