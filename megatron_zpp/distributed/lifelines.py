@@ -1,16 +1,18 @@
-"""Connections between ranks whose closing tells that a rank has ended, whatever ended it.
+"""Connections of all ranks to rank 0, which carry heartbeats, and whose closing tells that a rank has ended.
 
-Lifelines form a tree. Rank 0 is its root: the first rank of every other node has a TCP connection to rank 0,
-and the other ranks of a node have Unix sockets to its first rank. The kernel closes the connections of a
-process that ends, so the ranks beside it in the tree know it at once. Each of them tells the ranks on its
-side, and every rank hears it.
+The kernel closes the connections of a process that ends, whatever ended it. All ranks see the end of rank 0,
+and rank 0 sees that of any other rank and tells the rest. A rank that ends knowingly says so before, and its
+closing then means nothing. A rank that is stopped keeps its connection. A host without power or network
+closes nothing: that is found by heartbeats alone.
 
-A rank that ends knowingly says so before, and its closing then means nothing. A rank that is stopped keeps
-its connections. A host without power or network closes nothing: that is found by heartbeats alone.
+A message is a JSON object on a line. The first one of each side is its hello: token, rank and host. Later
+ones have one key: `connected`, the rank has got rank 0's hello; `beat`, a heartbeat message; `bye`, the rank
+is about to end; `ended`, the text on a rank that ends the run.
 """
 
-import hashlib
+import errno
 import hmac
+import json
 import os
 import platform
 import selectors
@@ -18,35 +20,20 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Any
 
 from megatron_zpp.distributed.job_store import derived
-from megatron_zpp.distributed.lifeline_connection import Closed, Connection, Message
-from megatron_zpp.distributed.process_end import is_request
 from megatron_zpp.distributed.topology import Topology
 
-_TICK = 1.0  # seconds between two messages on what this rank is doing
-_GRACE = 0.3  # seconds for this rank to be ended by what may have ended the other one
+Message = dict[str, Any]
+_LONGEST = 1 << 16  # bytes of a message
+_TICK = 1.0  # seconds, at most, after which a thread sees that this rank leaves
+_GRACE = 0.3  # seconds for this rank to be ended by what may have ended the other one, such as Ctrl-C
 _CONNECT = 5.0  # seconds for one attempt
 _GIVE_UP = 10.0  # seconds after all ranks were there
 _PAUSE = 0.1  # seconds between two attempts
-
-
-@dataclass(frozen=True)
-class Root:
-    """Where rank 0 listens for other nodes; 0 where there are none."""
-
-    port: int
-
-
-def parent_of(topology: Topology) -> int | None:
-    """The rank to which this rank connects; None for rank 0."""
-    if topology.rank == 0:
-        return None
-    mesh = topology.mesh()
-    return 0 if topology.local_rank == 0 else mesh.ranks(*mesh.inside_node)[0]
 
 
 def hello_token(token: str, rank: int) -> str:
@@ -54,70 +41,41 @@ def hello_token(token: str, rank: int) -> str:
     return derived(token.encode(), f"hello of rank {rank}").hex()
 
 
-def children_of(topology: Topology) -> set[int]:
-    """The ranks that connect to this rank."""
-    if topology.local_rank:
-        return set()
-    mesh = topology.mesh()
-    others = mesh.ranks(mesh.node) if topology.rank == 0 else ()
-    return {*mesh.ranks(*mesh.inside_node), *others} - {topology.rank}
-
-
 class Lifelines:
-    """The connections of one rank, and a thread that reads them.
+    """The connection of one rank to rank 0, or on rank 0 those of all others, and a thread that reads.
 
-    `ended` is called, from that thread, when another rank has ended without saying so; the text is its name,
-    what ended it and what it was doing. It is called at most once, and not after `leave`. `doing` returns
-    what this rank is doing. Both may be replaced at any time.
+    `ended` is called, from that thread, when another rank ends the run, such as one that has ended without
+    saying so, or when this rank cannot connect; at most once, and not after `leave`. It may be replaced at
+    any time. `beats` are the newest heartbeat messages of other ranks.
     """
 
-    def __init__(self, topology: Topology, ended: Callable[[str], None], say: Callable[[str], None]) -> None:
-        self.ended, self._say = ended, say
-        self.doing: Callable[[], str] = lambda: "starting"
-        self._topology = topology
+    def __init__(self, topology: Topology, ended: Callable[[str], None]) -> None:
+        self.ended = ended
+        self.beats: dict[int, Message] = {}
+        self._rank, self._world_size = topology.rank, topology.world_size
         self._token = ""
-        self._awaited = children_of(topology)
-        self._below: set[int | None] = set()  # children below which all ranks are connected
-        self._connections: list[Connection] = []
-        self._listeners: list[socket.socket] = []
-        self._selector = selectors.DefaultSelector()
-        self._waker, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._new: list[Connection] = []  # connected, for the thread to read
-        self._suspects: list[tuple[float, str]] = []  # news that waits for its time
+        self._listener: socket.socket | None = None
+        self._connections: list[_Connection] = []
         self._lock = threading.Lock()
-        self._silent, self._told_parent, self._present = False, False, 0.0
+        self._silent, self._present = False, 0.0
         _close_in_forks(self)
 
-    def listen(self) -> Root:
-        """On rank 0: listen for the first ranks of other nodes; to be followed by `start`."""
-        port = 0
-        if self._topology.nodes > 1:
-            dual = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if dual else socket.AF_INET
-            self._add_listener(
-                socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096)
-            )
-            port = self._listeners[0].getsockname()[1]
-        return Root(port)
+    def listen(self) -> int:
+        """On rank 0: listen for the other ranks, and return the port; to be followed by `start`."""
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096)
+        return self._listener.getsockname()[1]
 
-    def start(self, root: Root, address: str, token: str) -> None:
-        """Begin to connect, and to read; rank 0 can be reached at `address`. Returns at once.
+    def start(self, port: int, address: str, token: str) -> None:
+        """Begin to connect, and to read; rank 0 listens at `address`. Returns at once.
 
         `token` is known to the ranks of the job alone: who does not send it is no rank.
         """
         self._token = token
-        if self._topology.local_rank == 0 and self._topology.local_world_size > 1:
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(self._name_of_node())
-            listener.listen(4096)
-            self._add_listener(listener)
-        threading.Thread(target=self._read, name="lifelines", daemon=True).start()
-        if self._topology.rank > 0:
-            connect = threading.Thread(
-                target=self._connect, args=(address, root.port), name="lifeline", daemon=True
-            )
-            connect.start()
+        work = self._serve if self._rank == 0 else self._follow
+        given = () if self._rank == 0 else (address, port)
+        threading.Thread(target=work, args=given, name="lifelines", daemon=True).start()
 
     def all_present(self) -> None:
         """Tell that all ranks have started: from now on a connection that cannot be made is reported."""
@@ -125,195 +83,262 @@ class Lifelines:
 
     @property
     def complete(self) -> bool:
-        """Whether this rank and all below it are connected; on rank 0, whether all ranks hear the news."""
-        return self._below >= self._awaited
+        """Whether this rank is connected; on rank 0, whether all are, and hear the news."""
+        connected = sum(connection.confirmed for connection in self._connections)
+        return connected == (self._world_size - 1 if self._rank == 0 else 1)
+
+    def beat(self, message: Message) -> None:
+        """Send a heartbeat message to rank 0, or from it to all others."""
+        with self._lock:
+            self._send({"beat": message})
+
+    def tell(self, text: str) -> None:
+        """Act on the end of the run, after telling the others on rank 0, unless this rank has left."""
+        with self._lock:
+            if self._silent:
+                return
+            if self._rank == 0:
+                self._send({"ended": text})
+            self._silent = True
+        self.ended(text)
 
     def leave(self) -> None:
         """Say that this process ends, so that its closing is no news; hear nothing from now on."""
-        with self._lock:  # the thread closes everything once this rank is silent, so not before the words
-            for connection in (*self._connections, *self._new):
-                if connection.rank is not None:
-                    connection.send({"bye": True})
+        with self._lock:  # a thread closes everything once this rank is silent, so not before the words
+            self._send({"bye": True})
             self._silent = True
-        self._wake()
-
-    def _add_listener(self, listener: socket.socket) -> None:
-        listener.setblocking(False)
-        self._listeners.append(listener)
-        self._selector.register(listener, selectors.EVENT_READ, listener)
-
-    def _name_of_node(self) -> str:
-        """The abstract Unix socket of the node's first rank; everyone on the host can read such names."""
-        node = f"{self._token} {self._topology.mesh().node_of(self._topology.rank)}"
-        return f"\0megatron_zpp/{hashlib.blake2b(node.encode(), digest_size=16).hexdigest()}"
-
-    def _connect(self, address: str, port: int) -> None:
-        """A thread of its own: connect to the parent, which may not be there yet."""
-        while not self._silent:
-            connection = None
-            try:
-                if self._topology.local_rank:
-                    connection = Connection.to_unix_socket(self._name_of_node(), _CONNECT)
-                else:
-                    connection = Connection.to_port(address, port, _CONNECT)
-                connection.send(self._hello())
-                parent = parent_of(self._topology)
-                assert parent is not None
-                connection.await_hello(hello_token(self._token, parent), _CONNECT)
-                break
-            except (OSError, Closed) as error:
-                if connection:
-                    connection.close()
-                if self._present and time.monotonic() > self._present + _GIVE_UP:
-                    self._say(
-                        f"warning: rank {self._topology.rank} on {platform.node()} has no connection to rank "
-                        f"{parent_of(self._topology)} ({error}): it hears of a rank that is killed only "
-                        "through the store, which may take --heartbeat-timeout"
-                    )
-                    return
-            time.sleep(_PAUSE)
-        else:
-            return
-        with self._lock:
-            if self._silent:  # since the hello, which the other end has
-                connection.send({"bye": True})
-                connection.close()
-                return
-            self._new.append(connection)
-        self._wake()
-
-    def _hello(self) -> Message:
-        rank = self._topology.rank
-        return {"token": hello_token(self._token, rank), "rank": rank, "host": platform.node()}
-
-    def _wake(self) -> None:
-        with suppress(OSError):
-            self._waker.send(b"x", socket.MSG_DONTWAIT)
-
-    def _read(self) -> None:
-        """The thread."""
-        next_tick = time.monotonic() + _TICK
-        while not self._silent:
-            now = time.monotonic()
-            if now >= next_tick:
-                next_tick = now + _TICK
-                self._tell_all({"doing": self.doing()})
-                self._drop_strangers(now)
-            due = min([next_tick, *(when for when, _ in self._suspects)])
-            for key, _ in self._selector.select(max(0.0, due - now)):
-                if isinstance(key.data, Connection):
-                    self._read_one(key.data)
-                elif key.data is not None:
-                    self._accept(key.data)
-                else:
-                    self._woken.recv(64)
-            with self._lock:
-                new, self._new = self._new, []
-            for connection in new:
-                self._add(connection)
-                self._handle_messages(connection)  # which may have come with the hello
-            for when, text in self._suspects:
-                if time.monotonic() >= when:
-                    self._tell_news(text, None)
-                    break
-        self.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):
-            self._add(Connection(listener.accept()[0]))
-
-    def _add(self, connection: Connection) -> None:
-        with self._lock:
-            self._connections.append(connection)
-            if connection.confirmed:
-                connection.send({"bye": True} if self._silent else {"doing": self.doing()})
-        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-        if connection.rank is not None:
-            self._report_complete()
-
-    def _drop(self, connection: Connection) -> None:
-        self._selector.unregister(connection.socket)
-        with self._lock:
-            self._connections.remove(connection)
-        connection.close()
-
-    def _read_one(self, connection: Connection) -> None:
-        try:
-            connection.receive()
-        except Closed as closed:
-            self._drop(connection)
-            if not connection.confirmed or connection.left or closed.by_network:
-                self._below.discard(connection.rank)
-                self._report_complete()
-                return
-            end = connection.process.end() if connection.process else None
-            wait = _GRACE if is_request(end) else 0.0
-            self._suspects.append((time.monotonic() + wait, connection.describe(end)))
-            return
-        self._handle_messages(connection)
-
-    def _handle_messages(self, connection: Connection) -> None:
-        """Act on the whole messages that have come."""
-        for message in connection.messages():
-            if connection.rank is None:
-                if not self._is_awaited(message):
-                    self._drop(connection)
-                    return
-                with self._lock:
-                    connection.greet(message)
-                    connection.send(self._hello())
-                    if self._silent:
-                        connection.send({"bye": True})
-            elif text := message.get("ended"):
-                self._tell_news(text, connection)
-            elif "complete" in message:
-                (self._below.add if message["complete"] else self._below.discard)(connection.rank)
-                self._report_complete()
-
-    def _is_awaited(self, hello: Message) -> bool:
-        """Whether a hello is that of a child of this rank which is not connected yet."""
-        connected = {connection.rank for connection in self._connections}
-        token, rank = str(hello.get("token")).encode(errors="replace"), hello.get("rank")
-        if not isinstance(rank, int) or rank not in self._awaited - connected:
-            return False
-        return hmac.compare_digest(token, hello_token(self._token, rank).encode())
-
-    def _drop_strangers(self, now: float) -> None:
-        """Close connections that have sent no hello."""
-        for connection in list(self._connections):
-            if connection.rank is None and now > connection.since + _CONNECT:
-                self._drop(connection)
-
-    def _report_complete(self) -> None:
-        """Tell the parent whether all ranks below this one are connected, if that is new."""
-        parent, complete = parent_of(self._topology), self.complete
-        for connection in self._connections:
-            if parent is not None and connection.rank == parent and complete != self._told_parent:
-                self._told_parent = complete
-                with self._lock:
-                    connection.send({"complete": complete})
-
-    def _tell_all(self, message: Message, but: Connection | None = None) -> None:
-        with self._lock:
-            for connection in self._connections:
-                if connection is not but and connection.rank is not None:
-                    connection.send(message)
-
-    def _tell_news(self, text: str, source: Connection | None) -> None:
-        """Pass on that a rank has ended, and act on it, unless this rank is ending itself."""
-        if self._silent:
-            return
-        self._tell_all({"ended": text}, but=source)
-        self._silent = True
-        self.ended(text)
 
     def close(self) -> None:
         """Close everything, without a word."""
-        self._selector.close()
-        for connection in (*self._connections, *self._new):
-            connection.close()
-        for each in (*self._listeners, self._waker, self._woken):
-            each.close()
+        for connection in self._connections:
+            connection.socket.close()
+        if self._listener:
+            self._listener.close()
+
+    def _serve(self) -> None:
+        """The thread of rank 0."""
+        assert self._listener is not None, "listen makes it"
+        self._listener.setblocking(False)
+        suspects: list[tuple[float, str]] = []  # when to tell that a rank has ended, and the text
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._silent:
+                until = min([time.monotonic() + _TICK, *(when for when, _ in suspects)])
+                for key, _ in selector.select(max(0.0, until - time.monotonic())):
+                    if key.data is None:
+                        self._accept(self._listener, selector)
+                    elif text := self._read(key.data, selector):
+                        suspects.append((time.monotonic() + _GRACE, text))
+                now = time.monotonic()
+                for connection in list(self._connections):  # a stranger sends no hello
+                    if connection.rank is None and now > connection.since + _CONNECT:
+                        self._drop(connection, selector)
+                for when, text in suspects:
+                    if now >= when:
+                        self.tell(text)
+                        break
+        self.close()
+
+    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+        with suppress(OSError):
+            connection = _Connection(listener.accept()[0], seconds=0)
+            selector.register(connection.socket, selectors.EVENT_READ, connection)
+            with self._lock:
+                self._connections.append(connection)
+
+    def _read(self, connection: "_Connection", selector: selectors.BaseSelector) -> str | None:
+        """On rank 0: read what has come from a rank. Returns the text if the rank has ended."""
+        try:
+            connection.receive()
+        except _Closed as closed:
+            text = connection.end(closed)
+            if text is None:
+                self._drop(connection, selector)
+            else:  # it stays among the connections: all other ranks hear the news
+                selector.unregister(connection.socket)
+            return text
+        for message in connection.messages():
+            if connection.rank is not None:
+                if "beat" in message:
+                    self.beats[connection.rank] = message["beat"]
+                continue
+            if not self._is_awaited(message):
+                self._drop(connection, selector)
+                break
+            with self._lock:
+                connection.greet(message)
+                connection.send(self._hello())
+                if self._silent:
+                    connection.send({"bye": True})
+        return None
+
+    def _is_awaited(self, hello: Message) -> bool:
+        """Whether a hello is that of a rank which is not connected yet."""
+        connected = {connection.rank for connection in self._connections}
+        rank = hello.get("rank")
+        if not isinstance(rank, int) or rank not in range(1, self._world_size) or rank in connected:
+            return False
+        return _has_token(hello, hello_token(self._token, rank))
+
+    def _drop(self, connection: "_Connection", selector: selectors.BaseSelector) -> None:
+        selector.unregister(connection.socket)
+        with self._lock:
+            self._connections.remove(connection)
+        connection.socket.close()
+
+    def _follow(self, address: str, port: int) -> None:
+        """The thread of any other rank: connect to rank 0, and read until one of the two is silent."""
+        connection = self._connect(address, port)
+        while connection and not self._silent:
+            for message in connection.messages():  # some may have come with the hello
+                if "beat" in message:
+                    self.beats[0] = message["beat"]
+                elif text := message.get("ended"):
+                    self.tell(text)
+            try:
+                connection.receive()
+            except _Closed as closed:
+                if text := connection.end(closed):
+                    time.sleep(_GRACE)
+                    self.tell(text)
+                break
+        self.close()
+
+    def _connect(self, address: str, port: int) -> "_Connection | None":
+        """Connect to rank 0, which may not listen yet; None if this rank leaves, or cannot, which ends it."""
+        while not self._silent:
+            connection = None
+            try:
+                connection = _Connection(
+                    socket.create_connection((address, port), timeout=_CONNECT), seconds=_TICK
+                )
+                connection.send(self._hello())
+                connection.await_hello(hello_token(self._token, 0), _CONNECT)
+            except (OSError, _Closed) as error:
+                if connection:
+                    connection.socket.close()
+                if self._present and time.monotonic() > self._present + _GIVE_UP:
+                    self.tell(
+                        f"MASTER_ADDR {address}: rank {self._rank} on {platform.node()} cannot connect to "
+                        f"rank 0 at port {port} ({error}); let nodes reach each other at all ports"
+                    )
+                    return None
+                time.sleep(_PAUSE)
+                continue
+            with self._lock:
+                connection.send({"connected": True})
+                self._connections.append(connection)
+                if self._silent:  # since the hello, which rank 0 has
+                    connection.send({"bye": True})
+            return connection
+        return None
+
+    def _hello(self) -> Message:
+        token = hello_token(self._token, self._rank)
+        return {"token": token, "rank": self._rank, "host": platform.node()}
+
+    def _send(self, message: Message) -> None:
+        """Send a message to rank 0, or from it to all others; holding the lock."""
+        for connection in self._connections:
+            if connection.rank is not None:
+                connection.send(message)
+
+
+class _Closed(Exception):
+    """The connection is at its end: `by_network` if that says nothing about the process at the other end."""
+
+    def __init__(self, why: str, *, by_network: bool = False) -> None:
+        super().__init__(why)
+        self.by_network = by_network
+
+
+class _Connection:
+    """A connected socket. `rank` is None until the hello has come; `left` is whether a `bye` has.
+
+    `confirmed` is whether both sides have got a hello: one that waited too long for it closes the connection,
+    and tries again.
+    """
+
+    def __init__(self, connected: socket.socket, *, seconds: float) -> None:
+        """A request to read waits for `seconds`."""
+        self.socket, self._seconds = connected, seconds
+        self.rank: int | None = None
+        self.confirmed, self.left = False, False
+        self.since = time.monotonic()
+        self._host, self._doing = "?", "starting"
+        self._received, self._unsent = b"", b""
+        connected.settimeout(seconds)
+
+    def greet(self, hello: Message) -> None:
+        """Take note of who is at the other end."""
+        self.rank, self._host = hello["rank"], hello["host"]
+
+    def await_hello(self, token: str, seconds: float) -> None:
+        """Wait for the hello of the other end. Raises _Closed if none with this token comes, OSError."""
+        deadline = time.monotonic() + seconds
+        while (hello := next(self.messages(), None)) is None:
+            self.socket.settimeout(max(0.01, deadline - time.monotonic()))
+            self.receive()
+            if time.monotonic() > deadline:
+                raise _Closed("no answer")
+        self.socket.settimeout(self._seconds)
+        if not _has_token(hello, token):
+            raise _Closed("another program answers there")
+        self.greet(hello)
+        self.confirmed = True
+
+    def send(self, message: Message) -> None:
+        """Send without waiting; what a stopped process does not read is kept, but for many heartbeats."""
+        if len(self._unsent) < _LONGEST or "beat" not in message:
+            self._unsent += json.dumps(message).encode() + b"\n"
+        # An error means that the other end is gone, which the reader of this socket finds.
+        with suppress(OSError):
+            while self._unsent:
+                sent = self.socket.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._unsent = self._unsent[sent:]
+
+    def receive(self) -> None:
+        """Read what has come. Raises _Closed at the end of the connection."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except (BlockingIOError, TimeoutError) as error:
+            if error.errno == errno.ETIMEDOUT:  # the network's, not that of settimeout
+                raise _Closed(str(error), by_network=True) from None
+            return
+        except OSError as error:
+            by_process = isinstance(error, ConnectionResetError | BrokenPipeError)
+            raise _Closed(error.strerror or str(error), by_network=not by_process) from None
+        if not data:
+            raise _Closed("the other end has closed it")
+        self._received += data
+        if len(self._received) > _LONGEST and b"\n" not in self._received:
+            raise _Closed("this is no message", by_network=True)
+
+    def messages(self) -> Iterator[Message]:
+        """The whole messages that have come, after taking note of what they say about the other end."""
+        while b"\n" in self._received:
+            line, _, self._received = self._received.partition(b"\n")
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):  # a stranger's
+                continue
+            if isinstance(message, dict):
+                if self.rank is not None:
+                    self.confirmed = True
+                    self.left = self.left or "bye" in message
+                    self._doing = message.get("beat", {}).get("doing", self._doing)
+                yield message
+
+    def end(self, closed: _Closed) -> str | None:
+        """The text on the process at the other end; None if its end is no news, or it may not have ended."""
+        if self.rank is None or not self.confirmed or self.left or closed.by_network:
+            return None
+        name = f"rank {self.rank} [{self._host}]"
+        return f"{name} has ended without a word: killed, or crashed; last seen: {self._doing}"
+
+
+def _has_token(hello: Message, token: str) -> bool:
+    return hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), token.encode())
 
 
 def _close_in_forks(lifelines: Lifelines) -> None:

@@ -1,7 +1,7 @@
 """What decides which network NCCL uses between nodes: its settings, and the ports and cards of this machine.
 
 NCCL's rules are those of its public source (2.28): src/misc/param.cc for settings, src/plugin/net.cc for
-plugins, src/transport/net_ib.cc and net_socket.cc for the networks, src/misc/socket.cc for interfaces.
+plugins, src/transport/net_ib.cc and net_socket.cc for the networks.
 """
 
 import ctypes
@@ -16,7 +16,6 @@ from megatron_zpp.storage.regular import read_limited
 
 PLUGIN = "libnccl-net.so"  # what NCCL loads where NCCL_NET_PLUGIN is not set
 _CONF_BYTES = 1 << 20
-_VIRTUAL = "^docker,lo,virbr"  # interfaces that NCCL uses only where there is no other
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Network:
     """What a machine has that NCCL would look at."""
 
     active_ports: tuple[str, ...] = ()  # of InfiniBand and RoCE
-    vendors: tuple[tuple[str, str], ...] = ()  # interface and PCI vendor, of those that NCCL may use
+    vendors: tuple[tuple[str, str], ...] = ()  # interface and PCI vendor, of cards
     plugin: bool = False  # a network plugin is installed
 
 
@@ -80,9 +79,7 @@ def parse_conf(text: str) -> dict[str, str]:
     return found
 
 
-def read_network(
-    settings: NcclSettings, root: Path = Path("/"), loads: Callable[[str], bool] | None = None
-) -> Network:
+def read_network(root: Path = Path("/"), loads: Callable[[str], bool] | None = None) -> Network:
     """What the machine whose files are under `root` has; `loads` says whether a library can be loaded."""
     ports = []
     for state in sorted((root / "sys/class/infiniband").glob("*/ports/*/state")):
@@ -91,10 +88,8 @@ def read_network(
                 ports.append(f"{state.parents[2].name} port {state.parent.name}")
     vendors = []
     for vendor in sorted((root / "sys/class/net").glob("*/device/vendor")):
-        interface = vendor.parents[1].name
-        if may_use(interface, settings.get("NCCL_SOCKET_IFNAME")):
-            with suppress(OSError):
-                vendors.append((interface, vendor.read_text().strip()[:6]))
+        with suppress(OSError):
+            vendors.append((vendor.parents[1].name, vendor.read_text().strip()[:6]))
     return Network(tuple(ports), tuple(vendors), (loads or _loads)(PLUGIN))
 
 
@@ -108,28 +103,9 @@ def other_network(settings: NcclSettings, network: Network) -> str | None:
         return settings.describe("NCCL_NET_PLUGIN")
     if plugin is None and network.plugin:
         return f"the network plugin {PLUGIN} is installed"
-    if network.active_ports and not _as_number(settings.get("NCCL_IB_DISABLE")):
+    if network.active_ports and settings.get("NCCL_IB_DISABLE") in (None, "0"):
         return f"{network.active_ports[0]} is an active port of InfiniBand or RoCE"
     return None
-
-
-def _as_number(text: str | None) -> int | None:
-    """A number as NCCL reads it; None for none."""
-    try:
-        return int(text or "", 0)
-    except ValueError:
-        return None
-
-
-def may_use(interface: str, wanted: str | None) -> bool:
-    """Whether NCCL_SOCKET_IFNAME admits an interface: prefixes, or names behind =; ^ excludes them."""
-    wanted = wanted or _VIRTUAL
-    excludes = wanted.startswith("^")
-    wanted = wanted.removeprefix("^")
-    exact = wanted.startswith("=")
-    names = [name.partition(":")[0] for name in wanted.removeprefix("=").split(",")]
-    matches = any(interface == name if exact else interface.startswith(name) for name in names if name)
-    return matches != excludes
 
 
 def _home() -> Path | None:

@@ -71,7 +71,7 @@ def choose_nccl_sockets(
     settings = read_nccl_settings(environment)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = None if soft == resource.RLIM_INFINITY else soft
-    objection = objection_to(nodes, settings, read_network(settings), files)
+    objection = objection_to(nodes, settings, read_network(), files)
     mask = sum(1 << core for core in os.sched_getaffinity(0))
     report = RankReport(objection, platform.node(), f"{mask:x}")
     choice = SocketChoice(**exchange.combine("nccl_sockets", asdict(report), agree))

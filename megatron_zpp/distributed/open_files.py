@@ -9,10 +9,10 @@ from contextlib import suppress
 
 from megatron_zpp.config.options import option_error
 
-# Per rank: rendezvous, heartbeat, and up to two exchanges, each with another connection for its progress: a
-# save or its read-back beside the training, and one that has just ended and is still being closed.
-STORE_CONNECTIONS = 6
-_BEFORE_THE_FIRST_STEP = 3  # of these, on every rank
+# Per rank: rendezvous, and up to two exchanges, each with another connection for its progress: a save or its
+# read-back beside the training, and one that has just ended and is still being closed.
+STORE_CONNECTIONS = 5
+_BEFORE_THE_FIRST_STEP = 2  # of these, on every rank
 _OTHER_FILES = 256  # libraries, devices, data and logs of the process
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.job_store import ForeignValue, JobStore, derived, job_key
-from megatron_zpp.distributed.lifelines import Lifelines, Root, children_of
+from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.open_files import reserve_connections
 from megatron_zpp.distributed.rank_addresses import SAY_AFTER, RankAddress, Rendezvous, ranges
 from megatron_zpp.distributed.topology import Topology
@@ -57,14 +57,14 @@ def rendezvous(
     timeout: timedelta,
     *,
     say: Callable[[str], None],
-    ended: Callable[[str], None] | None = None,
+    ended: Callable[[str], None],
 ) -> Rendezvous:
     """Connect to the store at MASTER_ADDR:MASTER_PORT and wait for all ranks, for at most `timeout`.
 
     `timeout` counts from the start of this rank, or if rank 0 started later, from the start of rank 0.
     Rank 0 or torchrun hosts the store; its limit of open files is raised for the connections of all ranks.
     `say` receives a message about missing ranks every 10 s; `ended` one about a rank that has connected and
-    was killed, see `Lifelines`; all ranks give it or none does. `timeout` is that of later waits too.
+    was killed, see `Lifelines`. `timeout` is that of later waits too.
     Raises ValueError naming the address, port or ranks that are wrong, or a limit that is too low.
 
     Rank 0 publishes a random text, from which the key of this start follows. Every other rank answers with
@@ -84,7 +84,7 @@ def rendezvous(
     if launcher_keeps_store and topology.local_rank == 0 and any(map(_is_of_this_host, found)):
         reserve_connections(os.getppid(), topology.world_size, say)
     if topology.rank == 0 and not launcher_keeps_store:
-        reserve_connections(os.getpid(), topology.world_size, say, len(children_of(topology)))
+        reserve_connections(os.getpid(), topology.world_size, say, topology.world_size - 1)
         store, own = _host(address, port, found, topology), str(found[0][4][0])
     else:
         own = _reach(address, port, topology, deadline.at, say)
@@ -94,12 +94,11 @@ def rendezvous(
     attempt = f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     meeting = JobStore(dist.PrefixStore(attempt, store), key)
     rank_address = RankAddress(platform.node(), os.getpid(), own, interface_of(own))
-    lifelines = None if ended is None else Lifelines(topology, ended, say)
+    lifelines = Lifelines(topology, ended)
 
     def join() -> tuple[JobStore, tuple[RankAddress, ...]]:
-        store, root = _meet_rank_0(meeting, topology, rank_address.host, deadline, lifelines)
-        if lifelines and root:
-            lifelines.start(root, address, derived(store.key, "lifelines").hex())
+        store, listens_at = _meet_rank_0(meeting, topology, rank_address.host, deadline, lifelines)
+        lifelines.start(listens_at, address, derived(store.key, "lifelines").hex())
         try:
             return store, _exchange_addresses(meeting, store, topology, rank_address, deadline, say)
         except ValueError as error:
@@ -111,38 +110,35 @@ def rendezvous(
     try:
         of_start, addresses = _answer(join, lambda: deadline.at + 2 * SAY_AFTER)
     except BaseException as error:
-        if lifelines:
-            lifelines.leave()
+        lifelines.leave()
         if not isinstance(error, TimeoutError):
             raise
         silence = f"does not answer rank {topology.rank} on {rank_address.host}; see rank 0's output"
         raise ValueError(f"RANK 0: {silence}") from None
-    if lifelines:
-        lifelines.all_present()
+    lifelines.all_present()
     return Rendezvous(of_start, rank_address, addresses, lifelines)
 
 
 def _meet_rank_0(
-    meeting: JobStore, topology: Topology, host: str, deadline: _Deadline, lifelines: Lifelines | None
-) -> tuple[JobStore, Root | None]:
+    meeting: JobStore, topology: Topology, host: str, deadline: _Deadline, lifelines: Lifelines
+) -> tuple[JobStore, int]:
     """Publish on rank 0, and learn on others, where it listens for lifelines and how long it will wait.
 
-    Returns the store with the key of this start, for which rank 0 chooses a text, and where rank 0 listens.
+    Returns the store with the key of this start, for which rank 0 chooses a text, and rank 0's port.
     The others wait as long as rank 0: those that gave up earlier would be counted as present. What they read
     are seconds, because the clocks of hosts differ; rank 0 may have fewer left by then.
     """
     if topology.rank == 0:
-        root, salt = lifelines.listen() if lifelines else None, secrets.token_hex(16)
-        fields = {"salt": salt, "seconds": deadline.left, "root": root and asdict(root)}
-        meeting.set("rank_0", json.dumps(fields))
-        return meeting.of_start(salt), root
+        port, salt = lifelines.listen(), secrets.token_hex(16)
+        meeting.set("rank_0", json.dumps({"salt": salt, "seconds": deadline.left, "lifelines": port}))
+        return meeting.of_start(salt), port
     try:
         rank_0 = _await_rank_0(meeting, "rank_0", topology, host, deadline)
     except ForeignValue:
         meeting.set(f"here/{topology.rank}", "null")  # which rank 0 cannot read either, and ends all others
         raise
     deadline.wait_as_long_as(rank_0["seconds"])
-    return meeting.of_start(rank_0["salt"]), Root(**rank_0["root"]) if rank_0["root"] else None
+    return meeting.of_start(rank_0["salt"]), rank_0["lifelines"]
 
 
 def _answer(ask: Callable[[], _Answer], until: Callable[[], float]) -> _Answer:

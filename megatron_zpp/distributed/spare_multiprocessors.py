@@ -77,7 +77,7 @@ def spare_multiprocessors(
     if nodes == 1 or device.type != "cuda" or "nccl" not in dist.get_backend_config():
         return SpareMultiprocessors(0, device)
     settings = read_nccl_settings(environment)
-    over_tcp = other_network(settings, read_network(settings)) is None
+    over_tcp = other_network(settings, read_network()) is None
     count = torch.tensor(count_for(torch.cuda.get_device_capability(device), over_tcp), device=device)
     dist.all_reduce(count, dist.ReduceOp.MIN)
     return SpareMultiprocessors(int(count.item()), device)

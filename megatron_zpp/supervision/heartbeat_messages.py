@@ -1,8 +1,7 @@
 """Heartbeat messages, and the rules that decide which rank failed; no clock, store or thread."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -31,50 +30,24 @@ class HeartbeatMessage:
         """The rank and its host."""
         return f"rank {self.rank} [{self.host}]"
 
-    def encode(self) -> str:
-        """The text that the store keeps."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: bytes) -> "HeartbeatMessage | None":
-        """The inverse of `encode`; None for a rank that has not connected yet."""
-        values = json.loads(text) if text else None
-        return None if values is None else cls(**values)
-
-
-class Patience:
-    """How long a silence may last: `usual` seconds, or `short` ones if a rank asks.
-
-    The short limit holds once the rank has asked for `news` seconds. What made the rank ask has just
-    happened, and may be the end of a process whose silence began long before, such as one that was killed
-    while it waited for a disk. Lifelines then tell what ended it.
-    """
-
-    def __init__(self, usual: float, short: float, news: float) -> None:
-        self._usual, self._short, self._news = usual, short, news
-        self._asked: float | None = None  # when the rank began to ask
-
-    def limit(self, now: float, *, asks: bool) -> float:
-        """The longest silence, in seconds, at the time `now`."""
-        if not asks:
-            self._asked = None
-            return self._usual
-        if self._asked is None:
-            self._asked = now
-        return self._short if now - self._asked >= self._news else self._usual
+    @property
+    def failure(self) -> str:
+        """The text on the rank's own error."""
+        return f"{self.name} failed: {self.failed}"
 
 
 class LivenessMonitor:
     """Decides which rank ended a run, from the heartbeat messages seen so far.
 
-    A rank is silent while its message stays the same, or is an earlier one, which a stranger can write again.
-    A silent rank is lost after `timeout` seconds, or after `patience` seconds if another rank asks; `news` as
-    in Patience.
+    A rank is silent while its message stays the same. A silent rank is lost after `timeout` seconds, or after
+    `patience` seconds once another rank has asked for `news` seconds. What made that rank ask has just
+    happened, and may be the end of a process whose silence began long before, such as one that was killed
+    while it waited for a disk. Lifelines then tell of it.
     """
 
     def __init__(self, *, timeout: float, patience: float, news: float) -> None:
-        self._timeout, self._patience = timeout, patience
-        self._limits = Patience(timeout, patience, news)
+        self._timeout, self._patience, self._news = timeout, patience, news
+        self._asked: float | None = None  # when some rank began to ask
         # For each rank, the count of its newest message and the time when it arrived.
         self._newest: dict[int, tuple[int, float]] = {}
         self._now = 0.0
@@ -94,14 +67,17 @@ class LivenessMonitor:
         """
         for message in messages:
             if message and message.failed:
-                return f"{message.name} failed: {message.failed}"
-        asked = asked or any(message and message.asks for message in messages)
-        limit = self._limits.limit(self._now, asks=asked)
+                return message.failure
+        if not (asked or any(message and message.asks for message in messages)):
+            self._asked = None
+        elif self._asked is None:
+            self._asked = self._now
+        at_once = self._asked is not None and self._now - self._asked >= self._news
         silences = [
             0.0 if message and message.left else self._silence(rank) for rank, message in enumerate(messages)
         ]
         longest = max(silences)
-        if longest <= limit:
+        if longest <= (self._patience if at_once else self._timeout):
             return None
         rank = silences.index(longest)
         message = messages[rank]
@@ -133,13 +109,6 @@ class LivenessMonitor:
             return None
         waited = min(message.seconds + self._silence(message.rank) for message in last)
         return f"{_names(last)}: {last[0].doing} for {waited:.0f} s" if waited > seconds else None
-
-    def gone(self, messages: Sequence[HeartbeatMessage | None], silence: float) -> bool:
-        """Whether each rank has left, failed, or been silent for more than `silence` seconds."""
-        return all(
-            message is None or message.left or message.failed or self._silence(message.rank) > silence
-            for message in messages
-        )
 
     def _silence(self, rank: int) -> float:
         """Seconds since a rank's newest message arrived."""

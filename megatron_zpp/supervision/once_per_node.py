@@ -17,7 +17,6 @@ from pathlib import Path
 from megatron_zpp.config.command_line import paint_message, wants_colour
 from megatron_zpp.config.options import printable
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.process_start import process_started
 
 SHARED_MEMORY = Path("/dev/shm")  # local to this machine, fast, and empty after a reboot
 _LOCK_SECONDS = 5.0  # longer than any rank needs; the holder of the lock may be stopped
@@ -69,6 +68,18 @@ class OncePerNode:
         except OSError:
             if not said:
                 write_line(line)
+
+
+def process_started() -> float:
+    """When this process started, before it imported anything, on CLOCK_BOOTTIME in seconds.
+
+    Raises OSError if that is unknown.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[19])  # proc(5): starttime
+    if ticks == 0:
+        raise OSError("/proc/self/stat has no starttime")
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def write_line(line: str) -> None:

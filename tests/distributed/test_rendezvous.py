@@ -17,6 +17,10 @@ from tests.forkserver import CONTEXT
 from tests.support import free_port
 
 
+def ignore(line: str) -> None:
+    """What a rank says."""
+
+
 def serve(port: int, started: Connection) -> None:
     """Rank 0's process, which keeps the store."""
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
@@ -43,7 +47,7 @@ def test_a_rank_does_not_wait_for_a_store_that_stopped(monkeypatch: pytest.Monke
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         with pytest.raises(ValueError, match=r"RANK 0: does not answer rank 1 on .*; see rank 0's output"):
-            module.rendezvous(Topology(1, 2, 0, 1), place, timedelta(seconds=2), say=lambda line: None)
+            module.rendezvous(Topology(1, 2, 0, 1), place, timedelta(seconds=2), say=ignore, ended=ignore)
     finally:
         server.kill()
 
@@ -57,7 +61,7 @@ def start(
     """
     try:
         met = module.rendezvous(
-            Topology(rank, world, 0, 1), place, timedelta(seconds=limit), say=lambda line: None
+            Topology(rank, world, 0, 1), place, timedelta(seconds=limit), say=ignore, ended=ignore
         )
         if kept is not None:
             kept.append(met)
@@ -101,7 +105,7 @@ def test_a_rank_that_gives_up_ends_the_others(monkeypatch: pytest.MonkeyPatch, m
     if met:
         monkeypatch.setattr(module.secrets, "token_hex", lambda count: "chosen by rank 0")
         ranks = JobStore(dist.PrefixStore("attempt_0", store), job_key(place))
-        ranks.set("rank_0", '{"salt": "chosen by rank 0", "seconds": 1.0, "root": null}')
+        ranks.set("rank_0", '{"salt": "chosen by rank 0", "seconds": 1.0, "lifelines": 1}')
     line = start(1, 2, place, limit=1.5)
     began = time.monotonic()
     assert start(0, 2, place, limit=20.0) == line

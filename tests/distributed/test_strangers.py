@@ -116,19 +116,19 @@ def test_the_store_has_no_secret(met: Met) -> None:
     published = met.stranger.get("rank_0") + met.stranger.get("here/1")
     for secret in (job_key(met.place(0)), key, derived(key, "lifelines")):
         assert secret.hex().encode() not in published
-    assert json.loads(met.stranger.get("rank_0")[64:])["root"].keys() == {"port"}
+    assert json.loads(met.stranger.get("rank_0")[64:]).keys() == {"salt", "seconds", "lifelines"}
 
 
 def test_a_stranger_who_knows_all_of_the_store_gets_no_lifeline(met: Met) -> None:
     """Everything that it can read is tried as the token."""
     texts = [met.stranger.get(key).decode() for key in ("rank_0", "here/0", "here/1")]
     heard: list[str] = []
-    lines = Lifelines(Topology(0, 2, 0, 1), heard.append, ignore)
-    root = lines.listen()
-    lines.start(root, "127.0.0.1", derived(met.key(0), "lifelines").hex())
+    lines = Lifelines(Topology(0, 2, 0, 1), heard.append)
+    port = lines.listen()
+    lines.start(port, "127.0.0.1", derived(met.key(0), "lifelines").hex())
     for text in (*texts, *(text[:64] for text in texts), ""):
-        stranger = Lifelines(Topology(1, 2, 0, 1), ignore, ignore)
-        stranger.start(root, "127.0.0.1", text)
+        stranger = Lifelines(Topology(1, 2, 0, 1), ignore)
+        stranger.start(port, "127.0.0.1", text)
         assert not lines.complete
         stranger.leave()
     lines.leave()
@@ -137,17 +137,17 @@ def test_a_stranger_who_knows_all_of_the_store_gets_no_lifeline(met: Met) -> Non
 @pytest.mark.parametrize("planted", ["null", '"call 555-0100"', ESCAPES, "", "0" * 64 + '"signed"'])
 def test_a_value_of_a_stranger_is_an_error_that_names_the_key(met: Met, planted: str) -> None:
     store = met.ranks[1].store
-    met.stranger.set("heartbeat/verdict", planted)
+    met.stranger.set("load/verdict", planted)
     if not planted:
-        assert store.get("heartbeat/verdict") == b""  # nothing
+        assert store.get("load/verdict") == b""  # nothing
         return
     for read in (
         store.get,
         lambda key: store.multi_get([key]),
         lambda key: store.compare_set(key, "", "mine"),
     ):
-        with pytest.raises(ForeignValue, match=r"^'heartbeat/verdict' in the run's store was not written by"):
-            read("heartbeat/verdict")
+        with pytest.raises(ForeignValue, match=r"^'load/verdict' in the run's store was not written by"):
+            read("load/verdict")
 
 
 def test_a_value_cannot_be_moved_to_another_key(met: Met) -> None:
@@ -179,7 +179,7 @@ def test_what_an_earlier_start_signed_is_refused_by_a_later_one(
     met = Met(tmp_path, keeper=keeper)
     met.ranks[0].store.set("save/open", '{"problem": "call 555-0100"}')
     signed = met.stranger.get("save/open")
-    for key in ("rank_0", "here/0", "here/1", "claims/0", "claims/1", "echo/0", "echo/1", "verdict"):
+    for key in ("rank_0", "here/0", "here/1", "echo/0", "echo/1", "verdict"):
         met.stranger.delete_key(key)
     met.leave()
     again = Met(tmp_path, keeper=keeper)
@@ -193,15 +193,12 @@ def test_what_an_earlier_start_signed_is_refused_by_a_later_one(
 
 
 @pytest.mark.parametrize("planted", ["null", "0" * 64 + "null", ""])
-@pytest.mark.parametrize("key", ["rank_0", "here/0", "here/1", "echo/1", "verdict", "gave_up", "claims/1"])
+@pytest.mark.parametrize("key", ["rank_0", "here/0", "here/1", "echo/1", "verdict", "gave_up"])
 def test_what_a_stranger_plants_early_ends_the_start_at_once(
     tmp_path: Path, keeper: dist.TCPStore, key: str, planted: str
 ) -> None:
     """Or does nothing: then the ranks meet."""
-    if key == "claims/1":
-        stranger_at(keeper.port).add(key, 1)
-    else:
-        stranger_at(keeper.port).set(key, planted)
+    stranger_at(keeper.port).set(key, planted)
     began = time.monotonic()
     met = Met(tmp_path, keeper=keeper, limit=5)
     assert time.monotonic() - began < 5

@@ -78,7 +78,6 @@ MODEL = [
         "--context-parallel-size 4 --attention-dropout 0 --cp-comm-type a2a",
         "--context-parallel-size 4: must divide --num-attention-heads 2 with --cp-comm-type a2a; use p2p",
     ),
-    bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
     bad("--recompute-method block", "--recompute-method block: needs --recompute-granularity full"),
     bad(FULL, f"{FULL}: needs --recompute-method uniform or block"),

@@ -1,6 +1,7 @@
 """What the other programs refuse: evaluate, import_checkpoint, plot and report."""
 
 import json
+from functools import partial
 
 import torch
 
@@ -11,20 +12,9 @@ from tests.faults.tools import importing
 NEWEST = "checkpoints/iter_0000002"
 RECORD = json.dumps({"iteration": 1, "lm_loss": 5.0, "consumed_samples": 4}) + "\n"
 
-
-def evaluate(argv: str, said: str, **more: object) -> Case:
-    """evaluate.py."""
-    return Case(argv, said, program="evaluate", **more)
-
-
-def plot(argv: str, said: str, **more: object) -> Case:
-    """plot.py."""
-    return Case(argv, said, program="plot", **more)
-
-
-def report(argv: str, said: str, **more: object) -> Case:
-    """report.py."""
-    return Case(argv, said, program="report", **more)
+evaluate = partial(Case, program="evaluate")
+plot = partial(Case, program="plot")
+report = partial(Case, program="report")
 
 
 EVALUATE = [

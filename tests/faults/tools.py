@@ -1,40 +1,19 @@
 """What the tools in data/ and `sample` refuse."""
 
+from functools import partial
+
 from tests.faults.cases import Case, both, directory, fifo, flip, locked, put
 from tests.faults.files import READ_ONLY, WRITABLE
 
 STRICT = "text.jsonl line 1: "
 CORRECT = "correct the line, or omit --strict"
 
-
-def preprocess(argv: str, said: str, **more: object) -> Case:
-    """preprocess_data.py."""
-    return Case(argv, said, program="preprocess", **more)
-
-
-def corpus(argv: str, said: str, **more: object) -> Case:
-    """build_corpus.py."""
-    return Case(argv, said, program="corpus", **more)
-
-
-def tokenizer(argv: str, said: str, **more: object) -> Case:
-    """train_tokenizer.py."""
-    return Case(argv, said, program="tokenizer", **more)
-
-
-def sample(argv: str, said: str, **more: object) -> Case:
-    """sample.py."""
-    return Case(argv, said, program="sample", **more)
-
-
-def importing(argv: str, said: str, **more: object) -> Case:
-    """import_checkpoint.py."""
-    return Case(argv, said, program="import", **more)
-
-
-def exporting(argv: str, said: str, **more: object) -> Case:
-    """export_checkpoint.py."""
-    return Case(argv, said, program="export", **more)
+preprocess = partial(Case, program="preprocess")
+corpus = partial(Case, program="corpus")
+tokenizer = partial(Case, program="tokenizer")
+sample = partial(Case, program="sample")
+importing = partial(Case, program="import")
+exporting = partial(Case, program="export")
 
 
 def strict(said: str, text: bytes | str) -> Case:

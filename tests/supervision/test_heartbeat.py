@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.config.run import DistributedConfig
+from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.process_group import process_group
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision import heartbeat as module
 from megatron_zpp.supervision.errors import one_line_errors, said_by_each
 from megatron_zpp.supervision.heartbeat import heartbeat
 from megatron_zpp.supervision.once_per_node import OncePerNode
@@ -37,7 +39,6 @@ def rank_main(
     ending: str,
     timeout: float,
     kept_elsewhere: bool,
-    lifelines: bool,
 ) -> None:
     """Steps of one small collective each, until a file of the test's says otherwise."""
     place = Path(directory)
@@ -50,8 +51,6 @@ def rank_main(
     topology = Topology(rank, world, rank, world)
     config = DistributedConfig(heartbeat_timeout=timeout)
     meeting = connect_ranks(config, topology, "test")
-    if meeting.lifelines and not lifelines:
-        meeting.lifelines.leave()
     with (
         stop_signals("signals", topology, OncePerNode(None), saves=True) as signals,
         one_line_errors("test", topology, say=said_by_each),
@@ -92,8 +91,7 @@ class Scenario:
 
     A signal without a victim is for all, who are continued after more than the time limit. `told`: as when
     torchrun finds that a rank has died, the others get SIGTERM, and `kept_elsewhere`: it keeps the store.
-    Without `lifelines`, only the store tells of a rank that was killed. `twice`: the last rank is started
-    once more, as if the same command had been given twice.
+    `twice`: the last rank is started once more, as if the same command had been given twice.
     """
 
     world: int
@@ -102,23 +100,13 @@ class Scenario:
     ending: str = "leave"
     told: bool = False
     kept_elsewhere: bool = False
-    lifelines: bool = True
     twice: bool = False
 
 
-KILLS = [
-    Scenario(3, victim, fault, lifelines=fault == signal.SIGSTOP)
-    for victim, fault in ((0, signal.SIGKILL), (1, signal.SIGSTOP))
-]
+KILLS = [Scenario(3, 0, signal.SIGKILL), Scenario(3, 1, signal.SIGSTOP)]
 STUCK = [Scenario(1, 0), Scenario(3, 2)]
 # A rank that is stopped keeps the others waiting in a collective, as NCCL does for one that is dead.
-TOLD = [
-    Scenario(3, victim, fault, told=True, kept_elsewhere=elsewhere, lifelines=fault == signal.SIGSTOP)
-    for victim, fault, elsewhere in (
-        (0, signal.SIGSTOP, True),
-        (1, signal.SIGSTOP, False),
-    )
-]
+TOLD = [Scenario(3, victim, signal.SIGSTOP, told=True, kept_elsewhere=victim == 0) for victim in (0, 1)]
 LONG_STEP = 5.0  # seconds, and more than a silence that is noticed
 ALIVE = Scenario(3, ending="leave after a long step", told=True)
 RAISES = Scenario(3, ending="raise")
@@ -165,7 +153,7 @@ def play(directory: Path, scenario: Scenario) -> End:
         if scenario.kept_elsewhere
         else None
     )
-    given = (world, port, scenario.ending, timeout, scenario.kept_elsewhere, scenario.lifelines)
+    given = (world, port, scenario.ending, timeout, scenario.kept_elsewhere)
     processes = [
         CONTEXT.Process(target=rank_main, args=(str(directory), rank, *given)) for rank in range(world)
     ]
@@ -232,9 +220,7 @@ def test_survivors_name_a_rank_that_is_gone(played: Played, scenario: Scenario) 
         assert "last seen: step " in line or "last seen: thinking" in line
 
 
-@pytest.mark.parametrize(
-    "scenario", TOLD, ids=lambda told: f"{told.fault.name}-{told.victim}-{told.kept_elsewhere}"
-)
+@pytest.mark.parametrize("scenario", TOLD, ids=lambda told: str(told.victim))
 def test_survivors_that_are_told_to_stop_name_a_rank_that_is_gone(played: Played, scenario: Scenario) -> None:
     """Long before the heartbeat's time-out, by which a launcher would have killed them."""
     end, victim = played[scenario].result(), scenario.victim
@@ -289,3 +275,49 @@ def test_a_suspended_job_and_one_with_a_rank_that_is_started_twice_continue(
 def test_an_orderly_end_is_silent(played: Played) -> None:
     """Although ranks end at different times, and the first one hosts the store."""
     assert played[ORDERLY].result() == End([0] * 3, [[]] * 3)
+
+
+@pytest.mark.parametrize("timeout", [600, 1e9])
+def test_a_heartbeat_that_comes_after_the_collectives_give_up_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match=r"--heartbeat-timeout .* --distributed-timeout-minutes 10"):
+        DistributedConfig(heartbeat_timeout=timeout)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What this process, which does not end, says as it should."""
+    said: list[str] = []
+    monkeypatch.setattr(module, "end_at_once", lambda prog, topology, message, status: said.append(message))
+    return said
+
+
+def two_ranks() -> tuple[Lifelines, Lifelines]:
+    """Connected lifelines of two ranks."""
+    ranks = [Lifelines(Topology(rank, 2, rank, 2), lambda text: None) for rank in range(2)]
+    port = ranks[0].listen()
+    for one in ranks:
+        one.start(port, "127.0.0.1", "token")
+    wait_until(lambda: all(one.complete for one in ranks))
+    return ranks[0], ranks[1]
+
+
+def test_a_rank_0_that_stops_just_before_the_heartbeats_is_found(ends: list[str]) -> None:
+    first, second = two_ranks()
+    with heartbeat(dist.HashStore(), Topology(1, 2, 1, 2), 1.0, "test", lifelines=second):
+        wait_until(lambda: ends)
+    assert re.fullmatch(r"error: rank 0 has been silent for \d+ s; last seen: starting", ends[0])
+    first.leave()
+
+
+def test_a_run_ends_with_the_launcher_that_keeps_its_store(ends: list[str]) -> None:
+    kept = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    store = dist.TCPStore("127.0.0.1", kept[0].port, wait_for_workers=False)
+    first, second = two_ranks()
+    mark = {"doing": "step 1", "marks": 1, "seconds": 0.0, "patient": False}
+    second.beat({"rank": 1, "host": "here", "count": 1, "left": True, **mark})
+    with heartbeat(store, Topology(0, 2, 0, 2), 6.0, "test", lifelines=first):
+        time.sleep(1)  # to connect
+        kept.clear()
+        wait_until(lambda: ends)
+    assert ends == ["error: the run's store is gone: the launcher that keeps it has ended"]
+    second.leave()

@@ -60,7 +60,7 @@ def test_a_rank_that_falls_silent_ends_the_run(waiting: dict[str, Run]) -> None:
     """The rank connected, and hangs before it sends anything."""
     run = waiting["silent"]
     rank_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run.port}
-    met = rendezvous(Topology(1, 2, 1, 2), rank_address, timedelta(seconds=120), say=print)
+    met = rendezvous(Topology(1, 2, 1, 2), rank_address, timedelta(seconds=120), say=print, ended=print)
     assert met.own.interface == "lo"
     assert run.statuses() == {0: 1}
     assert "pretrain_gpt.py: waiting for rank 1: starting for " in run.err(0)

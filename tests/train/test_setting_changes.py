@@ -6,7 +6,6 @@ import pytest
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.train.resume.changes import (
-    matmul_changes,
     numbering_changes,
     residual_changes,
     row_scaling_changes,
@@ -47,22 +46,6 @@ def test_nothing_is_said_where_nothing_changed(
     assert "WARNING" not in said
 
 
-@pytest.mark.parametrize(("before", "now"), [(False, True), (True, False)])
-def test_other_formats_and_algorithms_of_matmuls_are_said(before: bool, now: bool) -> None:
-    """As after runs that --fp8-products or --gemm-algorithms measured chose them for."""
-    saved = {"precision": {"fp8": before, "fp8_products": "measured"}}
-    present = {fp8: {"precision": {"fp8": fp8}} for fp8 in (False, True)}
-    given = {True: "given", False: "not given"}
-    formats = (
-        f" WARNING: --fp8 was {given[before]} and is {given[now]}: products of layers are of other formats"
-    )
-    assert matmul_changes(saved, present[now]) == [formats]
-    assert matmul_changes(saved, present[before]) == []
-    saved = {"compilation": {"gemm_algorithms": "measured"}}
-    algorithms = " WARNING: --gemm-algorithms was measured and is retired: bits may differ"
-    assert matmul_changes(saved, present[False]) == [algorithms]
-
-
 def test_samples_that_are_packed_now_are_numbered_otherwise() -> None:
     """By a run that resumes from a checkpoint which is older than packing."""
     present = parse_args(MINIMAL).to_json()
@@ -78,10 +61,20 @@ def test_retired_settings_are_said_where_something_else_happens_now() -> None:
     old = present["zero"] | {"zero_hpz_secondary": "bf16", "zero_delta4_iterations": None}
     assert setting_changes(present | {"zero": old}, 2, present, 2) == []
     old |= {"zero_quantized_weights_format": "fp8", "zero_hpz_secondary": "quantized"}
-    (line,) = setting_changes(present | {"zero": old}, 2, present, 2)
+    saved = present | {"zero": old, "compilation": {"gemm_algorithms": "measured"}}
+    (line,) = setting_changes(saved, 2, present, 2)
     assert line == (
-        " changed since the checkpoint: --zero-quantized-weights-format fp8 → int8, --zero-hpz-secondary "
-        "quantized → retired"
+        " changed since the checkpoint: --gemm-algorithms measured → retired, "
+        "--zero-quantized-weights-format fp8 → int8, --zero-hpz-secondary quantized → retired"
+    )
+
+
+def test_flags_that_an_older_version_did_not_have_were_not_given() -> None:
+    """As masks, and the format of matmuls."""
+    present = parse_args([*MINIMAL, "--bf16", "--fp8", "--eod-mask-loss"]).to_json()
+    (line,) = setting_changes({}, 2, present, 2)
+    assert line == (
+        " changed since the checkpoint: --eod-mask-loss not given → given, --fp8 not given → given"
     )
 
 

@@ -28,11 +28,12 @@ _NUMBERING = {  # settings that determine how samples are numbered, by part
     "training": ("seed",),
     "model": ("seq_length",),
 }
-_YOUNGER = {  # settings absent from older checkpoints, and the values their runs used
-    "dataset_order": "windows",
-    "dataset_packing": "concatenation",
-    "json_key": "text",
-    "append_eod": False,
+_YOUNGER: Mapping[str, Settings] = {  # settings absent from older checkpoints, and the values their runs used
+    "data": {"dataset_order": "windows", "dataset_packing": "concatenation", "json_key": "text"}
+    | dict.fromkeys(("append_eod", *MASKS), False),
+    "optimizer": dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "fp32")
+    | {"optimizer_in_backward": False},
+    "precision": {"fp8": False},
 }
 _FROM_NOW = "from here on the present flags number the samples, so some may be repeated or omitted"
 _SAME_MODEL = {  # what the weights mean does not depend on these
@@ -43,21 +44,16 @@ _SAME_MODEL = {  # what the weights mean does not depend on these
 }
 _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their fields; none named: all
     "model": ("attention_dropout", "hidden_dropout", "use_mup", "mup_base_hidden_size"),
+    "data": MASKS,
     "training": ("train_iters", "train_samples", "train_tokens", "calculate_per_token_loss", "z_loss_coeff"),
     "learning_rate": (),
     "optimizer": (),
     "precision": (),
+    "compilation": ("compile",),
     "zero": (),
     "distributed": ("tensor_model_parallel_size", "context_parallel_size"),
 }
-_YOUNGER_OPTIMIZER = {
-    **dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "fp32"),
-    "optimizer_in_backward": False,
-}
-_OF_THE_START = {  # they change no number of a run
-    "zero_prefetch_units",
-    "fp8",  # said by matmul_changes
-}
+_CHANGES_NO_NUMBER = "zero_prefetch_units"  # of a run
 
 
 def model_changes(saved: Settings, present: ModelConfig) -> list[str]:
@@ -73,15 +69,6 @@ def model_changes(saved: Settings, present: ModelConfig) -> list[str]:
     return _warnings(
         vars(ModelConfig(**known)), vars(present), names, "the weights are those of another model"
     )
-
-
-def matmul_changes(saved: Settings, present: Settings) -> list[str]:
-    """Log lines on matmuls of layers whose formats or algorithms are not those of the run that saved."""
-    before = {"fp8": False} | saved.get("precision", {})
-    lines = _warnings(before, present["precision"], ["fp8"], "products of layers are of other formats")
-    if saved.get("compilation", {}).get("gemm_algorithms") == "measured":
-        lines.append(" WARNING: --gemm-algorithms was measured and is retired: bits may differ")
-    return lines
 
 
 def residual_changes(saved: Iterable[str], present: Iterable[str]) -> list[str]:
@@ -111,14 +98,8 @@ def numbering_changes(saved: Settings, present: Settings) -> list[str]:
     lines = []
     for part, names in _NUMBERING.items():
         before, now = (_with_split(settings.get(part, {})) for settings in (saved, present))
-        lines += _warnings(_YOUNGER | before, now, names, _FROM_NOW)
+        lines += _warnings({**_YOUNGER.get(part, {}), **before}, now, names, _FROM_NOW)
     return lines
-
-
-def mask_changes(saved: Settings, present: Settings) -> list[str]:
-    """Log lines on flags that treat document ends differently from the run that saved."""
-    before = dict.fromkeys(MASKS, False) | saved.get("data", {})
-    return _warnings(before, present["data"], MASKS, "the change applies from this iteration on")
 
 
 def batch_changes(saved: Settings, ranks: int, config: Config, schedule: RunSchedule) -> list[str]:
@@ -169,11 +150,9 @@ def setting_changes(saved: Settings, ranks: int, present: Settings, present_rank
     """
     found = []
     for part, names in _COMPARED.items():
-        before, now = saved.get(part, {}), present[part]
-        if part == "optimizer":  # states are converted, those of older versions too
-            before = _YOUNGER_OPTIMIZER | before
+        before, now = {**_YOUNGER.get(part, {}), **saved.get(part, {})}, present[part]
         for name in names or now:
-            if name in before and name not in _OF_THE_START and before[name] != now[name]:
+            if name in before and name != _CHANGES_NO_NUMBER and before[name] != now[name]:
                 found.append(f"{flag_name(name)} {_shown(before[name])} → {_shown(now[name])}")
         found += _retired({name: before[name] for name in before if name not in now})
     if ranks != present_ranks:

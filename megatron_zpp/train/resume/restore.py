@@ -21,8 +21,6 @@ from megatron_zpp.storage.checksums import OnProgress
 from megatron_zpp.storage.location import Location, location
 from megatron_zpp.train.resume.changes import (
     batch_changes,
-    mask_changes,
-    matmul_changes,
     model_changes,
     numbering_changes,
     order_change,
@@ -106,7 +104,6 @@ def _load(
         engine.iteration = 0  # the signs of rotated gradients and the first 4-bit iterations are a new run's
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0", *changes])
     if progress.iteration:  # otherwise the weights are imported, and no products were computed
-        changes += matmul_changes(saved, present)
         if with_optimizer and config.optimizer.optimizer != saved["optimizer"].get("optimizer", "adam"):
             changes += [" WARNING: the checkpoint is AdamW's: the momentum of Muon's matrices begins at zero"]
         if with_optimizer:
@@ -137,7 +134,7 @@ def _load(
             same_numbers=not lines,
         )
         lines += said
-    lines += mask_changes(saved, present) + batch_changes(saved, ranks, config, resumed)
+    lines += batch_changes(saved, ranks, config, resumed)
     lines += setting_changes(saved, ranks, present, engine.mesh.data_ranks)
     lines += rate_change(saved, ranks, resumed, progress)
     return Start(progress, [line, *changes, *lines])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.distributed.vote import Vote
-from megatron_zpp.supervision.process_start import process_started
+from megatron_zpp.supervision.once_per_node import process_started
 from megatron_zpp.supervision.signals import STOP_SIGNALS, StopSignals
 from megatron_zpp.zero.engine import StepResult, ZeroEngine
 
