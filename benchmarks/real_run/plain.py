@@ -172,7 +172,7 @@ class Training:
         return total / len(self.held_out)
 
     def save(self) -> None:
-        """Write weights and moments, and the weights alone under the names of --inputs."""
+        """Write the step, weights and moments."""
         self.options.save.mkdir(parents=True, exist_ok=True)
         tensors = {"step": torch.tensor(self.step)}
         for name, parameter in self.model.named_parameters():

@@ -63,9 +63,6 @@ def read(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
 
 def figures(folders: Sequence[Path], metrics: dict[str, Path]) -> dict[str, Any]:
     """Return the settings of the runs, and the curves and final losses of each."""
-    sources: dict[str, Any] = {}
-    for folder in folders:
-        sources |= json.loads((folder / "sources.json").read_text())
     runs = {}
     for name, path in metrics.items():
         steps, held_out = read(path)
@@ -79,7 +76,6 @@ def figures(folders: Sequence[Path], metrics: dict[str, Path]) -> dict[str, Any]
             "final_held_out_loss": round(list(held_out.values())[-1], 5) if held_out else None,
             "held_out": {str(step): round(loss, 5) for step, loss in held_out.items()},
             "losses": [round(statistics.fmean(part), 4) for part in batched(losses)],
-            **sources.get(name, {}),
         }
     described = [json.loads((folder / "run.json").read_text()) for folder in folders]
     return {"described": described, "runs": runs}

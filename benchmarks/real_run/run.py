@@ -12,11 +12,10 @@ zeropp       stage 3 with delta4 and rotated4, between two nodes of one rank
 fp8          8-bit products of layers and output layer
 resumed      stage_0, stopped five times and resumed on other meshes and stages
 
-DIR of --tokens is that of make_tokens.py, or gets what is in the archives of pack.py. A machine to which not
-all archives can be copied at once gets them in several calls: until there are --parts training parts, a call
-only unpacks. Checkpoints, batches and compiled kernels are in --work. --output
-gets the lines of metrics of each variant, run.json, and, behind the last step, sources.json: the held-out
-loss by source, and samples. The exit status is 75 where --seconds ended the call; the same command resumes.
+DIR of --tokens is that of make_tokens.py, or gets what is in the archives, which benchmarks/README.md says how
+to make. A machine to which not all archives can be copied at once gets them in several calls: until there are
+--parts training parts, a call only unpacks. Checkpoints, batches and compiled kernels are in --work. --output gets the lines of metrics of
+each variant, and run.json. The exit status is 75 where --seconds ended the call; the same command resumes.
 """
 
 import argparse
@@ -64,9 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument(
-        "--archives", type=Path, help="a folder of *.tar.xz by pack.py; unpacked into --tokens"
-    )
+    parser.add_argument("--archives", type=Path, help="a folder of *.tar.xz; unpacked into --tokens")
     parser.add_argument("--parts", type=int, default=1, help="training parts that must be there")
     parser.add_argument(
         "--check", action="store_true", help=f"{CHECKED_STEPS} steps of each variant, then exit"
@@ -265,26 +262,6 @@ def export(options: argparse.Namespace) -> None:
     print(f"inputs of plain.py: {time.monotonic() - started:.0f} s", flush=True)
 
 
-def by_source(variant: Variant, deadline: float) -> bool:
-    """Measure the held-out losses by source of a complete run; False if there is no time for it."""
-    target = variant.folder / "sources.json"
-    if target.exists():
-        return True
-    if deadline - time.monotonic() < variant.options.least_seconds:
-        return False
-    checkpoint = variant.save
-    command = [sys.executable, "benchmarks/real_run/sources.py", "--tokens", str(variant.options.tokens)]
-    command += ["--device", variant.options.device, "--output", str(target), "--checkpoint"]
-    if variant.name in PLAIN:
-        command += [str(variant.save / "state.safetensors"), "--inputs", str(variant.options.work / "inputs")]
-        layers, hidden, heads, _ = SIZES[variant.options.size]
-        command += ["--shape", str(layers), str(hidden), str(heads)]
-    else:
-        command += [str(checkpoint)]
-    subprocess.run(command, cwd=ROOT, check=True, env=environment(variant.options))
-    return True
-
-
 def collect(variants: Sequence[Variant], options: argparse.Namespace) -> None:
     """Copy what is worth keeping to --output."""
     options.output.mkdir(parents=True, exist_ok=True)
@@ -295,13 +272,9 @@ def collect(variants: Sequence[Variant], options: argparse.Namespace) -> None:
     }
     described["flags"] = common_flags(options)
     (options.output / "run.json").write_text(json.dumps(described, indent=2) + "\n")
-    measured = {}
     for variant in variants:
         if variant.metrics.exists():
             shutil.copy(variant.metrics, options.output / variant.metrics.name)
-        if (variant.folder / "sources.json").exists():
-            measured[variant.name] = json.loads((variant.folder / "sources.json").read_text())
-    (options.output / "sources.json").write_text(json.dumps(measured, indent=2) + "\n")
 
 
 def main() -> None:
@@ -315,7 +288,7 @@ def main() -> None:
         export(options)
     complete = True
     for variant in variants:
-        complete = variant.train(deadline) and by_source(variant, deadline) and complete
+        complete = variant.train(deadline) and complete
         if not options.check:
             collect(variants, options)
     sys.exit(0 if complete else STOPPED)
