@@ -78,11 +78,10 @@ def commit() -> str:
     return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "")
 
 
-def refuse_options(description: str | None) -> None:
-    """Parse the command line of a program without options: --help prints `description`, others end it."""
-    argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+def program_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help prints `description` as it is written."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=raw)
 
 
 def package_version(package: str) -> str | None:

@@ -3,7 +3,6 @@
 python benchmarks/picture.py [FILE.png]
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, program_parser
 from benchmarks.emulation.picture import PICTURES
 from benchmarks.real_run.result import NAMES
 
@@ -65,9 +64,7 @@ def draw_losses(axes: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("file", type=Path, nargs="?", default=PICTURES / "results.png")
     options = parser.parse_args()
     import matplotlib

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from benchmarks.plain_models import PlainGPT
 from megatron_zpp.config.model import ModelConfig
 
 
@@ -43,21 +44,14 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
-class TensorParallelGPT(nn.Module):
+class TensorParallelGPT(PlainGPT):
     """GPT-2 on the ranks of a mesh; every rank gives it the same tokens."""
 
+    block = Block
+
     def __init__(self, config: ModelConfig, vocabulary: int) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.tokens, self.positions = (
-            nn.Embedding(rows, width, _weight=0.02 * torch.randn(rows, width))
-            for rows in (vocabulary, config.seq_length)
-        )
-        self.blocks = nn.ModuleList(
-            Block(width, config.num_attention_heads, config.ffn_hidden_size) for _ in range(config.num_layers)
-        )
-        self.norm = nn.LayerNorm(width)
-        self.output = nn.Linear(width, vocabulary, bias=False)
+        super().__init__(config, vocabulary)
+        self.output = nn.Linear(config.hidden_size, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """(B, S) twice -> the mean cross-entropy, whose backward runs here too: loss parallel needs that."""

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, save_result
+from benchmarks.common import RESULTS, program_parser, save_result
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
@@ -73,15 +73,10 @@ def _seconds(plan: Plan) -> float:
 def measure(flags: list[str], options: argparse.Namespace, cache: Path) -> dict[str, Any]:
     """Milliseconds of a step and the peak in GiB of a run, or how it failed."""
     program = [str(ROOT / "pretrain_gpt.py"), "--train-iters", str(options.steps), *flags]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(options.ranks_per_node),
-    ]
+    ranks = str(options.ranks_per_node)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
     if options.nodes > 1:
-        grid = ["--nodes", str(options.nodes), "--ranks-per-node", str(options.ranks_per_node), "--"]
+        grid = ["--nodes", str(options.nodes), "--ranks-per-node", ranks, "--"]
         launcher = [str(ROOT / "launch" / "emulate_nodes.sh"), *grid]
     environ = {**os.environ, "PYTHON": sys.executable, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     with tempfile.TemporaryDirectory() as scratch:
@@ -98,9 +93,7 @@ def measure(flags: list[str], options: argparse.Namespace, cache: Path) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--link-gbit", default="100", help="of a node to others, for the plan")

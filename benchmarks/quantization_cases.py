@@ -132,10 +132,8 @@ def _sum_into(ops: Operations, elements: int, device: torch.device, *, count: in
 
 
 def _sum_parts(ops: Operations, elements: int, device: torch.device, *, count: int) -> Buffers:
-    parts, shard = (
-        _numbers(count, elements // count, device=device),
-        torch.empty(elements // count, device=device),
-    )
+    m = elements // count
+    parts, shard = _numbers(count, m, device=device), torch.empty(m, device=device)
     return Buffers(parts.nbytes + shard.nbytes, partial(ops.sum_parts, parts, shard))
 
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 import torch
 
-from benchmarks.common import RESULTS, end_group, save_result
+from benchmarks.common import RESULTS, end_group, program_parser, save_result
 from benchmarks.intervals import mean_and_interval
 from benchmarks.plain_training import CONTEXT_PARALLEL, KINDS, TENSOR_PARALLEL
 from benchmarks.step_parts import parts_of_trace
@@ -185,9 +185,7 @@ def rates(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["345m:16", "1.3b:16", "2.7b:8"])
     parser.add_argument("--runs", nargs="+", default=["stage 0", "plain", "whole"], type=known_run)
     parser.add_argument("--against", type=Path, help="another checkout, whose runs take turns with ours")

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, commit, package_version, save_result
+from benchmarks.common import RESULTS, commit, package_version, program_parser, save_result
 from benchmarks.contest import grid, summary
 from benchmarks.contest.contestants import Contestant, contestants, default_names
 from benchmarks.contest.launch import ROOT, run_on_nodes
@@ -37,23 +37,14 @@ LINKS = "links"  # measured in every round like a contestant
 _SHAPE = ("preset", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
 _FIXED = (
     *_SHAPE,
-    "micro_batch_size",
-    "micro_batches",
-    "dtype",
-    "warmup",
-    "steps",
-    "no_compile",
-    "lr",
-    "lr_warmup_iters",
+    *"micro_batch_size micro_batches dtype warmup steps no_compile lr lr_warmup_iters".split(),
 )
 _MARGIN = 1.2  # times the seconds of a contestant's last turn
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     shape_arguments(parser)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--ranks-per-node", type=int, default=2)

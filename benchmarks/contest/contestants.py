@@ -15,14 +15,12 @@ _4_BITS = {
     "zero_quantized_weights_format": "delta4",
     "zero_quantized_gradients_format": "rotated4",
 }
-_ROWS = {"zero_table_rows": 8192}  # 32 blocks of 262,144 entries, each about a third of a 1B model's layer
 OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     "stage_0": {"zero_stage": 0},
     "stage_1": {"zero_stage": 1},
     "stage_2": {"zero_stage": 2},
     "stage_3": {"zero_stage": 3},
     "stage_3_prefetch_2": {"zero_stage": 3, "zero_prefetch_units": 2},
-    "stage_3_offload": {"zero_stage": 3, "zero_offload_optimizer": True},
     "qwz": {"zero_stage": 3, "zero_quantized_weights": True},
     "hpz": {"zero_stage": 3, "zero_hpz_partition_size": "auto"},
     "qgz": {"zero_stage": 3, "zero_quantized_gradients": True},
@@ -32,9 +30,6 @@ OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     "zeropp_4_bits_once": {**_4_BITS, "zero_gradient_partition_size": "auto"},
     # Accumulates inside each rank, so that nothing between nodes grows with the number of micro-batches.
     "stage_1_qwz_qgz": {"zero_stage": 1, "zero_quantized_weights": True, "zero_quantized_gradients": True},
-    # Large vocabularies, beside the same settings with whole tables.
-    **{f"stage_{stage}_row_blocks": {"zero_stage": stage, **_ROWS} for stage in (0, 1, 3)},
-    "zeropp_row_blocks": {**_ZEROPP, **_ROWS},
 }
 _WITH_MUON = ("--optimizer", "muon")
 DEEPSPEED_ABSENT = (
@@ -63,7 +58,6 @@ def contestants(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str
     """All contestants that make sense on this grid, by name."""
     found = {
         "one_gpu": _ours("stage_0", "ours, each GPU alone", "--alone"),
-        "one_gpu_row_blocks": _ours("stage_0_row_blocks", "ours, each GPU alone, row blocks", "--alone"),
         "one_gpu_muon": _ours("stage_0", "ours, each GPU alone, Muon", "--alone", *_WITH_MUON),
     }
     if nodes * ranks_per_node > 1:
@@ -82,18 +76,8 @@ def default_names(nodes: int, ranks_per_node: int, micro_batches: int) -> list[s
     if nodes == 1:
         ours = ["one_gpu", "stage_0", "stage_1", "stage_2", "stage_3", "stage_3_prefetch_2", "zeropp"]
     else:
-        ours = [
-            "one_gpu",
-            "stage_1",
-            "stage_3",
-            "qwz",
-            "hpz",
-            "qgz",
-            "zeropp",
-            "zeropp_4_bits",
-            *(["zeropp_4_bits_once"] if micro_batches > 1 else []),
-            "stage_1_qwz_qgz",
-        ]
+        ours = "one_gpu stage_1 stage_3 qwz hpz qgz zeropp zeropp_4_bits stage_1_qwz_qgz".split()
+        ours += ["zeropp_4_bits_once"] * (micro_batches > 1)
     peers = [name for name, contestant in every.items() if contestant.family != "ours" and "muon" not in name]
     return [name for name in ours if name in every] + peers
 

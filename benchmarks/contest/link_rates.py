@@ -8,7 +8,6 @@ collective, rates what it sends in all of them together.
 torchrun starts it.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -21,6 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
+from benchmarks.common import program_parser
 from benchmarks.contest.protocol import Rank, join
 
 Collective = Callable[[], dist.Work]
@@ -76,9 +76,7 @@ def gigabytes_per_second(rank: Rank, running: list[Collective], sent_bytes: int,
 
 def main() -> None:
     """Every rank runs this; rank 0 writes the rates by collective and megabytes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[25, 100])
     parser.add_argument("--seconds", type=float, default=0.7, help="for each figure")

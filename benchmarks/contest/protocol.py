@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.plain_llama import PlainLlama
-from benchmarks.plain_training import PlainGPT
+from benchmarks.common import program_parser
+from benchmarks.plain_models import PlainGPT, PlainLlama, model_arguments, model_of
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.model.gpt import GPT
@@ -67,28 +67,12 @@ class Rank:
     @property
     def config(self) -> ModelConfig:
         """The model, without dropout."""
-        options = self.options
-        return ModelConfig(
-            model_preset=options.preset,
-            num_layers=options.num_layers,
-            hidden_size=options.hidden_size,
-            num_attention_heads=options.num_attention_heads,
-            seq_length=options.seq_length,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        )
+        return model_of(self.options, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the driver and of every contestant."""
-    parser.add_argument("--preset", help="a model preset, or give the three sizes")
-    parser.add_argument("--num-layers", type=int)
-    parser.add_argument("--hidden-size", type=int)
-    parser.add_argument("--num-attention-heads", type=int)
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--micro-batch-size", type=int, default=8)
-    parser.add_argument("--micro-batches", type=int, default=1, help="in each optimizer step")
+    model_arguments(parser)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="timed steps in each round")
@@ -99,9 +83,7 @@ def shape_arguments(parser: argparse.ArgumentParser) -> None:
 
 def contestant_parser(description: str | None) -> argparse.ArgumentParser:
     """The command line of a contestant, to which it adds its own flags."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(description)
     shape_arguments(parser)
     parser.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
     parser.add_argument("--report", type=Path, required=True)

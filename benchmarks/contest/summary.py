@@ -84,10 +84,6 @@ def tables(results: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _ran(row: dict[str, Any]) -> bool:
-    return "milliseconds" in row
-
-
 def _grid(figures: dict[str, Any]) -> str:
     settings = figures["settings"]
     model = settings["preset"] or f"{settings['num_layers']} layers × {settings['hidden_size']}"
@@ -116,7 +112,7 @@ def _table(rows: dict[str, dict[str, Any]]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in sorted(rows.values(), key=lambda row: row.get("milliseconds", math.inf)):
-        if not _ran(row):
+        if "milliseconds" not in row:
             why = row.get("absent") or row.get("failed") or "not yet run"
             lines.append(f"| {row['title']} | {why.splitlines()[0][:240]} |")
             continue

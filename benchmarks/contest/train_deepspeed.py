@@ -32,8 +32,7 @@ from benchmarks.contest.protocol import (
     report,
     set_learning_rate,
 )
-from benchmarks.plain_llama import PlainLlama
-from benchmarks.plain_training import PlainGPT, cross_entropy
+from benchmarks.plain_models import PlainGPT, PlainLlama, cross_entropy
 
 _EVERYTHING = 10**13  # parameters
 
@@ -74,15 +73,8 @@ def muon(model: PlainGPT | PlainLlama) -> torch.optim.Optimizer:
     chosen = {id(each) for each in matrices}
     for parameter in model.parameters():
         parameter.use_muon = id(parameter) in chosen  # type: ignore[attr-defined]
-    groups: list[dict[str, Any]] = [
-        {
-            "params": matrices,
-            "use_muon": True,
-            "lr": 0.0,
-            "momentum": MUON.muon_momentum,
-            "weight_decay": MUON.weight_decay,
-        }
-    ]
+    decay = {"momentum": MUON.muon_momentum, "weight_decay": MUON.weight_decay}
+    groups: list[dict[str, Any]] = [{"params": matrices, "use_muon": True, "lr": 0.0, **decay}]
     groups += [
         {
             "use_muon": False,

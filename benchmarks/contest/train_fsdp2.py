@@ -31,8 +31,7 @@ from benchmarks.contest.protocol import (
     set_learning_rate,
 )
 from benchmarks.contest.sharded_muon import ShardedMuon
-from benchmarks.plain_llama import PlainLlama, tables_apart
-from benchmarks.plain_training import PlainGPT
+from benchmarks.plain_models import PlainGPT, PlainLlama, tables_apart
 
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -148,17 +148,8 @@ _MDOC_INSIDE = re.compile(
     r"(?:^|(?<= ))(?:Fa|Va|Dv|Cm|Pa|Fl|Ar|Xr|Ev|Li|Sy|Em|Fn|Er|Ic|Nm|Ns|Oc|Oo|Op) (?=\S)"
 )
 _MAN_ESCAPES = {"-": "-", "e": "\\", "&": "", "|": "", "^": "", " ": " ", "%": "", "/": "", ",": "", "c": ""}
-_MAN_NAMES = {
-    "aq": "'",
-    "dq": '"',
-    "bu": "*",
-    "em": "--",
-    "en": "-",
-    "lq": '"',
-    "rq": '"',
-    "oq": "'",
-    "cq": "'",
-}
+_MAN_NAMES = {"bu": "*", "em": "--", "en": "-"}
+_MAN_NAMES |= dict.fromkeys(("aq", "oq", "cq"), "'") | dict.fromkeys(("dq", "lq", "rq"), '"')
 
 
 def from_man(source: str) -> str:

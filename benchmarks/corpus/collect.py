@@ -9,7 +9,6 @@ documents that occur twice, and summary.json. The held-out packages take no part
 documents of others that are equal to one of theirs. Running it again gives the same digests.
 """
 
-import argparse
 import hashlib
 import json
 import multiprocessing
@@ -21,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
+from benchmarks.common import program_parser
 from benchmarks.corpus.clean import MIN_CHARACTERS, documents, is_page, topic, without_menus
 from benchmarks.corpus.packages import Package, download, files_of, listed
 
@@ -35,9 +35,7 @@ MAX_TEXT, MAX_HELD_OUT = 64 << 20, 4 << 20  # bytes of text of one package
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder; needs about 5 GB")
     parser.add_argument("--processes", type=int, default=2, help="packages read side by side")
     parser.add_argument("--only", nargs="+", help="packages, to try out changes; default all")

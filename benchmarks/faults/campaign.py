@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 
 import torch
 
-from benchmarks.common import save_result
+from benchmarks.common import program_parser, save_result
 from benchmarks.faults.children import Output, fork
 from benchmarks.faults.crash_points import CrashPoints
 from benchmarks.faults.disturbances import Disturbances
@@ -130,9 +130,7 @@ def figures(kind: str, options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--every", type=int, default=1, help="of the cases, run every Nth")

@@ -99,17 +99,13 @@ class Runs:
     def _undisturbed(self, index: int) -> Whole:
         """What a run of a setting ends with, and the checkpoints and caches of its first half, made once."""
         if index not in self._whole:
-            setting, run, half = (
-                self._settings[index],
-                self._directory / f"whole-{index}",
-                self._before(index),
-            )
-            shutil.rmtree(run, ignore_errors=True)
-            shutil.rmtree(half, ignore_errors=True)
+            setting, half = self._settings[index], self._before(index)
+            run, again = (self._directory / f"{kind}-{index}" for kind in ("whole", "again"))
+            for earlier in (run, half):
+                shutil.rmtree(earlier, ignore_errors=True)
             began = time.monotonic()
             calls, seconds = {False: self._counted(setting, run, [])}, time.monotonic() - began
             self._counted(setting, half, ["--exit-interval", "2"])
-            again = self._directory / f"again-{index}"
             shutil.copytree(half, again)
             calls[True] = self._counted(setting, again, [])
             whole = Whole(digest(run / "checkpoints"), losses(run / "metrics.jsonl"), calls, seconds)

@@ -6,7 +6,6 @@ DIR gets initial.safetensors, train.bin and held_out.bin (rows of T + 1 uint16 t
 the run reads them, and those of each of its evaluations) and shapes.json.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.common import program_parser
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.mesh import Mesh
@@ -27,9 +27,7 @@ ROWS = 1024  # read at a time
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("flags", nargs="+", help="of pretrain_gpt.py, behind --")
     options = parser.parse_args()

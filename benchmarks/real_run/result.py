@@ -6,7 +6,6 @@ python benchmarks/real_run/result.py --plot FILE.png   draws benchmarks/results/
 The result has the mean training loss of each eight steps, the held-out losses and the step times.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, save_result
+from benchmarks.common import RESULTS, program_parser, save_result
 
 NAMES = {
     "plain": "plain PyTorch, compiled",
@@ -34,9 +33,7 @@ SMOOTHING = 0.85  # of these means
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--runs", type=Path, nargs="+", help="folders; a variant is taken from the last one")
     parser.add_argument("--name", default="real_run", help="of the result")
     parser.add_argument("--output", type=Path, default=RESULTS)

@@ -12,10 +12,11 @@ zeropp       stage 3 with delta4 and rotated4, between two nodes of one rank
 fp8          8-bit products of layers and output layer
 resumed      stage_0, stopped five times and resumed on other meshes and stages
 
-DIR of --tokens is that of make_tokens.py, or gets what is in the archives, which benchmarks/README.md says how
-to make. A machine to which not all archives can be copied at once gets them in several calls: until there are
---parts training parts, a call only unpacks. Checkpoints, batches and compiled kernels are in --work. --output gets the lines of metrics of
-each variant, and run.json. The exit status is 75 where --seconds ended the call; the same command resumes.
+DIR of --tokens is that of make_tokens.py, or gets what is in the archives (benchmarks/README.md makes them).
+A machine to which not all archives can be copied at once gets them in several calls: until there are --parts
+training parts, a call only unpacks. Checkpoints, batches and compiled kernels are in --work. --output gets
+the lines of metrics of each variant, and run.json. The exit status is 75 where --seconds ended the call; the
+same command resumes.
 """
 
 import argparse
@@ -28,13 +29,12 @@ import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 import torch  # noqa: F401  # for the names of GPUs in the result
 
-from benchmarks.common import commit, machine
+from benchmarks.common import commit, machine, program_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 STOPPED = 75
@@ -57,9 +57,7 @@ CHECKED_STEPS = 5
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--tokens", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
@@ -118,31 +116,19 @@ def common_flags(options: argparse.Namespace) -> list[str]:
     """The flags of pretrain_gpt.py that all variants share, and that decide what is read and trained."""
     layers, hidden, heads, length = SIZES[options.size]
     held_out = sorted(options.tokens.glob("held_out-*_text_document.idx"))
-    flags: dict[str, Any] = {
-        "--num-layers": layers,
-        "--hidden-size": hidden,
-        "--num-attention-heads": heads,
-        "--seq-length": length,
-        "--tokenizer-type": "GPT2BPETokenizer",
-        "--vocab-file": options.tokens / "vocab.json",
-        "--merge-file": options.tokens / "merges.txt",
-        "--micro-batch-size": options.micro_batch_size,
-        "--global-batch-size": options.global_batch_size,
-        "--train-iters": options.steps,
-        "--lr": options.lr,
-        "--min-lr": options.lr / 10,
-        "--lr-warmup-iters": options.warmup,
-        "--eval-interval": options.eval_interval,
-        "--eval-iters": options.eval_iters,
-        "--seed": options.seed,
-        "--device": options.device,
-    }
-    pairs = [str(part) for flag, value in flags.items() for part in (flag, value)]
-    pairs += ["--train-data-path", *training_prefixes(options.tokens)]
-    pairs += ["--valid-data-path", *(str(path.with_suffix("")) for path in held_out)]
-    pairs += "--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95".split()
-    pairs += "--attention-dropout 0 --hidden-dropout 0".split()
-    return [*pairs, *(["--fp32", "--no-compile"] if options.fp32 else [])]
+    flags = (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {length} "
+        f"--micro-batch-size {options.micro_batch_size} --global-batch-size {options.global_batch_size} "
+        f"--train-iters {options.steps} --lr {options.lr} --min-lr {options.lr / 10} "
+        f"--lr-warmup-iters {options.warmup} --eval-interval {options.eval_interval} "
+        f"--eval-iters {options.eval_iters} --seed {options.seed} --device {options.device} "
+        "--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --attention-dropout 0 "
+        "--hidden-dropout 0 --tokenizer-type GPT2BPETokenizer"
+    ).split()
+    flags += ["--vocab-file", f"{options.tokens}/vocab.json", "--merge-file", f"{options.tokens}/merges.txt"]
+    flags += ["--train-data-path", *training_prefixes(options.tokens)]
+    flags += ["--valid-data-path", *(str(path.with_suffix("")) for path in held_out)]
+    return flags + ["--fp32", "--no-compile"] * options.fp32
 
 
 class Variant:
@@ -172,29 +158,18 @@ class Variant:
         options = self.options
         if self.name in PLAIN:
             layers, hidden, heads, _ = SIZES[options.size]
-            flags = {
-                "--inputs": options.work / "inputs",
-                "--save": self.save,
-                "--metrics-file": self.metrics,
-                "--layers": layers,
-                "--width": hidden,
-                "--heads": heads,
-                "--micro-batch-size": options.micro_batch_size,
-                "--global-batch-size": options.global_batch_size,
-                "--steps": options.steps,
-                "--lr": options.lr,
-                "--min-lr": options.lr / 10,
-                "--warmup": options.warmup,
-                "--eval-interval": options.eval_interval,
-                "--seconds": seconds,
-                "--device": options.device,
-            }
-            command = [sys.executable, "benchmarks/real_run/plain.py"]
-            command += [str(part) for flag, value in flags.items() for part in (flag, value)]
-            command += VARIANTS[self.name].split()
-            return [*command, *(["--fp32", "--no-compile"] if options.fp32 else [])]
-        flags = {"--save": self.save, "--load": self.save, "--metrics-file": self.metrics}
-        command = [str(part) for flag, value in flags.items() for part in (flag, value)]
+            flags = (
+                f"--layers {layers} --width {hidden} --heads {heads} --steps {options.steps} "
+                f"--micro-batch-size {options.micro_batch_size} "
+                f"--global-batch-size {options.global_batch_size} "
+                f"--lr {options.lr} --min-lr {options.lr / 10} --warmup {options.warmup} "
+                f"--eval-interval {options.eval_interval} --seconds {seconds} --device {options.device}"
+            ).split()
+            command = [sys.executable, "benchmarks/real_run/plain.py", *flags, *VARIANTS[self.name].split()]
+            command += ["--inputs", str(options.work / "inputs"), "--save", str(self.save)]
+            command += ["--metrics-file", str(self.metrics)]
+            return command + ["--fp32", "--no-compile"] * options.fp32
+        command = ["--save", str(self.save), "--load", str(self.save), "--metrics-file", str(self.metrics)]
         command += ["--log-interval", "1", *VARIANTS[self.name].split()]
         if seconds < float("inf"):
             command += ["--exit-duration-in-mins", f"{seconds / 60:.3f}"]

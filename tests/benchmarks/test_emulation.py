@@ -225,7 +225,7 @@ def test_every_rung_trains_and_keeps_gaps_zero(name: str) -> None:
         assert not buffer[flat.gaps].any()
 
 
-@pytest.mark.parametrize("rung", ["delta4 rotated2", "today", "rotated2 feedback", "sums4 feedback"])
+@pytest.mark.parametrize("rung", ["delta2 rotated2", "today", "rotated2 feedback", "sums4 feedback"])
 def test_a_step_that_is_not_finite_changes_nothing(rung: str) -> None:
     flat = small_flat(RUNGS[rung])
     state = emulated_ranks(flat, RUNGS[rung], muon=MuonSettings(beta2=0.9) if "sums" in rung else None)
@@ -260,7 +260,7 @@ def test_differences_are_those_of_the_oracle() -> None:
 
 def test_rotated_codes_are_those_of_the_oracle_in_the_engines_layout() -> None:
     """Signs belong to (unit, element of its flat buffer), whatever the order of parameters here."""
-    rung = RUNGS["rotated4 tables4"]
+    rung = RUNGS["delta4 rotated4 tables4"]
     flat = small_flat(rung)
     state = emulated_ranks(flat, rung)
     nodes = [torch.randn(flat.numel, generator=torch.Generator().manual_seed(node)) for node in range(2)]

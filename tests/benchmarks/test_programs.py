@@ -8,7 +8,7 @@ from tests.support import run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROGRAMS = [path for path in sorted(BENCHMARKS.rglob("*.py")) if "__main__" in path.read_text()]
-PARSERS = ("parse_options(", "ArgumentParser(", "refuse_options(", "contestant_parser(")
+PARSERS = ("ArgumentParser(", "program_parser(", "contestant_parser(")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
