@@ -36,16 +36,11 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def write_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -> Path:
-    """Write `figures` with machine, command and commit to DIRECTORY/NAME.json, and print them."""
-    path = save_result(name, figures, directory)
-    print(json.dumps(figures, indent=2))
-    print(f"written to {path}")
-    return path
-
-
 def save_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -> Path:
-    """As `write_result`, without printing; readers see the old file or the whole new one."""
+    """Write `figures` with machine, command and commit to DIRECTORY/NAME.json.
+
+    Readers see the old file or the whole new one.
+    """
     result = {
         "benchmark": name,
         "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),

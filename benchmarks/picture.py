@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 from benchmarks.common import RESULTS, program_parser
 from benchmarks.emulation.picture import PICTURES
-from benchmarks.real_run.result import NAMES
+from benchmarks.real_run.result import NAMES, held_out
 
 PAIR = "zero_speed_1.3b_mbs8_acc1_2x1_default_"  # each result compares two programs on one pair of nodes
 BARS = (
@@ -49,13 +49,10 @@ def draw_bars(axes: Any) -> None:
 def draw_losses(axes: Any) -> None:
     """Held-out losses of all variants of the real run."""
     result = figures("real_run")
-    settings = result["described"][0]["settings"]
-    million = float(settings["million_tokens"]) / float(settings["steps"])  # tokens of a step
     for name, label in NAMES.items():
         if name in result["runs"]:
-            losses = result["runs"][name]["held_out"].items()
-            held_out = {million * int(step): loss for step, loss in losses if int(step)}
-            axes.plot(list(held_out), list(held_out.values()), lw=1, label=label)
+            losses = held_out(result, name)
+            axes.plot(list(losses), list(losses.values()), lw=1, label=label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("million tokens seen")
     axes.set_ylabel("held-out loss")

@@ -40,13 +40,7 @@ ONE_H100 = "1.3b_mbs8_acc1_2x1_default_h100"  # has one GPU alone
 
 
 def job_of(
-    model: ModelConfig,
-    vocab: int,
-    zero: Row,
-    nodes: int,
-    local: int,
-    size: int,
-    micro_batches: int = 1,
+    model: ModelConfig, vocab: int, zero: Row, nodes: int, local: int, size: int, micro_batches: int = 1
 ) -> Job:
     """A job whose steps compute bf16 micro-batches of `size` samples without recomputation."""
     return Job(

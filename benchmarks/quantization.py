@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 import torch
 
-from benchmarks.common import RESULTS, program_parser, write_result
+from benchmarks.common import RESULTS, program_parser, save_result
 from benchmarks.quantization_cases import Buffers, Case, all_cases
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
@@ -118,7 +118,7 @@ def main() -> None:
             lines.append(measure(case, ops, megabytes, watch))
             print({key: value for key, value in lines[-1].items() if key != "bytes"}, flush=True)
     figures = {"device": device.type, "seconds": round(time.perf_counter() - begin), "results": lines}
-    write_result(f"quantization_{device.type}", figures, options.output)
+    print(f"written to {save_result(f'quantization_{device.type}', figures, options.output)}")
 
 
 if __name__ == "__main__":

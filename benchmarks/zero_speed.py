@@ -35,10 +35,7 @@ from benchmarks.contest.protocol import shape_arguments
 
 LINKS = "links"  # measured in every round like a contestant
 _SHAPE = ("preset", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
-_FIXED = (
-    *_SHAPE,
-    *"micro_batch_size micro_batches dtype warmup steps no_compile lr lr_warmup_iters".split(),
-)
+_FIXED = (*_SHAPE, *"micro_batch_size micro_batches dtype warmup steps no_compile lr lr_warmup_iters".split())
 _MARGIN = 1.2  # times the seconds of a contestant's last turn
 
 

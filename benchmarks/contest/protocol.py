@@ -105,10 +105,7 @@ def join(options: argparse.Namespace) -> Rank:
     else:
         device = torch.device("cpu")
     dist.init_process_group(
-        backend(),
-        rank=rank,
-        world_size=world_size,
-        device_id=device if device.type == "cuda" else None,
+        backend(), rank=rank, world_size=world_size, device_id=device if device.type == "cuda" else None
     )
     return Rank(options, rank, world_size, device)
 
@@ -124,11 +121,12 @@ def plain_model(rank: Rank) -> PlainGPT | PlainLlama:
     if ours.config.embedding_rows(vocab_size) != vocab_size:
         raise ValueError(f"--vocab-size {vocab_size}: must not need padding, which the peers' model has not")
     for name, parameter in model.named_parameters():
-        ours.initialize_parameter(_our_name(name), parameter.data, SEED)
+        ours.initialize_parameter(our_name(name), parameter.data, SEED)
     return model
 
 
-def _our_name(name: str) -> str:
+def our_name(name: str) -> str:
+    """The name in our GPT of a parameter of the peers' model."""
     *modules, last = name.split(".")
     if modules[0] == "blocks":
         return f"layers.{modules[1]}.{_NAMES[modules[2]]}.{last}"

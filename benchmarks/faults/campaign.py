@@ -42,21 +42,6 @@ class NoMoreCases(Exception):
 Run = Callable[[int, int], tuple[str, str, str]]  # a case's number and the seed to fault, outcome, detail
 
 
-def crashes(directory: Path) -> Run:
-    """One rank: a call of start, load, save or rotation."""
-    return CrashPoints(directory, ALONE).case
-
-
-def ranks(directory: Path) -> Run:
-    """The same on one rank of several."""
-    return CrashPoints(directory, TOGETHER).case
-
-
-def processes(directory: Path) -> Run:
-    """Ranks, nodes and links that fail at a random moment."""
-    return Disturbances(directory, TOGETHER).case
-
-
 def operations(directory: Path) -> Run:
     """Saves, loads, removals and caches, at each of their calls and in the order of the cases."""
     from benchmarks.faults.crash_operations import cases  # needs packages that other kinds do not
@@ -80,11 +65,13 @@ def in_order(found: Iterator[tuple[str, Callable[[], tuple[str, str]]]]) -> Run:
     return run
 
 
-KINDS = {
+KINDS: dict[str, Callable[[Path], Run]] = {
     "operations": operations,
-    "crashes": crashes,
-    "ranks": ranks,
-    "processes": processes,
+    # One rank: a call of start, load, save or rotation. Then the same on one rank of several.
+    "crashes": lambda directory: CrashPoints(directory, ALONE).case,
+    "ranks": lambda directory: CrashPoints(directory, TOGETHER).case,
+    # Ranks, nodes and links that fail at a random moment.
+    "processes": lambda directory: Disturbances(directory, TOGETHER).case,
 }
 
 

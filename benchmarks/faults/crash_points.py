@@ -2,7 +2,6 @@
 
 import errno
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -45,18 +44,10 @@ class CrashPoints(Runs):
         whole = self._undisturbed(index)
         rank = draw.randrange(setting.world)
         fault = Fault(what, draw.randint(1, whole.calls[began][rank]), argument)
-        run = self._directory / f"run-{number}"
-        if began:
-            shutil.copytree(self._before(index), run)
-        else:
-            run.mkdir()
-        try:
+        with self._begun(index, number, resumed=began) as run:
             outcome, detail = self._disturb(setting, run, rank, fault, whole)
-        finally:
-            shutil.rmtree(run, ignore_errors=True)
-        told = (
-            f"case {number}, {setting.name}, {'resumed' if began else 'new'}, rank {rank}, call {fault.call}"
-        )
+        start = "resumed" if began else "new"
+        told = f"case {number}, {setting.name}, {start}, rank {rank}, call {fault.call}"
         return name, outcome, f"{told}: {detail}"
 
     def _disturb(self, setting: Setting, run: Path, rank: int, fault: Fault, whole: Whole) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -48,16 +47,9 @@ class Disturbances(Runs):
         draw = random.Random(f"{seed}/{number}")
         index = number % len(self._settings)
         setting, whole = self._settings[index], self._undisturbed(index)
-        run = self._directory / f"run-{number}"
         kind = draw.choice(self._kinds())
-        if draw.random() < 0.3:
-            shutil.copytree(self._before(index), run)
-        else:
-            run.mkdir()
-        try:
+        with self._begun(index, number, resumed=draw.random() < 0.3) as run:
             name, (outcome, detail) = kind(Case(setting, run, whole, draw))
-        finally:
-            shutil.rmtree(run, ignore_errors=True)
         return name, outcome, f"case {number}, {setting.name}: {detail}"
 
     def _kinds(self) -> list[Callable[[Case], Judged]]:

@@ -357,10 +357,7 @@ _DEEPSPEED = {
 
 def _either() -> st.SearchStrategy:
     """Changes of a JSON file's bytes, or of the values in it."""
-    return st.one_of(
-        st.tuples(changes_of_bytes(), st.none()),
-        st.tuples(st.none(), changes_of_json()),
-    )
+    return st.one_of(st.tuples(changes_of_bytes(), st.none()), st.tuples(st.none(), changes_of_json()))
 
 
 def _of(*targets: str) -> st.SearchStrategy:

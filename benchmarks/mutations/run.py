@@ -42,7 +42,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import RESULTS, program_parser, write_result
+from benchmarks.common import RESULTS, program_parser, save_result
 from benchmarks.mutations.executed import ROOT, Executed
 from benchmarks.mutations.operators import Mutation, imported_lines, mutations
 from benchmarks.mutations.tree import Tested, Tree
@@ -230,7 +230,8 @@ def main() -> None:
         else last[name]
         for name in sorted(mutants)
     ]
-    write_result(result_name, result | {"outcomes": rows})
+    print(json.dumps(result, indent=2))
+    print(f"written to {save_result(result_name, result | {'outcomes': rows})}")
     sys.exit(result["kill_rate"] < LEAST_RATE)
 
 

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.common import program_parser
+from benchmarks.contest.protocol import our_name
+from benchmarks.plain_models import PlainGPT
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.mesh import Mesh
@@ -44,7 +46,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() and config.distributed.device != "cpu" else "cpu"
     with torch.device(device):  # generators of another kind of device draw other numbers
         model = GPT(config.model, vocabulary).initialize(config.training.seed)
-    save_file(dict(model.named_parameters()), options.output / "initial.safetensors")
+        plain = PlainGPT(config.model, vocabulary)
+    weights = {name: model.get_parameter(our_name(name)) for name, _ in plain.named_parameters()}
+    save_file(weights, options.output / "initial.safetensors")
     shapes = {"seq_length": config.model.seq_length, "vocabulary": model.embedding.tokens.weight.shape[0]}
     if shapes["vocabulary"] != vocabulary:
         sys.exit(

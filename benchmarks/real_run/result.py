@@ -83,6 +83,14 @@ def batched(losses: list[float]) -> list[list[float]]:
     return [losses[first : first + EVERY] for first in range(0, len(losses), EVERY)]
 
 
+def held_out(result: dict[str, Any], name: str) -> dict[float, float]:
+    """The held-out losses of a run by the millions of tokens that it has seen."""
+    settings = result["described"][0]["settings"]
+    million = float(settings["million_tokens"]) / float(settings["steps"])  # tokens of a step
+    losses = result["runs"][name]["held_out"].items()
+    return {million * int(step): loss for step, loss in losses if int(step)}
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw the training loss and the held-out loss, and how far the latter is from the baseline's."""
     import matplotlib
@@ -96,7 +104,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )
     settings = result["described"][0]["settings"]
     million = float(settings["million_tokens"]) / float(settings["steps"])  # tokens of a step
-    base = runs.get(BASELINE)
+    base = held_out(result, BASELINE) if BASELINE in runs else {}
     for number, (name, run) in enumerate(runs.items()):
         colour = f"C{number}"
         smooth, mean = [], run["losses"][0]
@@ -110,12 +118,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
             lw=1,
             label=NAMES[name],
         )
-        held_out = {int(step): loss for step, loss in run["held_out"].items() if int(step)}
-        above.plot([million * step for step in held_out], list(held_out.values()), "o", ms=3, color=colour)
-        if base is not None:
-            both = {step: base["held_out"][str(step)] for step in held_out if str(step) in base["held_out"]}
-            gaps = [100 * (held_out[step] / loss - 1) for step, loss in both.items()]
-            below.plot([million * step for step in both], gaps, "o-", ms=2, lw=1, color=colour)
+        losses = held_out(result, name)
+        above.plot(list(losses), list(losses.values()), "o", ms=3, color=colour)
+        gaps = {seen: 100 * (loss / base[seen] - 1) for seen, loss in losses.items() if seen in base}
+        below.plot(list(gaps), list(gaps.values()), "o-", ms=2, lw=1, color=colour)
     above.set_ylabel("loss: training (lines), held out (dots)")
     above.set_ylim(top=max(run["losses"][len(run["losses"]) // 40] for run in runs.values()))
     above.legend(frameon=False)

@@ -4,7 +4,7 @@ python benchmarks/real_run/run.py --tokens DIR --work DIR --output DIR --variant
 python benchmarks/real_run/run.py … --archives DIR --parts 3      unpacks tokens first
 python benchmarks/real_run/run.py … --check                       5 steps of each: does all work here?
 
-plain        benchmarks/real_run/plain.py: PyTorch compiled, AdamW, written apart from megatron_zpp
+plain        benchmarks/real_run/plain.py: PyTorch compiled, AdamW, nothing of megatron_zpp
 plain_again  the same once more: how far GPUs, which do not repeat all sums, let two equal runs part
 plain_bf16   the same, with the sum that all layers add to in bf16, as ours has it
 stage_0      pretrain_gpt.py at stage 0
