@@ -18,8 +18,10 @@ RESULTS = Path(__file__).parent / "results"
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, GPUs and package versions: what a figure depends on."""
+    described = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.split(":", 1)[1].strip() for line in described if line.startswith("model name"))
     facts: dict[str, Any] = {
-        "processor": _first_field("/proc/cpuinfo", "model name") or platform.processor(),
+        "processor": next(names, platform.processor()),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
@@ -56,6 +58,11 @@ def save_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -
     return path
 
 
+def figures_of(name: str) -> dict[str, Any]:
+    """The figures of a result of RESULTS."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+
+
 def commit() -> str:
     """The commit: BENCHMARK_COMMIT, for a copy of the tree without history, else from git.
 
@@ -85,14 +92,6 @@ def package_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _first_field(path: str, field: str) -> str | None:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), None)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

@@ -142,7 +142,8 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
         if step + 1 in evaluated:
             finals.append(torch.stack([engine.evaluate(part) for part in held_out]).double().mean().item())
     engine.close()
-    curve = [(stop, losses[max(0, stop - 20) : stop].mean().item()) for stop in _marks(steps)]
+    marks = sorted({round(steps * part / 20) for part in range(1, 21)} - {0})
+    curve = [(stop, losses[max(0, stop - 20) : stop].mean().item()) for stop in marks]
     return {
         "loss": sum(finals) / len(finals),
         "evaluations": finals,
@@ -151,10 +152,6 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
         "parameters": sum(each.numel for unit in engine.units for each in unit.layout.placements),
         "seconds": round(time.perf_counter() - started, 1),
     }
-
-
-def _marks(steps: int) -> list[int]:
-    return sorted({round(steps * part / 20) for part in range(1, 21)} - {0})
 
 
 def prepare(device: str) -> None:

@@ -3,14 +3,13 @@
 python benchmarks/picture.py [FILE.png]
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, program_parser
+from benchmarks.common import figures_of, program_parser
 from benchmarks.emulation.picture import PICTURES
 from benchmarks.real_run.result import NAMES, held_out
 
@@ -23,15 +22,10 @@ BARS = (
 )
 
 
-def figures(name: str) -> Any:
-    """The figures of a result."""
-    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-
-
 def draw_bars(axes: Any) -> None:
     """The median step of each program, with the range of its rounds; one pair of nodes below the other."""
     for row, (result, contestant, label) in enumerate(BARS):
-        measured = figures(PAIR + result)["contestants"][contestant]
+        measured = figures_of(PAIR + result)["contestants"][contestant]
         rounds, median = measured["rounds_ms"], measured["milliseconds"]
         place = row + row // 2 * 0.5  # a gap between the two pairs
         spread = [[median - min(rounds)], [max(rounds) - median]]
@@ -48,7 +42,7 @@ def draw_bars(axes: Any) -> None:
 
 def draw_losses(axes: Any) -> None:
     """Held-out losses of all variants of the real run."""
-    result = figures("real_run")
+    result = figures_of("real_run")
     for name, label in NAMES.items():
         if name in result["runs"]:
             losses = held_out(result, name)

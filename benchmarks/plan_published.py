@@ -6,7 +6,7 @@ node of 8 GPUs with fully sharded states (stage 3), 1B to 13B parameters, sample
 and no recomputation. Recomputed runs, longer samples and several nodes measure more than the compute.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.plan_rows import Row, h100, job_of
 from megatron_zpp.config.model import ModelConfig
@@ -20,8 +20,7 @@ RANKS, VOCAB = 8, 50368
 SHAPES = {"1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32), "13b": (40, 5120, 40)}
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """One row of the published table; `mfu` is in per cent of 989.5 TFLOP/s."""
 
     model: str
@@ -44,17 +43,7 @@ ROWS = (
 
 def h100_rows() -> list[Row]:
     """A row for each published run: the MFU that --dry-run plans for it, and the one that was measured."""
-    return [
-        {
-            "model": row.model,
-            "tokens": row.tokens,
-            "micro_batch_size": row.micro_batch_size,
-            "micro_batches": row.micro_batches,
-            "mfu": round(planned_mfu(row), 1),
-            "measured_mfu": row.mfu,
-        }
-        for row in ROWS
-    ]
+    return [{**row._asdict(), "mfu": round(planned_mfu(row), 1), "measured_mfu": row.mfu} for row in ROWS]
 
 
 def planned_mfu(row: Published, share: float = GPUS["h100"].compute_share) -> float:

@@ -6,19 +6,19 @@ same result, and for the larger model on NVLink that of 1.3B on another machine.
 planned from the rates that NCCL's collectives reached in the same result.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import mean
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.common import figures_of
 from benchmarks.contest.contestants import OURS as CONTESTANTS
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.peer_rows import region_bytes
 from megatron_zpp.plan.hardware import GPUS, Machine, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
@@ -74,21 +74,21 @@ def shape_rows() -> list[Row]:
     """Rows of other models on one H200, measured by throughput.py."""
     rows = []
     for (preset, size), result in SHAPES.items():
-        figures = json.loads((RESULTS / f"throughput_{result}.json").read_text())["figures"]
+        figures = figures_of(f"throughput_{result}")
         shape = f"{preset}:{size}"
         job = job_of(_measured_model(preset), GPU_VOCAB, {}, 1, 1, size)
-        rows.append(_row(job, h200(), figures[shape]["stage 0"], shape=shape))
+        rows.append(row_of(job, h200(), figures[shape]["stage 0"], shape=shape))
     return rows
 
 
 def h200_rows() -> list[Row]:
     """Rows of two H200s on NVLink at each stage."""
-    figures, rows = json.loads((RESULTS / f"{TWO_H200}.json").read_text())["figures"], []
+    figures, rows = figures_of(TWO_H200), []
     for run, figure in figures.items():
         if run in CONTESTANTS or run == "one_gpu":
             local = 1 if run == "one_gpu" else 2
             job = job_of(_measured_model(), GPU_VOCAB, CONTESTANTS.get(run, {}), 1, local, 8)
-            rows.append(_row(job, h200(), figure, fitted=local == 1, run=run))
+            rows.append(row_of(job, h200(), figure, fitted=local == 1, run=run))
     return rows
 
 
@@ -104,7 +104,7 @@ def socket_rows() -> list[Row]:
         for run, figure, job in _contested(figures):
             gather = rates.link if job.zero.sends_differences else rates.gather
             names = {"nccl": figures["nccl"]["name"], "micro_batches": job.micro_batches, "run": run}
-            rows.append(_row(job, replace(rates, gather=gather), figure, **names))
+            rows.append(row_of(job, replace(rates, gather=gather), figure, **names))
     return rows
 
 
@@ -112,13 +112,14 @@ def nvlink_rows() -> list[Row]:
     """Rows of two models on two H100s. The share of the peak is that of another H100 alone, at 1.3B."""
     gpu = _fitted_to_one(_zero_speed(ONE_H100), h100)
     return [
-        _row(job, gpu, figure, model=figures["settings"]["preset"], run=run)
+        row_of(job, gpu, figure, model=figures["settings"]["preset"], run=run)
         for figures in map(_zero_speed, NVLINK)
         for run, figure, job in _contested(figures)
     ]
 
 
-def _row(job: Job, gpu: Machine, measured: Row, *, fitted: bool = False, **names: Any) -> Row:
+def row_of(job: Job, gpu: Machine, measured: Row, *, fitted: bool = False, **names: Any) -> Row:
+    """The plan of a job beside its measured peak and time; `names` say which one it is."""
     return {
         **names,
         "gib": round((memory_of(job).peak + counted_otherwise(job)) / 2**30, 2),
@@ -148,7 +149,7 @@ def _fitted_to_one(figures: Row, at: Callable[[float], Machine]) -> Machine:
 
 
 def _zero_speed(name: str) -> Row:
-    return json.loads((RESULTS / f"zero_speed_{name}.json").read_text())["figures"]
+    return figures_of(f"zero_speed_{name}")
 
 
 def _sockets(rounds: list[Row], share: float) -> Machine:
@@ -170,9 +171,13 @@ def _measured_model(preset: str = "1.3b") -> ModelConfig:
 
 
 def counted_otherwise(job: Job) -> int:
-    """Bytes of peer buffers, negative: the plan has them, and torch's count of a peak does not."""
-    rooms = job.communication.rooms if job.communication.peer_writes else None
-    return 0 if rooms is None else -sum(room.received for room in rooms.near)
+    """Bytes that GPUs write for each other, negative: a plan has them, torch's count of a peak does not."""
+    communication = job.communication
+    rooms = communication.rooms if communication.peer_writes and job.mesh.data_ranks > 1 else None
+    counted = 0 if rooms is None else sum(room.received for room in rooms.near)
+    if job.overlapped:
+        counted += region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
+    return -counted
 
 
 def h200() -> Machine:

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +55,16 @@ def settings(job: Job, rates: Machine, gibibytes: float, count: int) -> list[Pla
     """The best plan, then others that fit, of as many kinds as there are."""
     best = search(job, rates, gibibytes).best
     assert best is not None, "nothing fits"
-    chosen, more = list[Plan](), list[Plan]()
+    chosen, more, seconds = list[Plan](), list[Plan](), attrgetter("seconds")
     for family in families(job, Space()):
         for recompute in (OFF, FULL):
             one = family.varied(recompute=recompute)
             sizes = sizes_of(one, Space())
             plans = [plan_of(in_micro_batches_of(one, size), rates) for size in sizes]
             plans = [plan for plan in plans if plan.fits(gibibytes) and changes(best.job, plan.job)]
-            plans.sort(key=_seconds)
+            plans.sort(key=seconds)
             chosen, more = chosen + plans[:1], more + plans[1:]
-    return [best, *sorted(chosen, key=_seconds), *sorted(more, key=_seconds)][:count]
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.seconds
+    return [best, *sorted(chosen, key=seconds), *sorted(more, key=seconds)][:count]
 
 
 def measure(flags: list[str], options: argparse.Namespace, cache: Path) -> dict[str, Any]:

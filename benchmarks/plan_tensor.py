@@ -6,25 +6,21 @@ TENSOR_SLOWDOWN of plan/hardware.py is fitted to T = 2 (`fitted_slowdown`). Noth
 Memory is compared without what GPUs write for each other, which torch does not count.
 """
 
-import json
 import statistics
 from dataclasses import dataclass, replace
 
-from benchmarks.common import RESULTS
-from benchmarks.plan_rows import GPU_VOCAB, Row, counted_otherwise, fitted, h100, job_of
+from benchmarks.common import figures_of
+from benchmarks.plan_rows import GPU_VOCAB, Row, fitted, h100, job_of, row_of
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.distributed.peer_rows import region_bytes
-from megatron_zpp.model.flops import peak_tflops
 from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job, units_of
-from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds, step_time
 from megatron_zpp.plan.traffic import traffic_of
 
 MODEL = ModelConfig(model_preset="6.7b", seq_length=2048, hidden_dropout=0.0, attention_dropout=0.0)
 HALF = replace(MODEL, model_preset=None, num_layers=16)
 LONG = ModelConfig(model_preset="1.3b", seq_length=65536, hidden_dropout=0.0, attention_dropout=0.0)
-RESULT = RESULTS / "throughput_tensor.json"  # its parts are results of several calls and machines
+RESULT = "throughput_tensor"  # its parts are results of several calls and machines
 PAIR = ("one_gpu", "other_gpu")  # the GPUs of T = 2, each alone
 OTHER = ("stage_3_one_gpu",)  # a GPU of ZeRO-3, alone
 
@@ -53,7 +49,7 @@ class Measured:
         return max(figure["peak_gib"] for figure in self._figures())
 
     def _figures(self) -> list[Row]:
-        figures = json.loads(RESULT.read_text())["figures"]
+        figures = figures_of(RESULT)
         found = [figures[part][self.shape] for part in self.parts]
         return found if self.name is None else [one[self.name] for one in found]
 
@@ -114,20 +110,7 @@ def _shared(model: ModelConfig, size: int, *, overlapped: bool) -> Job:
 
 
 def _row(run: Measured) -> Row:
-    job, gpu = run.job, fitted_h100(run.alone)
-    peak = peak_tflops("H100", "bfloat16")
-    assert peak is not None
-    planned = memory_of(job).peak
-    if job.mesh.data_ranks > 1:
-        planned += counted_otherwise(job)
-    if job.overlapped:
-        planned -= region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
-    return {
-        "run": run.run,
-        "share": round(gpu.flops / 1e12 / peak, 3),
-        "gib": round(planned / 2**30, 2),
-        "measured_gib": run.gibibytes(),
-        "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
-        "measured_ms": round(run.milliseconds(), 1),
-        "fitted": run.fitted,
-    }
+    gpu = fitted_h100(run.alone)
+    measured = {"peak_gib": run.gibibytes(), "milliseconds": run.milliseconds()}
+    share = round(gpu.flops / h100(1.0).flops, 3)
+    return row_of(run.job, gpu, measured, fitted=run.fitted, run=run.run, share=share)

@@ -32,10 +32,7 @@ OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     "stage_1_qwz_qgz": {"zero_stage": 1, "zero_quantized_weights": True, "zero_quantized_gradients": True},
 }
 _WITH_MUON = ("--optimizer", "muon")
-DEEPSPEED_ABSENT = (
-    "deepspeed cannot be imported: DS_BUILD_OPS=0 pip wheel --no-deps deepspeed==0.19.8, then pip install "
-    "--no-deps that wheel, hjson, pydantic and py-cpuinfo (it compiles its kernels at first use)"
-)
+DEEPSPEED_ABSENT = "deepspeed cannot be imported; benchmarks/README.md says how to install it"
 
 
 @dataclass(frozen=True)
@@ -120,17 +117,14 @@ def _fsdp2(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str, Con
 def _deepspeed(nodes: int, ranks_per_node: int) -> dict[str, Contestant]:
     """ZeRO-3 and ZeRO++, with weights gathered again in the backward or kept for it; hpZ where it applies."""
     quantized = ("--quantized-weights", "--quantized-gradients")
-    rows: dict[str, tuple[str, tuple[str, ...]]] = {
-        "zero3": ("DeepSpeed ZeRO-3", ()),
-        "zero3_keep": ("DeepSpeed ZeRO-3, weights kept for the backward", ("--keep",)),
-        "qwz_qgz": ("DeepSpeed ZeRO++ (qwZ, qgZ)", quantized),
-        "qwz_qgz_keep": (
-            "DeepSpeed ZeRO++ (qwZ, qgZ), weights kept for the backward",
-            (*quantized, "--keep"),
-        ),
-    }
-    rows["muon"] = ("DeepSpeed ZeRO-3, Muon", _WITH_MUON)
-    rows["muon_keep"] = ("DeepSpeed ZeRO-3, Muon, weights kept for the backward", ("--keep", *_WITH_MUON))
+    rows: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name, title, arguments in (
+        ("zero3", "DeepSpeed ZeRO-3", ()),
+        ("qwz_qgz", "DeepSpeed ZeRO++ (qwZ, qgZ)", quantized),
+        ("muon", "DeepSpeed ZeRO-3, Muon", _WITH_MUON),
+    ):
+        rows[name] = title, arguments
+        rows[f"{name}_keep"] = f"{title}, weights kept for the backward", (*arguments, "--keep")
     if nodes > 1 and ranks_per_node > 1:
         hpz = ("--hpz", str(ranks_per_node))
         rows["zeropp"] = ("DeepSpeed ZeRO++ (qwZ, hpZ, qgZ)", (*quantized, *hpz))

@@ -87,13 +87,7 @@ def contestant_parser(description: str | None) -> argparse.ArgumentParser:
     shape_arguments(parser)
     parser.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
     parser.add_argument("--report", type=Path, required=True)
-    parser.add_argument("--trace", type=Path, help="a directory for a trace of three steps of each rank")
     return parser
-
-
-def backend() -> str:
-    """The collective library of this machine's devices."""
-    return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def join(options: argparse.Namespace) -> Rank:
@@ -102,11 +96,10 @@ def join(options: argparse.Namespace) -> Rank:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=device)
     else:
         device = torch.device("cpu")
-    dist.init_process_group(
-        backend(), rank=rank, world_size=world_size, device_id=device if device.type == "cuda" else None
-    )
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
     return Rank(options, rank, world_size, device)
 
 
@@ -201,8 +194,6 @@ def report(rank: Rank, step: Step) -> None:
     mean = torch.stack(losses).float()
     dist.all_reduce(mean)
     slowest = max(ranks, key=lambda each: each["wall_ms"])
-    if options.trace:
-        _trace(rank, step, batches)
     if rank.rank == 0:
         figures = {
             **slowest,
@@ -257,13 +248,3 @@ def _synchronize(rank: Rank) -> None:
 def _loopback_bytes() -> int:
     """Bytes sent over loopback, the only link of emulated nodes, by the kernel's counter."""
     return int(_LOOPBACK.read_text()) if _LOOPBACK.exists() else 0
-
-
-def _trace(rank: Rank, step: Step, batches: list[Tensor]) -> None:
-    """Write three steps to a trace for Perfetto."""
-    rank.options.trace.mkdir(parents=True, exist_ok=True)
-    with torch.profiler.profile() as profile:
-        for _ in range(3):
-            step(batches, rank.options.lr)
-        _synchronize(rank)
-    profile.export_chrome_trace(str(rank.options.trace / f"rank{rank.rank}.json"))

@@ -84,16 +84,13 @@ def tables(results: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _grid(figures: dict[str, Any]) -> str:
+def _head(figures: dict[str, Any]) -> list[str]:
     settings = figures["settings"]
     model = settings["preset"] or f"{settings['num_layers']} layers × {settings['hidden_size']}"
     batch = f"{settings['micro_batches']} × {settings['micro_batch_size']} samples per rank and step"
     shared = ", **ranks share GPUs: no measure of a network**" if figures["shared_gpu"] else ""
-    return f"{figures['nodes']} nodes × {figures['ranks_per_node']}, {model}, {batch}{shared}"
-
-
-def _head(figures: dict[str, Any]) -> list[str]:
-    lines = [f"### {_grid(figures)}, NCCL {figures['nccl']['name']}", ""]
+    shape = f"{figures['nodes']} nodes × {figures['ranks_per_node']}, {model}, {batch}{shared}"
+    lines = [f"### {shape}, NCCL {figures['nccl']['name']}", ""]
     if rates := figures["links"].get("gigabytes_per_second"):
         said = ", ".join(
             f"{name.replace('_', ' ')} {' / '.join(map(str, by_size.values()))}"

@@ -9,16 +9,12 @@ show each rank only the GPUs of its node.
 """
 
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 from benchmarks.contest.protocol import (
     ADAMW,
@@ -102,10 +98,9 @@ def main() -> None:
     if torch.cuda.is_available():  # DeepSpeed builds its kernels at first use, and cannot read "9.0a" there
         os.environ["TORCH_CUDA_ARCH_LIST"] = ".".join(map(str, torch.cuda.get_device_capability()))
     model = plain_model(rank)
-    for layer in model.blocks:
-        if not options.no_compile:
-            layer.forward = torch.compile(layer.forward, dynamic=False)  # inside the hooks of ZeRO-3
     if not options.no_compile:
+        for layer in model.blocks:
+            layer.forward = torch.compile(layer.forward, dynamic=False)  # inside the hooks of ZeRO-3
         model.loss = torch.compile(cross_entropy, dynamic=False)
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
     tables = (model.tokens, model.positions) if isinstance(model, PlainGPT) else ()

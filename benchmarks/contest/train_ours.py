@@ -1,16 +1,12 @@
 """Contestant: the engine of pretrain_gpt.py with the ZeRO settings of contestants.OURS."""
 
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 from benchmarks.contest.contestants import OURS
 from benchmarks.contest.protocol import ADAMW, MUON, SEED, Rank, contestant_parser, join, report

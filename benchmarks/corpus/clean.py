@@ -195,11 +195,6 @@ def without_menus(pages: Sequence[str], share: float = 0.3, least: int = 20) -> 
     return [tidy("\n".join(line for line in page.split("\n") if line not in often)) for page in pages]
 
 
-def is_page(path: str) -> bool:
-    """Whether a path is that of a page of HTML."""
-    return suffix_of(path) in HTML
-
-
 def topic(path: str) -> str:
     """Return a folder and a name, which a page shares with the source that it was made from."""
     return "/".join(path.removesuffix(".gz").rsplit(".", 1)[0].split("/")[-2:])

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 from benchmarks.common import program_parser
-from benchmarks.corpus.clean import MIN_CHARACTERS, documents, is_page, topic, without_menus
+from benchmarks.corpus.clean import HTML, MIN_CHARACTERS, documents, suffix_of, topic, without_menus
 from benchmarks.corpus.packages import Package, download, files_of, listed
 
 HELD_OUT = {  # package: what it is
@@ -63,17 +63,18 @@ def read_package(job: tuple[Package, Path, Path]) -> tuple[Package, int, int]:
     package, path, folder = job
     limit = MAX_HELD_OUT if package.name in HELD_OUT else MAX_TEXT
     files = files_of(path)
-    sources = {topic(name) for name, _ in files if not is_page(name)}
+    sources = {topic(name) for name, _ in files if suffix_of(name) not in HTML}
     pages: list[tuple[str, str]] = []
     others: list[tuple[str, str]] = []
     size = 0
     for name, data in files:
         if size > limit:
             break
-        if is_page(name) and topic(name) in sources:  # the same text twice
+        is_page = suffix_of(name) in HTML
+        if is_page and topic(name) in sources:  # the same text twice
             continue
         for text in documents(name, data):
-            (pages if is_page(name) else others).append((name, text))
+            (pages if is_page else others).append((name, text))
             size += len(text)
     texts = without_menus([text for _, text in pages])
     pages = [

@@ -147,7 +147,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of all readers together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--reader", choices=[reader.name for reader in READERS], help="this one alone")
-    parser.add_argument("--kept", type=Path, default=Path("fuzzing"), help="where files of failures go")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)  # makes this process a worker
     arguments = parser.parse_args()
     chosen = [reader for reader in READERS if arguments.reader in (None, reader.name)]

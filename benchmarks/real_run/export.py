@@ -1,6 +1,6 @@
 """Writes what the baseline needs to equal a run of pretrain_gpt.py: its first weights, and its batches.
 
-python benchmarks/real_run/export.py --output DIR -- FLAGS of pretrain_gpt.py
+python -m benchmarks.real_run.export --output DIR -- FLAGS of pretrain_gpt.py
 
 DIR gets initial.safetensors, train.bin and held_out.bin (rows of T + 1 uint16 tokens, in the order in which
 the run reads them, and those of each of its evaluations) and shapes.json.
@@ -9,8 +9,6 @@ the run reads them, and those of each of its evaluations) and shapes.json.
 import json
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 import numpy as np
 import torch
@@ -51,9 +49,7 @@ def main() -> None:
     save_file(weights, options.output / "initial.safetensors")
     shapes = {"seq_length": config.model.seq_length, "vocabulary": model.embedding.tokens.weight.shape[0]}
     if shapes["vocabulary"] != vocabulary:
-        sys.exit(
-            f"export.py: a vocabulary of {vocabulary} would be padded, which the baseline's loss would count"
-        )
+        sys.exit(f"export.py: the baseline's loss would count the padding of a vocabulary of {vocabulary}")
     (options.output / "shapes.json").write_text(json.dumps(shapes))
 
 

@@ -1,6 +1,6 @@
 """GPT-2 in plain PyTorch: the baseline of the real run, of whose step nothing is megatron_zpp's.
 
-python benchmarks/real_run/plain.py --inputs DIR --save DIR --metrics-file FILE \\
+python -m benchmarks.real_run.plain --inputs DIR --save DIR --metrics-file FILE \\
     --layers 12 --width 768 --heads 12 --micro-batch-size 32 --global-batch-size 128 \\
     --steps 2288 --lr 6e-4 --min-lr 6e-5 --warmup 100
 
@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 from benchmarks.plain_models import PlainGPT, cross_entropy
 from megatron_zpp.config.model import ModelConfig

@@ -65,6 +65,7 @@ def figures(folders: Sequence[Path], metrics: dict[str, Path]) -> dict[str, Any]
         steps, held_out = read(path)
         losses = [record["lm_loss"] for record in steps.values()]
         last = losses[-max(1, int(LAST * len(losses))) :]
+        parts = [losses[first : first + EVERY] for first in range(0, len(losses), EVERY)]
         runs[name] = {
             "steps": len(losses),
             "median_step_ms": round(statistics.median(record["elapsed_ms"] for record in steps.values()), 2),
@@ -72,15 +73,9 @@ def figures(folders: Sequence[Path], metrics: dict[str, Path]) -> dict[str, Any]
             "final_training_loss": round(statistics.fmean(last), 5),
             "final_held_out_loss": round(list(held_out.values())[-1], 5) if held_out else None,
             "held_out": {str(step): round(loss, 5) for step, loss in held_out.items()},
-            "losses": [round(statistics.fmean(part), 4) for part in batched(losses)],
+            "losses": [round(statistics.fmean(part), 4) for part in parts],
         }
-    described = [json.loads((folder / "run.json").read_text()) for folder in folders]
-    return {"described": described, "runs": runs}
-
-
-def batched(losses: list[float]) -> list[list[float]]:
-    """Return EVERY losses at a time; the last part may have fewer."""
-    return [losses[first : first + EVERY] for first in range(0, len(losses), EVERY)]
+    return {"described": [json.loads((folder / "run.json").read_text()) for folder in folders], "runs": runs}
 
 
 def held_out(result: dict[str, Any], name: str) -> dict[float, float]:

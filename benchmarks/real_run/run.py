@@ -2,7 +2,7 @@
 
 python benchmarks/real_run/run.py --tokens DIR --work DIR --output DIR --variants plain fp8 --seconds 560
 python benchmarks/real_run/run.py … --archives DIR --parts 3      unpacks tokens first
-python benchmarks/real_run/run.py … --check                       5 steps of each: does all work here?
+python benchmarks/real_run/run.py … --million-tokens 0.7          5 steps of each: does all work here?
 
 plain        benchmarks/real_run/plain.py: PyTorch compiled, AdamW, nothing of megatron_zpp
 plain_again  the same once more: how far GPUs, which do not repeat all sums, let two equal runs part
@@ -49,11 +49,8 @@ VARIANTS = {
     "resumed": "",
 }
 LEGS = ((1, 0), (2, 2), (1, 0), (2, 3), (1, 3), (2, 1))  # resumed: nodes of one rank, and the stage
-SIZES = {  # layers, hidden size, heads, tokens of a sample
-    "124m": (12, 768, 12, 1024),
-    "tiny": (2, 64, 2, 64),
-}
-CHECKED_STEPS = 5
+# Layers, hidden size, heads, tokens of a sample.
+SIZES = {"124m": (12, 768, 12, 1024), "tiny": (2, 64, 2, 64)}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -63,9 +60,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--archives", type=Path, help="a folder of *.tar.xz; unpacked into --tokens")
     parser.add_argument("--parts", type=int, default=1, help="training parts that must be there")
-    parser.add_argument(
-        "--check", action="store_true", help=f"{CHECKED_STEPS} steps of each variant, then exit"
-    )
     parser.add_argument("--saving-seconds", type=float, default=25, help="that the end of a process takes")
     parser.add_argument("--least-seconds", type=float, default=60, help="for which a process is started")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
@@ -85,9 +79,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.steps = int(options.million_tokens * 1e6) // (options.global_batch_size * length)
     options.warmup = max(1, options.steps // 20)
     options.cache = options.work.resolve() / "cache"
-    if options.check:
-        options.steps, options.work = CHECKED_STEPS, options.work / "check"
-        options.eval_interval, options.warmup = CHECKED_STEPS, 1
     return options
 
 
@@ -165,7 +156,8 @@ class Variant:
                 f"--lr {options.lr} --min-lr {options.lr / 10} --warmup {options.warmup} "
                 f"--eval-interval {options.eval_interval} --seconds {seconds} --device {options.device}"
             ).split()
-            command = [sys.executable, "benchmarks/real_run/plain.py", *flags, *VARIANTS[self.name].split()]
+            command = [sys.executable, "-m", "benchmarks.real_run.plain", *flags]
+            command += VARIANTS[self.name].split()
             command += ["--inputs", str(options.work / "inputs"), "--save", str(self.save)]
             command += ["--metrics-file", str(self.metrics)]
             return command + ["--fp32", "--no-compile"] * options.fp32
@@ -231,7 +223,7 @@ def export(options: argparse.Namespace) -> None:
     if (folder / "flags.json").exists() and json.loads((folder / "flags.json").read_text()) == flags:
         return
     started = time.monotonic()
-    command = [sys.executable, "benchmarks/real_run/export.py", "--output", str(folder), "--", *flags]
+    command = [sys.executable, "-m", "benchmarks.real_run.export", "--output", str(folder), "--", *flags]
     subprocess.run(command, cwd=ROOT, check=True, env=environment(options))
     (folder / "flags.json").write_text(json.dumps(flags))
     print(f"inputs of plain.py: {time.monotonic() - started:.0f} s", flush=True)
@@ -264,8 +256,7 @@ def main() -> None:
     complete = True
     for variant in variants:
         complete = variant.train(deadline) and complete
-        if not options.check:
-            collect(variants, options)
+        collect(variants, options)
     sys.exit(0 if complete else STOPPED)
 
 
