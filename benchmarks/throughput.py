@@ -162,8 +162,8 @@ def shape_of(text: str) -> dict[str, Any]:
     """`PRESET:MICRO_BATCH`, `PRESET/LAYERS:MICRO_BATCH` or `LAYERSxWIDTHxHEADS:MICRO_BATCH`, as flags."""
     name, micro_batch = text.split(":")
     if "x" in name and name.replace("x", "").isdigit():
-        layers, width, heads = map(int, name.split("x"))
-        shape = {"--num-layers": layers, "--hidden-size": width, "--num-attention-heads": heads}
+        sizes = ("--num-layers", "--hidden-size", "--num-attention-heads")
+        shape: dict[str, Any] = dict(zip(sizes, map(int, name.split("x")), strict=True))
     else:
         preset, _, some = name.partition("/")
         shape = {"--model-preset": preset, **({"--num-layers": int(some)} if some else {})}

@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class Disturbances(Runs):
             name, (outcome, detail) = kind(Case(setting, run, whole, draw))
         return name, outcome, f"case {number}, {setting.name}: {detail}"
 
-    def _kinds(self) -> list[Callable[[Case], Judged]]:
+    def _kinds(self) -> Sequence[Callable[[Case], Judged]]:
         kinds = [self._kill_rank, self._kill_node, self._kill_all, self._signal, self._stop]
         kinds += [self._twice, self._damage_checkpoint, self._damage_cache]
         kinds += [self._memory] * MEMORY.exists()

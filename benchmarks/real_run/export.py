@@ -45,7 +45,8 @@ def main() -> None:
     with torch.device(device):  # generators of another kind of device draw other numbers
         model = GPT(config.model, vocabulary).initialize(config.training.seed)
         plain = PlainGPT(config.model, vocabulary)
-    weights = {name: model.get_parameter(our_name(name)) for name, _ in plain.named_parameters()}
+    names = [name for name, _ in plain.named_parameters()]
+    weights: dict[str, torch.Tensor] = {name: model.get_parameter(our_name(name)) for name in names}
     save_file(weights, options.output / "initial.safetensors")
     shapes = {"seq_length": config.model.seq_length, "vocabulary": model.embedding.tokens.weight.shape[0]}
     if shapes["vocabulary"] != vocabulary:
