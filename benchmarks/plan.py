@@ -1,9 +1,8 @@
-"""What --dry-run predicts, beside what was measured here and what others published; needs no GPU.
+"""What --dry-run predicts, beside what was measured; needs no GPU.
 
 python benchmarks/plan.py   prints the tables of docs/internals/planner.md, and rows that its text sums up
 
-plan_rows.py says how the measurements are compared, plan_tensor.py how those of ranks that share layers are,
-and plan_published.py how published runs on H100s are.
+plan_rows.py says how measurements are compared, and plan_tensor.py how those of ranks that share layers are.
 """
 
 import sys
@@ -12,8 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import program_parser
-from benchmarks.plan_published import h100_rows
-from benchmarks.plan_rows import Row, h200_rows, nvlink_rows, shape_rows, socket_rows
+from benchmarks.plan_rows import Row, h200_rows, llama_rows, nvlink_rows, shape_rows, socket_rows
 from benchmarks.plan_tensor import tensor_rows
 
 
@@ -30,12 +28,7 @@ def tables() -> dict[str, list[str]]:
             for row in socket_rows()
         ],
         "other models": [f"| {row['shape']} | {_gib(row)} | {_ms(row)}" for row in shape_rows()],
-        "published": [
-            f"| {row['model'].upper()} | {row['tokens']:,} | "
-            f"{row['micro_batch_size']} × {row['micro_batches']} | {row['measured_mfu']:.1f} | "
-            f"{row['mfu']:.1f} | {_off(row['measured_mfu'], row['mfu'])} |"
-            for row in h100_rows()
-        ],
+        "Llama-3 8B": [f"| {row['run']} | {_gib(row)} | {_ms(row)}" for row in llama_rows()],
     }
 
 

@@ -1,9 +1,9 @@
 """Plans of --dry-run for settings that were measured in benchmarks/results/: a row for each measurement.
 
-Memory follows from the settings alone. Time follows from the constants of plan/hardware.py: the share of the
-peak is fitted to one H200 alone. Rows on H100s take the share of one H100 alone: between nodes that of the
-same result, and for the larger model on NVLink that of 1.3B on another machine. Steps between nodes are
-planned from the rates that NCCL's collectives reached in the same result.
+Memory follows from the settings alone. Time follows from the constants of plan/hardware.py, with the share of
+the peak fitted to one GPU alone in the same result; other models on one GPU have the planner's share, and the
+larger model on two H100s has that of 1.3B on another machine. Steps between nodes are planned from the rates
+that NCCL's collectives reached in the same result.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,6 +33,7 @@ SHAPES: dict[tuple[str, int], str] = {  # model and micro-batch size on one GPU 
     ("6.7b", 10): "6.7b",
 }
 GPU_VOCAB = 50304
+LLAMA_VOCAB = 128384
 # Results of steps between nodes of one H100. They have the rates of collectives there, and one GPU alone.
 SOCKETS = ("mbs8_acc1_2x1_default_h100", "mbs8_acc1_2x1_4sockets_h100", "mbs8_acc8_2x1_default")
 NVLINK = ("1.3b_mbs8_acc1_1x2_default", "6.7b_mbs4_acc1_1x2_default")  # on two H100s of one node
@@ -83,13 +84,59 @@ def shape_rows() -> list[Row]:
 
 def h200_rows() -> list[Row]:
     """Rows of two H200s on NVLink at each stage."""
-    figures, rows = figures_of(TWO_H200), []
+    figures, rows, gpu = figures_of(TWO_H200), [], _one_h200()
     for run, figure in figures.items():
         if run in CONTESTANTS or run == "one_gpu":
             local = 1 if run == "one_gpu" else 2
             job = job_of(_measured_model(), GPU_VOCAB, CONTESTANTS.get(run, {}), 1, local, 8)
-            rows.append(row_of(job, h200(), figure, fitted=local == 1, run=run))
+            rows.append(row_of(job, gpu, figure, fitted=local == 1, run=run))
     return rows
+
+
+def _one_h200() -> Machine:
+    """An H200 with the share of its peak that one reaches alone at 1.3B."""
+    figures = figures_of(TWO_H200)
+    alone = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, 8)
+    return fitted(alone, figures["one_gpu"]["milliseconds"] / 1e3, _h200_at, 0.2, 1.0)
+
+
+def llama_rows() -> list[Row]:
+    """Rows of Llama-3 8B on four H200s. The share of the peak is that of one GPU with 8 of its layers."""
+    figures = figures_of("throughput_llama_8b")
+    alone, rows = figures["one GPU, 8 layers"], []
+    one = _llama_job("stage 0", 8, 1, 1)
+    gpu = fitted(one, alone["stage 0"]["milliseconds"] / 1e3, _h200_at, 0.2, 1.0)
+    for grid, layers, gpus, micro_batches in (
+        ("one GPU, 8 layers", 8, 1, 1),
+        ("four GPUs", 32, 4, 1),
+        ("four GPUs, eight micro-batches", 32, 4, 8),
+    ):
+        for run, figure in figures[grid].items():
+            if run.startswith("stage"):
+                job = _llama_job(run, layers, gpus, micro_batches)
+                rows.append(row_of(job, gpu, figure, fitted=figure is alone["stage 0"], run=f"{grid}: {run}"))
+    return rows
+
+
+def _llama_job(run: str, layers: int, gpus: int, micro_batches: int) -> Job:
+    stage, *parts = run.split(", ")
+    tensor = 2 if "tensor" in parts else 1
+    model = ModelConfig(
+        model_preset="llama3.1-8b",
+        num_layers=layers,
+        seq_length=8192,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    bits = {"fp8": True, "fp8_recipe": "delayed", "fp8_param_gather": True} if "fp8 codes" in parts else {}
+    job = job_of(model, LLAMA_VOCAB, {"zero_stage": int(stage[-1])}, 1, gpus, tensor, micro_batches)
+    return replace(
+        job,
+        precision=PrecisionConfig(bf16=True, fp8_output_layer="fp8 output" in parts, **bits),
+        tensor=tensor,
+        overlapped=tensor > 1,
+        units=units_of(model, LLAMA_VOCAB, tensor),
+    )
 
 
 def socket_rows() -> list[Row]:
@@ -182,6 +229,10 @@ def counted_otherwise(job: Job) -> int:
 
 def h200() -> Machine:
     return machine(PlanConfig(dry_run=True, plan_gpu="h200"), "bfloat16")
+
+
+def _h200_at(share: float) -> Machine:
+    return replace(h200(), flops=h200().flops * share / GPUS["h200"].compute_share)
 
 
 def h100(share: float = GPUS["h100"].compute_share) -> Machine:

@@ -104,7 +104,9 @@ def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metric
         program += "--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-beta2 0.95".split()
         program += [*PARTS["recompute"] * options.recompute, *options.extra]
     launcher = (
-        [] if options.gpus == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(options.gpus)]
+        []
+        if options.gpus == 1
+        else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
     )
     return [sys.executable, *launcher, *program, *common]
 

@@ -18,7 +18,7 @@ KERNEL_SLOWDOWN = 1.24  # the same beside NCCL's kernels inside a node, if copy 
 TENSOR_SLOWDOWN = 1.12
 # The time of layers' products by --fp8, casts included, over bf16's: the first number plus the second (with
 # delayed scaling the third) over the hidden size. Fitted to steps of one H200 (docs/internals/planner.md).
-FP8_PRODUCTS, FP8_CASTS, FP8_DELAYED_CASTS = 0.52, 770, 340
+FP8_PRODUCTS, FP8_CASTS, FP8_DELAYED_CASTS = 0.50, 770, 340
 # The same of the output layer with --fp8-output-layer. Fitted to a step of one H100 at 1.3B.
 FP8_OUTPUT = 0.60
 FP8_NARROWEST = 1024  # hidden size; narrower layers are planned like these: nothing was measured below 2,048
@@ -42,10 +42,9 @@ class Gpu:
     seen: str  # the source of `compute_share`
 
 
-_H100 = "fitted to LLM Foundry's H100 runs, published MFU 0.40 to 0.46; one H100 here reaches 0.70"
-GPUS = {  # benchmarks/plan_published.py has the fit
-    "h100": Gpu("H100", (9, 0), 79.0, 3.35e12, 450e9, 0.47, _H100),
-    "h200": Gpu("H200", (9, 0), 139.0, 4.8e12, 450e9, 0.64, "measured on one H200 at 1.3B"),
+GPUS = {
+    "h100": Gpu("H100", (9, 0), 79.0, 3.35e12, 450e9, 0.67, "measured: 0.64 at 1.3B, 0.70 at 6.7B"),
+    "h200": Gpu("H200", (9, 0), 139.0, 4.8e12, 450e9, 0.64, "measured: 0.63 at 1.3B, 0.71 at 8B"),
     "a100": Gpu("A100", (8, 0), 79.0, 2.04e12, 300e9, 0.5, "not measured; arXiv 2104.04473: 0.44 to 0.52"),
     "v100": Gpu("V100", (7, 0), 31.7, 0.9e12, 150e9, 0.32, "not measured; arXiv 2101.06840: 40 TFLOP/s"),
 }

@@ -129,6 +129,7 @@ def exposed(topology: Topology, directory: str) -> tuple[float, float]:
     return parts["exposed communication"], sum(parts.values())
 
 
+@pytest.mark.gpu_long  # alone on its GPUs: what others do there is taken for waiting
 def test_keys_travel_beside_attention(tmp_path: Path) -> None:
     """Of 32k tokens no transfer is waited for, but for the ranks' skew."""
     for waiting, whole in on_gpus(1, 2, exposed, str(tmp_path)):

@@ -88,7 +88,7 @@ def test_compact_states_and_gradients_take_the_bytes_that_are_aimed_at(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     engine = engine_of(
-        dataclasses.replace(MODEL, num_layers=32, hidden_size=2048, num_attention_heads=16, seq_length=16),
+        ModelConfig(num_layers=32, hidden_size=2048, num_attention_heads=16, seq_length=16),
         VOCAB,
         precision=PrecisionConfig(bf16=True),
         optimizer=optimizer,

@@ -119,7 +119,7 @@ def test_measured_steps_are_predicted(
 
 @pytest.mark.parametrize(("size", "samples", "length"), [("1b", 8, 2048), ("3b", 2, 4096)])
 def test_measured_steps_of_a_llama_are_predicted(size: str, samples: int, length: int) -> None:
-    """Memory within 0.5%, time within 5%, with the share of the peak that was fitted to GPT-2 1.3B."""
+    """Memory within 0.5%, time within 5%, with the planner's share of the peak."""
     figures = json.loads((RESULTS / f"throughput_llama_{size}.json").read_text())["figures"]
     measured = figures[f"llama3.2-{size}:{samples}"]["stage 0"]
     model = ModelConfig(model_preset=f"llama3.2-{size}", seq_length=length)
@@ -150,14 +150,18 @@ def test_measured_runs_of_two_h100s_are_predicted() -> None:
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_time_is_divided_products_and_the_wait_for_activations(size: int) -> None:
-    """Of 6.7B: 4 collectives per layer in a forward, 2 in a backward, and 2 of embedding and head."""
+    """Of 6.7B: 4 collectives per layer in a forward, 2 in a backward, and 2 of embedding and head.
+
+    The GPU is slow enough for its products to hide the other collectives of a backward.
+    """
+    slow = dataclasses.replace(H100, flops=H100.flops / 2)
     job = job_of(LARGER, 50304, local=size, tensor=size)
     alone = job_of(LARGER, 50304)
     for forward in (True, False):
-        whole = compute_seconds(alone, H100, forward)
-        assert compute_seconds(job, H100, forward) == pytest.approx(TENSOR_SLOWDOWN * whole / size)
+        whole = compute_seconds(alone, slow, forward)
+        assert compute_seconds(job, slow, forward) == pytest.approx(TENSOR_SLOWDOWN * whole / size)
     one = (size - 1) / size * 2 * 2048 * 4096  # bytes that a collective on hidden states sends
     replicated = 2048 * 4096 + 32 * (4 + 2) * 4096 + 2 * 4096  # positions, norms, biases after sums
     summed = 2 * (size - 1) / size * 4 * replicated
     for forward, sent in ((True, (4 * 32 + 2) * one), (False, (2 * 32 + 2) * one + summed)):
-        assert waiting_seconds(job, H100, forward) == pytest.approx(sent / H100.inside, rel=0.01)
+        assert waiting_seconds(job, slow, forward) == pytest.approx(sent / slow.inside, rel=0.01)
