@@ -18,8 +18,10 @@ RESULTS = Path(__file__).parent / "results"
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, GPUs and package versions: what a figure depends on."""
+    described = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.split(":", 1)[1].strip() for line in described if line.startswith("model name"))
     facts: dict[str, Any] = {
-        "processor": _first_field("/proc/cpuinfo", "model name") or platform.processor(),
+        "processor": next(names, platform.processor()),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
@@ -36,16 +38,11 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def write_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -> Path:
-    """Write `figures` with machine, command and commit to DIRECTORY/NAME.json, and print them."""
-    path = save_result(name, figures, directory)
-    print(json.dumps(figures, indent=2))
-    print(f"written to {path}")
-    return path
-
-
 def save_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -> Path:
-    """As `write_result`, without printing; readers see the old file or the whole new one."""
+    """Write `figures` with machine, command and commit to DIRECTORY/NAME.json.
+
+    Readers see the old file or the whole new one.
+    """
     result = {
         "benchmark": name,
         "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
@@ -59,6 +56,11 @@ def save_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -
     partial.write_text(json.dumps(result, indent=2) + "\n")
     os.replace(partial, path)
     return path
+
+
+def figures_of(name: str) -> dict[str, Any]:
+    """The figures of a result of RESULTS."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
 
 
 def commit() -> str:
@@ -78,11 +80,10 @@ def commit() -> str:
     return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "")
 
 
-def refuse_options(description: str | None) -> None:
-    """Parse the command line of a program without options: --help prints `description`, others end it."""
-    argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+def program_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help prints `description` as it is written."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=raw)
 
 
 def package_version(package: str) -> str | None:
@@ -91,14 +92,6 @@ def package_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _first_field(path: str, field: str) -> str | None:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), None)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,6 @@ running the commit's own pretrain_gpt.py: its --help, and one step on a CPU. Doc
 
 import argparse
 import ast
-import json
 import re
 import subprocess
 import sys
@@ -108,12 +107,8 @@ def main() -> None:
     )
     parser.add_argument("commit", nargs="?", help="default: the working tree")
     parser.add_argument("--beside", default="5fb76f59", metavar="COMMIT", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args()
     before, now = count(options.beside), count(options.commit)
-    if options.json:
-        print(json.dumps({options.beside: before, options.commit or "tree": now}, indent=2))
-        return
     print(f"| figure | {options.beside} | {options.commit or 'tree'} | at most |")
     print("| --- | --- | --- | --- |")
     for name, figure in now.items():

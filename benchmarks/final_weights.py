@@ -12,7 +12,6 @@ matrix product depend on the processor. A hash covers master weights and moments
 names that a checkpoint gives them. Exit status 1 when commits differ.
 """
 
-import argparse
 import json
 import os
 import random
@@ -25,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, program_parser, save_result
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = Path(__file__).with_name("final_weights_ranks.py")
@@ -144,9 +143,7 @@ def hashes(commit: str, selected: dict[str, Run]) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("commits", nargs="*")
     parser.add_argument("--runs", default="", help="only those whose name contains this")
     parser.add_argument("--list", action="store_true")
@@ -162,7 +159,9 @@ def main() -> None:
     first = found[options.commits[0]]
     differ = [name for name in selected if any(other[name] != first[name] for other in found.values())]
     failed = [name for name in selected if any(other[name].startswith("failed") for other in found.values())]
-    write_result(options.name, {"hashes": found, "differ": differ, "failed": failed}, options.output)
+    figures = {"hashes": found, "differ": differ, "failed": failed}
+    print(json.dumps(figures, indent=2))
+    print(f"written to {save_result(options.name, figures, options.output)}")
     if differ or failed:
         sys.exit(f"{len(differ)} of {len(selected)} runs differ: {differ}; {len(failed)} failed: {failed}")
 

@@ -9,7 +9,6 @@ an error ends it that names a flag; every other error is a failure, and so is a 
 status 1 if a pair fails.
 """
 
-import argparse
 import sys
 from collections import Counter
 from itertools import combinations
@@ -20,7 +19,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, save_result
+from benchmarks.common import RESULTS, program_parser, save_result
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
@@ -164,9 +163,7 @@ def outcomes(pairs: list[Pair], local: int) -> list[Outcome]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--only", default="", help="pairs that have a setting with this in its name")
     options = parser.parse_args()
     pairs = [

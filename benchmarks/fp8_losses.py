@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, save_result
+from benchmarks.common import RESULTS, program_parser, save_result
 from benchmarks.contest.grid import visible_gpus
 from benchmarks.emulation.text import Text
 from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
@@ -55,9 +55,7 @@ EVALUATIONS = 4  # in the last tenth of the steps: their mean is the final loss
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="30m", help="parameters")
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument(
@@ -89,26 +87,16 @@ def flags_of(settings: dict[str, Any], name: str, seed: int) -> list[str]:
     layers, hidden, heads, tokens, vocab, _, samples = SIZES[settings["size"]]
     if "text" in settings:
         vocab = settings["text"]["vocabulary"]
-    flags = {
-        "--vocab-size": vocab,
-        "--num-layers": layers,
-        "--hidden-size": hidden,
-        "--num-attention-heads": heads,
-        "--seq-length": tokens,
-        "--micro-batch-size": samples,
-        "--train-iters": settings["steps"],
-        "--lr": settings["lr"],
-        "--seed": seed,
-        "--device": settings["device"],
-    }
-    fixed = (
+    flags = (
+        f"--vocab-size {vocab} --num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
+        f"--seq-length {tokens} --micro-batch-size {samples} --train-iters {settings['steps']} "
+        f"--lr {settings['lr']} --seed {seed} --device {settings['device']} "
         "--mock-data --tokenizer-type NullTokenizer --bf16 --min-lr 0 --lr-decay-style cosine "
         "--lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --attention-dropout 0 "
         "--hidden-dropout 0"
     )
-    pairs = [str(part) for flag, value in flags.items() for part in (flag, value)]
     more = [part for flag in settings["extra"] for part in flag.split("=", 1)]
-    return [*pairs, *fixed.split(), *RUNS[name].split(), *more]
+    return [*flags.split(), *RUNS[name].split(), *more]
 
 
 def key_of(settings: dict[str, Any], name: str, seed: int) -> str:
@@ -154,7 +142,8 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
         if step + 1 in evaluated:
             finals.append(torch.stack([engine.evaluate(part) for part in held_out]).double().mean().item())
     engine.close()
-    curve = [(stop, losses[max(0, stop - 20) : stop].mean().item()) for stop in _marks(steps)]
+    marks = sorted({round(steps * part / 20) for part in range(1, 21)} - {0})
+    curve = [(stop, losses[max(0, stop - 20) : stop].mean().item()) for stop in marks]
     return {
         "loss": sum(finals) / len(finals),
         "evaluations": finals,
@@ -163,10 +152,6 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
         "parameters": sum(each.numel for unit in engine.units for each in unit.layout.placements),
         "seconds": round(time.perf_counter() - started, 1),
     }
-
-
-def _marks(steps: int) -> list[int]:
-    return sorted({round(steps * part / 20) for part in range(1, 21)} - {0})
 
 
 def prepare(device: str) -> None:

@@ -3,17 +3,15 @@
 python benchmarks/picture.py [FILE.png]
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS
+from benchmarks.common import figures_of, program_parser
 from benchmarks.emulation.picture import PICTURES
-from benchmarks.real_run.result import NAMES
+from benchmarks.real_run.result import NAMES, held_out
 
 PAIR = "zero_speed_1.3b_mbs8_acc1_2x1_default_"  # each result compares two programs on one pair of nodes
 BARS = (
@@ -24,15 +22,10 @@ BARS = (
 )
 
 
-def figures(name: str) -> Any:
-    """The figures of a result."""
-    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-
-
 def draw_bars(axes: Any) -> None:
     """The median step of each program, with the range of its rounds; one pair of nodes below the other."""
     for row, (result, contestant, label) in enumerate(BARS):
-        measured = figures(PAIR + result)["contestants"][contestant]
+        measured = figures_of(PAIR + result)["contestants"][contestant]
         rounds, median = measured["rounds_ms"], measured["milliseconds"]
         place = row + row // 2 * 0.5  # a gap between the two pairs
         spread = [[median - min(rounds)], [max(rounds) - median]]
@@ -49,14 +42,11 @@ def draw_bars(axes: Any) -> None:
 
 def draw_losses(axes: Any) -> None:
     """Held-out losses of all variants of the real run."""
-    result = figures("real_run")
-    settings = result["described"][0]["settings"]
-    million = float(settings["million_tokens"]) / float(settings["steps"])  # tokens of a step
+    result = figures_of("real_run")
     for name, label in NAMES.items():
         if name in result["runs"]:
-            losses = result["runs"][name]["held_out"].items()
-            held_out = {million * int(step): loss for step, loss in losses if int(step)}
-            axes.plot(list(held_out), list(held_out.values()), lw=1, label=label)
+            losses = held_out(result, name)
+            axes.plot(list(losses), list(losses.values()), lw=1, label=label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("million tokens seen")
     axes.set_ylabel("held-out loss")
@@ -65,9 +55,7 @@ def draw_losses(axes: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("file", type=Path, nargs="?", default=PICTURES / "results.png")
     options = parser.parse_args()
     import matplotlib

@@ -21,43 +21,31 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from benchmarks.plain_models import Block, PlainGPT
 from megatron_zpp.config.model import ModelConfig
 
 
-class Block(nn.Module):
+class TensorParallelBlock(Block):
     """A pre-LN layer without dropout, whose heads are beside each other in the rows of `qkv`."""
-
-    def __init__(self, width: int, heads: int, inner: int) -> None:
-        super().__init__()
-        self.head_width = width // heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S / T, D) -> the same; products with the weights gather and scatter the tokens."""
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_width))  # (B, S, H / T, 3, D / H)
+        head_width = self.out.in_features // self.heads
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, head_width))  # (B, S, H / T, 3, D / H)
         q, k, v = heads.permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
-class TensorParallelGPT(nn.Module):
+class TensorParallelGPT(PlainGPT):
     """GPT-2 on the ranks of a mesh; every rank gives it the same tokens."""
 
+    block = TensorParallelBlock
+
     def __init__(self, config: ModelConfig, vocabulary: int) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.tokens, self.positions = (
-            nn.Embedding(rows, width, _weight=0.02 * torch.randn(rows, width))
-            for rows in (vocabulary, config.seq_length)
-        )
-        self.blocks = nn.ModuleList(
-            Block(width, config.num_attention_heads, config.ffn_hidden_size) for _ in range(config.num_layers)
-        )
-        self.norm = nn.LayerNorm(width)
-        self.output = nn.Linear(width, vocabulary, bias=False)
+        super().__init__(config, vocabulary)
+        self.output = nn.Linear(config.hidden_size, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """(B, S) twice -> the mean cross-entropy, whose backward runs here too: loss parallel needs that."""

@@ -35,8 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -44,7 +43,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.plain_llama import PlainLlama, cross_entropy, tables_apart
+from benchmarks.common import program_parser
+from benchmarks.plain_models import (
+    PlainGPT,
+    PlainLlama,
+    cross_entropy,
+    model_arguments,
+    model_of,
+    tables_apart,
+)
 from benchmarks.plain_tensor_parallel import TensorParallelGPT, parallelize
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.context.parts import own_part
@@ -65,51 +72,6 @@ _SAVED = (  # beside every other matmul; the maximum is a scale of 8 bits
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten.max.default,
 )
-
-
-class Block(nn.Module):
-    """A pre-LN layer without dropout."""
-
-    def __init__(self, width: int, heads: int, inner: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class PlainGPT(nn.Module):
-    """GPT-2 with tied embeddings."""
-
-    def __init__(self, config: ModelConfig, vocabulary: int) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.tokens, self.positions = (
-            nn.Embedding(rows, width, _weight=0.02 * torch.randn(rows, width))
-            for rows in (vocabulary, config.seq_length)
-        )
-        self.blocks = nn.ModuleList(
-            Block(width, config.num_attention_heads, config.ffn_hidden_size) for _ in range(config.num_layers)
-        )
-        self.places: Tensor | None = None  # of a rank's tokens, where ranks share a sample
-        self.norm = nn.LayerNorm(width)
-        self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # or a compiled one
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        if self.places is None:
-            x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        else:
-            x = self.tokens(tokens) + self.positions(self.places)
-        for block in self.blocks:
-            x = block(x)
-        return self.loss(F.linear(self.norm(x), self.tokens.weight), targets)
 
 
 def build(
@@ -197,15 +159,8 @@ def shard(model: nn.Module, layers: str) -> nn.Module:
 
 def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
     """Take the steps and write the metrics."""
-    config = ModelConfig(
-        model_preset=options.preset,
-        num_layers=options.num_layers,
-        hidden_size=options.hidden_size,
-        num_attention_heads=options.num_attention_heads,
-        seq_length=options.seq_length,
-    )
     kind, micro_batch = options.kind, options.micro_batch_size
-    model = build(kind, config, options.vocab_size, micro_batch, device, options.recompute)
+    model = build(kind, model_of(options), options.vocab_size, micro_batch, device, options.recompute)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.kind not in BF16_WEIGHTS)
     scales_of_all: Callable[[nn.Module], None] | None = None
@@ -262,18 +217,9 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--preset")
-    parser.add_argument("--num-layers", type=int)
-    parser.add_argument("--hidden-size", type=int)
-    parser.add_argument("--num-attention-heads", type=int)
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--micro-batch-size", type=int, required=True)
-    parser.add_argument("--micro-batches", type=int, default=1, help="in each optimizer step")
+    model_arguments(parser)
     parser.add_argument("--recompute", action="store_true", help="compute layers again in the backward")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--log-interval", type=int, default=10)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import refuse_options
+from benchmarks.common import program_parser
 from benchmarks.plan_rows import Row, h200_rows, llama_rows, nvlink_rows, shape_rows, socket_rows
 from benchmarks.plan_tensor import tensor_rows
 
@@ -47,7 +47,7 @@ def _off(planned: float, measured: float) -> str:
 
 def main() -> None:
     """Print the tables."""
-    refuse_options(__doc__)
+    program_parser(__doc__).parse_args()
     for name, lines in tables().items():
         print("", name, *lines, sep="\n")
 

@@ -6,19 +6,19 @@ larger model on two H100s has that of 1.3B on another machine. Steps between nod
 that NCCL's collectives reached in the same result.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import mean
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.common import figures_of
 from benchmarks.contest.contestants import OURS as CONTESTANTS
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.peer_rows import region_bytes
 from megatron_zpp.plan.hardware import GPUS, Machine, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
@@ -41,13 +41,7 @@ ONE_H100 = "1.3b_mbs8_acc1_2x1_default_h100"  # has one GPU alone
 
 
 def job_of(
-    model: ModelConfig,
-    vocab: int,
-    zero: Row,
-    nodes: int,
-    local: int,
-    size: int,
-    micro_batches: int = 1,
+    model: ModelConfig, vocab: int, zero: Row, nodes: int, local: int, size: int, micro_batches: int = 1
 ) -> Job:
     """A job whose steps compute bf16 micro-batches of `size` samples without recomputation."""
     return Job(
@@ -81,35 +75,34 @@ def shape_rows() -> list[Row]:
     """Rows of other models on one H200, measured by throughput.py."""
     rows = []
     for (preset, size), result in SHAPES.items():
-        figures = json.loads((RESULTS / f"throughput_{result}.json").read_text())["figures"]
+        figures = figures_of(f"throughput_{result}")
         shape = f"{preset}:{size}"
         job = job_of(_measured_model(preset), GPU_VOCAB, {}, 1, 1, size)
-        rows.append(_row(job, h200(), figures[shape]["stage 0"], shape=shape))
+        rows.append(row_of(job, h200(), figures[shape]["stage 0"], shape=shape))
     return rows
 
 
 def h200_rows() -> list[Row]:
     """Rows of two H200s on NVLink at each stage."""
-    figures, rows = json.loads((RESULTS / f"{TWO_H200}.json").read_text())["figures"], []
-    gpu = _one_h200()
+    figures, rows, gpu = figures_of(TWO_H200), [], _one_h200()
     for run, figure in figures.items():
         if run in CONTESTANTS or run == "one_gpu":
             local = 1 if run == "one_gpu" else 2
             job = job_of(_measured_model(), GPU_VOCAB, CONTESTANTS.get(run, {}), 1, local, 8)
-            rows.append(_row(job, gpu, figure, fitted=local == 1, run=run))
+            rows.append(row_of(job, gpu, figure, fitted=local == 1, run=run))
     return rows
 
 
 def _one_h200() -> Machine:
     """An H200 with the share of its peak that one reaches alone at 1.3B."""
-    figures = json.loads((RESULTS / f"{TWO_H200}.json").read_text())["figures"]
+    figures = figures_of(TWO_H200)
     alone = job_of(_measured_model(), GPU_VOCAB, {}, 1, 1, 8)
     return fitted(alone, figures["one_gpu"]["milliseconds"] / 1e3, _h200_at, 0.2, 1.0)
 
 
 def llama_rows() -> list[Row]:
     """Rows of Llama-3 8B on four H200s. The share of the peak is that of one GPU with 8 of its layers."""
-    figures = json.loads((RESULTS / "throughput_llama_8b.json").read_text())["figures"]
+    figures = figures_of("throughput_llama_8b")
     alone, rows = figures["one GPU, 8 layers"], []
     one = _llama_job("stage 0", 8, 1, 1)
     gpu = fitted(one, alone["stage 0"]["milliseconds"] / 1e3, _h200_at, 0.2, 1.0)
@@ -121,7 +114,7 @@ def llama_rows() -> list[Row]:
         for run, figure in figures[grid].items():
             if run.startswith("stage"):
                 job = _llama_job(run, layers, gpus, micro_batches)
-                rows.append(_row(job, gpu, figure, fitted=figure is alone["stage 0"], run=f"{grid}: {run}"))
+                rows.append(row_of(job, gpu, figure, fitted=figure is alone["stage 0"], run=f"{grid}: {run}"))
     return rows
 
 
@@ -158,7 +151,7 @@ def socket_rows() -> list[Row]:
         for run, figure, job in _contested(figures):
             gather = rates.link if job.zero.sends_differences else rates.gather
             names = {"nccl": figures["nccl"]["name"], "micro_batches": job.micro_batches, "run": run}
-            rows.append(_row(job, replace(rates, gather=gather), figure, **names))
+            rows.append(row_of(job, replace(rates, gather=gather), figure, **names))
     return rows
 
 
@@ -166,13 +159,14 @@ def nvlink_rows() -> list[Row]:
     """Rows of two models on two H100s. The share of the peak is that of another H100 alone, at 1.3B."""
     gpu = _fitted_to_one(_zero_speed(ONE_H100), h100)
     return [
-        _row(job, gpu, figure, model=figures["settings"]["preset"], run=run)
+        row_of(job, gpu, figure, model=figures["settings"]["preset"], run=run)
         for figures in map(_zero_speed, NVLINK)
         for run, figure, job in _contested(figures)
     ]
 
 
-def _row(job: Job, gpu: Machine, measured: Row, *, fitted: bool = False, **names: Any) -> Row:
+def row_of(job: Job, gpu: Machine, measured: Row, *, fitted: bool = False, **names: Any) -> Row:
+    """The plan of a job beside its measured peak and time; `names` say which one it is."""
     return {
         **names,
         "gib": round((memory_of(job).peak + counted_otherwise(job)) / 2**30, 2),
@@ -202,7 +196,7 @@ def _fitted_to_one(figures: Row, at: Callable[[float], Machine]) -> Machine:
 
 
 def _zero_speed(name: str) -> Row:
-    return json.loads((RESULTS / f"zero_speed_{name}.json").read_text())["figures"]
+    return figures_of(f"zero_speed_{name}")
 
 
 def _sockets(rounds: list[Row], share: float) -> Machine:
@@ -224,9 +218,13 @@ def _measured_model(preset: str = "1.3b") -> ModelConfig:
 
 
 def counted_otherwise(job: Job) -> int:
-    """Bytes of peer buffers, negative: the plan has them, and torch's count of a peak does not."""
-    rooms = job.communication.rooms if job.communication.peer_writes else None
-    return 0 if rooms is None else -sum(room.received for room in rooms.near)
+    """Bytes that GPUs write for each other, negative: a plan has them, torch's count of a peak does not."""
+    communication = job.communication
+    rooms = communication.rooms if communication.peer_writes and job.mesh.data_ranks > 1 else None
+    counted = 0 if rooms is None else sum(room.received for room in rooms.near)
+    if job.overlapped:
+        counted += region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
+    return -counted
 
 
 def h200() -> Machine:

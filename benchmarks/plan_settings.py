@@ -20,12 +20,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, save_result
+from benchmarks.common import RESULTS, program_parser, save_result
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
@@ -45,34 +46,25 @@ def settings(job: Job, rates: Machine, gibibytes: float, count: int) -> list[Pla
     """The best plan, then others that fit, of as many kinds as there are."""
     best = search(job, rates, gibibytes).best
     assert best is not None, "nothing fits"
-    chosen, more = list[Plan](), list[Plan]()
+    chosen, more, seconds = list[Plan](), list[Plan](), attrgetter("seconds")
     for family in families(job, Space()):
         for recompute in (OFF, FULL):
             one = family.varied(recompute=recompute)
             sizes = sizes_of(one, Space())
             plans = [plan_of(in_micro_batches_of(one, size), rates) for size in sizes]
             plans = [plan for plan in plans if plan.fits(gibibytes) and changes(best.job, plan.job)]
-            plans.sort(key=_seconds)
+            plans.sort(key=seconds)
             chosen, more = chosen + plans[:1], more + plans[1:]
-    return [best, *sorted(chosen, key=_seconds), *sorted(more, key=_seconds)][:count]
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.seconds
+    return [best, *sorted(chosen, key=seconds), *sorted(more, key=seconds)][:count]
 
 
 def measure(flags: list[str], options: argparse.Namespace, cache: Path) -> dict[str, Any]:
     """Milliseconds of a step and the peak in GiB of a run, or how it failed."""
     program = [str(ROOT / "pretrain_gpt.py"), "--train-iters", str(options.steps), *flags]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(options.ranks_per_node),
-    ]
+    ranks = str(options.ranks_per_node)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
     if options.nodes > 1:
-        grid = ["--nodes", str(options.nodes), "--ranks-per-node", str(options.ranks_per_node), "--"]
+        grid = ["--nodes", str(options.nodes), "--ranks-per-node", ranks, "--"]
         launcher = [str(ROOT / "launch" / "emulate_nodes.sh"), *grid]
     environ = {**os.environ, "PYTHON": sys.executable, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     with tempfile.TemporaryDirectory() as scratch:
@@ -89,9 +81,7 @@ def measure(flags: list[str], options: argparse.Namespace, cache: Path) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--link-gbit", default="100", help="of a node to others, for the plan")

@@ -6,42 +6,39 @@ TENSOR_SLOWDOWN of plan/hardware.py is fitted to T = 2 (`fitted_slowdown`). Noth
 Memory is compared without what GPUs write for each other, which torch does not count.
 """
 
-import json
 import statistics
 from dataclasses import dataclass, replace
 
-from benchmarks.common import RESULTS
-from benchmarks.plan_rows import GPU_VOCAB, Row, counted_otherwise, fitted, h100, job_of
+from benchmarks.common import figures_of
+from benchmarks.plan_rows import GPU_VOCAB, Row, fitted, h100, job_of, row_of
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.distributed.peer_rows import region_bytes
-from megatron_zpp.model.flops import peak_tflops
 from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job, units_of
-from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds, step_time
 from megatron_zpp.plan.traffic import traffic_of
 
 MODEL = ModelConfig(model_preset="6.7b", seq_length=2048, hidden_dropout=0.0, attention_dropout=0.0)
 HALF = replace(MODEL, model_preset=None, num_layers=16)
 LONG = ModelConfig(model_preset="1.3b", seq_length=65536, hidden_dropout=0.0, attention_dropout=0.0)
-PAIR = ("throughput_tensor_one_gpu", "throughput_tensor_other_gpu")  # the GPUs of T = 2, each alone
-OTHER = ("throughput_tensor_stage_3_one_gpu",)  # a GPU of ZeRO-3, alone
+RESULT = "throughput_tensor"  # its parts are results of several calls and machines
+PAIR = ("one_gpu", "other_gpu")  # the GPUs of T = 2, each alone
+OTHER = ("stage_3_one_gpu",)  # a GPU of ZeRO-3, alone
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run and its results, which all have its figures at `shape` and `name`."""
+    """A run, and the parts of the result that have its figures at `shape`, and there at `name`."""
 
     run: str
-    results: tuple[str, ...]
+    parts: tuple[str, ...]
     shape: str
     name: str | None
     job: Job
-    alone: tuple[str, ...] = PAIR  # results of one GPU, to which the share of the peak is fitted
+    alone: tuple[str, ...] = PAIR  # parts of one GPU, to which the share of the peak is fitted
     fitted: bool = False
 
     def milliseconds(self) -> float:
-        """The median of the intervals after the first, of all results."""
+        """The median of the intervals after the first, of all parts."""
         figures = self._figures()
         if self.name is None:
             return float(figures[0]["milliseconds"])
@@ -52,29 +49,29 @@ class Measured:
         return max(figure["peak_gib"] for figure in self._figures())
 
     def _figures(self) -> list[Row]:
-        found = [json.loads((RESULTS / f"{result}.json").read_text())["figures"] for result in self.results]
-        return [one[self.shape] if self.name is None else one[self.shape][self.name] for one in found]
+        figures = figures_of(RESULT)
+        found = [figures[part][self.shape] for part in self.parts]
+        return found if self.name is None else [one[self.name] for one in found]
 
 
-def one_gpu(results: tuple[str, ...]) -> Measured:
+def one_gpu(parts: tuple[str, ...]) -> Measured:
     """Half of the layers on one GPU."""
     job, run = job_of(HALF, GPU_VOCAB, {}, 1, 1, 4), "one GPU, 16 layers"
-    if results is OTHER:
+    if parts is OTHER:
         run += ", ZeRO-3's machine"
-    return Measured(run, results, "16x4096x32:4", "stage 0", job, results, fitted=True)
+    return Measured(run, parts, "16x4096x32:4", "stage 0", job, parts, fitted=True)
 
 
 def tensor_ranks() -> Measured:
     """The run to which TENSOR_SLOWDOWN is fitted."""
-    return Measured(
-        "T = 2", ("throughput_tensor",), "6.7b:4", "tensor", _shared(MODEL, 4, overlapped=True), fitted=True
-    )
+    job = _shared(MODEL, 4, overlapped=True)
+    return Measured("T = 2", ("two_gpus",), "6.7b:4", "tensor", job, fitted=True)
 
 
 def zero_3() -> Measured:
     """ZeRO-3 with as many samples on as many GPUs."""
     job = job_of(MODEL, GPU_VOCAB, {"zero_stage": 3}, 1, 2, 2)
-    return Measured("ZeRO-3", ("throughput_tensor_stage_3",), "6.7b:2", "stage 3", job, OTHER)
+    return Measured("ZeRO-3", ("stage_3",), "6.7b:2", "stage 3", job, OTHER)
 
 
 def tensor_rows() -> list[Row]:
@@ -83,7 +80,7 @@ def tensor_rows() -> list[Row]:
     runs = (
         one_gpu(PAIR),
         tensor_ranks(),
-        Measured("T = 2, exchanges by NCCL", ("throughput_tensor_pieces",), "6.7b:4", "tensor", waiting),
+        Measured("T = 2, exchanges by NCCL", ("nccl",), "6.7b:4", "tensor", waiting),
         Measured("T = 2, 1.3B, 65,536 tokens", ("long_sample",), "two GPUs, T = 2", None, long),
         one_gpu(OTHER),
         zero_3(),
@@ -113,21 +110,7 @@ def _shared(model: ModelConfig, size: int, *, overlapped: bool) -> Job:
 
 
 def _row(run: Measured) -> Row:
-    job, gpu = run.job, fitted_h100(run.alone)
-    peak = peak_tflops("H100", "bfloat16")
-    assert peak is not None
-    planned = memory_of(job).peak
-    if job.mesh.data_ranks > 1:
-        planned += counted_otherwise(job)
-    if job.overlapped:
-        planned -= region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
-    return {
-        "run": run.run,
-        "results": run.results,
-        "share": round(gpu.flops / 1e12 / peak, 3),
-        "gib": round(planned / 2**30, 2),
-        "measured_gib": run.gibibytes(),
-        "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
-        "measured_ms": round(run.milliseconds(), 1),
-        "fitted": run.fitted,
-    }
+    gpu = fitted_h100(run.alone)
+    measured = {"peak_gib": run.gibibytes(), "milliseconds": run.milliseconds()}
+    share = round(gpu.flops / h100(1.0).flops, 3)
+    return row_of(run.job, gpu, measured, fitted=run.fitted, run=run.run, share=share)

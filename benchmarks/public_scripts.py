@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, save_result
 from megatron_zpp.commands import pretrain
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 
@@ -213,7 +213,8 @@ def main() -> None:
         "of": len(fates),
         "scripts": fates,
     }
-    write_result("public_scripts", figures, arguments.results)
+    print(f"{figures['plan']} of {figures['of']} plan")
+    print(f"written to {save_result('public_scripts', figures, arguments.results)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The rate of the fused operations, compared with a copy in the same run.
 
-    python benchmarks/quantization.py [--sizes 64 512 2048] [--operations quantize adamw] [--quick]
+    python benchmarks/quantization.py [--sizes 64 512 2048] [--operations quantize adamw]
 
 A size is the megabytes of the bf16 input or output, of all messages together if messages are
 summed, and of the fp32 weights for AdamW. Bytes are those that the operation must read and write, each
@@ -13,7 +13,6 @@ wall-clock time.
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -24,10 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 import torch
 
-from benchmarks.common import write_result
+from benchmarks.common import RESULTS, program_parser, save_result
 from benchmarks.quantization_cases import Buffers, Case, all_cases
-from megatron_zpp.config.command_line import run_tool
-from megatron_zpp.config.options import Options, option, option_error, parse_options
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
 
@@ -35,23 +32,6 @@ MEGABYTE = 1 << 20
 BATCHES, BATCH_SECONDS = 7, 4e-3
 SLEEP_CYCLES = 4_000_000  # about 2 ms: the host has queued the batch by then
 Call = Callable[[], Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(Options):
-    """quantisation benchmark"""
-
-    sizes: tuple[int, ...] = option((), "Megabytes [64 512 2048, on a CPU 64].", at_least=1)
-    operations: tuple[str, ...] = option((), "Only these operations.")
-    quick: bool = option(False, "The smallest size alone.")
-    output: str = option(str(Path(__file__).parent / "results"), "Directory of the result.")
-
-    def check(self) -> None:
-        """Raise ValueError for an unknown operation."""
-        known = sorted({case.operation for case in all_cases()})
-        for operation in self.operations:
-            if operation not in known:
-                raise option_error("--operations", operation, f"must be of {' '.join(known)}")
 
 
 class Stopwatch:
@@ -120,24 +100,26 @@ def measure(case: Case, ops: Operations, megabytes: int, watch: Stopwatch) -> di
 
 
 def main() -> None:
-    settings = parse_options(Settings, "quantization.py", __doc__, sys.argv[1:])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes, cases = (64, 512, 2048) if device.type == "cuda" else (64,), all_cases()
+    parser = program_parser(__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=sizes, help="megabytes")
+    parser.add_argument("--operations", nargs="+", choices=sorted({case.operation for case in cases}))
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
     ops = load_operations(device.type, require_kernels=True, say=print)
-    sizes = settings.sizes or ((64, 512, 2048) if device.type == "cuda" else (64,))
-    if settings.quick:
-        sizes = (min(sizes),)
     torch.manual_seed(0)
     watch, lines = Stopwatch(device), []
     begin = time.perf_counter()
-    for case in all_cases():
-        if settings.operations and case.operation not in settings.operations:
+    for case in cases:
+        if options.operations and case.operation not in options.operations:
             continue
-        for megabytes in sizes:
+        for megabytes in options.sizes:
             lines.append(measure(case, ops, megabytes, watch))
             print({key: value for key, value in lines[-1].items() if key != "bytes"}, flush=True)
     figures = {"device": device.type, "seconds": round(time.perf_counter() - begin), "results": lines}
-    write_result(f"quantization_{device.type}", figures, Path(settings.output))
+    print(f"written to {save_result(f'quantization_{device.type}', figures, options.output)}")
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    main()

@@ -45,7 +45,7 @@ def all_cases() -> list[Case]:
             Case("sum_parts", f"bf16, {count} parts", partial(_sum_parts, count=count)),
         ]
     cases += [
-        Case("sum_parts", "bf16, 2 parts, with squares", _sum_parts_and_squares),
+        Case("sum_parts", "bf16, 2 parts, with squares", partial(_sum_parts, count=2, squared=True)),
         Case("sum_squares", "bf16", _sum_squares),
         Case("adamw", "writes bf16", _adamw, 4),
         Case("adamw_quantize", "int8/256", _adamw_quantize, 4),
@@ -131,20 +131,14 @@ def _sum_into(ops: Operations, elements: int, device: torch.device, *, count: in
     return Buffers(messages.nbytes + shard.nbytes, partial(ops.sum_into, messages, shard, INT4))
 
 
-def _sum_parts(ops: Operations, elements: int, device: torch.device, *, count: int) -> Buffers:
-    parts, shard = (
-        _numbers(count, elements // count, device=device),
-        torch.empty(elements // count, device=device),
-    )
-    return Buffers(parts.nbytes + shard.nbytes, partial(ops.sum_parts, parts, shard))
-
-
-def _sum_parts_and_squares(ops: Operations, elements: int, device: torch.device) -> Buffers:
-    m = elements // 2
-    parts, shard = _numbers(2, m, device=device), torch.empty(m, device=device)
-    squares = torch.empty(m // 256, device=device)
-    call = partial(ops.sum_parts, parts, shard, squares=squares)
-    return Buffers(parts.nbytes + shard.nbytes + squares.nbytes, call)
+def _sum_parts(
+    ops: Operations, elements: int, device: torch.device, *, count: int, squared: bool = False
+) -> Buffers:
+    m = elements // count
+    parts, shard = _numbers(count, m, device=device), torch.empty(m, device=device)
+    squares = torch.empty(m // 256, device=device) if squared else None
+    moved = parts.nbytes + shard.nbytes + (0 if squares is None else squares.nbytes)
+    return Buffers(moved, partial(ops.sum_parts, parts, shard, squares=squares))
 
 
 def _sum_squares(ops: Operations, elements: int, device: torch.device) -> Buffers:

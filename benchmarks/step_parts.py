@@ -7,7 +7,6 @@ exposed where nothing else ran beside it.
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 KERNELS = (  # (part of a kernel's name, part of the step), the first that fits
     *((name, "exposed communication") for name in ("AllGather", "ReduceScatter", "SendRecv", "Memcpy PtoP")),
@@ -25,26 +24,15 @@ PARTS = (
 Span = tuple[float, float]
 
 
-def read_trace(path: Path) -> dict[str, Any]:
-    """A trace of torch's profiler, compressed if its name ends in .gz."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
-        return json.load(file)
-
-
 def parts_of_trace(path: Path, steps: int) -> dict[str, float]:
-    """Milliseconds of a step by part, from a trace of `steps` whole steps."""
-    return parts_of_events(
-        [
-            event
-            for event in read_trace(path)["traceEvents"]
-            if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-        ],
-        steps,
-    )
+    """Milliseconds of a step by part, from a trace of torch's profiler of `steps` whole steps.
 
-
-def parts_of_events(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
-    """Milliseconds of a step by part, from the GPU's events, whose times are in microseconds."""
+    Times in a trace are in microseconds. It is compressed if its name ends in .gz.
+    """
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+        traced = json.load(file)["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    events = [event for event in traced if event.get("ph") == "X" and event.get("cat") in kinds]
     if not events:
         return dict.fromkeys(PARTS, 0.0)
     spans: dict[str, list[Span]] = {part: [] for part in PARTS}

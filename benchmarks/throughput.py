@@ -25,6 +25,7 @@ layers again.
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 import torch
 
-from benchmarks.common import RESULTS, end_group, save_result
+from benchmarks.common import RESULTS, end_group, program_parser, save_result
 from benchmarks.intervals import mean_and_interval
 from benchmarks.plain_training import CONTEXT_PARALLEL, KINDS, TENSOR_PARALLEL
 from benchmarks.step_parts import parts_of_trace
@@ -163,11 +164,11 @@ def shape_of(text: str) -> dict[str, Any]:
     """`PRESET:MICRO_BATCH`, `PRESET/LAYERS:MICRO_BATCH` or `LAYERSxWIDTHxHEADS:MICRO_BATCH`, as flags."""
     name, micro_batch = text.split(":")
     if "x" in name and name.replace("x", "").isdigit():
-        layers, width, heads = name.split("x")
-        shape = {"--num-layers": layers, "--hidden-size": width, "--num-attention-heads": heads}
+        sizes = ("--num-layers", "--hidden-size", "--num-attention-heads")
+        shape: dict[str, Any] = dict(zip(sizes, map(int, name.split("x")), strict=True))
     else:
-        preset, _, layers = name.partition("/")
-        shape = {"--model-preset": preset, **({"--num-layers": layers} if layers else {})}
+        preset, _, some = name.partition("/")
+        shape = {"--model-preset": preset, **({"--num-layers": int(some)} if some else {})}
     return {**shape, "--micro-batch-size": int(micro_batch)}
 
 
@@ -177,19 +178,14 @@ def rates(
     """Tokens per second of one GPU, and its TFLOP/s by PaLM's count."""
     fields = {flag.removeprefix("--").replace("-", "_"): value for flag, value in shape.items()}
     samples = fields.pop("micro_batch_size") * options.micro_batches
-    numbers: dict[str, Any] = {
-        name: int(value) if name != "model_preset" else value for name, value in fields.items()
-    }
-    config = ModelConfig(**numbers, seq_length=options.seq_length)
+    config = ModelConfig(**fields, seq_length=options.seq_length)
     tokens = 1000 * samples * options.seq_length / sharing(run, options.gpus) / milliseconds
     flops = tokens * flops_per_token(config, options.vocab_size)
     return {"tflops_per_gpu": round(flops / 1e12, 1), "tokens_per_second_per_gpu": round(tokens)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["345m:16", "1.3b:16", "2.7b:8"])
     parser.add_argument("--runs", nargs="+", default=["stage 0", "plain", "whole"], type=known_run)
     parser.add_argument("--against", type=Path, help="another checkout, whose runs take turns with ours")
@@ -227,9 +223,7 @@ def main() -> None:
             rounds: dict[str, list[dict[str, Any]]] = {}
             for number in range(options.rounds):
                 for run in options.runs:
-                    cache = Path(scratch) / f"{text}-{run}".replace(" ", "-").replace(":", "-").replace(
-                        ",", ""
-                    )
+                    cache = Path(scratch) / re.sub(r"\W+", "-", f"{text}-{run}")
                     rounds.setdefault(run, []).append(measure(run, shape, options, cache))
                     print(text, run, number, rounds[run][-1], flush=True)
                     if options.against and run not in KINDS:

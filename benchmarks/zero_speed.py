@@ -27,33 +27,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, commit, package_version, save_result
+from benchmarks.common import RESULTS, commit, package_version, program_parser, save_result
 from benchmarks.contest import grid, summary
 from benchmarks.contest.contestants import Contestant, contestants, default_names
 from benchmarks.contest.launch import ROOT, run_on_nodes
 from benchmarks.contest.protocol import shape_arguments
 
 LINKS = "links"  # measured in every round like a contestant
-_SHAPE = ("preset", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
 _FIXED = (
-    *_SHAPE,
-    "micro_batch_size",
-    "micro_batches",
-    "dtype",
-    "warmup",
-    "steps",
-    "no_compile",
-    "lr",
-    "lr_warmup_iters",
-)
+    "preset num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size micro_batches "
+    "dtype warmup steps no_compile lr lr_warmup_iters"
+).split()
 _MARGIN = 1.2  # times the seconds of a contestant's last turn
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     shape_arguments(parser)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--ranks-per-node", type=int, default=2)
@@ -66,7 +56,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--retry-failed", action="store_true")
     parser.add_argument("--no-links", action="store_true", help="do not measure the collectives alone")
-    parser.add_argument("--trace", type=Path, help="a directory for a trace of each contestant's first round")
     parser.add_argument("--tables", type=Path, nargs="+", help="print these results and measure nothing")
     parser.add_argument("--list", action="store_true", help="print the contestants of this grid")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -173,8 +162,6 @@ class Contest:
                 module, arguments = "benchmarks.contest.link_rates", ["--nodes", str(options.nodes)]
             else:
                 module, arguments = contestant.module, [*contestant.arguments, *self._flags()]
-                if options.trace and not row["rounds"]:
-                    arguments += ["--trace", str((options.trace / name).resolve())]
             limit = min(options.contestant_seconds, self._deadline - time.perf_counter())
             outcome = run_on_nodes(
                 module,

@@ -15,14 +15,12 @@ _4_BITS = {
     "zero_quantized_weights_format": "delta4",
     "zero_quantized_gradients_format": "rotated4",
 }
-_ROWS = {"zero_table_rows": 8192}  # 32 blocks of 262,144 entries, each about a third of a 1B model's layer
 OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     "stage_0": {"zero_stage": 0},
     "stage_1": {"zero_stage": 1},
     "stage_2": {"zero_stage": 2},
     "stage_3": {"zero_stage": 3},
     "stage_3_prefetch_2": {"zero_stage": 3, "zero_prefetch_units": 2},
-    "stage_3_offload": {"zero_stage": 3, "zero_offload_optimizer": True},
     "qwz": {"zero_stage": 3, "zero_quantized_weights": True},
     "hpz": {"zero_stage": 3, "zero_hpz_partition_size": "auto"},
     "qgz": {"zero_stage": 3, "zero_quantized_gradients": True},
@@ -32,15 +30,9 @@ OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     "zeropp_4_bits_once": {**_4_BITS, "zero_gradient_partition_size": "auto"},
     # Accumulates inside each rank, so that nothing between nodes grows with the number of micro-batches.
     "stage_1_qwz_qgz": {"zero_stage": 1, "zero_quantized_weights": True, "zero_quantized_gradients": True},
-    # Large vocabularies, beside the same settings with whole tables.
-    **{f"stage_{stage}_row_blocks": {"zero_stage": stage, **_ROWS} for stage in (0, 1, 3)},
-    "zeropp_row_blocks": {**_ZEROPP, **_ROWS},
 }
 _WITH_MUON = ("--optimizer", "muon")
-DEEPSPEED_ABSENT = (
-    "deepspeed cannot be imported: DS_BUILD_OPS=0 pip wheel --no-deps deepspeed==0.19.8, then pip install "
-    "--no-deps that wheel, hjson, pydantic and py-cpuinfo (it compiles its kernels at first use)"
-)
+DEEPSPEED_ABSENT = "deepspeed cannot be imported; benchmarks/README.md says how to install it"
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,6 @@ def contestants(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str
     """All contestants that make sense on this grid, by name."""
     found = {
         "one_gpu": _ours("stage_0", "ours, each GPU alone", "--alone"),
-        "one_gpu_row_blocks": _ours("stage_0_row_blocks", "ours, each GPU alone, row blocks", "--alone"),
         "one_gpu_muon": _ours("stage_0", "ours, each GPU alone, Muon", "--alone", *_WITH_MUON),
     }
     if nodes * ranks_per_node > 1:
@@ -82,18 +73,8 @@ def default_names(nodes: int, ranks_per_node: int, micro_batches: int) -> list[s
     if nodes == 1:
         ours = ["one_gpu", "stage_0", "stage_1", "stage_2", "stage_3", "stage_3_prefetch_2", "zeropp"]
     else:
-        ours = [
-            "one_gpu",
-            "stage_1",
-            "stage_3",
-            "qwz",
-            "hpz",
-            "qgz",
-            "zeropp",
-            "zeropp_4_bits",
-            *(["zeropp_4_bits_once"] if micro_batches > 1 else []),
-            "stage_1_qwz_qgz",
-        ]
+        ours = "one_gpu stage_1 stage_3 qwz hpz qgz zeropp zeropp_4_bits stage_1_qwz_qgz".split()
+        ours += ["zeropp_4_bits_once"] * (micro_batches > 1)
     peers = [name for name, contestant in every.items() if contestant.family != "ours" and "muon" not in name]
     return [name for name in ours if name in every] + peers
 
@@ -136,17 +117,14 @@ def _fsdp2(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str, Con
 def _deepspeed(nodes: int, ranks_per_node: int) -> dict[str, Contestant]:
     """ZeRO-3 and ZeRO++, with weights gathered again in the backward or kept for it; hpZ where it applies."""
     quantized = ("--quantized-weights", "--quantized-gradients")
-    rows: dict[str, tuple[str, tuple[str, ...]]] = {
-        "zero3": ("DeepSpeed ZeRO-3", ()),
-        "zero3_keep": ("DeepSpeed ZeRO-3, weights kept for the backward", ("--keep",)),
-        "qwz_qgz": ("DeepSpeed ZeRO++ (qwZ, qgZ)", quantized),
-        "qwz_qgz_keep": (
-            "DeepSpeed ZeRO++ (qwZ, qgZ), weights kept for the backward",
-            (*quantized, "--keep"),
-        ),
-    }
-    rows["muon"] = ("DeepSpeed ZeRO-3, Muon", _WITH_MUON)
-    rows["muon_keep"] = ("DeepSpeed ZeRO-3, Muon, weights kept for the backward", ("--keep", *_WITH_MUON))
+    rows: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name, title, arguments in (
+        ("zero3", "DeepSpeed ZeRO-3", ()),
+        ("qwz_qgz", "DeepSpeed ZeRO++ (qwZ, qgZ)", quantized),
+        ("muon", "DeepSpeed ZeRO-3, Muon", _WITH_MUON),
+    ):
+        rows[name] = title, arguments
+        rows[f"{name}_keep"] = f"{title}, weights kept for the backward", (*arguments, "--keep")
     if nodes > 1 and ranks_per_node > 1:
         hpz = ("--hpz", str(ranks_per_node))
         rows["zeropp"] = ("DeepSpeed ZeRO++ (qwZ, hpZ, qgZ)", (*quantized, *hpz))

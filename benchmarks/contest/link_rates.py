@@ -8,9 +8,7 @@ collective, rates what it sends in all of them together.
 torchrun starts it.
 """
 
-import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
-
+from benchmarks.common import program_parser
 from benchmarks.contest.protocol import Rank, join
 
+MEGABYTES, SECONDS = (25, 100), 0.7  # that a collective sends; of each figure
 Collective = Callable[[], dist.Work]
 
 CASES: dict[str, tuple[str, ...]] = {  # simultaneous collectives, the second on a second communicator
@@ -49,8 +47,8 @@ def collectives(sent_bytes: int, group: dist.ProcessGroup, device: torch.device)
     }
 
 
-def gigabytes_per_second(rank: Rank, running: list[Collective], sent_bytes: int, seconds: float) -> float:
-    """The rate of each rank with the collectives of `running` in parallel, over about so many seconds."""
+def gigabytes_per_second(rank: Rank, running: list[Collective], sent_bytes: int) -> float:
+    """The rate of each rank with the collectives of `running` in parallel."""
 
     def once() -> None:
         for work in [start() for start in running]:
@@ -70,18 +68,14 @@ def gigabytes_per_second(rank: Rank, running: list[Collective], sent_bytes: int,
         return slowest.item()
 
     timed(2)
-    repeats = max(3, int(seconds / (timed(2) / 2)))
+    repeats = max(3, int(SECONDS / (timed(2) / 2)))
     return round(len(running) * sent_bytes * repeats / timed(repeats) / 1e9, 3)
 
 
 def main() -> None:
     """Every rank runs this; rank 0 writes the rates by collective and megabytes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[25, 100])
-    parser.add_argument("--seconds", type=float, default=0.7, help="for each figure")
     parser.add_argument("--report", type=Path, required=True)
     options = parser.parse_args()
     rank = join(options)
@@ -92,12 +86,11 @@ def main() -> None:
         groups = [dist.new_group(list(range(first, rank.world_size, step))) for first in range(step)]
         mine.append(groups[rank.rank % step])
     rates: dict[str, dict[str, float]] = {}
-    for size in options.megabytes:
+    for size in MEGABYTES:
         communicators = [collectives(size * 10**6, group, rank.device) for group in mine]
         for name, at_once in CASES.items():
             running = [by_name[each] for by_name, each in zip(communicators, at_once, strict=False)]
-            rate = gigabytes_per_second(rank, running, size * 10**6, options.seconds)
-            rates.setdefault(name, {})[f"{size}MB"] = rate
+            rates.setdefault(name, {})[f"{size}MB"] = gigabytes_per_second(rank, running, size * 10**6)
     if rank.rank == 0:
         options.report.write_text(json.dumps(rates))
     dist.barrier()

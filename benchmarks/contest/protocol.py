@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.plain_llama import PlainLlama
-from benchmarks.plain_training import PlainGPT
+from benchmarks.common import program_parser
+from benchmarks.plain_models import PlainGPT, PlainLlama, model_arguments, model_of
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.model.gpt import GPT
@@ -67,28 +67,12 @@ class Rank:
     @property
     def config(self) -> ModelConfig:
         """The model, without dropout."""
-        options = self.options
-        return ModelConfig(
-            model_preset=options.preset,
-            num_layers=options.num_layers,
-            hidden_size=options.hidden_size,
-            num_attention_heads=options.num_attention_heads,
-            seq_length=options.seq_length,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        )
+        return model_of(self.options, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the driver and of every contestant."""
-    parser.add_argument("--preset", help="a model preset, or give the three sizes")
-    parser.add_argument("--num-layers", type=int)
-    parser.add_argument("--hidden-size", type=int)
-    parser.add_argument("--num-attention-heads", type=int)
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--micro-batch-size", type=int, default=8)
-    parser.add_argument("--micro-batches", type=int, default=1, help="in each optimizer step")
+    model_arguments(parser)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="timed steps in each round")
@@ -99,19 +83,11 @@ def shape_arguments(parser: argparse.ArgumentParser) -> None:
 
 def contestant_parser(description: str | None) -> argparse.ArgumentParser:
     """The command line of a contestant, to which it adds its own flags."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(description)
     shape_arguments(parser)
     parser.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
     parser.add_argument("--report", type=Path, required=True)
-    parser.add_argument("--trace", type=Path, help="a directory for a trace of three steps of each rank")
     return parser
-
-
-def backend() -> str:
-    """The collective library of this machine's devices."""
-    return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def join(options: argparse.Namespace) -> Rank:
@@ -120,14 +96,10 @@ def join(options: argparse.Namespace) -> Rank:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=device)
     else:
         device = torch.device("cpu")
-    dist.init_process_group(
-        backend(),
-        rank=rank,
-        world_size=world_size,
-        device_id=device if device.type == "cuda" else None,
-    )
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
     return Rank(options, rank, world_size, device)
 
 
@@ -142,11 +114,12 @@ def plain_model(rank: Rank) -> PlainGPT | PlainLlama:
     if ours.config.embedding_rows(vocab_size) != vocab_size:
         raise ValueError(f"--vocab-size {vocab_size}: must not need padding, which the peers' model has not")
     for name, parameter in model.named_parameters():
-        ours.initialize_parameter(_our_name(name), parameter.data, SEED)
+        ours.initialize_parameter(our_name(name), parameter.data, SEED)
     return model
 
 
-def _our_name(name: str) -> str:
+def our_name(name: str) -> str:
+    """The name in our GPT of a parameter of the peers' model."""
     *modules, last = name.split(".")
     if modules[0] == "blocks":
         return f"layers.{modules[1]}.{_NAMES[modules[2]]}.{last}"
@@ -221,8 +194,6 @@ def report(rank: Rank, step: Step) -> None:
     mean = torch.stack(losses).float()
     dist.all_reduce(mean)
     slowest = max(ranks, key=lambda each: each["wall_ms"])
-    if options.trace:
-        _trace(rank, step, batches)
     if rank.rank == 0:
         figures = {
             **slowest,
@@ -277,13 +248,3 @@ def _synchronize(rank: Rank) -> None:
 def _loopback_bytes() -> int:
     """Bytes sent over loopback, the only link of emulated nodes, by the kernel's counter."""
     return int(_LOOPBACK.read_text()) if _LOOPBACK.exists() else 0
-
-
-def _trace(rank: Rank, step: Step, batches: list[Tensor]) -> None:
-    """Write three steps to a trace for Perfetto."""
-    rank.options.trace.mkdir(parents=True, exist_ok=True)
-    with torch.profiler.profile() as profile:
-        for _ in range(3):
-            step(batches, rank.options.lr)
-        _synchronize(rank)
-    profile.export_chrome_trace(str(rank.options.trace / f"rank{rank.rank}.json"))

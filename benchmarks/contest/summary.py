@@ -84,20 +84,13 @@ def tables(results: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _ran(row: dict[str, Any]) -> bool:
-    return "milliseconds" in row
-
-
-def _grid(figures: dict[str, Any]) -> str:
+def _head(figures: dict[str, Any]) -> list[str]:
     settings = figures["settings"]
     model = settings["preset"] or f"{settings['num_layers']} layers × {settings['hidden_size']}"
     batch = f"{settings['micro_batches']} × {settings['micro_batch_size']} samples per rank and step"
     shared = ", **ranks share GPUs: no measure of a network**" if figures["shared_gpu"] else ""
-    return f"{figures['nodes']} nodes × {figures['ranks_per_node']}, {model}, {batch}{shared}"
-
-
-def _head(figures: dict[str, Any]) -> list[str]:
-    lines = [f"### {_grid(figures)}, NCCL {figures['nccl']['name']}", ""]
+    shape = f"{figures['nodes']} nodes × {figures['ranks_per_node']}, {model}, {batch}{shared}"
+    lines = [f"### {shape}, NCCL {figures['nccl']['name']}", ""]
     if rates := figures["links"].get("gigabytes_per_second"):
         said = ", ".join(
             f"{name.replace('_', ' ')} {' / '.join(map(str, by_size.values()))}"
@@ -116,7 +109,7 @@ def _table(rows: dict[str, dict[str, Any]]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in sorted(rows.values(), key=lambda row: row.get("milliseconds", math.inf)):
-        if not _ran(row):
+        if "milliseconds" not in row:
             why = row.get("absent") or row.get("failed") or "not yet run"
             lines.append(f"| {row['title']} | {why.splitlines()[0][:240]} |")
             continue

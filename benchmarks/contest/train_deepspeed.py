@@ -9,16 +9,12 @@ show each rank only the GPUs of its node.
 """
 
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 from benchmarks.contest.protocol import (
     ADAMW,
@@ -32,8 +28,7 @@ from benchmarks.contest.protocol import (
     report,
     set_learning_rate,
 )
-from benchmarks.plain_llama import PlainLlama
-from benchmarks.plain_training import PlainGPT, cross_entropy
+from benchmarks.plain_models import PlainGPT, PlainLlama, cross_entropy
 
 _EVERYTHING = 10**13  # parameters
 
@@ -74,15 +69,8 @@ def muon(model: PlainGPT | PlainLlama) -> torch.optim.Optimizer:
     chosen = {id(each) for each in matrices}
     for parameter in model.parameters():
         parameter.use_muon = id(parameter) in chosen  # type: ignore[attr-defined]
-    groups: list[dict[str, Any]] = [
-        {
-            "params": matrices,
-            "use_muon": True,
-            "lr": 0.0,
-            "momentum": MUON.muon_momentum,
-            "weight_decay": MUON.weight_decay,
-        }
-    ]
+    decay = {"momentum": MUON.muon_momentum, "weight_decay": MUON.weight_decay}
+    groups: list[dict[str, Any]] = [{"params": matrices, "use_muon": True, "lr": 0.0, **decay}]
     groups += [
         {
             "use_muon": False,
@@ -110,10 +98,9 @@ def main() -> None:
     if torch.cuda.is_available():  # DeepSpeed builds its kernels at first use, and cannot read "9.0a" there
         os.environ["TORCH_CUDA_ARCH_LIST"] = ".".join(map(str, torch.cuda.get_device_capability()))
     model = plain_model(rank)
-    for layer in model.blocks:
-        if not options.no_compile:
-            layer.forward = torch.compile(layer.forward, dynamic=False)  # inside the hooks of ZeRO-3
     if not options.no_compile:
+        for layer in model.blocks:
+            layer.forward = torch.compile(layer.forward, dynamic=False)  # inside the hooks of ZeRO-3
         model.loss = torch.compile(cross_entropy, dynamic=False)
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
     tables = (model.tokens, model.positions) if isinstance(model, PlainGPT) else ()

@@ -5,17 +5,13 @@
 --layout hsdp    shards inside a node; gradients are all-reduced between nodes once per step
 """
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 from benchmarks.contest.protocol import (
     ADAMW,
@@ -31,8 +27,7 @@ from benchmarks.contest.protocol import (
     set_learning_rate,
 )
 from benchmarks.contest.sharded_muon import ShardedMuon
-from benchmarks.plain_llama import PlainLlama, tables_apart
-from benchmarks.plain_training import PlainGPT
+from benchmarks.plain_models import PlainGPT, PlainLlama, tables_apart
 
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -1,27 +1,15 @@
 """Contestant: the engine of pretrain_gpt.py with the ZeRO settings of contestants.OURS."""
 
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
-
 from benchmarks.contest.contestants import OURS
-from benchmarks.contest.protocol import (
-    ADAMW,
-    MUON,
-    SEED,
-    Rank,
-    contestant_parser,
-    join,
-    report,
-)
+from benchmarks.contest.protocol import ADAMW, MUON, SEED, Rank, contestant_parser, join, report
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -37,9 +25,8 @@ def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
     """The engine as pretrain_gpt.py builds it: compiled layers, kernels of csrc/."""
     options, config = rank.options, rank.config
     optimizer = MUON if options.optimizer == "muon" else ADAMW
-    zero = ZeroConfig(**OURS[options.settings])
     with torch.device("meta"):
-        model = build_model(config, options.vocab_size, table_rows=zero.zero_table_rows)
+        model = build_model(config, options.vocab_size)
     if not options.no_compile:
         shape = (options.micro_batch_size, config.seq_length)
         compile_parts(model, shape, print, on_gpu=rank.on_gpu)
@@ -47,7 +34,7 @@ def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
         model,
         topology.mesh(),
         EngineConfig(
-            zero=zero,
+            zero=ZeroConfig(**OURS[options.settings]),
             optimizer=optimizer,
             precision=PrecisionConfig(bf16=options.dtype == "bf16", fp32=options.dtype == "fp32"),
         ),

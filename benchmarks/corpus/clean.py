@@ -148,17 +148,8 @@ _MDOC_INSIDE = re.compile(
     r"(?:^|(?<= ))(?:Fa|Va|Dv|Cm|Pa|Fl|Ar|Xr|Ev|Li|Sy|Em|Fn|Er|Ic|Nm|Ns|Oc|Oo|Op) (?=\S)"
 )
 _MAN_ESCAPES = {"-": "-", "e": "\\", "&": "", "|": "", "^": "", " ": " ", "%": "", "/": "", ",": "", "c": ""}
-_MAN_NAMES = {
-    "aq": "'",
-    "dq": '"',
-    "bu": "*",
-    "em": "--",
-    "en": "-",
-    "lq": '"',
-    "rq": '"',
-    "oq": "'",
-    "cq": "'",
-}
+_MAN_NAMES = {"bu": "*", "em": "--", "en": "-"}
+_MAN_NAMES |= dict.fromkeys(("aq", "oq", "cq"), "'") | dict.fromkeys(("dq", "lq", "rq"), '"')
 
 
 def from_man(source: str) -> str:
@@ -202,11 +193,6 @@ def without_menus(pages: Sequence[str], share: float = 0.3, least: int = 20) -> 
     limit = max(least, share * len(pages))
     often = {line for line, count in counts.items() if count > limit}
     return [tidy("\n".join(line for line in page.split("\n") if line not in often)) for page in pages]
-
-
-def is_page(path: str) -> bool:
-    """Whether a path is that of a page of HTML."""
-    return suffix_of(path) in HTML
 
 
 def topic(path: str) -> str:

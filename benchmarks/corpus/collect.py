@@ -9,7 +9,6 @@ documents that occur twice, and summary.json. The held-out packages take no part
 documents of others that are equal to one of theirs. Running it again gives the same digests.
 """
 
-import argparse
 import hashlib
 import json
 import multiprocessing
@@ -21,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
-from benchmarks.corpus.clean import MIN_CHARACTERS, documents, is_page, topic, without_menus
+from benchmarks.common import program_parser
+from benchmarks.corpus.clean import HTML, MIN_CHARACTERS, documents, suffix_of, topic, without_menus
 from benchmarks.corpus.packages import Package, download, files_of, listed
 
 HELD_OUT = {  # package: what it is
@@ -35,9 +35,7 @@ MAX_TEXT, MAX_HELD_OUT = 64 << 20, 4 << 20  # bytes of text of one package
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder; needs about 5 GB")
     parser.add_argument("--processes", type=int, default=2, help="packages read side by side")
     parser.add_argument("--only", nargs="+", help="packages, to try out changes; default all")
@@ -65,17 +63,18 @@ def read_package(job: tuple[Package, Path, Path]) -> tuple[Package, int, int]:
     package, path, folder = job
     limit = MAX_HELD_OUT if package.name in HELD_OUT else MAX_TEXT
     files = files_of(path)
-    sources = {topic(name) for name, _ in files if not is_page(name)}
+    sources = {topic(name) for name, _ in files if suffix_of(name) not in HTML}
     pages: list[tuple[str, str]] = []
     others: list[tuple[str, str]] = []
     size = 0
     for name, data in files:
         if size > limit:
             break
-        if is_page(name) and topic(name) in sources:  # the same text twice
+        is_page = suffix_of(name) in HTML
+        if is_page and topic(name) in sources:  # the same text twice
             continue
         for text in documents(name, data):
-            (pages if is_page(name) else others).append((name, text))
+            (pages if is_page else others).append((name, text))
             size += len(text)
     texts = without_menus([text for _, text in pages])
     pages = [

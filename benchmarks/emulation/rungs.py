@@ -132,7 +132,7 @@ TODAY = Rung(
     hop1="int4",
     gradient_block=128,
 )
-DELTA4, DELTA2 = Rung(weights="delta4"), Rung(weights="delta2")
+DELTA4 = Rung(weights="delta4")
 ROTATED4, ROTATED2 = Rung(gradients="rotated4"), Rung(gradients="rotated2")
 BOTH4 = replace(DELTA4, gradients="rotated4")
 
@@ -159,51 +159,35 @@ RUNGS: dict[str, Rung] = {
     BASELINE: Rung(small="plain"),
     "baseline, again": Rung(small="plain", weight_block=128),  # must end with the bits of the baseline
     "baseline, nudged": Rung(small="plain", nudged=True),  # what the least difference does to a run
-    "16-bit norms": Rung(),
     "today": TODAY,
-    "today, tables exact": replace(TODAY, table_weights="plain", table_gradients="plain"),
     "int8 weights": Rung(weights="int8"),
     "int4 gradients": Rung(gradients="int4", gradient_block=128),
-    # (a) to (c)
     "delta4": DELTA4,
     "rotated4": ROTATED4,
     "delta4 rotated4": BOTH4,
+    "delta4 rotated4 tables4": replace(BOTH4, table_weights="delta4", table_gradients="rotated4"),
     "four bits everywhere": replace(FOUR, hop1="plain"),
     "four bits everywhere behind int8": FOUR,
     "four bits everywhere behind int4": replace(FOUR, hop1="int4"),
-    # (d) fewer bits of weights
-    "delta2": DELTA2,
-    # (e) fewer bits of gradients
+    # fewer bits
+    "delta2": Rung(weights="delta2"),
     "rotated2": ROTATED2,
-    "delta4 rotated2": replace(DELTA4, gradients="rotated2"),
-    "delta2 rotated2": replace(DELTA2, gradients="rotated2"),
-    "rotated4 behind int8": replace(ROTATED4, hop1="int8"),
-    "rotated4 behind int4": replace(ROTATED4, hop1="int4"),
-    "delta4 rotated4 behind int8": replace(BOTH4, hop1="int8"),
-    # (g) tables
-    "delta4 rotated4 tables4": replace(BOTH4, table_weights="delta4", table_gradients="rotated4"),
-    "delta4 tables4": replace(DELTA4, table_weights="delta4"),
-    "rotated4 tables4": replace(ROTATED4, table_gradients="rotated4"),
-    # (h) error feedback of gradients
+    "delta2 rotated2": replace(ROTATED2, weights="delta2"),
+    # error feedback of gradients
     "rotated2 feedback": replace(ROTATED2, gradient_feedback=1.0),
     "rotated4 feedback": replace(ROTATED4, gradient_feedback=1.0),
     "int4 gradients feedback": Rung(gradients="int4", gradient_block=128, gradient_feedback=1.0),
-    # (i) matrices under Muon; everything else is AdamW's, in four bits
+    # matrices under Muon; everything else is AdamW's, in four bits
     **{f"sums4{name}": replace(SUMS4, gradient_feedback=share) for name, share in FEEDBACKS.items()},
     **{f"four bits{name}": replace(MUON4, gradient_feedback=share) for name, share in FEEDBACKS.items()},
-    "tables in four bits": replace(MUON4, weights="plain", gradients="plain", hop1="plain"),
     "four bits, int8 gradients": replace(MUON4, gradients="int8"),
     "sums4, int8 gradients": replace(SUMS4, gradients="int8"),
 }
 
-# Each question of the issue in one command: --ladder NAME.
+# Each question in one command: --ladder NAME.
 LADDERS: dict[str, tuple[str, ...]] = {
     "first": ("today", "delta4", "rotated4", "delta4 rotated4", "delta2", "rotated2"),
-    "weights": ("delta4", "delta2"),
     "everywhere": tuple(name for name in RUNGS if "everywhere" in name),
-    "gradients": ("rotated4", "rotated2", "rotated4 behind int8"),
-    "together": ("delta4 rotated4", "delta4 rotated2", "delta2 rotated2"),
-    "tables": tuple(name for name in RUNGS if "tables" in name),
     "feedback": tuple(name for name in RUNGS if name.endswith("feedback")),
     "muon": ("baseline, nudged", *(f"{name}{kind}" for kind in FEEDBACKS for name in ("sums4", "four bits"))),
     "all": tuple(name for name in RUNGS if not name.startswith(BASELINE)),

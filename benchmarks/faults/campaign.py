@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 
 import torch
 
-from benchmarks.common import save_result
+from benchmarks.common import program_parser, save_result
 from benchmarks.faults.children import Output, fork
 from benchmarks.faults.crash_points import CrashPoints
 from benchmarks.faults.disturbances import Disturbances
@@ -34,27 +34,8 @@ from benchmarks.faults.injection import preload
 from benchmarks.faults.outcomes import GOOD
 from benchmarks.faults.settings import ALONE, TOGETHER
 
-
-class NoMoreCases(Exception):
-    """All cases of a kind have been run."""
-
-
-Run = Callable[[int, int], tuple[str, str, str]]  # a case's number and the seed to fault, outcome, detail
-
-
-def crashes(directory: Path) -> Run:
-    """One rank: a call of start, load, save or rotation."""
-    return CrashPoints(directory, ALONE).case
-
-
-def ranks(directory: Path) -> Run:
-    """The same on one rank of several."""
-    return CrashPoints(directory, TOGETHER).case
-
-
-def processes(directory: Path) -> Run:
-    """Ranks, nodes and links that fail at a random moment."""
-    return Disturbances(directory, TOGETHER).case
+# A case's number and the seed to fault, outcome and detail; None if there are no more cases.
+Run = Callable[[int, int], tuple[str, str, str] | None]
 
 
 def operations(directory: Path) -> Run:
@@ -68,23 +49,25 @@ def in_order(found: Iterator[tuple[str, Callable[[], tuple[str, str]]]]) -> Run:
     """Run one case after the other."""
     at = -1
 
-    def run(number: int, seed: int) -> tuple[str, str, str]:
+    def run(number: int, seed: int) -> tuple[str, str, str] | None:
         nonlocal at
         for name, case in found:
             at += 1
             if at == number:
                 outcome, detail = case()
                 return name, outcome, detail
-        raise NoMoreCases
+        return None
 
     return run
 
 
-KINDS = {
+KINDS: dict[str, Callable[[Path], Run]] = {
     "operations": operations,
-    "crashes": crashes,
-    "ranks": ranks,
-    "processes": processes,
+    # One rank: a call of start, load, save or rotation. Then the same on one rank of several.
+    "crashes": lambda directory: CrashPoints(directory, ALONE).case,
+    "ranks": lambda directory: CrashPoints(directory, TOGETHER).case,
+    # Ranks, nodes and links that fail at a random moment.
+    "processes": lambda directory: Disturbances(directory, TOGETHER).case,
 }
 
 
@@ -97,15 +80,15 @@ def work(kind: str, options: argparse.Namespace, worker: int) -> None:
     known = {json.loads(line)["case"] for line in done.read_text().splitlines()} if done.exists() else set()
     numbers = [options.only] if options.only is not None else range(0, options.cases, options.every)
     for at, number in enumerate(numbers):
-        if number in known or at % options.workers != worker % options.workers:
+        if number in known or at % options.workers != worker:
             continue
         if time.monotonic() > options.deadline:
             return
         began = time.monotonic()
-        try:
-            fault, outcome, detail = run(number, options.seed)
-        except NoMoreCases:
+        ended = run(number, options.seed)
+        if ended is None:
             return
+        fault, outcome, detail = ended
         line = {"case": number, "fault": fault, "outcome": outcome, "seconds": time.monotonic() - began}
         if outcome not in GOOD:
             line["detail"] = detail
@@ -130,9 +113,7 @@ def figures(kind: str, options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--every", type=int, default=1, help="of the cases, run every Nth")
@@ -149,10 +130,10 @@ def main() -> int:
     if (status := preload(options.directory, [__file__, *sys.argv[1:]])) is not None:
         return status
     log = options.directory / f"{options.kind}.log"
-    count = 1 if options.only is not None else options.workers
     if options.only is not None:
         options.workers = 1
-    pids = [fork(partial(work, options.kind, options, at), Output(log, log)) for at in range(count)]
+    workers = range(options.workers)
+    pids = [fork(partial(work, options.kind, options, at), Output(log, log)) for at in workers]
     try:
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     except KeyboardInterrupt:

@@ -5,15 +5,12 @@ have no threads and no process group.
 """
 
 import gc
-import itertools
 import os
-import random
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +19,7 @@ import tokenizers  # noqa: F401
 import torch._dynamo  # noqa: F401 - torch itself does at the first step
 
 import pretrain_gpt
+from tests.support import free_port
 
 gc.freeze()  # a fork then need not copy what its collector would only look at
 
@@ -80,7 +78,7 @@ class Job:
         prepare: Callable[[int], object] = lambda rank: None,
     ) -> None:
         directory.mkdir(parents=True)
-        self._directory, port = directory, str(_free_port())
+        self._directory, port = directory, str(free_port())
         self.statuses: dict[int, int] = {}  # of ranks that have ended; a signal's number is negative
         self.pids = []
 
@@ -142,23 +140,3 @@ class Job:
         for rank in range(len(self.pids)):
             self.send(rank, signal.SIGKILL)
         self.wait(10)
-
-
-@cache
-def _ports(process: int) -> Iterator[int]:
-    """Ports in turn, from another one in each process; above those of SLURM's steps, below the tests'."""
-    ports = range(29_489, 30_000)
-    first = random.SystemRandom().randrange(len(ports))
-    return itertools.cycle([*ports[first:], *ports[:first]])
-
-
-def _free_port() -> int:
-    for port in _ports(os.getpid()):
-        with socket.socket() as free:
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those do who will listen on it
-            try:
-                free.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("unreachable")

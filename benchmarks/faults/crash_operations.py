@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.faults.engines import TOKENIZER, save, small, states, train
+from benchmarks.faults.injection import FAULTS as DISK_FAULTS
 from benchmarks.faults.injection import PART, Calls, Fault
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, checkpoint_path, committed, remove_old
 from megatron_zpp.checkpoint.load import load_checkpoint
@@ -35,15 +36,7 @@ from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
 
 AFTER = 2  # of an errno: every later call fails as well, in calls.c
-FAULTS = (
-    ("killed at a call", errno.EIO, AFTER),
-    ("EIO at a call", errno.EIO, 0),
-    ("ESTALE at a call", errno.ESTALE, 0),
-    ("disk full from a call on", errno.ENOSPC, 1),
-    ("quota used up from a call on", errno.EDQUOT, 1),
-    ("read-only from a call on", errno.EROFS, 1),
-    ("half read or written at a call", PART, 0),
-)
+FAULTS = (("killed at a call", errno.EIO, AFTER), *DISK_FAULTS)
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,9 @@ def operations(directory: Path) -> Iterator[Operation]:
         yield from checkpoints(one, two, name, settings)
         if number == 1:
             for make in (_order, _tokens, _token_files, _library):
-                yield make(directory / make.__name__)
+                before = directory / make.__name__ / "before"
+                before.mkdir(parents=True)
+                yield make(before)
 
 
 def checkpoints(one: Path, two: Path, name: str, settings: dict[str, Any]) -> Iterator[Operation]:
@@ -204,8 +199,7 @@ def _others(here: Path) -> set[str]:
     return names - {path.name for path in committed(here).values()} - {TRACKER}
 
 
-def _order(directory: Path) -> Operation:
-    (directory / "before").mkdir(parents=True)
+def _order(before: Path) -> Operation:
     values: dict[str, np.ndarray] = {"a": np.arange(3000), "b": np.arange(77, dtype=np.uint16)}
 
     def get(here: Path) -> Any:
@@ -218,15 +212,15 @@ def _order(directory: Path) -> Operation:
         if get(here) != [array.tobytes() for array in values.values()]:
             raise AssertionError("another order was read")
 
-    return Operation("cached order", directory / "before", act, lambda here: "", get)
+    return Operation("cached order", before, act, lambda here: "", get)
 
 
-def _tokens(directory: Path) -> Operation:
-    (directory / "before").mkdir(parents=True)
+def _tokens(before: Path) -> Operation:
     config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100)
     lines = "".join(json.dumps({"text": f"{n} {n + 1}"}) + "\n" for n in range(20))
-    (directory / "text.jsonl").write_text(lines)
-    source = JsonLinesText("--data-path", "text.jsonl", str(directory / "text.jsonl"))
+    text = before.with_name("text.jsonl")
+    text.write_text(lines)
+    source = JsonLinesText("--data-path", "text.jsonl", str(text))
     encoder = partial(Encoder, config, ("text",), True)
 
     def get(here: Path) -> bytes:
@@ -234,19 +228,18 @@ def _tokens(directory: Path) -> Operation:
         cache = TokenCache(here / "tokens", source, encoder, token_dtype(101), skip=False, workers=0)
         return cache.tokens(np.arange(source.blocks)).tobytes()
 
-    (directory / "reference").mkdir()
-    expected = get(directory / "reference")
+    reference = before.with_name("reference")
+    reference.mkdir()
+    expected = get(reference)
 
     def act(here: Path) -> None:
         if get(here) != expected:
             raise AssertionError("other tokens were read")
 
-    return Operation("cached tokens", directory / "before", act, lambda here: "", get)
+    return Operation("cached tokens", before, act, lambda here: "", get)
 
 
-def _token_files(directory: Path) -> Operation:
-    (directory / "before").mkdir(parents=True)
-
+def _token_files(before: Path) -> Operation:
     def act(here: Path) -> None:
         with IndexedDatasetWriter(str(here / "x"), "<u2") as writer:
             for length in range(30):
@@ -262,15 +255,15 @@ def _token_files(directory: Path) -> Operation:
         except (OSError, ValueError):
             return ""
 
-    (directory / "reference").mkdir()
-    act(directory / "reference")
-    expected = result(directory / "reference")
-    return Operation("token files", directory / "before", act, whole, result)
+    reference = before.with_name("reference")
+    reference.mkdir()
+    act(reference)
+    expected = result(reference)
+    return Operation("token files", before, act, whole, result)
 
 
-def _library(directory: Path) -> Operation:
-    before, content = directory / "before", bytes(range(256)) * 40
-    before.mkdir(parents=True)
+def _library(before: Path) -> Operation:
+    content = bytes(range(256)) * 40
 
     def act(here: Path) -> None:
         build_once(here / "kernel.so", lambda made: made.write_bytes(content), print, wait_seconds=1)

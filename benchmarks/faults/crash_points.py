@@ -2,33 +2,26 @@
 
 import errno
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
 
 from benchmarks.faults.children import Job
-from benchmarks.faults.injection import CLOCK, KILL, PART, SLOW, Fault
+from benchmarks.faults.injection import CLOCK, KILL, SLOW, Fault
+from benchmarks.faults.injection import FAULTS as DISK_FAULTS
 from benchmarks.faults.runs import PATIENCE, WATCHED, Runs, Whole
 from benchmarks.faults.settings import Setting
 
 YEAR = 365 * 86400  # seconds
-FAULTS = (  # of which a case has one: what, its argument, its name
-    (KILL, 0, "kill at a call"),
-    (KILL, 0, "kill at a call"),
-    (KILL, 0, "kill at a call"),
-    (KILL, 1, "kill at a call, survivors end themselves"),
-    (errno.EIO, 0, "EIO at a call"),
-    (errno.ESTALE, 0, "ESTALE at a call"),
-    (errno.EMFILE, 0, "EMFILE at a call"),
-    (errno.ENOSPC, 0, "ENOSPC at a call"),
-    (errno.ENOSPC, 1, "disk full from a call on"),
-    (errno.EDQUOT, 1, "quota used up from a call on"),
-    (errno.EROFS, 1, "read-only from a call on"),
-    (PART, 0, "half read or written at a call"),
-    (SLOW, 5, "slow from a call on"),
-    (CLOCK, -YEAR, "clock jumps back a year at a call"),
-    (CLOCK, 10 * YEAR, "clock jumps forward ten years at a call"),
+FAULTS = (  # of which a case has one
+    *[("kill at a call", KILL, 0)] * 3,
+    ("kill at a call, survivors end themselves", KILL, 1),
+    *DISK_FAULTS,
+    ("EMFILE at a call", errno.EMFILE, 0),
+    ("ENOSPC at a call", errno.ENOSPC, 0),
+    ("slow from a call on", SLOW, 5),
+    ("clock jumps back a year at a call", CLOCK, -YEAR),
+    ("clock jumps forward ten years at a call", CLOCK, 10 * YEAR),
 )
 
 
@@ -40,23 +33,15 @@ class CrashPoints(Runs):
         draw = random.Random(f"{seed}/{number}")
         index = number % len(self._settings)
         setting = self._settings[index]
-        what, argument, name = draw.choice(FAULTS)
+        name, what, argument = draw.choice(FAULTS)
         began = draw.random() < 0.5
         whole = self._undisturbed(index)
         rank = draw.randrange(setting.world)
         fault = Fault(what, draw.randint(1, whole.calls[began][rank]), argument)
-        run = self._directory / f"run-{number}"
-        if began:
-            shutil.copytree(self._before(index), run)
-        else:
-            run.mkdir()
-        try:
+        with self._begun(index, number, resumed=began) as run:
             outcome, detail = self._disturb(setting, run, rank, fault, whole)
-        finally:
-            shutil.rmtree(run, ignore_errors=True)
-        told = (
-            f"case {number}, {setting.name}, {'resumed' if began else 'new'}, rank {rank}, call {fault.call}"
-        )
+        start = "resumed" if began else "new"
+        told = f"case {number}, {setting.name}, {start}, rank {rank}, call {fault.call}"
         return name, outcome, f"{told}: {detail}"
 
     def _disturb(self, setting: Setting, run: Path, rank: int, fault: Fault, whole: Whole) -> tuple[str, str]:

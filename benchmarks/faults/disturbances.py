@@ -2,30 +2,41 @@
 
 import os
 import random
-import shutil
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.faults.children import Job
 from benchmarks.faults.network import FAULTS as OF_NETWORKS
 from benchmarks.faults.network import Link
-from benchmarks.faults.outcomes import checkpoints_in
+from benchmarks.faults.outcomes import GOOD, checkpoints_in
 from benchmarks.faults.runs import PATIENCE, WATCHED, Runs, Whole
 from benchmarks.faults.settings import Setting
 
-STOPPED = (
-    75,
-    130,
-    -signal.SIGTERM,
-    -signal.SIGINT,
-    -signal.SIGUSR1,
-)  # the last three before the imports are done
+# The last three before the imports are done.
+STOPPED = (75, 130, -signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
 MEMORY = Path("/sys/fs/cgroup/memory")  # of version 1
-Outcome = tuple[str, str]
-Disturb = Callable[[Setting, Path, Whole, random.Random], tuple[str, Outcome]]
+Judged = tuple[str, tuple[str, str]]  # the fault; its outcome and details
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of a setting, what it ends with if nothing disturbs it, and what draws its fault."""
+
+    setting: Setting
+    run: Path
+    whole: Whole
+    draw: random.Random
+
+    def rank(self) -> int:
+        """One of its ranks."""
+        return self.draw.randrange(self.setting.world)
+
+    def wait_a_moment(self) -> None:
+        """Let some part of the run pass, or all of it."""
+        time.sleep(self.draw.random() * 1.05 * self.whole.seconds)
 
 
 class Disturbances(Runs):
@@ -36,117 +47,88 @@ class Disturbances(Runs):
         draw = random.Random(f"{seed}/{number}")
         index = number % len(self._settings)
         setting, whole = self._settings[index], self._undisturbed(index)
-        run = self._directory / f"run-{number}"
         kind = draw.choice(self._kinds())
-        if draw.random() < 0.3:
-            shutil.copytree(self._before(index), run)
-        else:
-            run.mkdir()
-        try:
-            name, (outcome, detail) = kind(setting, run, whole, draw)
-        finally:
-            shutil.rmtree(run, ignore_errors=True)
+        with self._begun(index, number, resumed=draw.random() < 0.3) as run:
+            name, (outcome, detail) = kind(Case(setting, run, whole, draw))
         return name, outcome, f"case {number}, {setting.name}: {detail}"
 
-    def _kinds(self) -> list[Disturb]:
-        kinds: list[Disturb] = [self._kill_rank, self._kill_node, self._kill_all, self._signal, self._stop]
+    def _kinds(self) -> Sequence[Callable[[Case], Judged]]:
+        kinds = [self._kill_rank, self._kill_node, self._kill_all, self._signal, self._stop]
         kinds += [self._twice, self._damage_checkpoint, self._damage_cache]
         kinds += [self._memory] * MEMORY.exists()
         return kinds + [self._network] * 2 * (os.geteuid() == 0)
 
-    def _after_a_moment(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> Job:
-        job = self._start(setting, run, WATCHED)
-        self._moment(whole, draw)
+    def _after_a_moment(self, case: Case) -> Job:
+        job = self._start(case.setting, case.run, WATCHED)
+        case.wait_a_moment()
         return job
 
-    def _moment(self, whole: Whole, draw: random.Random) -> None:
-        time.sleep(draw.random() * 1.05 * whole.seconds)
-
     def _judge(
-        self,
-        name: str,
-        job: Job,
-        setting: Setting,
-        run: Path,
-        whole: Whole,
-        allowed: tuple[int, ...] = (),
-        *,
-        one_for_all: bool = False,
-    ) -> tuple[str, Outcome]:
+        self, name: str, job: Job, case: Case, allowed: tuple[int, ...] = (), *, one_for_all: bool = False
+    ) -> Judged:
         if not job.wait(PATIENCE):
             ended = dict(job.statuses)
             job.kill()
-            return name, (
-                "hang",
-                f"{ended} " + " | ".join(job.log(rank)[-500:] for rank in range(setting.world)),
-            )
-        return name, self._finish(job, setting, run, whole, allowed, one_for_all=one_for_all)
+            logs = " | ".join(job.log(rank)[-500:] for rank in range(case.setting.world))
+            return name, ("hang", f"{ended} {logs}")
+        finished = self._finish(job, case.setting, case.run, case.whole, allowed, one_for_all=one_for_all)
+        return name, finished
 
-    def _kill_rank(
-        self, setting: Setting, run: Path, whole: Whole, draw: random.Random
-    ) -> tuple[str, Outcome]:
-        job = self._after_a_moment(setting, run, whole, draw)
-        job.send(draw.randrange(setting.world), signal.SIGKILL)
-        return self._judge("a rank is killed", job, setting, run, whole)
+    def _kill_rank(self, case: Case) -> Judged:
+        job = self._after_a_moment(case)
+        job.send(case.rank(), signal.SIGKILL)
+        return self._judge("a rank is killed", job, case)
 
-    def _kill_node(
-        self, setting: Setting, run: Path, whole: Whole, draw: random.Random
-    ) -> tuple[str, Outcome]:
-        job = self._after_a_moment(setting, run, whole, draw)
-        local = setting.local or setting.world
-        node = draw.randrange(setting.world // local)
-        for rank in range(node * local, (node + 1) * local):
+    def _kill_node(self, case: Case) -> Judged:
+        job = self._after_a_moment(case)
+        local = case.setting.local or case.setting.world
+        first = case.rank() // local * local
+        for rank in range(first, first + local):
             job.send(rank, signal.SIGKILL)
-        return self._judge("a node is killed", job, setting, run, whole)
+        return self._judge("a node is killed", job, case)
 
-    def _kill_all(
-        self, setting: Setting, run: Path, whole: Whole, draw: random.Random
-    ) -> tuple[str, Outcome]:
+    def _kill_all(self, case: Case) -> Judged:
         """As a launcher that is killed takes its ranks along."""
-        job = self._after_a_moment(setting, run, whole, draw)
+        job = self._after_a_moment(case)
         job.kill()
-        return self._judge("all ranks are killed", job, setting, run, whole)
+        return self._judge("all ranks are killed", job, case)
 
-    def _signal(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:
-        number = draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
-        job = self._after_a_moment(setting, run, whole, draw)
-        everybody = draw.random() < 0.5
-        for rank in range(setting.world) if everybody else [draw.randrange(setting.world)]:
+    def _signal(self, case: Case) -> Judged:
+        number = case.draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+        job = self._after_a_moment(case)
+        everybody = case.draw.random() < 0.5
+        for rank in range(case.setting.world) if everybody else [case.rank()]:
             job.send(rank, number)
-        return self._judge(f"{number.name}", job, setting, run, whole, STOPPED)
+        return self._judge(number.name, job, case, STOPPED)
 
-    def _stop(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:
+    def _stop(self, case: Case) -> Judged:
         """SIGSTOP for 2 s, of which nobody need take notice, or for good."""
-        job = self._after_a_moment(setting, run, whole, draw)
-        rank, short = draw.randrange(setting.world), draw.random() < 0.5
+        job = self._after_a_moment(case)
+        rank, short = case.rank(), case.draw.random() < 0.5
         job.send(rank, signal.SIGSTOP)
         if short:
             time.sleep(2)
             job.send(rank, signal.SIGCONT)
         deadline = time.monotonic() + PATIENCE
-        while not job.poll() and len(job.statuses) < setting.world - (not short):
+        while not job.poll() and len(job.statuses) < case.setting.world - (not short):
             if time.monotonic() > deadline:
                 job.kill()
                 return "a rank stops", ("hang", job.log(0)[-900:])
             time.sleep(0.02)
         job.send(rank, signal.SIGKILL)
-        return self._judge(f"a rank stops{' for 2 s' * short}", job, setting, run, whole)
+        return self._judge(f"a rank stops{' for 2 s' * short}", job, case)
 
-    def _twice(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:
+    def _twice(self, case: Case) -> Judged:
         """The same command again while the first runs: one of them must be refused in one line."""
-        job = self._after_a_moment(setting, run, whole, draw)
-        other = self._start(setting, run, WATCHED, log="other")
-        if not other.wait(PATIENCE):
-            other.kill()
-            return "two runs at once", ("hang", other.log(0)[-700:])
-        if not job.wait(PATIENCE):
-            job.kill()
-            return "two runs at once", ("hang", job.log(0)[-700:])
+        job = self._after_a_moment(case)
+        other = self._start(case.setting, case.run, WATCHED, log="other")
+        for each in (other, job):
+            if not each.wait(PATIENCE):
+                each.kill()
+                return "two runs at once", ("hang", each.log(0)[-700:])
         # The first one before it is started again: that replaces its logs.
-        name, outcome = self._judge("two runs at once", job, setting, run, whole, one_for_all=True)
-        return name, outcome if outcome[0] not in ("equal", "one line, then equal") else self._finish(
-            other, setting, run, whole, one_for_all=True
-        )
+        first = self._judge("two runs at once", job, case, one_for_all=True)
+        return self._judge(first[0], other, case, one_for_all=True) if first[1][0] in GOOD else first
 
     def _damage(self, files: list[Path], draw: random.Random) -> None:
         file = draw.choice(files)
@@ -157,49 +139,46 @@ class Disturbances(Runs):
             del content[draw.randrange(len(content) + 1) :]
         file.write_bytes(content)
 
-    def _damage_checkpoint(
-        self, setting: Setting, run: Path, whole: Whole, draw: random.Random
-    ) -> tuple[str, Outcome]:
+    def _damage_checkpoint(self, case: Case) -> Judged:
         """A file of the newest checkpoint is damaged; the run begins from the one before, or anew."""
-        job = self._after_a_moment(setting, run, whole, draw)
+        job = self._after_a_moment(case)
         job.kill()
-        there = checkpoints_in(run / "checkpoints")
+        there = checkpoints_in(case.run / "checkpoints")
         if len(there) > 1:
-            self._damage(sorted(there[0].iterdir()), draw)
-            job = self._start(setting, run, WATCHED)  # also if the run was complete
-        return self._judge("killed, newest checkpoint damaged", job, setting, run, whole)
+            self._damage(sorted(there[0].iterdir()), case.draw)
+            job = self._start(case.setting, case.run, WATCHED)  # also if the run was complete
+        return self._judge("killed, newest checkpoint damaged", job, case)
 
-    def _damage_cache(
-        self, setting: Setting, run: Path, whole: Whole, draw: random.Random
-    ) -> tuple[str, Outcome]:
+    def _damage_cache(self, case: Case) -> Judged:
         """A file of the cached order or tokens, or a hint beside the checkpoints, is damaged."""
-        job = self._after_a_moment(setting, run, whole, draw)
+        job = self._after_a_moment(case)
         job.kill()
-        files = [path for path in (run / "cache").rglob("*") if path.is_file()]
-        files += [path for path in (run / "checkpoints").glob("*") if path.is_file()]
+        files = [path for path in (case.run / "cache").rglob("*") if path.is_file()]
+        files += [path for path in (case.run / "checkpoints").glob("*") if path.is_file()]
         if files:
-            self._damage(sorted(files), draw)
-            job = self._start(setting, run, WATCHED)
-        return self._judge("killed, cache or hint damaged", job, setting, run, whole)
+            self._damage(sorted(files), case.draw)
+            job = self._start(case.setting, case.run, WATCHED)
+        return self._judge("killed, cache or hint damaged", job, case)
 
-    def _memory(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:
+    def _memory(self, case: Case) -> Judged:
         """The kernel's OOM killer takes a rank whose memory has a limit."""
         group = MEMORY / f"zpp-{os.getpid()}"
         group.mkdir(exist_ok=True)
-        victim, limit = draw.randrange(setting.world), draw.randint(8, 60)
+        victim, limit = case.rank(), case.draw.randint(8, 60)
         (group / "memory.limit_in_bytes").write_text(f"{limit}M")
 
         def enter(rank: int) -> None:
             if rank == victim:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
 
-        job = self._start(setting, run, WATCHED, first=enter)
-        judged = self._judge("OOM kill", job, setting, run, whole)
+        job = self._start(case.setting, case.run, WATCHED, first=enter)
+        judged = self._judge("OOM kill", job, case)
         group.rmdir()
         return judged
 
-    def _network(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:
+    def _network(self, case: Case) -> Judged:
         """Two nodes whose link fails; it is whole again when the run is started again."""
+        setting, draw = case.setting, case.draw
         fault, node, local = draw.choice(OF_NETWORKS), draw.randrange(2), setting.world // 2
         split = replace(setting, local=local) if setting.local else setting
         link = Link(f"zpp-{os.getpid()}")
@@ -210,12 +189,12 @@ class Disturbances(Runs):
             os.environ.update(MASTER_ADDR=link.address(0), GLOO_SOCKET_IFNAME=Link.INTERFACE)
 
         try:
-            job = self._start(split, run, WATCHED, first=enter)
-            self._moment(whole, draw)
+            job = self._start(split, case.run, WATCHED, first=enter)
+            case.wait_a_moment()
             link.fail(fault, node)
             if fault == "cut for 3 s":
                 time.sleep(3)
                 link.mend()
-            return self._judge(f"network: {fault}", job, split, run, whole)
+            return self._judge(f"network: {fault}", job, replace(case, setting=split))
         finally:
             link.remove()

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from benchmarks.common import write_result
+from benchmarks.common import save_result
 from benchmarks.faults.readers import READERS, Reader
 
 SECONDS_OF_ONE = 5  # of processor time
@@ -147,7 +147,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of all readers together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--reader", choices=[reader.name for reader in READERS], help="this one alone")
-    parser.add_argument("--kept", type=Path, default=Path("fuzzing"), help="where files of failures go")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)  # makes this process a worker
     arguments = parser.parse_args()
     chosen = [reader for reader in READERS if arguments.reader in (None, reader.name)]
@@ -158,7 +157,9 @@ def main() -> None:
     figures = {reader.name: _supervise(reader, share, arguments.seed, arguments.kept) for reader in chosen}
     total = {name: sum(each[name] for each in figures.values()) for name in ("executions", "seconds")}
     failures = sum(len(each["failures"]) for each in figures.values())
-    write_result("fuzzing", {"total": total | {"failures": failures}, "readers": figures})
+    result = {"total": total | {"failures": failures}, "readers": figures}
+    print(json.dumps(result, indent=2))
+    print(f"written to {save_result('fuzzing', result)}")
     sys.exit(failures > 0)
 
 

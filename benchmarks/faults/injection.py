@@ -1,6 +1,7 @@
 """Faults at the n-th call that a process makes on the files below a directory (calls.c is preloaded)."""
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -8,6 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KILL, PART, SLOW, CLOCK = 0, -1, -2, -3  # as in calls.c; an errno is positive
+FAULTS = (  # of a disk at a call: their names, and what and argument of a Fault
+    ("EIO at a call", errno.EIO, 0),
+    ("ESTALE at a call", errno.ESTALE, 0),
+    ("disk full from a call on", errno.ENOSPC, 1),
+    ("quota used up from a call on", errno.EDQUOT, 1),
+    ("read-only from a call on", errno.EROFS, 1),
+    ("half read or written at a call", PART, 0),
+)
 _SOURCE = Path(__file__).with_name("calls.c")
 
 

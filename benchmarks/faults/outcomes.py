@@ -43,8 +43,3 @@ def problem(said: str) -> str | None:
     if len(lines) > 1:
         return f"{len(lines)} lines with an error"
     return "a very long line" if lines and len(lines[0]) > 900 else None
-
-
-def says_why(said: str) -> bool:
-    """Whether the stderr of a rank has a line of error."""
-    return "error: " in said

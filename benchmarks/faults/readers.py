@@ -42,6 +42,21 @@ class Reader:
     make: Callable[[Path], Execute]
 
 
+def _write_json(path: Path, good: bytes, change: tuple[Any, Any]) -> None:
+    """Write a file of JSON after a change of `_either`."""
+    raw, inside = change
+    path.write_bytes(
+        change_json(json.loads(good), inside).encode() if raw is None else change_bytes(good, raw)
+    )
+
+
+def _with_changed_header(file: bytes, changes: list[Any]) -> bytes:
+    """A file of safetensors after changes of the values in its header, whose length is right."""
+    (length,) = struct.unpack("<Q", file[:8])
+    text = change_json(json.loads(file[8 : 8 + length]), changes).encode("utf-8", "replace")
+    return struct.pack("<Q", len(text)) + text + file[8 + length :]
+
+
 def _index(directory: Path) -> Execute:
     """An .idx and its .bin, field by field and byte by byte; whatever opens is read to the end."""
     path = directory / "x"
@@ -118,11 +133,7 @@ def _provenance(directory: Path) -> Execute:
     good = path.read_bytes()
 
     def execute(change: tuple[Any, ...]) -> None:
-        raw, inside = change
-        if raw is not None:
-            path.write_bytes(change_bytes(good, raw))
-        else:
-            path.write_text(change_json(json.loads(good), inside))
+        _write_json(path, good, change)
         check_provenance(directory / "x", OURS)
 
     return execute
@@ -145,8 +156,6 @@ def _checkpoint(directory: Path) -> Execute:
     saved = states(engine)
     state, shards = path / "state.json", path / "rank_00000.safetensors"
     good = {file: file.read_bytes() for file in path.iterdir()}
-    (length,) = struct.unpack("<Q", good[shards][:8])
-    header, tensors = json.loads(good[shards][8 : 8 + length]), good[shards][8 + length :]
 
     def execute(change: tuple[Any, ...]) -> None:
         target, raw, inside = change
@@ -154,8 +163,7 @@ def _checkpoint(directory: Path) -> Execute:
             file.write_bytes(content)
         file = path / target.split()[0]
         if target.endswith("header"):
-            text = change_json(header, inside).encode("utf-8", "replace")
-            file.write_bytes(struct.pack("<Q", len(text)) + text + tensors)
+            file.write_bytes(_with_changed_header(good[file], inside))
         elif target.endswith("values"):
             file.write_text(change_json(json.loads(good[file]), inside))
         else:
@@ -253,13 +261,10 @@ def _hugging_face_model(directory: Path) -> Execute:
     """config.json, the index, and the header of the weights, of a GPT-2; read as a run with flags does."""
     from megatron_zpp.checkpoint.huggingface.importing import open_weights
 
-    write_gpt2(directory / "hf", vocabulary=50, positions=8, width=32, heads=4, layers=2)
+    shapes = write_gpt2(directory / "hf", vocabulary=50, positions=8, width=32, heads=4, layers=2)
     config, weights = directory / "hf/config.json", directory / "hf/model.safetensors"
     good = {path: path.read_bytes() for path in (config, weights)}
-    (length,) = struct.unpack("<Q", good[weights][:8])
-    header, tensors = json.loads(good[weights][8 : 8 + length]), good[weights][8 + length :]
-    names = [name for name in header if name != "__metadata__"]
-    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "a.safetensors")}
+    index = {"metadata": {}, "weight_map": dict.fromkeys(shapes, "a.safetensors")}
     model = parse_args(FLAGS).model
 
     def execute(change: tuple[Any, ...]) -> None:
@@ -274,8 +279,7 @@ def _hugging_face_model(directory: Path) -> Execute:
             weights.rename(directory / "hf/a.safetensors")
             (directory / "hf/model.safetensors.index.json").write_text(change_json(index, inside))
         elif target == "header":
-            text = change_json(header, inside).encode("utf-8", "replace")
-            weights.write_bytes(struct.pack("<Q", len(text)) + text + tensors)
+            weights.write_bytes(_with_changed_header(good[weights], inside))
         else:
             path = config if target == "config bytes" else weights
             path.write_bytes(change_bytes(good[path], raw))
@@ -321,11 +325,7 @@ def _deepspeed(directory: Path) -> Execute:
     good = json.dumps(_DEEPSPEED, indent=2).encode()
 
     def execute(change: tuple[Any, ...]) -> None:
-        raw, inside = change
-        if raw is not None:
-            path.write_bytes(change_bytes(good, raw))
-        else:
-            path.write_text(change_json(_DEEPSPEED, inside))
+        _write_json(path, good, change)
         argv = [*FLAGS, "--deepspeed_config", str(path)]
         parsed = parse_command_line(argv, ranks=lambda plan: 2)
         assert parsed == parse_command_line(argv, ranks=lambda plan: 2)
@@ -357,10 +357,7 @@ _DEEPSPEED = {
 
 def _either() -> st.SearchStrategy:
     """Changes of a JSON file's bytes, or of the values in it."""
-    return st.one_of(
-        st.tuples(changes_of_bytes(), st.none()),
-        st.tuples(st.none(), changes_of_json()),
-    )
+    return st.one_of(st.tuples(changes_of_bytes(), st.none()), st.tuples(st.none(), changes_of_json()))
 
 
 def _of(*targets: str) -> st.SearchStrategy:

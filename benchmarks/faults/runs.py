@@ -3,7 +3,8 @@
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from benchmarks.faults.children import Job
 from benchmarks.faults.injection import SLOW, Calls, Fault
-from benchmarks.faults.outcomes import digest, losses, problem, says_why
+from benchmarks.faults.outcomes import digest, losses, problem
 from benchmarks.faults.settings import Setting, make_data
 from megatron_zpp.checkpoint.directory import committed
 
@@ -58,11 +59,8 @@ class Runs:
         """
         failed = {one for one, status in job.statuses.items() if status == 1}
         local = setting.local or setting.world  # one rank of a node may speak for all of it
-        silent = {one // local for one in failed} - {
-            one // local for one in failed if says_why(job.stderr(one))
-        }
-        if one_for_all and any(says_why(job.stderr(one)) for one in failed):
-            silent = set()
+        told = {one // local for one in failed if "error: " in job.stderr(one)}
+        silent = set() if one_for_all and told else {one // local for one in failed} - told
         odd = set(job.statuses.values()) - {0, 1, -signal.SIGKILL, *allowed}
         if odd or silent or any(problem(job.stderr(one)) for one in failed):
             logs = " | ".join(job.log(one)[-900:] for one in job.statuses)
@@ -99,17 +97,13 @@ class Runs:
     def _undisturbed(self, index: int) -> Whole:
         """What a run of a setting ends with, and the checkpoints and caches of its first half, made once."""
         if index not in self._whole:
-            setting, run, half = (
-                self._settings[index],
-                self._directory / f"whole-{index}",
-                self._before(index),
-            )
-            shutil.rmtree(run, ignore_errors=True)
-            shutil.rmtree(half, ignore_errors=True)
+            setting, half = self._settings[index], self._before(index)
+            run, again = (self._directory / f"{kind}-{index}" for kind in ("whole", "again"))
+            for earlier in (run, half):
+                shutil.rmtree(earlier, ignore_errors=True)
             began = time.monotonic()
             calls, seconds = {False: self._counted(setting, run, [])}, time.monotonic() - began
             self._counted(setting, half, ["--exit-interval", "2"])
-            again = self._directory / f"again-{index}"
             shutil.copytree(half, again)
             calls[True] = self._counted(setting, again, [])
             whole = Whole(digest(run / "checkpoints"), losses(run / "metrics.jsonl"), calls, seconds)
@@ -117,6 +111,19 @@ class Runs:
             shutil.rmtree(again)
             self._whole[index] = whole
         return self._whole[index]
+
+    @contextmanager
+    def _begun(self, index: int, number: int, *, resumed: bool) -> Iterator[Path]:
+        """The directory of a run, new or with what the first half of a whole one leaves; removed behind."""
+        run = self._directory / f"run-{number}"
+        if resumed:
+            shutil.copytree(self._before(index), run)
+        else:
+            run.mkdir()
+        try:
+            yield run
+        finally:
+            shutil.rmtree(run, ignore_errors=True)
 
     def _before(self, index: int) -> Path:
         return self._directory / f"half-{index}"

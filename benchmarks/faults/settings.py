@@ -29,6 +29,8 @@ DELTA = (
     f"--zero-quantized-weights --zero-quantized-weights-format delta4 {HPZ} --zero-quantized-gradients "
     "--zero-quantized-gradients-format rotated4"
 )
+STAGE_3 = "--zero-stage 3 --bf16 --eval-iters 0"
+TENSOR = "--tensor-model-parallel-size 2"
 SMALL_UNITS = "--zero-unit sublayer --zero-table-rows 96"
 
 
@@ -47,93 +49,61 @@ class Setting:
         return f"{SHAPE} {self.flags.format(data=data, run=run)} {places}".split()
 
 
-ALONE = (  # of one rank, which is quick enough for each call that it makes
-    Setting("stage 0, fp32, one kept", 1, f"{MOCK} {SHORT} --fp32 --eval-iters 0 --keep-last 1"),
-    Setting("stage 0, fp32, all kept", 1, f"{MOCK} {SHORT} --fp32 --eval-iters 1 --eval-interval 2"),
-    Setting(
-        "stage 1, bf16, async",
-        1,
-        f"{MOCK} {SHORT} --zero-stage 1 --bf16 --async-save --keep-last 2 --keep-every 2 --eval-iters 0",
-    ),
-    Setting(
-        "stage 2, fp16",
-        1,
-        f"{MOCK} {SHORT} --zero-stage 2 --fp16 --loss-scale-window 2 --keep-last 2 --eval-iters 0",
-    ),
-    Setting(
-        "ZeRO++",
-        1,
-        f"{MOCK} {SHORT} --zero-stage 3 --bf16 --keep-last 1 --eval-iters 0 {ZEROPP} --async-save",
-    ),
-    Setting("ramp-up", 1, f"{MOCK} {RAMP} --zero-stage 3 --fp32 --keep-last 2 --eval-iters 0"),
-    Setting("text", 1, f"{TEXT} {SHORT} {CACHE} --keep-last 1 --eval-iters 1 --eval-interval 2"),
-    Setting("text, BPE", 1, f"{BPE} {SHORT} {CACHE} --keep-last 1 --eval-iters 0 --bf16 --async-save"),
-    Setting("tokens", 1, f"{TOKENS} {SHORT} --keep-last 2 --eval-iters 1 --eval-interval 3 --verify-data"),
-    Setting(
-        "tokens, Megatron's order",
-        1,
-        f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --keep-last 1 --eval-iters 1 --eval-interval 2",
-    ),
-    Setting(
-        "sublayers, row blocks",
-        1,
-        f"{MOCK} {SHORT} --zero-stage 3 --bf16 {SMALL_UNITS} --keep-last 1 --eval-iters 0 --async-save",
-    ),
+def _settings(world: int, flags: dict[str, str], local: int | None = None) -> tuple[Setting, ...]:
+    """Settings by name, of as many ranks."""
+    return tuple(Setting(name, world, text, local) for name, text in flags.items())
+
+
+ALONE = _settings(  # one rank, which is quick enough for each call that it makes
+    1,
+    {
+        "stage 0, fp32, one kept": f"{MOCK} {SHORT} --fp32 --eval-iters 0 --keep-last 1",
+        "stage 0, fp32, all kept": f"{MOCK} {SHORT} --fp32 --eval-iters 1 --eval-interval 2",
+        "stage 1, bf16, async": f"{MOCK} {SHORT} --zero-stage 1 --bf16 --async-save --keep-last 2 "
+        "--keep-every 2 --eval-iters 0",
+        "stage 2, fp16": f"{MOCK} {SHORT} --zero-stage 2 --fp16 --loss-scale-window 2 --keep-last 2 "
+        "--eval-iters 0",
+        "ZeRO++": f"{MOCK} {SHORT} {STAGE_3} --keep-last 1 {ZEROPP} --async-save",
+        "ramp-up": f"{MOCK} {RAMP} --zero-stage 3 --fp32 --keep-last 2 --eval-iters 0",
+        "text": f"{TEXT} {SHORT} {CACHE} --keep-last 1 --eval-iters 1 --eval-interval 2",
+        "text, BPE": f"{BPE} {SHORT} {CACHE} --keep-last 1 --eval-iters 0 --bf16 --async-save",
+        "tokens": f"{TOKENS} {SHORT} --keep-last 2 --eval-iters 1 --eval-interval 3 --verify-data",
+        "tokens, Megatron's order": f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --keep-last 1 "
+        "--eval-iters 1 --eval-interval 2",
+        "sublayers, row blocks": f"{MOCK} {SHORT} {STAGE_3} {SMALL_UNITS} --keep-last 1 --async-save",
+    },
 )
 TOGETHER = (
-    Setting("2 ranks, stage 0, fp16", 2, f"{MOCK} {SHORT} --fp16 --keep-last 2 --eval-iters 0"),
-    Setting(
-        "2 ranks, stage 1, async", 2, f"{MOCK} {SHORT} --zero-stage 1 --bf16 --async-save --eval-iters 0"
-    ),
-    Setting("2 ranks, stage 2", 2, f"{MOCK} {SHORT} --zero-stage 2 --fp32 --keep-last 1 --eval-iters 1"),
-    Setting(
-        "2 ranks, stage 3, async",
+    *_settings(
         2,
-        f"{MOCK} {SHORT} --zero-stage 3 --bf16 --async-save --keep-last 2 --eval-iters 0",
+        {
+            "2 ranks, stage 0, fp16": f"{MOCK} {SHORT} --fp16 --keep-last 2 --eval-iters 0",
+            "2 ranks, stage 1, async": f"{MOCK} {SHORT} --zero-stage 1 --bf16 --async-save --eval-iters 0",
+            "2 ranks, stage 2": f"{MOCK} {SHORT} --zero-stage 2 --fp32 --keep-last 1 --eval-iters 1",
+            "2 ranks, stage 3, async": f"{MOCK} {SHORT} {STAGE_3} --async-save --keep-last 2",
+            "2 ranks, ZeRO++": f"{MOCK} {SHORT} {STAGE_3} {ZEROPP}",
+            "2 tensor ranks": f"{MOCK} {SHORT} {TENSOR} --fp32 --keep-last 2 --eval-iters 0 --async-save",
+            "2 ranks, ramp-up": f"{MOCK} {RAMP} --zero-stage 2 --bf16 --keep-last 2 --eval-iters 0",
+            "2 ranks, text": f"{TEXT} {SHORT} {CACHE} --zero-stage 1 --fp32 --keep-last 1 --eval-iters 1",
+            "2 ranks, Megatron's order": f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --zero-stage 3 "
+            "--fp32 --keep-last 2 --eval-iters 1",
+            "2 ranks, sublayers, row blocks": f"{MOCK} {SHORT} {STAGE_3} {SMALL_UNITS} --keep-last 2 "
+            "--async-save",
+            "2 ranks, 8-bit products": f"{MOCK} {SHORT} {STAGE_3} --fp8 --hidden-size 32 --kv-channels 16 "
+            "--keep-last 2",
+        },
     ),
-    Setting("2 ranks, ZeRO++", 2, f"{MOCK} {SHORT} --zero-stage 3 --bf16 --eval-iters 0 {ZEROPP}"),
     Setting(
-        "2 nodes, ZeRO++ of differences",
-        2,
-        f"{MOCK} {SHORT} --zero-stage 3 --bf16 --keep-last 2 --eval-iters 0 {DELTA} --async-save",
-        local=1,
+        "2 nodes, ZeRO++ of differences", 2, f"{MOCK} {SHORT} {STAGE_3} --keep-last 2 {DELTA} --async-save", 1
     ),
-    Setting(
-        "2 nodes of 2, accumulation inside nodes",
+    *_settings(
         4,
-        f"{MOCK} --train-iters 4 --global-batch-size 16 --save-interval 1 --zero-stage 3 --bf16 "
-        f"--eval-iters 0 {ZEROPP} --zero-gradient-partition-size auto",
+        {
+            "2 nodes of 2, accumulation inside nodes": f"{MOCK} --train-iters 4 --global-batch-size 16 "
+            f"--save-interval 1 {STAGE_3} {ZEROPP} --zero-gradient-partition-size auto",
+            "2 × 2 ranks, tensor parallelism, stage 3": f"{MOCK} {SHORT} {TENSOR} {STAGE_3} --keep-last 1",
+        },
         local=2,
-    ),
-    Setting(
-        "2 tensor ranks",
-        2,
-        f"{MOCK} {SHORT} --tensor-model-parallel-size 2 --fp32 --keep-last 2 --eval-iters 0 --async-save",
-    ),
-    Setting(
-        "2 × 2 ranks, tensor parallelism, stage 3",
-        4,
-        f"{MOCK} {SHORT} --tensor-model-parallel-size 2 --zero-stage 3 --bf16 --keep-last 1 --eval-iters 0",
-        local=2,
-    ),
-    Setting("2 ranks, ramp-up", 2, f"{MOCK} {RAMP} --zero-stage 2 --bf16 --keep-last 2 --eval-iters 0"),
-    Setting("2 ranks, text", 2, f"{TEXT} {SHORT} {CACHE} --zero-stage 1 --fp32 --keep-last 1 --eval-iters 1"),
-    Setting(
-        "2 ranks, Megatron's order",
-        2,
-        f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --zero-stage 3 --fp32 --keep-last 2 "
-        "--eval-iters 1",
-    ),
-    Setting(
-        "2 ranks, sublayers, row blocks",
-        2,
-        f"{MOCK} {SHORT} --zero-stage 3 --bf16 {SMALL_UNITS} --keep-last 2 --eval-iters 0 --async-save",
-    ),
-    Setting(
-        "2 ranks, 8-bit products",
-        2,
-        f"{MOCK} {SHORT} --zero-stage 3 --bf16 --fp8 --hidden-size 32 --kv-channels 16 --keep-last 2 "
-        "--eval-iters 0",
     ),
 )
 

@@ -25,7 +25,6 @@ equivalent.json lists mutants that no test can tell, with the reason. They do no
 The exit status is 1 if the kill rate is below 0.93.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -43,7 +42,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, program_parser, save_result
 from benchmarks.mutations.executed import ROOT, Executed
 from benchmarks.mutations.operators import Mutation, imported_lines, mutations
 from benchmarks.mutations.tree import Tested, Tree
@@ -170,9 +169,7 @@ def rate(outcomes: dict[str, dict[str, Any]], counted: set[str]) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--mutants", type=int, default=MUTANTS, help="how many")
     parser.add_argument(
@@ -233,7 +230,8 @@ def main() -> None:
         else last[name]
         for name in sorted(mutants)
     ]
-    write_result(result_name, result | {"outcomes": rows})
+    print(json.dumps(result, indent=2))
+    print(f"written to {save_result(result_name, result | {'outcomes': rows})}")
     sys.exit(result["kill_rate"] < LEAST_RATE)
 
 

@@ -1,22 +1,22 @@
 """Writes what the baseline needs to equal a run of pretrain_gpt.py: its first weights, and its batches.
 
-python benchmarks/real_run/export.py --output DIR -- FLAGS of pretrain_gpt.py
+python -m benchmarks.real_run.export --output DIR -- FLAGS of pretrain_gpt.py
 
 DIR gets initial.safetensors, train.bin and held_out.bin (rows of T + 1 uint16 tokens, in the order in which
 the run reads them, and those of each of its evaluations) and shapes.json.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.common import program_parser
+from benchmarks.contest.protocol import our_name
+from benchmarks.plain_models import PlainGPT
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.mesh import Mesh
@@ -27,9 +27,7 @@ ROWS = 1024  # read at a time
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("flags", nargs="+", help="of pretrain_gpt.py, behind --")
     options = parser.parse_args()
@@ -46,12 +44,13 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() and config.distributed.device != "cpu" else "cpu"
     with torch.device(device):  # generators of another kind of device draw other numbers
         model = GPT(config.model, vocabulary).initialize(config.training.seed)
-    save_file(dict(model.named_parameters()), options.output / "initial.safetensors")
+        plain = PlainGPT(config.model, vocabulary)
+    names = [name for name, _ in plain.named_parameters()]
+    weights: dict[str, torch.Tensor] = {name: model.get_parameter(our_name(name)) for name in names}
+    save_file(weights, options.output / "initial.safetensors")
     shapes = {"seq_length": config.model.seq_length, "vocabulary": model.embedding.tokens.weight.shape[0]}
     if shapes["vocabulary"] != vocabulary:
-        sys.exit(
-            f"export.py: a vocabulary of {vocabulary} would be padded, which the baseline's loss would count"
-        )
+        sys.exit(f"export.py: the baseline's loss would count the padding of a vocabulary of {vocabulary}")
     (options.output / "shapes.json").write_text(json.dumps(shapes))
 
 

@@ -1,6 +1,6 @@
-"""GPT-2 in plain PyTorch: the baseline of the real run, written apart from megatron_zpp.
+"""GPT-2 in plain PyTorch: the baseline of the real run, of whose step nothing is megatron_zpp's.
 
-python benchmarks/real_run/plain.py --inputs DIR --save DIR --metrics-file FILE \\
+python -m benchmarks.real_run.plain --inputs DIR --save DIR --metrics-file FILE \\
     --layers 12 --width 768 --heads 12 --micro-batch-size 32 --global-batch-size 128 \\
     --steps 2288 --lr 6e-4 --min-lr 6e-5 --warmup 100
 
@@ -22,75 +22,31 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
+
+from benchmarks.plain_models import PlainGPT, cross_entropy
+from megatron_zpp.config.model import ModelConfig
 
 STOPPED = 75
 
 
-class Embedding(nn.Module):
-    """Token plus position embedding."""
-
-    def __init__(self, vocabulary: int, length: int, width: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) -> (B, T, D)."""
-        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-
-
-class Block(nn.Module):
-    """A pre-norm layer without dropout."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.ModuleDict(
-            {"qkv": nn.Linear(width, 3 * width), "output": nn.Linear(width, width)}
-        )
-        self.mlp = nn.ModuleDict(
-            {"input": nn.Linear(width, 4 * width), "output": nn.Linear(4 * width, width)}
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        batch, length, width = x.shape
-        qkv = self.attention["qkv"](self.attention_norm(x))  # (B, T, 3D)
-        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each (B, N, T, H)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention["output"](mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp["output"](F.gelu(self.mlp["input"](self.mlp_norm(x)), approximate="tanh"))
-
-
-def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Output layer and mean loss: (B, T, D), (V, D), (B, T) -> ()."""
-    return F.cross_entropy(F.linear(x, weight).float().flatten(0, 1), targets.flatten())
-
-
-class GPT(nn.Module):
+class GPT(PlainGPT):
     """GPT-2 with tied embeddings."""
 
-    def __init__(self, vocabulary: int, length: int, layers: int, width: int, heads: int) -> None:
-        super().__init__()
-        self.embedding = Embedding(vocabulary, length, width)
-        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.head = nn.ModuleDict({"norm": nn.LayerNorm(width)})
-        self.loss = cross_entropy  # or a compiled one
-        self.residual = torch.float32  # of the sum that all layers add to
+    residual = torch.float32  # of the sum that all layers add to
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Tensor:  # type: ignore[override]
         """(B, T + 1) tokens -> their mean loss ()."""
         tokens, targets = rows[:, :-1], rows[:, 1:]
-        x = self.embedding(tokens).to(self.residual)
-        for layer in self.layers:
-            x = layer(x)
-        return self.loss(self.head["norm"](x), self.embedding.tokens.weight, targets)
+        x = (self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]).to(self.residual)
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(F.linear(self.norm(x), self.tokens.weight), targets)
 
     def compile_parts(self) -> None:
         """A graph for each layer, and one for the loss."""
-        for layer in self.layers:
-            layer.compile(dynamic=False)
+        for block in self.blocks:
+            block.compile(dynamic=False)
         self.loss = torch.compile(cross_entropy, dynamic=False)
 
 
@@ -101,16 +57,21 @@ class Training:
         self.options = options
         self.device = torch.device(options.device)
         shapes = json.loads((options.inputs / "shapes.json").read_text())
-        length = shapes["seq_length"]
+        config = ModelConfig(
+            num_layers=options.layers,
+            hidden_size=options.width,
+            num_attention_heads=options.heads,
+            seq_length=shapes["seq_length"],
+        )
         self.train, self.held_out = (
-            np.memmap(options.inputs / f"{name}.bin", np.uint16, "r").reshape(-1, length + 1)
+            np.memmap(options.inputs / f"{name}.bin", np.uint16, "r").reshape(-1, config.seq_length + 1)
             for name in ("train", "held_out")
         )
         if len(self.train) < options.steps * options.global_batch_size:
             sys.exit(
                 f"plain.py: --steps {options.steps} needs more rows than {len(self.train)}; export them again"
             )
-        self.model = GPT(shapes["vocabulary"], length, options.layers, options.width, options.heads)
+        self.model = GPT(config, shapes["vocabulary"])
         self.model.load_state_dict(load_file(options.inputs / "initial.safetensors"))
         self.model.to(self.device)
         if options.bf16_residual:
@@ -172,7 +133,7 @@ class Training:
         return total / len(self.held_out)
 
     def save(self) -> None:
-        """Write weights and moments, and the weights alone under the names of --inputs."""
+        """Write the step, weights and moments."""
         self.options.save.mkdir(parents=True, exist_ok=True)
         tensors = {"step": torch.tensor(self.step)}
         for name, parameter in self.model.named_parameters():

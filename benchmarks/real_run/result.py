@@ -6,7 +6,6 @@ python benchmarks/real_run/result.py --plot FILE.png   draws benchmarks/results/
 The result has the mean training loss of each eight steps, the held-out losses and the step times.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, save_result
+from benchmarks.common import RESULTS, program_parser, save_result
 
 NAMES = {
     "plain": "plain PyTorch, compiled",
@@ -34,9 +33,7 @@ SMOOTHING = 0.85  # of these means
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--runs", type=Path, nargs="+", help="folders; a variant is taken from the last one")
     parser.add_argument("--name", default="real_run", help="of the result")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -63,14 +60,12 @@ def read(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
 
 def figures(folders: Sequence[Path], metrics: dict[str, Path]) -> dict[str, Any]:
     """Return the settings of the runs, and the curves and final losses of each."""
-    sources: dict[str, Any] = {}
-    for folder in folders:
-        sources |= json.loads((folder / "sources.json").read_text())
     runs = {}
     for name, path in metrics.items():
         steps, held_out = read(path)
         losses = [record["lm_loss"] for record in steps.values()]
         last = losses[-max(1, int(LAST * len(losses))) :]
+        parts = [losses[first : first + EVERY] for first in range(0, len(losses), EVERY)]
         runs[name] = {
             "steps": len(losses),
             "median_step_ms": round(statistics.median(record["elapsed_ms"] for record in steps.values()), 2),
@@ -78,16 +73,17 @@ def figures(folders: Sequence[Path], metrics: dict[str, Path]) -> dict[str, Any]
             "final_training_loss": round(statistics.fmean(last), 5),
             "final_held_out_loss": round(list(held_out.values())[-1], 5) if held_out else None,
             "held_out": {str(step): round(loss, 5) for step, loss in held_out.items()},
-            "losses": [round(statistics.fmean(part), 4) for part in batched(losses)],
-            **sources.get(name, {}),
+            "losses": [round(statistics.fmean(part), 4) for part in parts],
         }
-    described = [json.loads((folder / "run.json").read_text()) for folder in folders]
-    return {"described": described, "runs": runs}
+    return {"described": [json.loads((folder / "run.json").read_text()) for folder in folders], "runs": runs}
 
 
-def batched(losses: list[float]) -> list[list[float]]:
-    """Return EVERY losses at a time; the last part may have fewer."""
-    return [losses[first : first + EVERY] for first in range(0, len(losses), EVERY)]
+def held_out(result: dict[str, Any], name: str) -> dict[float, float]:
+    """The held-out losses of a run by the millions of tokens that it has seen."""
+    settings = result["described"][0]["settings"]
+    million = float(settings["million_tokens"]) / float(settings["steps"])  # tokens of a step
+    losses = result["runs"][name]["held_out"].items()
+    return {million * int(step): loss for step, loss in losses if int(step)}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -103,7 +99,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )
     settings = result["described"][0]["settings"]
     million = float(settings["million_tokens"]) / float(settings["steps"])  # tokens of a step
-    base = runs.get(BASELINE)
+    base = held_out(result, BASELINE) if BASELINE in runs else {}
     for number, (name, run) in enumerate(runs.items()):
         colour = f"C{number}"
         smooth, mean = [], run["losses"][0]
@@ -117,12 +113,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
             lw=1,
             label=NAMES[name],
         )
-        held_out = {int(step): loss for step, loss in run["held_out"].items() if int(step)}
-        above.plot([million * step for step in held_out], list(held_out.values()), "o", ms=3, color=colour)
-        if base is not None:
-            both = {step: base["held_out"][str(step)] for step in held_out if str(step) in base["held_out"]}
-            gaps = [100 * (held_out[step] / loss - 1) for step, loss in both.items()]
-            below.plot([million * step for step in both], gaps, "o-", ms=2, lw=1, color=colour)
+        losses = held_out(result, name)
+        above.plot(list(losses), list(losses.values()), "o", ms=3, color=colour)
+        gaps = {seen: 100 * (loss / base[seen] - 1) for seen, loss in losses.items() if seen in base}
+        below.plot(list(gaps), list(gaps.values()), "o-", ms=2, lw=1, color=colour)
     above.set_ylabel("loss: training (lines), held out (dots)")
     above.set_ylim(top=max(run["losses"][len(run["losses"]) // 40] for run in runs.values()))
     above.legend(frameon=False)

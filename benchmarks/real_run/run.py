@@ -2,9 +2,9 @@
 
 python benchmarks/real_run/run.py --tokens DIR --work DIR --output DIR --variants plain fp8 --seconds 560
 python benchmarks/real_run/run.py … --archives DIR --parts 3      unpacks tokens first
-python benchmarks/real_run/run.py … --check                       5 steps of each: does all work here?
+python benchmarks/real_run/run.py … --million-tokens 0.7          5 steps of each: does all work here?
 
-plain        benchmarks/real_run/plain.py: PyTorch compiled, AdamW, written apart from megatron_zpp
+plain        benchmarks/real_run/plain.py: PyTorch compiled, AdamW, nothing of megatron_zpp
 plain_again  the same once more: how far GPUs, which do not repeat all sums, let two equal runs part
 plain_bf16   the same, with the sum that all layers add to in bf16, as ours has it
 stage_0      pretrain_gpt.py at stage 0
@@ -12,11 +12,11 @@ zeropp       stage 3 with delta4 and rotated4, between two nodes of one rank
 fp8          8-bit products of layers and output layer
 resumed      stage_0, stopped five times and resumed on other meshes and stages
 
-DIR of --tokens is that of make_tokens.py, or gets what is in the archives of pack.py. A machine to which not
-all archives can be copied at once gets them in several calls: until there are --parts training parts, a call
-only unpacks. Checkpoints, batches and compiled kernels are in --work. --output
-gets the lines of metrics of each variant, run.json, and, behind the last step, sources.json: the held-out
-loss by source, and samples. The exit status is 75 where --seconds ended the call; the same command resumes.
+DIR of --tokens is that of make_tokens.py, or gets what is in the archives (benchmarks/README.md makes them).
+A machine to which not all archives can be copied at once gets them in several calls: until there are --parts
+training parts, a call only unpacks. Checkpoints, batches and compiled kernels are in --work. --output gets
+the lines of metrics of each variant, and run.json. The exit status is 75 where --seconds ended the call; the
+same command resumes.
 """
 
 import argparse
@@ -29,13 +29,12 @@ import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 import torch  # noqa: F401  # for the names of GPUs in the result
 
-from benchmarks.common import commit, machine
+from benchmarks.common import commit, machine, program_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 STOPPED = 75
@@ -50,27 +49,17 @@ VARIANTS = {
     "resumed": "",
 }
 LEGS = ((1, 0), (2, 2), (1, 0), (2, 3), (1, 3), (2, 1))  # resumed: nodes of one rank, and the stage
-SIZES = {  # layers, hidden size, heads, tokens of a sample
-    "124m": (12, 768, 12, 1024),
-    "tiny": (2, 64, 2, 64),
-}
-CHECKED_STEPS = 5
+# Layers, hidden size, heads, tokens of a sample.
+SIZES = {"124m": (12, 768, 12, 1024), "tiny": (2, 64, 2, 64)}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--tokens", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument(
-        "--archives", type=Path, help="a folder of *.tar.xz by pack.py; unpacked into --tokens"
-    )
+    parser.add_argument("--archives", type=Path, help="a folder of *.tar.xz; unpacked into --tokens")
     parser.add_argument("--parts", type=int, default=1, help="training parts that must be there")
-    parser.add_argument(
-        "--check", action="store_true", help=f"{CHECKED_STEPS} steps of each variant, then exit"
-    )
     parser.add_argument("--saving-seconds", type=float, default=25, help="that the end of a process takes")
     parser.add_argument("--least-seconds", type=float, default=60, help="for which a process is started")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
@@ -90,9 +79,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.steps = int(options.million_tokens * 1e6) // (options.global_batch_size * length)
     options.warmup = max(1, options.steps // 20)
     options.cache = options.work.resolve() / "cache"
-    if options.check:
-        options.steps, options.work = CHECKED_STEPS, options.work / "check"
-        options.eval_interval, options.warmup = CHECKED_STEPS, 1
     return options
 
 
@@ -121,31 +107,19 @@ def common_flags(options: argparse.Namespace) -> list[str]:
     """The flags of pretrain_gpt.py that all variants share, and that decide what is read and trained."""
     layers, hidden, heads, length = SIZES[options.size]
     held_out = sorted(options.tokens.glob("held_out-*_text_document.idx"))
-    flags: dict[str, Any] = {
-        "--num-layers": layers,
-        "--hidden-size": hidden,
-        "--num-attention-heads": heads,
-        "--seq-length": length,
-        "--tokenizer-type": "GPT2BPETokenizer",
-        "--vocab-file": options.tokens / "vocab.json",
-        "--merge-file": options.tokens / "merges.txt",
-        "--micro-batch-size": options.micro_batch_size,
-        "--global-batch-size": options.global_batch_size,
-        "--train-iters": options.steps,
-        "--lr": options.lr,
-        "--min-lr": options.lr / 10,
-        "--lr-warmup-iters": options.warmup,
-        "--eval-interval": options.eval_interval,
-        "--eval-iters": options.eval_iters,
-        "--seed": options.seed,
-        "--device": options.device,
-    }
-    pairs = [str(part) for flag, value in flags.items() for part in (flag, value)]
-    pairs += ["--train-data-path", *training_prefixes(options.tokens)]
-    pairs += ["--valid-data-path", *(str(path.with_suffix("")) for path in held_out)]
-    pairs += "--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95".split()
-    pairs += "--attention-dropout 0 --hidden-dropout 0".split()
-    return [*pairs, *(["--fp32", "--no-compile"] if options.fp32 else [])]
+    flags = (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {length} "
+        f"--micro-batch-size {options.micro_batch_size} --global-batch-size {options.global_batch_size} "
+        f"--train-iters {options.steps} --lr {options.lr} --min-lr {options.lr / 10} "
+        f"--lr-warmup-iters {options.warmup} --eval-interval {options.eval_interval} "
+        f"--eval-iters {options.eval_iters} --seed {options.seed} --device {options.device} "
+        "--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --attention-dropout 0 "
+        "--hidden-dropout 0 --tokenizer-type GPT2BPETokenizer"
+    ).split()
+    flags += ["--vocab-file", f"{options.tokens}/vocab.json", "--merge-file", f"{options.tokens}/merges.txt"]
+    flags += ["--train-data-path", *training_prefixes(options.tokens)]
+    flags += ["--valid-data-path", *(str(path.with_suffix("")) for path in held_out)]
+    return flags + ["--fp32", "--no-compile"] * options.fp32
 
 
 class Variant:
@@ -175,29 +149,19 @@ class Variant:
         options = self.options
         if self.name in PLAIN:
             layers, hidden, heads, _ = SIZES[options.size]
-            flags = {
-                "--inputs": options.work / "inputs",
-                "--save": self.save,
-                "--metrics-file": self.metrics,
-                "--layers": layers,
-                "--width": hidden,
-                "--heads": heads,
-                "--micro-batch-size": options.micro_batch_size,
-                "--global-batch-size": options.global_batch_size,
-                "--steps": options.steps,
-                "--lr": options.lr,
-                "--min-lr": options.lr / 10,
-                "--warmup": options.warmup,
-                "--eval-interval": options.eval_interval,
-                "--seconds": seconds,
-                "--device": options.device,
-            }
-            command = [sys.executable, "benchmarks/real_run/plain.py"]
-            command += [str(part) for flag, value in flags.items() for part in (flag, value)]
+            flags = (
+                f"--layers {layers} --width {hidden} --heads {heads} --steps {options.steps} "
+                f"--micro-batch-size {options.micro_batch_size} "
+                f"--global-batch-size {options.global_batch_size} "
+                f"--lr {options.lr} --min-lr {options.lr / 10} --warmup {options.warmup} "
+                f"--eval-interval {options.eval_interval} --seconds {seconds} --device {options.device}"
+            ).split()
+            command = [sys.executable, "-m", "benchmarks.real_run.plain", *flags]
             command += VARIANTS[self.name].split()
-            return [*command, *(["--fp32", "--no-compile"] if options.fp32 else [])]
-        flags = {"--save": self.save, "--load": self.save, "--metrics-file": self.metrics}
-        command = [str(part) for flag, value in flags.items() for part in (flag, value)]
+            command += ["--inputs", str(options.work / "inputs"), "--save", str(self.save)]
+            command += ["--metrics-file", str(self.metrics)]
+            return command + ["--fp32", "--no-compile"] * options.fp32
+        command = ["--save", str(self.save), "--load", str(self.save), "--metrics-file", str(self.metrics)]
         command += ["--log-interval", "1", *VARIANTS[self.name].split()]
         if seconds < float("inf"):
             command += ["--exit-duration-in-mins", f"{seconds / 60:.3f}"]
@@ -259,30 +223,10 @@ def export(options: argparse.Namespace) -> None:
     if (folder / "flags.json").exists() and json.loads((folder / "flags.json").read_text()) == flags:
         return
     started = time.monotonic()
-    command = [sys.executable, "benchmarks/real_run/export.py", "--output", str(folder), "--", *flags]
+    command = [sys.executable, "-m", "benchmarks.real_run.export", "--output", str(folder), "--", *flags]
     subprocess.run(command, cwd=ROOT, check=True, env=environment(options))
     (folder / "flags.json").write_text(json.dumps(flags))
     print(f"inputs of plain.py: {time.monotonic() - started:.0f} s", flush=True)
-
-
-def by_source(variant: Variant, deadline: float) -> bool:
-    """Measure the held-out losses by source of a complete run; False if there is no time for it."""
-    target = variant.folder / "sources.json"
-    if target.exists():
-        return True
-    if deadline - time.monotonic() < variant.options.least_seconds:
-        return False
-    checkpoint = variant.save
-    command = [sys.executable, "benchmarks/real_run/sources.py", "--tokens", str(variant.options.tokens)]
-    command += ["--device", variant.options.device, "--output", str(target), "--checkpoint"]
-    if variant.name in PLAIN:
-        command += [str(variant.save / "state.safetensors"), "--inputs", str(variant.options.work / "inputs")]
-        layers, hidden, heads, _ = SIZES[variant.options.size]
-        command += ["--shape", str(layers), str(hidden), str(heads)]
-    else:
-        command += [str(checkpoint)]
-    subprocess.run(command, cwd=ROOT, check=True, env=environment(variant.options))
-    return True
 
 
 def collect(variants: Sequence[Variant], options: argparse.Namespace) -> None:
@@ -295,13 +239,9 @@ def collect(variants: Sequence[Variant], options: argparse.Namespace) -> None:
     }
     described["flags"] = common_flags(options)
     (options.output / "run.json").write_text(json.dumps(described, indent=2) + "\n")
-    measured = {}
     for variant in variants:
         if variant.metrics.exists():
             shutil.copy(variant.metrics, options.output / variant.metrics.name)
-        if (variant.folder / "sources.json").exists():
-            measured[variant.name] = json.loads((variant.folder / "sources.json").read_text())
-    (options.output / "sources.json").write_text(json.dumps(measured, indent=2) + "\n")
 
 
 def main() -> None:
@@ -315,9 +255,8 @@ def main() -> None:
         export(options)
     complete = True
     for variant in variants:
-        complete = variant.train(deadline) and by_source(variant, deadline) and complete
-        if not options.check:
-            collect(variants, options)
+        complete = variant.train(deadline) and complete
+        collect(variants, options)
     sys.exit(0 if complete else STOPPED)
 
 

@@ -53,10 +53,3 @@ def test_the_same_packages_give_the_same_corpus(tmp_path: Path, monkeypatch: pyt
         ("two", other),
     ]
     assert [json.loads(line)["text"] for line in (tmp_path / "first/held_out.jsonl").open()] == [held]
-
-
-def test_lists_name_each_package_once_with_its_digest() -> None:
-    listed = packages.listed()
-    assert len({(package.kind, package.name) for package in listed}) == len(listed) > 90
-    assert all(len(package.digest) == 64 for package in listed)
-    assert set(collect.HELD_OUT) <= {package.name for package in listed}

@@ -20,9 +20,9 @@ PATH = re.compile(rf"`((?:{FOLDERS.replace(' ', '|')})/[\w./*-]*)`")
 # Flags in our pages of programs that are not ours.
 FOREIGN = set(
     "--array --batch --bind --container-image --container-mounts --cpus-per-task --distribution "
-    "--exclusive --gpu-bind --gpus-per-node --gpus-per-task --local-dir --me --mem --no-build-isolation "
-    "--no-deps --nproc-per-node --ntasks-per-node --nv --oversubscribe --partition --requeue --signal --time "
-    "--model_args --batch_size --tasks --model".split()
+    "--exclusive --gpu-bind --gpus-per-node --gpus-per-task --local-dir --lzma2 --me --mem "
+    "--no-build-isolation --no-deps --nproc-per-node --ntasks-per-node --nv --oversubscribe --partition "
+    "--requeue --signal --time --model_args --batch_size --tasks --model".split()
 )
 
 

@@ -1,4 +1,8 @@
-"""A Llama in plain PyTorch, beside plain_training.py's GPT; with what Gemma 3 and OLMo 2 have beside it."""
+"""A GPT in plain PyTorch, and a Llama with what Gemma 3 and OLMo 2 have beside it."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +12,54 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from megatron_zpp.config.model import ModelConfig
 
 
+class Block(nn.Module):
+    """A pre-LN layer without dropout."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """GPT-2 with tied embeddings."""
+
+    block: type[nn.Module] = Block  # (width, heads, inner) makes a layer
+
+    def __init__(self, config: ModelConfig, vocabulary: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.tokens, self.positions = (
+            nn.Embedding(rows, width, _weight=0.02 * torch.randn(rows, width))
+            for rows in (vocabulary, config.seq_length)
+        )
+        self.blocks = nn.ModuleList(
+            self.block(width, config.num_attention_heads, config.ffn_hidden_size)
+            for _ in range(config.num_layers)
+        )
+        self.places: Tensor | None = None  # of a rank's tokens, where ranks share a sample
+        self.norm = nn.LayerNorm(width)
+        self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # or a compiled one
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.places is None:
+            x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        else:
+            x = self.tokens(tokens) + self.positions(self.places)
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(F.linear(self.norm(x), self.tokens.weight), targets)
+
+
 class Gain(nn.RMSNorm):
     """A norm that multiplies by 1 + its weights."""
 
@@ -15,7 +67,7 @@ class Gain(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """A layer without biases."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -83,7 +135,7 @@ class PlainLlama(nn.Module):
         self.windows = [
             each if (each or self.length) < self.length else None for each in config.layer_windows
         ]
-        self.blocks = nn.ModuleList(Block(config) for _ in self.windows)
+        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in self.windows)
         kind = Gain if config.apply_layernorm_1p else nn.RMSNorm
         self.norm, self.multiplier = kind(hidden, eps=config.norm_epsilon), config.embedding_multiplier
         self.output = nn.Linear(hidden, vocabulary, bias=False)
@@ -128,3 +180,22 @@ def tables_apart(model: nn.Module) -> list[list[nn.Module]]:
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """(B, T, V) and (B, T) -> their mean cross-entropy in fp32."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a model and its batches."""
+    parser.add_argument("--preset", help="a model preset, or give the three sizes")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--hidden-size", type=int)
+    parser.add_argument("--num-attention-heads", type=int)
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--micro-batch-size", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=1, help="in each optimizer step")
+
+
+def model_of(options: argparse.Namespace, **more: Any) -> ModelConfig:
+    """The model that these flags name."""
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    given = {name: getattr(options, name) for name in sizes}
+    return ModelConfig(model_preset=options.preset, **given, **more)
