@@ -128,7 +128,9 @@ def _llama_job(run: str, layers: int, gpus: int, micro_batches: int) -> Job:
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    bits = {"fp8": True, "fp8_recipe": "delayed", "fp8_param_gather": True} if "fp8 codes" in parts else {}
+    bits: Row = (
+        {"fp8": True, "fp8_recipe": "delayed", "fp8_param_gather": True} if "fp8 codes" in parts else {}
+    )
     job = job_of(model, LLAMA_VOCAB, {"zero_stage": int(stage[-1])}, 1, gpus, tensor, micro_batches)
     return replace(
         job,
