@@ -18,7 +18,7 @@ from megatron_zpp.config.words import counted
 from megatron_zpp.data.blend import Blend, BlendedDataset, BlendOrder, Concatenation
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.documents import check_ends, masked_samples
-from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed import IndexedDataset, NoDataset
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.provenance import check_provenance
 from megatron_zpp.data.samples import KnownSamples, Samples
@@ -251,12 +251,11 @@ def _open(
         data = IndexedDataset(prefix, config.object_storage_cache_path)
     except DamagedFile as damage:
         raise option_error(flag, prefix, str(damage)) from None
+    except NoDataset:
+        index = prefix.removesuffix(".idx").removesuffix(".bin") + ".idx"
+        raise option_error(flag, prefix, f"{index} does not exist; {_nearest(prefix)}") from None
     except ValueError as error:
-        plain = prefix.removesuffix(".idx").removesuffix(".bin")
-        if "://" in prefix or any(os.path.lexists(plain + ending) for ending in (".idx", ".bin")):
-            fix = f"{error}; name another data set, or preprocess it again"
-            raise option_error(flag, prefix, fix) from None
-        raise option_error(flag, prefix, f"{plain}.idx does not exist; {_nearest(prefix)}") from None
+        raise option_error(flag, prefix, f"{error}; name another data set, or preprocess it again") from None
     except ObjectError as error:
         raise option_error(flag, prefix, str(error.strerror)) from None
     except OSError as error:
