@@ -14,6 +14,7 @@ Both files are little-endian. PREFIX.bin holds the concatenated tokens. PREFIX.i
 """
 
 import hashlib
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,10 @@ def index_path(prefix: str) -> str:
 def tokens_path(prefix: str) -> str:
     """PREFIX.bin."""
     return prefix + ".bin"
+
+
+class NoDataset(ValueError):
+    """Neither file of a data set exists."""
 
 
 class IndexedDataset:
@@ -225,9 +230,9 @@ def _open(path: str, shown: str) -> AnyFile:
             file = ObjectFile(stored)
     except FileNotFoundError:
         prefix = shown[: -len(".idx")]
-        raise ValueError(
-            f"{shown}: no such file; the data set {prefix} consists of {prefix}.bin and {prefix}.idx"
-        ) from None
+        files = tokens_path(prefix), index_path(prefix)
+        what = f"{shown}: no such file; the data set {prefix} consists of {files[0]} and {files[1]}"
+        raise (ValueError if any(map(os.path.lexists, files)) else NoDataset)(what) from None
     except UnfitFile as error:
         raise ValueError(f"{shown}: {error.strerror}") from None
     if not file.size:

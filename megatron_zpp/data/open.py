@@ -18,13 +18,13 @@ from megatron_zpp.config.words import counted
 from megatron_zpp.data.blend import Blend, BlendedDataset, BlendOrder, Concatenation
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.documents import check_ends, masked_samples
-from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed import IndexedDataset, NoDataset
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.provenance import check_provenance
 from megatron_zpp.data.samples import KnownSamples, Samples
 from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split, shown_split
 from megatron_zpp.data.stateless_random import random_bits
-from megatron_zpp.data.windows import RandomOrder, WindowDataset, order_seed
+from megatron_zpp.data.windows import WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.location import ObjectError
 
@@ -115,7 +115,7 @@ class SplitOpener:
             else:
                 read = self._packed if self.config.packs else self._windows
                 samples = read(split, self._part(split, flag, None, path), seed)
-                samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
+                samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch or _PROBED)))
                 sources.append(samples)
         if len(sources) == 1:
             return sources[0]
@@ -131,11 +131,11 @@ class SplitOpener:
         first, last = self._part(split, flag, None, path).tokens()
         return float(last - first)
 
-    def _windows(self, split: str, part: DatasetSlice, seed: int) -> RandomOrder:
+    def _windows(self, split: str, part: DatasetSlice, seed: int) -> KnownSamples:
         part.check_tokens(split, self.seq_length, self.seq_length + 1, self.config)
         return WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed=seed)
 
-    def _packed(self, split: str, part: DatasetSlice, seed: int) -> RandomOrder:
+    def _packed(self, split: str, part: DatasetSlice, seed: int) -> KnownSamples:
         from megatron_zpp.data.packing import pack
 
         return pack(
@@ -251,12 +251,11 @@ def _open(
         data = IndexedDataset(prefix, config.object_storage_cache_path)
     except DamagedFile as damage:
         raise option_error(flag, prefix, str(damage)) from None
+    except NoDataset:
+        index = prefix.removesuffix(".idx").removesuffix(".bin") + ".idx"
+        raise option_error(flag, prefix, f"{index} does not exist; {_nearest(prefix)}") from None
     except ValueError as error:
-        plain = prefix.removesuffix(".idx").removesuffix(".bin")
-        if "://" in prefix or any(os.path.lexists(plain + ending) for ending in (".idx", ".bin")):
-            fix = f"{error}; name another data set, or preprocess it again"
-            raise option_error(flag, prefix, fix) from None
-        raise option_error(flag, prefix, f"{plain}.idx does not exist; {_nearest(prefix)}") from None
+        raise option_error(flag, prefix, f"{error}; name another data set, or preprocess it again") from None
     except ObjectError as error:
         raise option_error(flag, prefix, str(error.strerror)) from None
     except OSError as error:

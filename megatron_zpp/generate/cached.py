@@ -59,9 +59,9 @@ def prefill(model: GPT, cache: Cache, texts: Sequence[Sequence[int]]) -> Tensor:
     distance = positions[:, None] - positions
     masks: Masks = {}
     for window in set(model.windows):
-        whole = window is None or longest <= window
-        near = None if whole else ((distance >= 0) & (distance < window))[None, None]
-        masks[window] = CachedPrefix(near)
+        masks[window] = CachedPrefix()
+        if window is not None and longest > window:
+            masks[window] = CachedPrefix(((distance >= 0) & (distance < window))[None, None])
     cache.place(Place(longest))
     ends = torch.tensor([[len(text) - 1] for text in texts], device=cache.device)  # (B, 1)
     own = positions.minimum(ends)  # (B, T); longrope asks how long a text is
