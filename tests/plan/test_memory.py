@@ -306,10 +306,11 @@ def states_between_steps(topology: Topology) -> list[int]:
 def test_every_rank_holds_the_states_of_the_plan() -> None:
     ranks = on_ranks(4, states_between_steps, ranks_per_node=2)
     for case, *states in zip(HELD, *ranks, strict=True):
-        resident = memory_of(held(*case)).resident
-        assert resident == pytest.approx(max(states), rel=1e-3), case
-        if case[2] is ADAMW:  # ranks under Muon work on matrices of other sizes
-            assert resident == pytest.approx(min(states), rel=1e-3), case
+        resident, adamw = memory_of(held(*case)).resident, case[2] is ADAMW
+        allowed = 1e-3 if adamw else 3e-3  # Muon has no states of padding, which the plan counts
+        assert resident == pytest.approx(max(states), rel=allowed), case
+        if adamw:  # ranks under Muon work on matrices of other sizes
+            assert resident == pytest.approx(min(states), rel=allowed), case
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
