@@ -32,7 +32,7 @@ _LONGEST = 1 << 16  # bytes of a message
 _TICK = 1.0  # seconds, at most, after which a thread sees that this rank leaves
 _GRACE = 0.3  # seconds for this rank to be ended by what may have ended the other one, such as Ctrl-C
 _CONNECT = 5.0  # seconds for one attempt
-_GIVE_UP = 10.0  # seconds after all ranks were there
+_GIVE_UP = 60.0  # seconds after all ranks were there: rank 0 may be loading libraries
 _PAUSE = 0.1  # seconds between two attempts
 
 
