@@ -168,10 +168,10 @@ def _from_shares(
             offset += share
         return found
     flat_groups = [_tensors(path, share, "single_partition_of_fp32_groups") for share in shares]
-    if any(len(flats) != len(groups) for flats in flat_groups):
+    if any(len(part) != len(groups) for part in flat_groups):
         raise ValueError(f"{path}: its optim_states have other groups of parameters than its model_states")
-    for group, *flats in zip(groups, *flat_groups, strict=True):
-        whole, offset = _Pieces(flats), 0
+    for group, *parts_of_it in zip(groups, *flat_groups, strict=True):
+        whole, offset = _Pieces(parts_of_it), 0
         for name, shape in group.items():
             size = math.prod(shape)
             found[name] = _cut(path, name, shape, [(whole, offset, size)])
