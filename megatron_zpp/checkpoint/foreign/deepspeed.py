@@ -11,7 +11,7 @@ fp32 weights are preferred to the module's, which are rounded to the format of t
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -154,20 +154,27 @@ def _from_shares(
     if world != len(shares):
         said = f" of {world}" if type(world) is int else ""
         raise ValueError(f"{path}: has optim_states of {len(shares)}{said} data ranks; copy all of them")
-    stage = _number(shares[0]["zero_stage"])
-    if stage == 3:
-        flats = [_Pieces(_tensors(path, share, "fp32_flat_groups")) for share in shares]
-        return dict(_sharded(path, [pair for group in groups for pair in group.items()], flats))
     found: dict[str, ForeignTensor] = {}
-    parts = [_tensors(path, share, "single_partition_of_fp32_groups") for share in shares]
-    if any(len(part) != len(groups) for part in parts):
+    if (
+        _number(shares[0]["zero_stage"]) == 3
+    ):  # each rank has an equal part of each parameter, the last padded
+        flats, offset = [_Pieces(_tensors(path, share, "fp32_flat_groups")) for share in shares], 0
+        for name, shape in (pair for group in groups for pair in group.items()):
+            size = math.prod(shape)
+            share = -(-size // len(flats))
+            sizes = [max(0, min(share, size - rank * share)) for rank in range(len(flats))]
+            parts = [(flat, offset, length) for flat, length in zip(flats, sizes, strict=True)]
+            found[name] = _cut(path, name, shape, parts)
+            offset += share
+        return found
+    flat_groups = [_tensors(path, share, "single_partition_of_fp32_groups") for share in shares]
+    if any(len(part) != len(groups) for part in flat_groups):
         raise ValueError(f"{path}: its optim_states have other groups of parameters than its model_states")
-    for number, group in enumerate(groups):
-        whole, offset = _Pieces([part[number] for part in parts]), 0
+    for group, *parts_of_it in zip(groups, *flat_groups, strict=True):
+        whole, offset = _Pieces(parts_of_it), 0
         for name, shape in group.items():
             size = math.prod(shape)
-            whole.check(path, name, offset + size)
-            found[name] = _cut(tuple(shape), [(whole, offset, size)])
+            found[name] = _cut(path, name, shape, [(whole, offset, size)])
             offset += size
     return found
 
@@ -196,11 +203,6 @@ class _Pieces:
         """How many there are."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
-    def check(self, path: Path, name: str, stop: int) -> None:
-        """Raise ValueError unless there are `stop` elements."""
-        if stop > self.elements:
-            raise ValueError(f"{path}: its optim_states end before {name} does; copy all of them")
-
     def read(self, start: int, length: int) -> Tensor:
         """Return elements from `start` on."""
         found = []
@@ -214,24 +216,16 @@ class _Pieces:
         return torch.cat(found) if found else torch.empty(0)
 
 
-def _cut(shape: tuple[int, ...], parts: Sequence[tuple[_Pieces, int, int]]) -> ForeignTensor:
-    """Return the tensor that (pieces, first element, length) make up, one after the other."""
+def _cut(
+    path: Path, name: str, shape: Sequence[int], parts: Sequence[tuple[_Pieces, int, int]]
+) -> ForeignTensor:
+    """Return the tensor that (pieces, first element, length) make up, one after the other.
+
+    Raises ValueError unless there are so many elements.
+    """
+    if any(at + size > pieces.elements for pieces, at, size in parts):
+        raise ValueError(f"{path}: its optim_states end before {name} does; copy all of them")
     return ForeignTensor(
-        shape, lambda: torch.cat([one.read(at, size) for one, at, size in parts]).view(shape)
+        tuple(shape),
+        lambda: torch.cat([pieces.read(at, size) for pieces, at, size in parts]).view(tuple(shape)),
     )
-
-
-def _sharded(
-    path: Path, entries: Sequence[tuple[str, Any]], flats: Sequence[_Pieces]
-) -> Iterator[tuple[str, ForeignTensor]]:
-    """Cut stage 3's weights: each rank has an equal part of each parameter, the last part padded."""
-    offset = 0
-    for name, shape in entries:
-        size = math.prod(shape)
-        share = -(-size // len(flats))
-        parts = []
-        for rank, flat in enumerate(flats):
-            flat.check(path, name, offset + share)
-            parts.append((flat, offset, max(0, min(share, size - rank * share))))
-        yield name, _cut(tuple(shape), parts)
-        offset += share
