@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from megatron_zpp.supervision.once_per_node import write_line
 if TYPE_CHECKING:
     from megatron_zpp.distributed.lifelines import Lifelines
 
+_SAME = 2.0  # seconds for this rank to find the error of another one itself: then one line says it
 _NEWS = 2.0  # seconds for a closed lifeline to tell of an end; no rank needs them but on a busy machine
 
 
@@ -114,18 +116,21 @@ class _Pulse:
         if self._failed:
             return
         self._failed = True
-        own = self._message(failed=message)
-        if self._lifelines and self._topology.rank == 0:
-            self._lifelines.tell(own.failure)
-        self._send_last(own)
+        self._send_last(self._message(failed=message))
 
     def leave(self) -> None:
         """Announce that this rank has finished, and stop watching; rank 0 waits until all others have."""
-        if self._lifelines and self._topology.rank == 0:
-            others = range(1, self._topology.world_size)
-            while not all(self._lifelines.beats.get(rank, {}).get("left") for rank in others):
-                time.sleep(0.01)  # or a verdict ends the process
+        self._await_others(inf)  # or a verdict ends the process
         self._send_last(self._message(left=True))
+
+    def _await_others(self, seconds: float) -> None:
+        """On rank 0, which may host the store: wait until the others have said that they leave."""
+        if self._lifelines is None or self._topology.rank > 0:
+            return
+        beats, deadline = self._lifelines.beats, time.monotonic() + seconds
+        ranks = range(1, self._topology.world_size)
+        while time.monotonic() < deadline and not all(_leaves(beats.get(rank)) for rank in ranks):
+            time.sleep(0.01)
 
     def _send_last(self, message: HeartbeatMessage) -> None:
         """End the thread, whose messages must not follow this one, send it and leave."""
@@ -133,6 +138,8 @@ class _Pulse:
         self._thread.join()
         if self._lifelines:
             self._lifelines.beat(asdict(message))
+            if message.failed:
+                self._await_others(_SAME)
             self._lifelines.leave()
 
     def _lose(self, text: str) -> None:
@@ -157,7 +164,7 @@ class _Pulse:
                 self._sent, self._own = self._clock.seconds, self._message()
                 if self._lifelines:
                     self._lifelines.beat(asdict(self._own))
-            if verdict := self._verdict():
+            if (verdict := self._verdict()) and not self._over.wait(_SAME):
                 if self._lifelines and self._topology.rank == 0:
                     self._lifelines.tell(verdict)  # which ends this process
                 else:
@@ -218,6 +225,10 @@ class _Pulse:
             failed=failed,
             left=left,
         )
+
+
+def _leaves(beat: dict[str, Any] | None) -> bool:
+    return beat is not None and bool(beat["left"] or beat["failed"])
 
 
 def is_of_a_collective(error: BaseException) -> bool:
