@@ -120,16 +120,16 @@ class _Pulse:
 
     def leave(self) -> None:
         """Announce that this rank has finished, and stop watching; rank 0 waits until all others have."""
-        self._await_others(inf)  # or a verdict ends the process
+        self._await_others(inf, "left")  # or a verdict ends the process
         self._send_last(self._message(left=True))
 
-    def _await_others(self, seconds: float) -> None:
-        """On rank 0, which may host the store: wait until the others have said that they leave."""
+    def _await_others(self, seconds: float, *words: str) -> None:
+        """On rank 0, which may host the store: wait until the others have said one of `words`."""
         if self._lifelines is None or self._topology.rank > 0:
             return
         beats, deadline = self._lifelines.beats, time.monotonic() + seconds
         ranks = range(1, self._topology.world_size)
-        while time.monotonic() < deadline and not all(_leaves(beats.get(rank)) for rank in ranks):
+        while time.monotonic() < deadline and not all(_says(beats.get(rank), words) for rank in ranks):
             time.sleep(0.01)
 
     def _send_last(self, message: HeartbeatMessage) -> None:
@@ -139,7 +139,7 @@ class _Pulse:
         if self._lifelines:
             self._lifelines.beat(asdict(message))
             if message.failed:
-                self._await_others(_SAME)
+                self._await_others(_SAME, "left", "failed")
             self._lifelines.leave()
 
     def _lose(self, text: str) -> None:
@@ -164,7 +164,10 @@ class _Pulse:
                 self._sent, self._own = self._clock.seconds, self._message()
                 if self._lifelines:
                     self._lifelines.beat(asdict(self._own))
-            if (verdict := self._verdict()) and not self._over.wait(_SAME):
+            if verdict := self._verdict():
+                failed = any(message and message.failed for message in self._newest())
+                if self._over.wait(_SAME if failed else 0.0):
+                    break
                 if self._lifelines and self._topology.rank == 0:
                     self._lifelines.tell(verdict)  # which ends this process
                 else:
@@ -227,8 +230,8 @@ class _Pulse:
         )
 
 
-def _leaves(beat: dict[str, Any] | None) -> bool:
-    return beat is not None and bool(beat["left"] or beat["failed"])
+def _says(beat: dict[str, Any] | None, words: tuple[str, ...]) -> bool:
+    return beat is not None and any(beat[word] for word in words)
 
 
 def is_of_a_collective(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -320,4 +321,24 @@ def test_a_run_ends_with_the_launcher_that_keeps_its_store(ends: list[str]) -> N
         kept.clear()
         wait_until(lambda: ends)
     assert ends == ["error: the run's store is gone: the launcher that keeps it has ended"]
+    second.leave()
+
+
+def test_rank_0_does_not_end_well_beside_a_rank_that_fails(ends: list[str]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = two_ranks()
+    mark = {"doing": "saving", "marks": 1, "seconds": 0.0, "patient": False}
+    second.beat({"rank": 1, "host": "here", "count": 1, "left": False, "failed": "no space", **mark})
+
+    def work() -> None:
+        with heartbeat(store, Topology(0, 2, 0, 2), 6.0, "test", lifelines=first):
+            wait_until(lambda: 1 in first.beats)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    wait_until(lambda: ends)
+    assert ends == ["error: rank 1 [here] failed: no space"]
+    assert thread.is_alive()
+    first.beats[1]["left"] = True  # or this process would wait
+    thread.join()
     second.leave()
