@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,8 @@ def all_cases() -> list[Case]:
         Case("quantize_difference", "delta4", _quantize_difference, 4),
         Case("add_difference", "delta4, 2 messages", _add_difference, 4),
     ]
+    if find_spec("torchao"):
+        cases.append(Case("adamw_torchao", "8 bits, bf16 weights", _adamw_torchao, 4))
     for dtype in (torch.float32, torch.bfloat16):
         name = f"rotated4, {str(dtype).removeprefix('torch.')}"
         cases.append(Case("quantize_rotated", name, partial(_quantize_rotated, dtype=dtype), dtype.itemsize))
@@ -179,6 +182,16 @@ def _adamw_compact(ops: Operations, elements: int, device: torch.device) -> Buff
     tensors: tuple[Any, ...] = (corrections, gradient, *moments, upper, scalars, Rounding(step, 0))
     call = partial(ops.adamw_compact, *tensors, decayed=elements)
     return Buffers(gradient.nbytes + 2 * sum(each.nbytes for each in held if each is not None), call)
+
+
+def _adamw_torchao(ops: Operations, elements: int, device: torch.device) -> Buffers:
+    from torchao.optim import AdamW8bit
+
+    weights = torch.nn.Parameter(torch.randn(elements, device=device, dtype=torch.bfloat16))
+    weights.grad = torch.randn_like(weights)
+    optimizer = AdamW8bit([weights], lr=1e-4, bf16_stochastic_round=True)
+    blocks = elements // optimizer.block_size
+    return Buffers(3 * weights.nbytes + 2 * (2 * elements + 2 * 4 * blocks), optimizer.step)
 
 
 def _adamw_quantize(ops: Operations, elements: int, device: torch.device) -> Buffers:

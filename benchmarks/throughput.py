@@ -54,6 +54,11 @@ PARTS = {  # flags of pretrain_gpt.py; a run of ours is some of these, as "stage
     "fp8 delayed": ["--fp8", "--fp8-recipe", "delayed"],
     "fp8 codes": ["--fp8", "--fp8-recipe", "delayed", "--fp8-param-gather"],
     "fp8 output": ["--fp8-output-layer"],
+    "compact": [
+        *("--use-precision-aware-optimizer", "--main-params-dtype", "bf16+8"),
+        *("--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8"),
+    ],
+    "in backward": ["--optimizer-in-backward"],
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
     "selective": ["--recompute-activations"],
     "flex": ["--attention-backend", "flex"],

@@ -32,7 +32,7 @@ FORMS: dict[torch.dtype, Form] = {dtype: form for form, dtype in DTYPES.items()}
 STATE_BLOCK = 128
 SEED = 0x5EED_0F_AD
 NEAREST = 2048  # the draw that rounds to the nearest number
-_NEAREST_WEIGHT = 128
+NEAREST_WEIGHT = 128  # that of a weight
 _NAN_SCALE = 255
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
@@ -171,7 +171,7 @@ def decode(values: Tensor, scales: Tensor | None, *, second: bool) -> Tensor:
 
 def split_weights(weights: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights (n,) fp32 as bf16 and corrections, bytes; rounded to 24 bits, to nearest without draws."""
-    added: Tensor | int = _NEAREST_WEIGHT if draws is None else draws
+    added: Tensor | int = NEAREST_WEIGHT if draws is None else draws
     bits = torch.where(weights.isnan(), _NAN, _bits(weights) + added)
     upper = bits >> 8 & 0xFFFFFF
     return _to_int16(upper + 0x80 >> 8).view(torch.bfloat16), (upper & 0xFF).to(torch.uint8)

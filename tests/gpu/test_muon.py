@@ -70,6 +70,7 @@ def beside_products(topology: Topology) -> tuple[int, int]:
     return len(sent), len(beside)
 
 
+@pytest.mark.gpu_long  # alone on its GPUs: a host that is late launches products after their exchange
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_matrices_of_the_next_round_come_together_beside_products() -> None:
     for sent, beside in on_gpus(1, 2, beside_products):

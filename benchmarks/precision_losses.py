@@ -1,14 +1,16 @@
-"""Do 8-bit products cost loss? Pairs of runs with and without them.
+"""Do 8-bit products, or optimizer states in fewer bytes, cost loss? Pairs of runs with and without them.
 
-python benchmarks/fp8_losses.py --size 30m --pairs 16 --processes 4
-python benchmarks/fp8_losses.py --size 125m --pairs 1
-python benchmarks/fp8_losses.py --size 30m --pairs 4 --lr 2e-3 --name fp8_losses_30m_lr2e-3
+python benchmarks/precision_losses.py --size 30m --pairs 16 --processes 4
+python benchmarks/precision_losses.py --size 125m --pairs 1
+python benchmarks/precision_losses.py --size 30m --text build/corpus/tokens --micro-batch-size 32 \
+    --runs "bf16, nudged" "fp8 codes" compact "compact, to nearest"
 
 Runs of one seed have the same initial weights and the same samples, of real text with --text, else of a
 synthetic language (benchmarks/emulation/source.py), and are evaluated on the same held-out samples. The
 engine is the one that pretrain_gpt.py builds from the same flags. The gap of a run is its final loss above
 that of bf16 with the same seed, in percent: its mean over the pairs and the 95% interval of the mean
-(Student's t). GPUs do not repeat the sums of attention's backward: "bf16, again" says what that alone does.
+(Student's t). "bf16, nudged" has a learning rate that is one unit in the last place of fp32 larger, and says
+what rounding alone does. "compact, to nearest" draws no random bits: plain torch takes its optimizer steps.
 
 Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
 status is 75 where --limit-seconds ended the call, and 0 where all pairs are there. A result is only
@@ -22,9 +24,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
@@ -33,19 +39,28 @@ from benchmarks.contest.grid import visible_gpus
 from benchmarks.emulation.text import Text
 from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
-BASELINE = "bf16"
+if TYPE_CHECKING:
+    from megatron_zpp.ops.operations import Operations
+
+BASELINE, NUDGED, TO_NEAREST = "bf16", "bf16, nudged", "compact, to nearest"
 DELAYED = "--fp8 --fp8-recipe delayed"
+COMPACT = (
+    "--use-precision-aware-optimizer --main-params-dtype bf16+8 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
+)
 RUNS = {  # flags of pretrain_gpt.py
     BASELINE: "",
-    "bf16, again": "",
+    NUDGED: "",
     "fp8": "--fp8",
     "fp8 delayed": DELAYED,
     "fp8 codes": f"{DELAYED} --fp8-param-gather",
     "fp8 codes and output": f"{DELAYED} --fp8-param-gather --fp8-output-layer",
+    "compact": COMPACT,
+    TO_NEAREST: COMPACT,
 }
 # By size: layers, hidden size, heads, tokens of a sample, vocabulary, steps, samples of a step.
 SIZES = {
     "tiny": (2, 64, 2, 32, 256, 40, 8),
+    "10m": (5, 384, 6, 256, 4096, 1000, 16),
     "30m": (8, 512, 8, 256, 8192, 1000, 16),
     "60m": (8, 768, 12, 256, 8192, 1200, 16),
     "125m": (12, 768, 12, 1024, 32768, 2000, 16),
@@ -64,33 +79,39 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--micro-batch-size", type=int, help="samples of a step")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--eval-samples", type=int, default=512)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--extra", nargs="*", default=[], help="more flags of pretrain_gpt.py, as FLAG=VALUE")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="of this call")
-    parser.add_argument("--name", help="of the result; default fp8_losses_SIZE")
+    parser.add_argument("--name", help="of the result; default precision_losses_SIZE")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--runs-file", type=Path, help="default build/fp8_losses/NAME.jsonl")
+    parser.add_argument("--runs-file", type=Path, help="default build/precision_losses/NAME.jsonl")
     options = parser.parse_args(argv)
     for flag in ("pairs", "processes"):
         if getattr(options, flag) < 1:
             parser.error(f"--{flag} must be at least 1, got {getattr(options, flag)}")
     options.runs = list(dict.fromkeys([BASELINE, *options.runs]))
-    options.steps = options.steps or SIZES[options.size][5]
-    options.name = options.name or f"fp8_losses_{options.size}{'_text' if options.text else ''}"
+    *_, steps, samples = SIZES[options.size]
+    options.steps = options.steps or steps
+    options.micro_batch_size = options.micro_batch_size or samples
+    options.name = options.name or f"precision_losses_{options.size}{'_text' if options.text else ''}"
     return options
 
 
 def flags_of(settings: dict[str, Any], name: str, seed: int) -> list[str]:
     """The flags of pretrain_gpt.py that decide the bits of a run, beside its samples."""
-    layers, hidden, heads, tokens, vocab, _, samples = SIZES[settings["size"]]
+    layers, hidden, heads, tokens, vocab, *_ = SIZES[settings["size"]]
+    samples, rate = settings["micro_batch_size"], np.float32(settings["lr"])
+    if name == NUDGED:
+        rate = np.nextafter(rate, np.float32(1))
     if "text" in settings:
         vocab = settings["text"]["vocabulary"]
     flags = (
         f"--vocab-size {vocab} --num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
         f"--seq-length {tokens} --micro-batch-size {samples} --train-iters {settings['steps']} "
-        f"--lr {settings['lr']} --seed {seed} --device {settings['device']} "
+        f"--lr {float(rate)!r} --seed {seed} --device {settings['device']} "
         "--mock-data --tokenizer-type NullTokenizer --bf16 --min-lr 0 --lr-decay-style cosine "
         "--lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --attention-dropout 0 "
         "--hidden-dropout 0"
@@ -118,7 +139,8 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
 
     name, seed = job
     started, steps = time.perf_counter(), settings["steps"]
-    _, _, _, length, vocab, _, samples = SIZES[settings["size"]]
+    _, _, _, length, vocab, *_ = SIZES[settings["size"]]
+    samples = settings["micro_batch_size"]
     source: Text | Source
     if text is None:
         source = Source(vocab, length + 1)
@@ -126,7 +148,10 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
         source, vocab = Text(text, length + 1), settings["text"]["vocabulary"]
     torch._dynamo.reset()
     config, topology = parse_args(flags_of(settings, name, seed)), Topology()
-    engine = build_engine(config, vocab, prepare_device(config, topology), topology)
+    device = prepare_device(config, topology)
+    if name == TO_NEAREST and device.operations is not None:
+        device = replace(device, operations=rounding_to_nearest(device.operations))
+    engine = build_engine(config, vocab, device, topology)
     rate = LearningRate.from_config(
         config.learning_rate, samples=steps * samples, samples_per_iteration=samples
     )
@@ -152,6 +177,35 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
         "parameters": sum(each.numel for unit in engine.units for each in unit.layout.placements),
         "seconds": round(time.perf_counter() - started, 1),
     }
+
+
+def rounding_to_nearest(operations: "Operations") -> "Operations":
+    """The same, but plain torch takes the steps of compact states, all elements at a time, to nearest."""
+    import torch
+    from torch import Tensor
+
+    from megatron_zpp.ops import reference_compact
+    from megatron_zpp.ops.state_codes import NEAREST, NEAREST_WEIGHT, Draws, Rounding
+
+    def draws_of(rounding: Rounding, elements: slice) -> Draws:
+        numel = elements.stop - elements.start
+        moment, weight = (
+            torch.full((numel,), draw, device=rounding.step.device) for draw in (NEAREST, NEAREST_WEIGHT)
+        )
+        return Draws(moment, moment, weight)
+
+    class ToNearest(type(operations)):  # type: ignore[misc]
+        def _of(self, module: str) -> Any:
+            return reference_compact if module == "reference_compact" else super()._of(module)
+
+        def adamw_compact(self, *arguments: Any, **options: Any) -> None:
+            whole = patch.multiple(
+                reference_compact, draws_of=draws_of, tiles=lambda numel: [slice(0, numel)]
+            )
+            with whole:
+                super().adamw_compact(*arguments, **options)
+
+    return ToNearest(operations._kernels, compiled=operations.compiled)
 
 
 def prepare(device: str) -> None:
@@ -199,11 +253,12 @@ def main(argv: Sequence[str]) -> int:
     import torch  # noqa: F401  # for the names of GPUs in the result
 
     settings = {
-        name: getattr(options, name) for name in ("size", "steps", "lr", "eval_samples", "device", "extra")
+        name: getattr(options, name)
+        for name in ("size", "steps", "micro_batch_size", "lr", "eval_samples", "device", "extra")
     }
     if options.text:
         settings["text"] = Text.described(options.text)
-    path = options.runs_file or Path("build") / "fp8_losses" / f"{options.name}.jsonl"
+    path = options.runs_file or Path("build") / "precision_losses" / f"{options.name}.jsonl"
     campaign = PairedRuns(
         path=path,
         key=partial(key_of, settings),
@@ -216,7 +271,7 @@ def main(argv: Sequence[str]) -> int:
     )
     done = campaign.finished(lambda name: name in RUNS)
     if lost := loses_pairs(options.output / f"{options.name}.json", "runs", settings, done):
-        print(f"fp8_losses.py: error: {lost}", file=sys.stderr)
+        print(f"precision_losses.py: error: {lost}", file=sys.stderr)
         return 2
     jobs = [(name, seed) for seed in range(options.pairs) for name in options.runs]
     missing = [job for job in jobs if job not in done]
