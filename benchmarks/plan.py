@@ -11,7 +11,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import program_parser
-from benchmarks.plan_rows import Row, h200_rows, llama_rows, nvlink_rows, shape_rows, socket_rows
+from benchmarks.plan_rows import (
+    Row,
+    context_rows,
+    h200_rows,
+    llama_rows,
+    nvlink_rows,
+    shape_rows,
+    socket_rows,
+)
 from benchmarks.plan_tensor import tensor_rows
 
 
@@ -28,6 +36,7 @@ def tables() -> dict[str, list[str]]:
             for row in socket_rows()
         ],
         "other models": [f"| {row['shape']} | {_gib(row)} | {_ms(row)}" for row in shape_rows()],
+        "long samples": [f"| {row['run']} | {_gib(row)} | {_ms(row)}" for row in context_rows()],
         "Llama-3 8B": [f"| {row['run']} | {_gib(row)} | {_ms(row)}" for row in llama_rows()],
     }
 

@@ -141,6 +141,28 @@ def _llama_job(run: str, layers: int, gpus: int, micro_batches: int) -> Job:
     )
 
 
+def context_rows() -> list[Row]:
+    """Rows of long samples of 1.3B on H200s that share them; two of them fitted attention's time."""
+    rows = []
+    for measured, figures in figures_of("throughput_context").items():
+        length, gpus = 1024 * int(measured.split("k")[0]), len(figures["machine"]["gpus"])
+        given = figures["command"]
+        for run, figure in figures.items():
+            if not run.startswith("stage"):
+                continue
+            context, comm_type = (2, run.split()[-1]) if "context" in run else (1, "auto")
+            kind = "rope" if "embedding-type=rope" in given else "learned_absolute"
+            model = _measured_model(seq_length=length, position_embedding_type=kind)
+            job = job_of(model, GPU_VOCAB, {"zero_stage": 2}, 1, 1 if "256k" in measured else gpus, 1)
+            job = replace(job, context=context, comm_type=comm_type)
+            if "--recompute" in given:
+                full: Row = {"recompute_granularity": "full", "recompute_method": "uniform"}
+                full["recompute_offload"] = "recompute-offload" in given
+                job = replace(job, recompute=RecomputeConfig(**full))
+            rows.append(row_of(job, h200(), figure, run=f"{measured}: {run}"))
+    return rows
+
+
 def socket_rows() -> list[Row]:
     """Rows of steps between nodes with one GPU per rank: memory, and time by the rates of NCCL's sockets.
 
@@ -215,8 +237,9 @@ def _sockets(rounds: list[Row], share: float) -> Machine:
     return replace(h100(share), gather=rate("all_gather"), exchange=together, link=together)
 
 
-def _measured_model(preset: str = "1.3b") -> ModelConfig:
-    return ModelConfig(model_preset=preset, seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
+def _measured_model(preset: str = "1.3b", **changes: Any) -> ModelConfig:
+    shape = {"seq_length": 1024, "hidden_dropout": 0.0, "attention_dropout": 0.0} | changes
+    return ModelConfig(model_preset=preset, **shape)
 
 
 def counted_otherwise(job: Job) -> int:

@@ -182,7 +182,6 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
 def rounding_to_nearest(operations: "Operations") -> "Operations":
     """The same, but plain torch takes the steps of compact states, all elements at a time, to nearest."""
     import torch
-    from torch import Tensor
 
     from megatron_zpp.ops import reference_compact
     from megatron_zpp.ops.state_codes import NEAREST, NEAREST_WEIGHT, Draws, Rounding

@@ -31,7 +31,7 @@ from megatron_zpp.model.context.sharing import context_kernel
 from megatron_zpp.model.flops import attended_tokens, layer_matrices
 from megatron_zpp.model.recomputation import mlps_again, segments
 from megatron_zpp.model.shape import layer_shape
-from megatron_zpp.plan.hardware import Machine
+from megatron_zpp.plan.hardware import ATTENTION_CHANNELS, ATTENTION_MARGIN, ATTENTION_RATE, Machine
 from megatron_zpp.plan.job import Job, UnconnectedGroup
 
 _STATISTICS = 3 * 4  # bytes per token: fp32 maximum, sum of exponentials, target's logit
@@ -182,6 +182,16 @@ def _products(job: Job, machine: Machine, forward: bool) -> float:
 
 def _scores(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of attention to the keys of other context ranks in one forward or backward."""
-    width, others = layer_shape(job.model).output.inputs, 1 - 1 / job.context
-    flops = (4.0 if forward else 8.0) * width * attended_tokens(job.model) * others
+    flops = (1 if forward else 2) * attention_flops(job) * (1 - 1 / job.context)
     return job.tokens * flops / job.tensor / machine.flops
+
+
+def attention_flops(job: Job, *, counted: bool = False) -> float:
+    """FLOPs per token of a forward's attention: as many as take its time, or `counted` as PaLM does."""
+    model, length = job.model, job.model.seq_length
+    tokens = float(attended_tokens(model))
+    if not counted:
+        windows = (min(window or length, length) for window in model.layer_windows)
+        computed = sum(window - window**2 / (2 * length) + ATTENTION_MARGIN for window in windows)
+        tokens = computed * (1 + ATTENTION_CHANNELS / model.kv_channels) / ATTENTION_RATE
+    return 4.0 * layer_shape(model).output.inputs * tokens

@@ -21,6 +21,11 @@ TENSOR_SLOWDOWN = 1.12
 FP8_PRODUCTS, FP8_CASTS, FP8_DELAYED_CASTS = 0.50, 770, 340
 # The same of the output layer with --fp8-output-layer. Fitted to a step of one H100 at 1.3B.
 FP8_OUTPUT = 0.60
+# Attention's kernels compute the scores that a mask leaves, and of each token 330 more for edges and the
+# start, at 1.23 of the rate of matrices. A score's exponential takes as long as 64 more channels of its head.
+# So 1,024 tokens with heads of 128 take as long as the whole square, which PaLM counts. Fitted to steps of
+# 1.3B with 32k and 128k tokens on two H200s (docs/internals/planner.md).
+ATTENTION_RATE, ATTENTION_MARGIN, ATTENTION_CHANNELS = 1.23, 330, 64
 FP8_NARROWEST = 1024  # hidden size; narrower layers are planned like these: nothing was measured below 2,048
 CPU_BYTES_PER_SECOND = 55e9  # that AdamW of one rank reads and writes in CPU memory
 
@@ -43,8 +48,8 @@ class Gpu:
 
 
 GPUS = {
-    "h100": Gpu("H100", (9, 0), 79.0, 3.35e12, 450e9, 0.67, "measured: 0.64 at 1.3B, 0.70 at 6.7B"),
-    "h200": Gpu("H200", (9, 0), 139.0, 4.8e12, 450e9, 0.64, "measured: 0.63 at 1.3B, 0.71 at 8B"),
+    "h100": Gpu("H100", (9, 0), 79.0, 3.35e12, 450e9, 0.67, "measured: 0.64 at 1.3B, 0.69 at 6.7B"),
+    "h200": Gpu("H200", (9, 0), 139.0, 4.8e12, 450e9, 0.64, "measured: 0.63 at 1.3B, 0.66 at 8B"),
     "a100": Gpu("A100", (8, 0), 79.0, 2.04e12, 300e9, 0.5, "not measured; arXiv 2104.04473: 0.44 to 0.52"),
     "v100": Gpu("V100", (7, 0), 31.7, 0.9e12, 150e9, 0.32, "not measured; arXiv 2101.06840: 40 TFLOP/s"),
 }

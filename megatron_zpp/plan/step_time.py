@@ -3,8 +3,9 @@
 A pass is a forward or a backward of one micro-batch.
 
     compute   PaLM's FLOPs, one third in the forward and two in the backward, and those of the recomputation,
-              over the share of the peak that is reached; a little longer beside transfers. Those of layers'
-              products, and perhaps of the output layer's, take less time in 8 bits. Each product reads its
+              over the share of the peak that is reached; a little longer beside transfers. Of attention they
+              are those of what its mask leaves, more slowly. Those of layers' products, and perhaps of the
+              output layer's, take less time in 8 bits. Each product reads its
               weights, and their gradients are written, which takes longer than the FLOPs of a few hundred
               tokens: the two hide each other, as the root of the sum of their squares
     kernels   memory traffic that these FLOPs do not cover, over the rate that kernels reach: messages decoded
@@ -30,9 +31,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zpp.exchange.route import SentBytes, plain
-from megatron_zpp.model.flops import attended_tokens, layer_matrices
-from megatron_zpp.model.shape import layer_shape
+from megatron_zpp.model.flops import layer_matrices
 from megatron_zpp.plan.exchanges import (
+    attention_flops,
     exchanged,
     exchanged_bytes,
     recomputed_layers,
@@ -127,6 +128,7 @@ def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
     third = job.flops_per_token / 3
     flops = third if forward else 2 * third + _recomputed_flops(job)
     flops -= (1 - product_time(job)) * 2.0 * _read_matrices(job, forward)
+    flops -= (1 if forward else 2) * (attention_flops(job, counted=True) - attention_flops(job))
     if job.precision.fp8_output_layer:
         logits = 2.0 * job.model.hidden_size * job.padded_vocab_size  # a product
         flops -= (1 - FP8_OUTPUT) * logits * (1 if forward else 2)
@@ -177,12 +179,10 @@ def _recomputed_flops(job: Job) -> float:
     """FLOPs per token of recomputed layers, MLPs and logits, and with `selective` of attention's scores."""
     model = job.model
     logits = 0.0 if job.zero.zero_table_rows is None else 2.0 * model.hidden_size * job.padded_vocab_size
-    attended = attended_tokens(model) / model.num_layers
-    scores = 4.0 * layer_shape(model).output.inputs * attended
-    again = 2.0 * recomputed_matrices(job)
+    scores, again = attention_flops(job), 2.0 * recomputed_matrices(job)
     if job.recompute.recompute_granularity == "selective":
-        return logits + again + model.num_layers * scores
-    return logits + again + recomputed_layers(job) * scores
+        return logits + again + scores
+    return logits + again + recomputed_layers(job) / model.num_layers * scores
 
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:

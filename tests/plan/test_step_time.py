@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 
 from benchmarks.common import RESULTS
-from benchmarks.plan_rows import h200, h200_rows, nvlink_rows, socket_rows
+from benchmarks.plan_rows import context_rows, h200, h200_rows, nvlink_rows, socket_rows
 from benchmarks.plan_tensor import fitted_slowdown, tensor_rows
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.plan.exchanges import waiting_seconds
-from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine, machine
+from megatron_zpp.plan.hardware import (
+    ATTENTION_CHANNELS,
+    ATTENTION_MARGIN,
+    ATTENTION_RATE,
+    TENSOR_SLOWDOWN,
+    Machine,
+    machine,
+)
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import StepTime, compute_seconds, step_time
@@ -38,13 +45,15 @@ def timed(machine: Machine, zero: dict | None = None, **more: object) -> StepTim
 
 
 def test_without_links_and_memory_a_step_is_its_flops() -> None:
-    """On one GPU: PaLM's 6 N + 12 L H T per token; recomputation adds the forward of the layers."""
+    """On one GPU: 6 N per token, and attention to the tokens before it; recomputation adds a forward."""
     one = timed(GPU, {"zero_stage": 0}, nodes=1, local=1)
-    layers = 12 * 12 * 1024**2
-    flops = 4 * 512 * 2 * (6 * (layers + 1024 * 1024) + 12 * 12 * 1024 * 512)
+    layers, channels = 12 * 12 * 1024**2, 1024 / 16
+    attended = (512 / 2 + ATTENTION_MARGIN) * (1 + ATTENTION_CHANNELS / channels) / ATTENTION_RATE
+    scores = 4 * 12 * 1024 * attended
+    flops = 4 * 512 * 2 * (6 * (layers + 1024 * 1024) + 3 * scores)
     assert one.seconds == pytest.approx(flops / 5e14, rel=0.01)
     again = timed(GPU, {"zero_stage": 0}, nodes=1, local=1, recompute=FULL)
-    matrices = 4 * 512 * 2 * (2 * layers + 4 * 12 * 1024 * 512)
+    matrices = 4 * 512 * 2 * (2 * layers + scores)
     assert again.seconds - one.seconds == pytest.approx(matrices / 5e14, rel=1e-6)
     assert again.forward == one.forward
 
@@ -136,21 +145,29 @@ def test_measured_steps_of_a_llama_are_predicted(size: str, samples: int, length
 
 
 def test_measured_runs_of_two_h100s_are_predicted() -> None:
-    """Memory within 1%, time within 4%; PaLM counts the square of attention, too much for 65,536 tokens."""
+    """Memory within 1%, time within 4%; of 65,536 tokens, by attention's rate on H200s, within 8%."""
     assert fitted_slowdown() == TENSOR_SLOWDOWN
     rows = tensor_rows()
     assert len(rows) == 6
     for row in rows:
         assert row["gib"] == pytest.approx(row["measured_gib"], rel=0.01), row
-        if "65,536" in row["run"]:
-            assert 1 < row["milliseconds"] / row["measured_ms"] < 1.35, row
-        else:
-            assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.04), row
+        within = 0.08 if "65,536" in row["run"] else 0.04
+        assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=within), row
     assert [row["run"] for row in rows if not row["fitted"]] == [
         "T = 2, exchanges by NCCL",
         "T = 2, 1.3B, 65,536 tokens",
         "ZeRO-3",
     ]
+
+
+def test_measured_steps_of_long_samples_are_predicted() -> None:
+    """Memory within 5%; time within 11%, but of runs of one step, whose start counts."""
+    rows = context_rows()
+    assert len(rows) == 7
+    for row in rows:
+        assert row["gib"] == pytest.approx(row["measured_gib"], rel=0.05), row
+        if row["run"].startswith(("32k", "128k")):
+            assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.11), row
 
 
 @pytest.mark.parametrize("size", [2, 8])
