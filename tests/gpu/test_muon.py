@@ -39,8 +39,11 @@ def test_what_four_bits_lose_of_gradients_arrives_later() -> None:
 
 
 def beside_products(topology: Topology) -> tuple[int, int]:
-    """Exchanges of matrices in a step of four rounds, and how many of them run beside other kernels."""
-    model = ModelConfig(num_layers=4, hidden_size=2048, num_attention_heads=16, seq_length=64)
+    """Exchanges of matrices in a step of four rounds, and how many of them run beside other kernels.
+
+    Products of matrices of this width take longer than the host needs to launch them.
+    """
+    model = ModelConfig(num_layers=4, hidden_size=4096, num_attention_heads=32, seq_length=64)
     optimizer = OptimizerConfig(optimizer="muon", weight_decay=0.1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(whole_matrices, "_LEAST", 1)
