@@ -180,7 +180,7 @@ void state(const char* op, const char* name, const at::Tensor& values, const cha
 Rounding rounding(const char* op, int64_t seed, int64_t unit, int64_t first, const float* step) {
   TORCH_CHECK_VALUE(first >= 0 && first % kStateBlock == 0, op, ": first must be a multiple of ", text(kStateBlock),
                     ", got ", text(first));
-  return {philox_keys(uint64_t(seed)), uint32_t(unit), uint64_t(first), step};
+  return {philox_keys(uint64_t(seed)), uint32_t(unit), uint64_t(first) / kStateBlock, step};
 }
 
 void adamw_scalars(const char* op, const at::Tensor& master, at::TensorList device_scalars,

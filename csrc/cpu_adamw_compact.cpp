@@ -139,13 +139,14 @@ void step_blocks(const AdamwCompact& op, const CompactFactors& factors, uint32_t
     Second::load(op.exp_avg_sq, block, squares);
     load_weights(op, start, weights);
     for (int i = 0; i < kBlock; i += 4) {
-      const Random8 drawn = draws_of(op.rounding, step, uint64_t(start + i) / 4);
+      const Random8 drawn = draws_of(op.rounding, step, uint32_t(block), uint32_t(i / 4));
       std::copy_n(drawn.word, 4, draws + i);
     }
     for (int i = 0; i < kBlock; ++i) {
-      const AdamwState after = compact_step({weights[i], averages[i], squares[i]}, to_float(gradient[i]),
-                                            start + i < op.decayed, constants, factors);
-      weights[i] = after.weight;
+      const AdamwState kept = {weights[i], constants.beta1 * averages[i], constants.beta2 * squares[i]};
+      const AdamwState after =
+          compact_moments(kept, to_float(gradient[i]), start + i < op.decayed, constants, factors);
+      weights[i] = compact_weight(after, sqrtf(after.average_square), factors);
       averages[i] = after.average;
       squares[i] = after.average_square;
     }

@@ -221,7 +221,8 @@ __device__ __forceinline__ float computed_once(float x) {
   return x;
 }
 
-// Roots and quotients as sqrtf and / round them, for numbers from 2^-60 to 2^60: without the branches that others need.
+// Roots of numbers from 2^-100 to 2^100 and quotients of numbers from 2^-60 to 2^60, as sqrtf and / round them: the same
+// instructions, without the branches that other numbers need.
 struct Root {
   float root, inverse;  // the inverse is approximate
 
@@ -242,9 +243,8 @@ __device__ __forceinline__ float quotient_of(float x, float y) {
   float near;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(y));
   const float inverse = fmaf(fmaf(-y, near, 1.f), near, near);
-  const float first = x * inverse;
-  const float second = fmaf(fmaf(-y, first, x), inverse, first);
-  return fmaf(fmaf(-y, second, x), inverse, second);
+  const float quotient = x * inverse;
+  return fmaf(fmaf(-y, quotient, x), inverse, quotient);
 #else
   return x / y;
 #endif

@@ -39,21 +39,26 @@ struct Draw {
 struct Rounding {
   PhiloxKeys keys;
   uint32_t unit;
-  uint64_t first;     // number of the first element, a multiple of 128
+  uint64_t first;     // number of the first block
   const float* step;  // on the device of the states
 };
 
-// The draws of the elements from 4 * `quad` of the states on.
-ZPP_HOST_DEVICE Random8 draws_of(const Rounding& rounding, uint32_t step, uint64_t quad) {
-  const uint64_t counter = rounding.first / 4 + quad;
-  return philox(uint32_t(counter), uint32_t(counter >> 32), rounding.unit, step, rounding.keys);
+// The draws of the elements from 4 * `quad` of a block of the states on.
+ZPP_HOST_DEVICE Random8 draws_of(const Rounding& rounding, uint32_t step, uint32_t block, uint32_t quad) {
+  const uint64_t counter = (rounding.first + block) * (kStateBlock / 4);
+  return philox(uint32_t(counter) | quad, uint32_t(counter >> 32), rounding.unit, step, rounding.keys);
 }
 
-// Adds a random share of the `DROPPED` low bits, of which 12 bits are drawn, and drops these bits. The share is never
-// all of it, and for bits that are 0 it changes nothing.
+// Adds a random share of the `DROPPED` low bits, of which 12 bits are drawn. The share is never all of it, and for bits
+// that are 0 it changes no other bits.
+template <int DROPPED>
+ZPP_HOST_DEVICE uint32_t raised_bits(uint32_t bits, uint32_t draw) {
+  return bits + ((2 * draw + 1) << (DROPPED - 13));
+}
+
 template <int DROPPED>
 ZPP_HOST_DEVICE uint32_t rounded_bits(uint32_t bits, uint32_t draw) {
-  return (bits + ((2 * draw + 1) << (DROPPED - 13))) >> DROPPED;
+  return raised_bits<DROPPED>(bits, draw) >> DROPPED;
 }
 
 ZPP_HOST_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
@@ -171,15 +176,19 @@ ZPP_HOST_DEVICE CompactFactors compact_factors(const AdamwConstants& c, float di
   return {k.inverse_divisor, k.rate * k.root2, c.eps * k.root2};
 }
 
-// adamw_step with the bias correction of the second moment in the factors.
-ZPP_HOST_DEVICE AdamwState compact_step(AdamwState s, float gradient, bool decays, const AdamwConstants& c,
-                                        const CompactFactors& k) {
+// adamw_step with the bias correction of the second moment in the factors: the new moments, and the weight before the
+// update. `kept` are the weight and what is kept of the moments: beta * moment.
+ZPP_HOST_DEVICE AdamwState compact_moments(AdamwState kept, float gradient, bool decays, const AdamwConstants& c,
+                                           const CompactFactors& k) {
   const float g = gradient * k.inverse_divisor;
-  const float decayed = s.weight - c.decay * s.weight;
-  const float weight = decays ? decayed : s.weight;
-  const float average = c.beta1 * s.average + c.one_minus_beta1 * g;
-  const float average_square = c.beta2 * s.average_square + c.one_minus_beta2 * (g * g);
-  return {weight - k.rate * (average / (sqrtf(average_square) + k.eps)), average, average_square};
+  const float decayed = kept.weight - c.decay * kept.weight;
+  return {decays ? decayed : kept.weight, kept.average + c.one_minus_beta1 * g,
+          kept.average_square + c.one_minus_beta2 * (g * g)};
+}
+
+// The new weight; `root` is that of the second moment.
+ZPP_HOST_DEVICE float compact_weight(const AdamwState& s, float root, const CompactFactors& k) {
+  return s.weight - k.rate * (s.average / (root + k.eps));
 }
 
 // ---- weights: bf16 and a byte ----
@@ -197,7 +206,7 @@ ZPP_HOST_DEVICE SplitWeight split_weight(float weight, uint32_t draw) {
 }
 
 ZPP_HOST_DEVICE float joined_weight(SplitWeight split) {
-  return float_of(((split.bf16 - (split.correction >> 7)) << 16) | split.correction << 8);
+  return float_of((split.bf16 << 16) + uint32_t(int8_t(split.correction)) * 256);
 }
 
 }  // namespace megatron_zpp

@@ -71,7 +71,7 @@ class AdamWStep:
 
 
 class CompactStep(AdamWStep):
-    """The step on states in fewer bytes, with one division per element: `compact_step` of csrc/."""
+    """The step on states in fewer bytes, with one division per element: `compact_weight` of csrc/."""
 
     def __init__(self, scalars: AdamWScalars) -> None:
         super().__init__(scalars)
