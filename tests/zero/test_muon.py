@@ -278,6 +278,27 @@ def test_what_is_no_matrix_is_trained_by_adamw() -> None:
         assert with_muon == alone
 
 
+def with_codes(topology: Topology) -> list[Any]:
+    """Weights with and without codes in messages, of which the compute reads those that are not sent."""
+    found, some = list[Any](), {name: rows for name, rows in ROWS.items() if name.startswith("first")}
+    for zero in ({"zero_quantized_weights": True}, {}):
+        settings = {"zero": zero | {"zero_stage": 2}, "operations": operations(), "matrices": some}
+        engine = engine_of(topology, precision=PrecisionConfig(bf16=True), **settings)
+        train(engine, range(2))
+        found.append({name: weight.tolist() for name, weight in weights_of(engine).items()})
+        held = [unit for unit in engine.units if not unit.plan.first]
+        found.append([torch.equal(unit.full, unit.master.bfloat16()) for unit in held])
+        engine.close()
+    return found
+
+
+def test_what_each_node_holds_by_itself_is_no_message() -> None:
+    """On nodes of one rank, where no weights of a unit with matrices are sent, and codes of the other."""
+    for coded, are_weights, plain, _ in on_ranks(2, with_codes, ranks_per_node=1):
+        assert coded == plain
+        assert are_weights == [True]
+
+
 def total_owed(states: dict[str, dict[str, list]]) -> dict[str, Tensor]:
     """What messages of all ranks have lost so far, by parameter."""
     kinds = [kind for kind in states if "residual" in kind]
