@@ -23,6 +23,7 @@ from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import Layout, Placement
 from megatron_zpp.zero import muon, whole_matrices
+from megatron_zpp.zero import newton_schulz as newton_schulz_steps
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.whole_matrices import Round, balanced, matrices_of, rounds
 from tests.checkpoint.saving import TOKENIZER, save
@@ -244,6 +245,15 @@ def test_matrices_of_the_next_round_come_together_while_a_round_is_worked_on() -
 def check(rank: dict[str, list], weights: dict[str, Tensor], changes: dict[str, Tensor]) -> None:
     for name, weight in weights.items():
         assert (torch.tensor(rank[name]) - weight).norm() < 1e-5 * changes[name].norm(), name
+
+
+def test_steps_without_coefficients_are_refused() -> None:
+    for kind, given in newton_schulz_steps.COEFFICIENTS.items():
+        OptimizerConfig(optimizer="muon", muon_coefficient_type=kind, muon_num_ns_steps=len(given))
+        said = f"--muon-num-ns-steps 3: must be .* {len(given)} with --muon-coefficient-type {kind}"
+        if len(given) > 1:
+            with pytest.raises(ValueError, match=said):
+                OptimizerConfig(optimizer="muon", muon_coefficient_type=kind, muon_num_ns_steps=3)
 
 
 def test_in_bf16_singular_values_of_an_update_are_near_one() -> None:
