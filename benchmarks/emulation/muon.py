@@ -69,7 +69,7 @@ class Muon:
 def orthogonalised(x: Tensor, settings: MuonSettings, dtype: torch.dtype) -> Tensor:
     """U · S' · Vᵀ (N, rows, columns) fp32 of matrices x = U · S · Vᵀ; S' lies around 1. Computes in `dtype`.
 
-    Raises ValueError if the steps are not a multiple of the coefficients.
+    The steps must be a multiple of the coefficients.
     """
     y = x.to(dtype, copy=True)
     orthogonalize_(y, coefficients(settings.coefficient_type, settings.num_ns_steps))

@@ -174,7 +174,7 @@ class DataConfig(Options):
                 f"{flag} {value}: no effect: --mock-data reads no files" for flag, value in given if value
             )
         text = any(is_text(path) for _, path in self.sources())
-        if self.data_cache_path is None or self.dataset_order == "megatron" or text:
+        if self.data_cache_path is None or self.dataset_order == "megatron" or self.packs or text:
             return ()
         return (
             f"--data-cache-path {self.data_cache_path}: no effect: --dataset-order windows caches nothing",

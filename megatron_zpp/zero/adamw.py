@@ -112,7 +112,8 @@ class KernelAdamW:
         """See UpdateRule."""
         (exp_avg, exp_avg_sq), gather_source, decayed = shard.states, shard.gather_source, shard.decayed
         states = shard.master, gradient, exp_avg, exp_avg_sq
-        if self._quant_format is None or gather_source is None:
+        # A unit of which nothing is sent has weights there, whatever others have.
+        if self._quant_format is None or gather_source is None or gather_source.dtype != torch.uint8:
             self._operations.adamw(*states, gather_source, scalars, decayed=decayed)
             return
         self._operations.adamw_quantize(*states, gather_source, self._quant_format, scalars, decayed=decayed)

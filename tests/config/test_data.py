@@ -1,6 +1,7 @@
 """Which data flags go together."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -105,3 +106,9 @@ def test_weights_belong_to_the_prefix_after_them():
     assert weighted_prefixes("--data-path", ("1", "a", "2.5", "b")) == ((1.0, "a"), (2.5, "b"))
     assert weighted_prefixes("--data-path", ("a", "b")) == ((None, "a"), (None, "b"))
     assert weighted_prefixes("--data-path", ()) == ()
+
+
+def test_a_cache_has_an_effect_where_samples_are_packed() -> None:
+    windows = DataConfig(data_path=("x",), data_cache_path="z")
+    assert "no effect" in windows.without_effect()[0]
+    assert not replace(windows, dataset_packing="best-fit").without_effect()

@@ -2,7 +2,12 @@
 
 import re
 
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train.setup.build_engine import build_engine
+from megatron_zpp.train.setup.device import prepare_device
 from tests.support import pretrain
+from tests.train.conftest import BYTES, TINY
 
 
 def test_a_dry_run_plans_blocks() -> None:
@@ -18,3 +23,14 @@ def test_a_dry_run_plans_blocks() -> None:
         for done in (whole, blocks)
     )
     assert after < 0.3 * before
+
+
+def test_blocks_have_the_decoupled_rate_beside_muon() -> None:
+    """As all other parameters have that Muon does not train."""
+    line = "--mock-data --train-iters 1 --device cpu --optimizer muon --decoupled-lr 1e-3".split()
+    line += ["--zero-table-rows", "64", "--untie-embeddings-and-output-weights"]
+    config = parse_args([*BYTES, *TINY, *line])
+    engine = build_engine(config, 257, prepare_device(config, Topology()), Topology())
+    for unit in engine.units:
+        for placement in unit.layout.placements:
+            assert placement.decoupled != bool(placement.matrices), placement.name

@@ -23,6 +23,7 @@ from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import Layout, Placement
 from megatron_zpp.zero import muon, whole_matrices
+from megatron_zpp.zero import newton_schulz as newton_schulz_steps
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.whole_matrices import Round, balanced, matrices_of, rounds
 from tests.checkpoint.saving import TOKENIZER, save
@@ -246,6 +247,15 @@ def check(rank: dict[str, list], weights: dict[str, Tensor], changes: dict[str, 
         assert (torch.tensor(rank[name]) - weight).norm() < 1e-5 * changes[name].norm(), name
 
 
+def test_steps_without_coefficients_are_refused() -> None:
+    for kind, given in newton_schulz_steps.COEFFICIENTS.items():
+        OptimizerConfig(optimizer="muon", muon_coefficient_type=kind, muon_num_ns_steps=len(given))
+        said = f"--muon-num-ns-steps 3: must be .* {len(given)} with --muon-coefficient-type {kind}"
+        if len(given) > 1:
+            with pytest.raises(ValueError, match=said):
+                OptimizerConfig(optimizer="muon", muon_coefficient_type=kind, muon_num_ns_steps=3)
+
+
 def test_in_bf16_singular_values_of_an_update_are_near_one() -> None:
     """All but those that are tiny in the gradient, which five steps do not bring so far."""
     engine = engine_of(Topology(), {}, PrecisionConfig(bf16=True))
@@ -276,6 +286,27 @@ def other_optimizer(topology: Topology) -> dict[str, list]:
 def test_what_is_no_matrix_is_trained_by_adamw() -> None:
     for with_muon, alone in on_ranks(2, other_optimizer):
         assert with_muon == alone
+
+
+def with_codes(topology: Topology) -> list[Any]:
+    """Weights with and without codes in messages, of which the compute reads those that are not sent."""
+    found, some = list[Any](), {name: rows for name, rows in ROWS.items() if name.startswith("first")}
+    for zero in ({"zero_quantized_weights": True}, {}):
+        settings = {"zero": zero | {"zero_stage": 2}, "operations": operations(), "matrices": some}
+        engine = engine_of(topology, precision=PrecisionConfig(bf16=True), **settings)
+        train(engine, range(2))
+        found.append({name: weight.tolist() for name, weight in weights_of(engine).items()})
+        held = [unit for unit in engine.units if not unit.plan.first]
+        found.append([torch.equal(unit.full, unit.master.bfloat16()) for unit in held])
+        engine.close()
+    return found
+
+
+def test_what_each_node_holds_by_itself_is_no_message() -> None:
+    """On nodes of one rank, where no weights of a unit with matrices are sent, and codes of the other."""
+    for coded, are_weights, plain, _ in on_ranks(2, with_codes, ranks_per_node=1):
+        assert coded == plain
+        assert are_weights == [True]
 
 
 def total_owed(states: dict[str, dict[str, list]]) -> dict[str, Tensor]:

@@ -71,10 +71,11 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         from megatron_zpp.model.parallel.layers import splits_of
 
         share = replace(share, group=group, splits=splits_of(model.units()))
-    matrices, decoupled = trained_matrices(config.model, config.optimizer), tuple[str, ...]()
+    matrices, decoupled = trained_matrices(config.model, config.optimizer), set[str]()
     if config.learning_rate.decoupled_lr is not None:
-        others = [name for name, _ in model.named_parameters() if name not in matrices]
-        decoupled = tuple(others) if matrices else decoupled_of(config.model)
+        parameters = ((unit, path) for unit, module in model.units() for path, _ in module.named_parameters())
+        others = {f"{unit}.{path}" for unit, path in parameters} - matrices.keys()
+        decoupled = others if matrices else set(decoupled_of(config.model))
     return ZeroEngine(
         model,
         mesh,
