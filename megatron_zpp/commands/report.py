@@ -126,7 +126,7 @@ def memory_rows(job: Job, records: Records) -> list[Comparison]:
         Comparison(name, _gib(getattr(planned, part)), "")
         for part, name in (
             ("weights", "weights, as they compute and are sent"),
-            ("optimizer", "fp32 weights and AdamW's moments"),
+            ("optimizer", "master weights and moments"),
             ("buffers", "buffers of gathers and reductions"),
             ("zeropp", "secondary shards, references"),
             ("gradients", "gradients, at the optimizer's step"),
