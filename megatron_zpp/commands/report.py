@@ -23,6 +23,7 @@ from megatron_zpp.config.options import (
     parse_options,
 )
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.sources.settings_file import not_implied
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.exchanges import ledgers_of
 from megatron_zpp.plan.job import Job
@@ -112,10 +113,10 @@ def settings_of(config: Config) -> list[Setting]:
     settings = []
     for part in dataclasses.fields(config):
         options: Any = getattr(config, part.name)
+        given = not_implied(options)
         for field in dataclasses.fields(options):
             value = getattr(options, field.name)
-            default = None if field.default is dataclasses.MISSING else field.default
-            settings.append(Setting(part.name, flag_of(field), _shown(value), value != default))
+            settings.append(Setting(part.name, flag_of(field), _shown(value), field.name in given))
     return settings
 
 
@@ -126,7 +127,7 @@ def memory_rows(job: Job, records: Records) -> list[Comparison]:
         Comparison(name, _gib(getattr(planned, part)), "")
         for part, name in (
             ("weights", "weights, as they compute and are sent"),
-            ("optimizer", "fp32 weights and AdamW's moments"),
+            ("optimizer", "master weights and moments"),
             ("buffers", "buffers of gathers and reductions"),
             ("zeropp", "secondary shards, references"),
             ("gradients", "gradients, at the optimizer's step"),

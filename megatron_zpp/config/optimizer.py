@@ -116,6 +116,14 @@ class OptimizerConfig(Options):
         forms = self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype
         return any(form != "fp32" for form in forms)
 
+    def describe(self) -> str:
+        """Return what is not AdamW on states in fp32, for the first lines of the log; empty if nothing is."""
+        parts = ["Muon for the matrices of layers, AdamW for the rest"] if self.optimizer == "muon" else []
+        if self.compact:
+            forms = f"{self.exp_avg_dtype} and {self.exp_avg_sq_dtype}"
+            parts.append(f"master weights in {self.main_params_dtype}, moments in {forms}")
+        return "; ".join(parts)
+
     @property
     def forms_of_moments(self) -> dict[str, str]:
         """The formats of AdamW's moments that are not fp32, by the moments' names in checkpoints."""

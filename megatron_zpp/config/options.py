@@ -102,6 +102,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            _check_choice(field, getattr(self, field.name))
             _check_bounds(field, getattr(self, field.name))
         self.check()
         for field in dataclasses.fields(self):
@@ -339,6 +340,19 @@ def _metavar(hint: Any, name: str) -> str:
     """Return N for whole numbers, X for other numbers, else the last word of the name in capitals."""
     (hint, *_) = typing.get_args(hint) or (hint,)
     return {int: "N", float: "X"}.get(hint) or name.rsplit("_", 1)[-1].upper()
+
+
+def choices(hint: Any) -> tuple[Any, ...]:
+    """Return the values that a field of a type accepts; without a Literal none."""
+    literals = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is typing.Literal]
+    return typing.get_args(literals[0]) if literals else ()
+
+
+def _check_choice(field: dataclasses.Field, value: object) -> None:
+    """Refuse what no command line could give: Python code makes configurations too."""
+    known = choices(field.type)
+    if known and value not in (*known, field.default):
+        raise option_error(flag_of(field), value, f"must be {' or '.join(map(str, known))}")
 
 
 def _check_bounds(field: dataclasses.Field, value: object) -> None:

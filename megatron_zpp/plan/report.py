@@ -23,7 +23,7 @@ from megatron_zpp.plan.step_time import overlap_slowdown, product_time
 
 _PARTS = {
     "weights": "weights, as they compute and are sent",
-    "optimizer": "master weights and AdamW's moments",
+    "optimizer": "master weights and moments",
     "buffers": "buffers of gathers and reductions",
     "zeropp": "secondary shards, references",
     "gradients": "gradients, at the optimizer's step",
@@ -242,5 +242,6 @@ def _limits(jobs: list[Job], gpu: Gpu) -> Iterator[str]:
     kept = "" if job.may_resize else "other micro-batches (they change the numerics of this run), "
     yield (
         f"never tried: {kept}another batch, --zero-prefetch-units, groups of a part of a node, "
-        "int8 gradients, bf16 sums, --recompute-offload, chunks of several layers, --fp8"
+        "int8 gradients, bf16 sums, --recompute-offload, chunks of several layers, --fp8, "
+        "--use-precision-aware-optimizer, --optimizer-in-backward"
     )

@@ -82,6 +82,11 @@ def test_a_bad_command_line_is_one_line_with_flag_and_value(argv: list[str], wor
         assert word in message
 
 
+def test_python_code_cannot_give_a_choice_that_no_command_line_could() -> None:
+    with pytest.raises(ValueError, match=r"^--style Fry: must be boil or fry$"):
+        Kitchen(style="Fry")  # type: ignore[arg-type]
+
+
 def test_help_groups_flags_and_shows_defaults() -> None:
     text = make_parser("cook", "Cooks.", {"kitchen": Kitchen}).format_help()
     assert "kitchen: what to cook" in text

@@ -236,6 +236,11 @@ def test_what_these_ranks_cannot_obey_is_a_usage_error(argv: str, said: str) -> 
     assert said in str(refused.value)
 
 
+def test_a_plan_of_packed_samples_asks_for_their_documents() -> None:
+    with pytest.raises(UsageError, match=r"--data-path PATH \(or omit --dataset-packing\)"):
+        printed(*SMALL[1:], "--dry-run", "--dataset-packing", "best-fit")
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

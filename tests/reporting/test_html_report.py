@@ -3,9 +3,12 @@
 import math
 from html.parser import HTMLParser
 
+from megatron_zpp.commands.report import settings_of
+from megatron_zpp.config.root import parse_args
 from megatron_zpp.reporting.report.charts import chart, short
 from megatron_zpp.reporting.report.curves import Curve
 from megatron_zpp.reporting.report.page import Comparison, Report, Setting, page
+from tests.config.command_line import MINIMAL
 from tests.reporting.test_curves import step
 
 EVIL = "</td></script><script>alert('\"&')</script>"
@@ -72,6 +75,12 @@ def test_a_page_needs_nothing_else_and_shows_text_as_it_is() -> None:
     assert not any(said in shown for said in ("Gradient norm", "Learning rate"))
     for heading in ("Where the time of a step goes", "Memory of each rank", "Configuration", "Text that the"):
         assert heading in text
+
+
+def test_the_shown_settings_of_a_run_are_those_that_nothing_implies() -> None:
+    shown = [setting.flag for setting in settings_of(parse_args(MINIMAL)) if setting.changed]
+    assert "--num-layers" in shown
+    assert not {"--ffn-hidden-size", "--kv-channels", "--hidden-dropout"} & set(shown)
 
 
 def test_a_section_without_content_is_left_out() -> None:

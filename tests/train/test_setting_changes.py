@@ -27,10 +27,21 @@ def test_changed_flags_and_a_jump_of_the_learning_rate_are_said(
     said = capsys.readouterr().out
     changed = "--hidden-dropout 0.1 → 0.0, --train-iters 4 → 8, --clip-grad 1.0 → 5.0, "
     changed += "--optimizer-in-backward not given → given, --zero-stage 0 → 2"
+    assert "optimizer: " not in said
     assert " units step in the backward, clipped to 5 by the last step's norm, or that" in said
     assert f" changed since the checkpoint: {changed}\n" in said
     assert " WARNING: the learning rate of the next step was 0.000e+00 and is 1.500e-03\n" in said
     assert of(records, "learning_rate")[4] == pytest.approx(1.5e-3)
+
+
+def test_the_head_names_what_is_not_adamw_on_fp32_states() -> None:
+    def said(*argv: str) -> str:
+        return parse_args([*MINIMAL, *argv]).optimizer.describe()
+
+    compact = "--use-precision-aware-optimizer --exp-avg-dtype bf16".split()
+    assert said() == ""
+    assert said(*compact) == "master weights in fp32, moments in bf16 and fp32"
+    assert said("--optimizer", "muon", *compact).startswith("Muon for the matrices of layers, AdamW")
 
 
 def test_nothing_is_said_where_nothing_changed(

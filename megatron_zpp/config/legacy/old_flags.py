@@ -187,7 +187,11 @@ ONLY = (
     only("--moe-expert-parallel-size", 1, EXPERTS),
     only("--num-experts", 1, EXPERTS, many=True),
     only("--muon-scalar-optimizer", "adam", OPTIMIZERS),
-    only("--muon-tp-mode", ("duplicated", "distributed"), "whole matrices are made orthogonal"),
+    only(
+        "--muon-tp-mode",
+        ("duplicated", "distributed"),
+        "not supported: matrices that each tensor rank makes orthogonal in part; omit it, and they are whole",
+    ),
     only("--muon-fp32-matmul-prec", "medium", "Newton-Schulz runs in bf16, or in fp32 with --fp32"),
     only("--dataloader-type", "single", "not supported: cyclic and external data loaders"),
     only("--data-impl", ("mmap", "infer"), "only .bin with .idx can be read; preprocess the data again"),

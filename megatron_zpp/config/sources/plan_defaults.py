@@ -42,6 +42,10 @@ def _check_needed(provided: Provided) -> None:
         needed.append(f"--model-preset NAME (or {', '.join(map(flag_name, shape))})")
     if all(provided.get(f"training.{name}_batch_size") is None for name in ("global", "micro")):
         needed.append("--global-batch-size N")
+    if not any(provided.get(f"data.{name}") for name in _DATA):
+        orders = ("dataset_packing", "best-fit"), ("dataset_order", "megatron")
+        of_documents = [name for name, value in orders if provided.get(f"data.{name}") == value]
+        needed += [f"--data-path PATH (or omit {flag_name(name)})" for name in of_documents]
     missing_link = (provided.get("plan.plan_nodes") or 1) > 1 and provided.get("plan.plan_link_gbit") is None
     if missing_link:
         needed.append(LINK)

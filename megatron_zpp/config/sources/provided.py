@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.config.options import Options, UsageError, fits, flag_of, option_error, printable
+from megatron_zpp.config.options import Options, UsageError, choices, fits, flag_of, option_error, printable
 
 OTHERS = "old"  # where the typed flags of other programs and earlier versions are
 # Fields of a part in groups: giving one of a group excludes the fields of the other groups.
@@ -64,8 +64,8 @@ class Provided:
         """
         part, field = field_path.split(".")
         if not fits(value, self._hints[field_path]):
-            choices = " or ".join(str(choice) for choice in _choices(self._hints[field_path]))
-            raise option_error(name, shown, f"must be {choices}")
+            accepted = " or ".join(map(str, _accepted(self._hints[field_path])))
+            raise option_error(name, shown, f"must be {accepted}")
         if field not in self.values[part]:
             self.values[part][field] = value
             self._names[field_path] = name
@@ -130,8 +130,6 @@ class Provided:
         return self.name(field_path) + shown
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
+def _accepted(hint: Any) -> tuple[Any, ...]:
     """Return the values that a field accepts, or their types."""
-    parts = typing.get_args(hint) or (hint.__name__,)
-    literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
-    return typing.get_args(literals[0]) if literals else parts
+    return choices(hint) or typing.get_args(hint) or (hint.__name__,)

@@ -89,12 +89,12 @@ def write_settings(values: Mapping[str, Options], comments: list[str]) -> str:
     """Return the YAML text, by part, of settings that neither a default nor other settings imply."""
     import yaml
 
-    given = {part: settings for part, options in values.items() if (settings := _not_implied(options))}
+    given = {part: settings for part, options in values.items() if (settings := not_implied(options))}
     lines = "".join(f"# {comment}\n" for comment in comments)
     return lines + yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=math.inf)
 
 
-def _not_implied(options: Options) -> dict[str, Any]:
+def not_implied(options: Options) -> dict[str, Any]:
     """Return the fields without which `options` would not be the same.
 
     A value that another one implies, such as a preset's, must not win over a flag that changes the other one.

@@ -61,7 +61,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0;
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag of the run, and whether its value is not the default."""
+    """A flag of the run, and whether neither its default nor another flag implies its value."""
 
     part: str
     flag: str
@@ -231,7 +231,7 @@ def _configuration(settings: Sequence[Setting]) -> str:
         return ""
     changed = _settings_table([setting for setting in settings if setting.changed])
     return (
-        f"<p class=sub>Settings that are not the default</p>{changed}"
+        f"<p class=sub>Settings that neither defaults nor other settings imply</p>{changed}"
         f"<details><summary>All {len(settings)} settings</summary>{_settings_table(settings)}</details>"
     )
 

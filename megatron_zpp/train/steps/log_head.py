@@ -37,6 +37,8 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
         lines.append(f" rope in {rotated} of {model.num_layers} layers")
     if attention := engine.model.attention.describe():
         lines.append(f" attention: {attention}")
+    if optimizer := config.optimizer.describe():
+        lines.append(f" optimizer: {optimizer}")
     if config.optimizer.optimizer_in_backward:
         clip = config.optimizer.clip_grad
         norm = "the last step's norm, or that of the gradients so far if it is larger"
