@@ -166,7 +166,6 @@ class PackedFlash(DotProduct):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
-        """As DotProduct."""
         if mask.cached or mask.bounds is None:
             return super().__call__(q, k, v, dropout, mask, scores)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
@@ -201,7 +200,6 @@ class FlashAttention3(AttentionKernel):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
-        """As DotProduct."""
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         assert not mask.cached, "generation takes DotProduct"
         reach = _reach(mask.window)

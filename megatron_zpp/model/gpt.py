@@ -91,13 +91,8 @@ class Head(nn.Module):
         x = self.normalize(x)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
-            return soft_capped(F.linear(x, weight), self.objective.cap)
-        loss = linear_cross_entropy if self.product is None else self.product.loss
-        losses = loss(x.flatten(0, 1), weight, targets.flatten(), self.objective, passes=self.passes)
-        return self.cross_entropy(losses)
-
-    def cross_entropy(self, losses: Tensor) -> Tensor:
-        """The mean cross-entropy () of what the loss returns; a z-loss beside it is put in `z_loss`."""
+            return soft_capped(self.logits(x, weight), self.objective.cap)
+        losses = self.losses(x.flatten(0, -2), weight, targets.flatten())
         if losses.dim() == 0:
             return losses
         self.z_loss = losses[1].detach()
@@ -106,6 +101,15 @@ class Head(nn.Module):
     def normalize(self, x: Tensor) -> Tensor:
         """The norm, times --logits-multiplier."""
         return self.norm(x) if self.multiplier == 1 else self.norm(x) * self.multiplier
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """What the output weights make of a norm, before the soft cap."""
+        return F.linear(x, weight)
+
+    def losses(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy () of x (N, D) and targets (N), or with a z-loss both losses (2,)."""
+        loss = linear_cross_entropy if self.product is None else self.product.loss
+        return loss(x, weight, targets, self.objective, passes=self.passes)
 
     def compile_loss(
         self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]], fused: LossKernels | None
@@ -167,7 +171,8 @@ class GPT(nn.Module):
         norm = norm_of(config, config.hidden_size)
         objective = Objective(self.vocab_size, config.final_logit_softcapping)
         self.head = Head(norm, output, objective, config.logits_multiplier)
-        self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = _one_unit
+        # The units of the embedding or the head, by its name.
+        self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = lambda *named: [named]
 
     def forward(
         self,
@@ -289,8 +294,9 @@ class GPT(nn.Module):
                 std /= math.sqrt(self.config.width_ratio)
                 if name.endswith("output.weight"):
                     std /= math.sqrt(2 * self.config.num_layers)
-            generator = torch.Generator(tensor.device).manual_seed(_tensor_seed(seed, name))
-            tensor.normal_(0.0, std, generator=generator)
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            own_seed = int.from_bytes(digest, "little") >> 1  # torch's seeds are signed
+            tensor.normal_(0.0, std, generator=torch.Generator(tensor.device).manual_seed(own_seed))
         if name in ("embedding.tokens.weight", "head.output.weight"):
             tensor[self.vocab_size :] = 0.0
 
@@ -305,13 +311,3 @@ class GPT(nn.Module):
         for at in range(first, last):
             x = self.layers[at](x, masks[self.windows[at]], rotations[at])
         return x
-
-
-def _one_unit(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The units of the embedding or the head."""
-    return [(name, module)]
-
-
-def _tensor_seed(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # torch's seeds are signed

@@ -255,7 +255,6 @@ class Layer(nn.Module):
         return self.compute(self, x, mask, rotation, cache)
 
     def run(self, x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None" = None) -> Tensor:
-        """See `forward`."""
         attention, mlp = self.halves
         return mlp(attention(x, mask, rotation, cache))
 

@@ -11,7 +11,7 @@ class Mask:
     window      only to the newest so many tokens, itself included; None: to all
     documents   only to tokens of the same document
     cached      rows are columns of a cache, the last ones of which are the new tokens
-    bounds      what the kernel that reads the mask has made of window and documents (`AttentionKernel.bounds`).
+    bounds      what the kernel that reads the mask has made of window and documents: AttentionKernel.bounds.
                 With a cache of C columns, (B, 1, T, C), True where a new token attends to a column; None: as
                 above, without padding
     """

@@ -31,13 +31,10 @@ from megatron_zpp.model.loss import (
     add_product,
     chunk_rows,
     of_cross_entropy,
-    slope,
-    soft_capped,
     wide,
-    wide_logits,
     z_terms,
 )
-from megatron_zpp.model.partial_softmax import local_statistics
+from megatron_zpp.model.partial_softmax import local_gradient, local_statistics
 from megatron_zpp.placement import Split
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -110,6 +107,8 @@ class OutputBlock(Block):
 class _Blocks(nn.Module):
     """A table in blocks."""
 
+    weight = None  # of all rows: there is none
+
     def __init__(self, blocks: Sequence[Block]) -> None:
         super().__init__()
         self.width, self.blocks = blocks[0].weight.shape[1], nn.ModuleList(blocks)
@@ -121,8 +120,6 @@ class _Blocks(nn.Module):
 
 class RowBlockTable(_Blocks):
     """The embedding of tokens, in blocks."""
-
-    weight = None  # of all rows: there is none
 
     def forward(self, ids: Tensor) -> Tensor:
         """(…) -> (…, D)."""
@@ -165,36 +162,16 @@ class RowBlockHead(Head):
         super().__init__(*arguments)
         self.block_passes = PLAIN
 
-    def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None = None) -> Tensor:
-        """As Head; `tied` is None, because the head has the blocks of the token embedding."""
-        x = self.normalize(x)
-        if targets is None:
-            return soft_capped(self.output(x), self.objective.cap)
-        losses = self.output.loss(x.flatten(0, 1), targets.flatten(), self.objective, self.block_passes)
-        return self.cross_entropy(losses)
+    def logits(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """See Head; the head has the blocks of the token embedding, so there is no `weight`."""
+        return self.output(x)
+
+    def losses(self, x: Tensor, weight: Tensor | None, targets: Tensor) -> Tensor:
+        return self.output.loss(x, targets, self.objective, self.block_passes)
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
-        self.block_passes = BlockPasses(compiler(local_statistics), compiler(block_gradient))
-
-
-def block_gradient(logits: Tensor, place: Tensor, message: Tensor, objective: Objective) -> Tensor:
-    """Logits (C, R) become their gradient, in their place.
-
-    `place` and `objective` as in local_statistics. `message` as in _MeanLoss.
-    """
-    factor, log_total, likelihood = message.unbind()  # each (C)
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    softmax = (wide_logits(logits, objective.cap) - log_total[:, None]).exp_()
-    of_target = torch.expm1(likelihood)  # softmax less one
-    if objective.z_coeff != 0:
-        _, more = z_terms(log_total, objective.z_coeff)
-        of_target += more * torch.exp(likelihood)
-        softmax.mul_((1 + more)[:, None])
-    gradient = torch.where(columns == place[:, None], of_target[:, None], softmax).mul_(factor[:, None])
-    if objective.cap is not None:
-        gradient.mul_(slope(logits, objective.cap))
-    return logits.copy_(gradient.masked_fill_(columns >= objective.vocab_size, 0.0))
+        self.block_passes = BlockPasses(compiler(local_statistics), compiler(local_gradient))
 
 
 @dataclass(frozen=True)
@@ -205,7 +182,7 @@ class BlockPasses:
     """
 
     statistics: Callable[[Tensor, Tensor, Objective], Tensor] = local_statistics
-    gradient: Callable[[Tensor, Tensor, Tensor, Objective], Tensor] = block_gradient
+    gradient: Callable[[Tensor, Tensor, Tensor, Objective], Tensor] = local_gradient
     chunk_bytes: int = CHUNK_BYTES
 
 
@@ -278,9 +255,8 @@ class _Statistics(torch.autograd.Function):
 class _MeanLoss(torch.autograd.Function):
     """As loss.linear_cross_entropy, of targets (N) and the statistics (3, N) of all blocks.
 
-    In place of their gradients, the backward hands the blocks a message (3, N), from which each makes the
-    gradient of its logits: the factor of a token's gradient, then the logarithm of the denominator and the
-    log-likelihood of the target. Small gradients stay accurate, which the difference of two numbers near 1
+    In place of their gradients, the backward hands the blocks a message (3, N), from which `local_gradient`
+    makes those of their logits. Small gradients stay accurate, which the difference of two numbers near 1
     would lose.
     """
 

@@ -67,7 +67,6 @@ class QuantFormat(BlockFormat):
 
     @property
     def bits(self) -> int:
-        """See BlockFormat."""
         return BITS[self.code_type]
 
 

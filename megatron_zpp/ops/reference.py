@@ -30,7 +30,6 @@ def tiles(numel: int) -> list[slice]:
 
 
 def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -> None:
-    """See Operations."""
     format = QuantFormat(code_type, block)
     count, n = len(input) // len(messages), input.shape[1]  # of the rows of a message
     for group, message in enumerate(messages):
@@ -49,7 +48,6 @@ def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -
 
 
 def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
-    """See Operations."""
     format = QuantFormat(code_type, block)
     count = len(output) // len(messages)  # of the rows of a message
     for group, message in enumerate(messages):

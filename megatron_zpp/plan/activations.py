@@ -35,11 +35,9 @@ from megatron_zpp.model.recomputation import segments
 from megatron_zpp.model.shape import LayerShape, layer_shape
 from megatron_zpp.plan.job import Job
 
-_SHARED_SOFTMAX = 13  # bytes per logit of a chunk, at the peak of tensor ranks' loss without a compiler
-
-# Bytes per logit of a block's chunk, beside the logit, in forward and backward without a compiler; by whether
-# the compute format is narrower than fp32.
-_BLOCK_SOFTMAX = {True: (12, 9), False: (8, 9)}
+# Bytes per logit of a part of the vocabulary, beside the logit, for its statistics and for its gradient
+# (model/partial_softmax.py) without a compiler; by whether the compute format is narrower than fp32.
+_PART_SOFTMAX = {True: (12, 9), False: (8, 9)}
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,8 @@ def _softmax_bytes(job: Job, *, exact: bool) -> int:
         return 0
     capped = job.model.final_logit_softcapping is not None
     if job.tensor > 1:
-        return _SHARED_SOFTMAX + 3 * capped
+        statistics, gradient = _PART_SOFTMAX[not exact or capped]
+        return max(statistics, gradient + 3 * capped)
     return 4 if exact and not capped else 8
 
 
@@ -194,7 +193,7 @@ def _block_loss_bytes(job: Job, rows: int) -> int:
     capped = job.model.final_logit_softcapping is not None
     forward = backward = 0
     if not job.compiled:
-        forward, backward = _BLOCK_SOFTMAX[narrow or capped]
+        forward, backward = _PART_SOFTMAX[narrow or capped]
         backward += 3 * capped
     weight = rows * width * (itemsize if chunk == tokens or not narrow else exact + itemsize)
     sums = min(2, blocks) * exact * tokens * width + exact * 3 * tokens

@@ -94,7 +94,6 @@ class KernelAdamW:
     def scalars(
         self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
     ) -> AdamWScalars:
-        """See UpdateRule."""
         config = self._config
         powers = [beta ** steps.double() for beta in (config.adam_beta1, config.adam_beta2)]
         return AdamWScalars(
@@ -109,7 +108,6 @@ class KernelAdamW:
         )
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: AdamWScalars) -> None:
-        """See UpdateRule."""
         (exp_avg, exp_avg_sq), gather_source, decayed = shard.states, shard.gather_source, shard.decayed
         states = shard.master, gradient, exp_avg, exp_avg_sq
         if self._quant_format is None or gather_source is None:
@@ -140,11 +138,9 @@ class TorchAdamW:
     def scalars(
         self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
     ) -> TorchAdamWScalars:
-        """See UpdateRule."""
         return TorchAdamWScalars(steps, learning_rate, divisor, found_inf)
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: TorchAdamWScalars) -> None:
-        """See UpdateRule."""
         config, tensors = self._config, (shard.master, gradient, *shard.states)
         with_decay, without = slice(shard.decayed), slice(shard.decayed, None)
         for elements, weight_decay in ((with_decay, config.weight_decay), (without, 0.0)):
@@ -207,7 +203,6 @@ class ApexAdamW(Optimizer):
             self._step(rates[0], divisor)
 
     def update(self, index: int) -> None:
-        """See Optimizer.update."""
         self._sources.write(self._units[index])
 
     def _step(self, learning_rate: float, divisor: Tensor) -> None:

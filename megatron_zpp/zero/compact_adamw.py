@@ -35,11 +35,9 @@ class CompactAdamW:
     def scalars(
         self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
     ) -> CompactScalars:
-        """See UpdateRule."""
         return CompactScalars(self._plain.scalars(steps, learning_rate, divisor, found_inf), steps)
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: CompactScalars) -> None:
-        """See UpdateRule."""
         (exp_avg, exp_avg_sq), (exp_avg_scales, exp_avg_sq_scales) = shard.states, shard.scales
         self._operations.adamw_compact(
             shard.master,

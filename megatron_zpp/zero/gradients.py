@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
-from megatron_zpp.exchange.codecs import Feedback, Rotation, build_codec, clear, decode_each, encode_with
+from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
 from megatron_zpp.exchange.reductions import Target
 from megatron_zpp.exchange.route import nbytes
 from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
@@ -281,7 +281,7 @@ class Gradients:
         if isinstance(format, torch.dtype):
             return leg.run(shard, total, after=reduced), ()
         assert self._operations is not None
-        codec, rotation = build_codec(format, self._operations), None
+        codec, rotation = Codec(format, self._operations), None
         if isinstance(format, LloydMaxFormat):
             signs = Signs(_SUM_SIGNS_SEED, self._numbers[unit], self._iteration)
             rotation = Rotation(signs, self._owned_gaps[unit])
@@ -295,11 +295,11 @@ class Gradients:
                 return
             lost = unit.residuals.returned[None]
             feedback = Feedback(lost, self._divisor, self._gaps[unit])
-            encode_with(feedback, codec, *sums)
+            codec.encode_with(feedback, *sums)
             feedback.clear_gaps()
 
         def decode(messages: Tensor) -> None:
-            decode_each(codec, messages.view(-1, len(message)), total, rotation, unit.owned.start)
+            codec.decode_each(messages.view(-1, len(message)), total, rotation, unit.owned.start)
 
         encoded = leg.first_stream.submit(encode)
         return leg.run(message, total, decode, encoded), (GradSegment(0, message),)

@@ -81,7 +81,6 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
             of_unit |= zero_states(unit, (MOMENTUM,), states.get(index, range(0)), forms)
 
     def elements(self, unit: Unit, name: str) -> range:
-        """See Optimizer.elements."""
         matrices = unit.layout.hull(of_matrices=True)
         if name == MOMENTUM:
             return matrices
@@ -94,13 +93,11 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         return not placement.matrices
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
-        """See Optimizer.begin_step."""
         super().begin_step(rates, divisor, found_inf)
         shrink = 1 - rates[0] * self._config.weight_decay
         self._numbers = StepNumbers(divisor, found_inf, shrink, -rates[0], self.steps)
 
     def update(self, index: int) -> None:
-        """See Optimizer.update."""
         if index in self._rounds:
             work = self._rounds[index]
             brought = self._bringing.pop(work, None) or self._bring(work)

@@ -23,7 +23,6 @@ class TensorwiseMatmuls(Matmuls):
     linear = Float8Linear
 
     def product(self) -> Product:
-        """See Matmuls."""
         return float8_linear
 
 
@@ -37,11 +36,9 @@ class DelayedMatmuls(Matmuls):
         self.output = partial(OutputProduct, self._cast) if precision.fp8_output_layer else None
 
     def product(self) -> Product:
-        """See Matmuls."""
         return DelayedProduct(self._cast, self._transpose)
 
     def scaling(self, model: nn.Module) -> DelayedScaling:
-        """See Matmuls."""
         return DelayedScaling(
             model,
             self._device,
@@ -50,7 +47,6 @@ class DelayedMatmuls(Matmuls):
         )
 
     def weight_codes(self, scaling: DelayedScaling) -> WeightCodes | None:
-        """See Matmuls."""
         if not self._precision.fp8_param_gather:
             return None
         if self._device.type != "cuda":
@@ -60,7 +56,6 @@ class DelayedMatmuls(Matmuls):
         return WeightCodes(scaling, encode_weights)
 
     def fuse(self, model: Any) -> Any:
-        """See Matmuls."""
         from megatron_zpp.model.fp8.kernels import blocks, coded_loss
         from megatron_zpp.model.fused import loss
 

@@ -36,7 +36,6 @@ class FusedAttention(Attention):
     joins_heads: bool  # where heads are not rotated, with the gradient of the bias
 
     def split(self, x: Any, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """See Attention."""
         if not torch.compiler.is_compiling():
             return super().split(x, rotation)
         if self.rotates(rotation):
@@ -57,7 +56,6 @@ class FusedMLP(MLP):
     follows_bias: bool  # whether the activation's kernel makes the gradient of the first bias
 
     def activate(self, x: Tensor) -> Tensor:
-        """See MLP."""
         if torch.compiler.is_compiling():
             if self.activation is swiglu:
                 return fused_swiglu.swiglu(self.input(x))
@@ -73,14 +71,12 @@ class FusedFirstHalf(Half):
     attention: FusedAttention
 
     def enter(self, x: Tensor) -> tuple[Tensor | Residual, Any]:
-        """See Half."""
         if not torch.compiler.is_compiling():
             return super().enter(x)
         normed, token = fused_norm.norm(x, self.attention_norm)
         return Residual(x, token), normed
 
     def leave(self, x: Tensor | Residual, added: Tensor) -> Tensor | Residual:
-        """See Half."""
         if not isinstance(x, Residual):
             return super().leave(x, added)
         output = self.attention.output
@@ -95,7 +91,6 @@ class FusedSecondHalf(Half):
     mlp: FusedMLP
 
     def enter(self, x: Tensor | Residual) -> tuple[Tensor, Any]:
-        """See Half."""
         if not isinstance(x, Residual):
             return super().enter(x)
         assert x.added is not None

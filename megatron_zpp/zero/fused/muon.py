@@ -41,7 +41,6 @@ class FusedPasses:
         self._aligned = math.gcd(_ALIGNED, given.owned.start, given.states.start, *numbers)
 
     def average(self, gradients: Sequence[GradSegment], momentum: Tensor, numbers: StepNumbers) -> None:
-        """See MuonPasses."""
         given = self._given
         for start, flat in gradients:
             first = given.owned.start + start
@@ -61,7 +60,6 @@ class FusedPasses:
                 )
 
     def apply(self, master: Tensor, source: Tensor | None, numbers: StepNumbers) -> None:
-        """See MuonPasses."""
         given = self._given
         if self._starts:
             # Without a source another tensor is passed, and not touched.

@@ -22,7 +22,6 @@ class CodedAttention(blocks.FusedAttention):
     qkv: DelayedLinear
 
     def split(self, x: Tensor | CodedInput, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """See Attention."""
         if self.rotates(rotation) or not isinstance(x, CodedInput):
             return super().split(x, rotation)
         q, k, v = coded_heads.coded_heads(x, self.qkv, self.heads, self.groups, self.head_width)
@@ -33,7 +32,6 @@ class CodedMLP(blocks.FusedMLP):
     """An MLP whose activation makes codes."""
 
     def forward(self, x: Any) -> Tensor:
-        """See MLP."""
         return coded_mlp.coded_mlp(self, x) if torch.compiler.is_compiling() else super().forward(x)
 
 
@@ -43,7 +41,6 @@ class CodedFirstHalf(blocks.FusedFirstHalf):
     attention: CodedAttention
 
     def enter(self, x: Tensor) -> tuple[Tensor | blocks.Residual, Any]:
-        """See Half."""
         if not torch.compiler.is_compiling():
             return super().enter(x)
         normed, token = coded_norm.coded_norm(x, self.attention_norm, self.attention.qkv)
@@ -54,7 +51,6 @@ class CodedSecondHalf(blocks.FusedSecondHalf):
     """The half of the MLP whose norm is codes."""
 
     def enter(self, x: Tensor | blocks.Residual) -> tuple[Tensor, Any]:
-        """See Half."""
         if not isinstance(x, blocks.Residual):
             return super().enter(x)
         first = self.mlp.input
