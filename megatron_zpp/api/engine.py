@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.api.checks import check_matrices, check_model, check_ranks, check_values
-from megatron_zpp.api.defaults import OwnValues, Units, layer_matrices, take_values_of_rank_0
+from megatron_zpp.api.defaults import OwnValues, layer_matrices, take_values_of_rank_0, units_of
 from megatron_zpp.api.whole import State, load_state, names_of, state_of
 from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
 from megatron_zpp.checkpoint.file_worker import FileWorker
@@ -107,8 +107,8 @@ class ZeroEngine(engine.ZeroEngine):
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
         check_values(model, given=initialize is not None)
-        units = Units(model)
-        listed = without_inner(units.units())
+        units = units_of(model)
+        listed = without_inner(units)
         check_model(model, config.zero, listed, decoupled=decoupled, inside_nodes=inside_nodes)
         if matrices is None:
             matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else {}

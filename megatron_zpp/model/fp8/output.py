@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, WEIGHT, Cast
-from megatron_zpp.model.fp8.delayed import DelayedProduct, coded
-from megatron_zpp.model.fp8.tensorwise import multiply
+from megatron_zpp.model.fp8.delayed import DelayedProduct, coded, multiply
 from megatron_zpp.model.loss import (
     CODE_UNIT,
     PLAIN,
