@@ -85,7 +85,7 @@ def encoded() -> str:
 def tiles(file: str, kernel: str, codes: str = E4M3, **settings: Any) -> str:
     module = importlib.import_module(f"megatron_zpp.model.fp8.kernels.{file}")
     shape = {"GROUPS": module._GROUPS, "COLUMNS": module._COLUMNS, "num_warps": module._WARPS}
-    return assembly(getattr(module, kernel), codes, **shape, **settings)
+    return assembly(getattr(module, kernel), codes, **shape | settings)
 
 
 def muon(name: str, **settings: int) -> str:
@@ -99,6 +99,8 @@ ONE, TWO = "global.b32", "global.v2.b32"
 SCALED = [f"ld.{ONE}"] * 2  # the factor and the maximum
 BY_ROWS = [f"st.{TWO}"] * 4  # 8 codes
 ACTIVATION: dict[str, Any] = {"GATED": True, "BIASED": False, "SLOPE": 1.5, "CUBIC": 0.07}
+BOTH = {"BY_ROWS": True, "BY_COLUMNS": True}
+SUMMED = {"GROUPS": 32, "COLUMNS": 32}
 LOSS: dict[str, Any] = {"odd": "vocab_size", "UNIT": 2**15, "LOG2_UNIT": 15, "IGNORED": -100}
 USUAL, ALL = ({"CAPPED": each, "Z_LOSS": each} for each in (False, True))
 OF_A_PART = [f"ld.{ONE}"] * 2 + ["ld.global.b64"] * 3  # of its numbers, and where it is
@@ -116,9 +118,9 @@ STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
         (norm, [*SCALED, f"st.{ONE}"]),
         (encoded, SCALED),
         (lambda: tiles("cast", "_turn_kernel", "*u8"), [f"ld.{TWO}"] * 4),
-        (lambda: tiles("cast", "_cast_kernel", KIND=0, BY_ROWS=True, BY_COLUMNS=True), [*SCALED, *BY_ROWS]),
+        (lambda: tiles("cast", "_cast_kernel", KIND=0, JOINS=False, SUMS=False, **BOTH), [*SCALED, *BY_ROWS]),
         (
-            lambda: tiles("gradient_cast", "_cast_parts_kernel", E5M2, KIND=2, JOINS=True, SUMS=True),
+            lambda: tiles("cast", "_cast_kernel", E5M2, KIND=2, JOINS=True, SUMS=True, **BOTH, **SUMMED),
             [*SCALED, *BY_ROWS, f"st.{ONE}"],
         ),
         (

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, back
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear, multiply
-from megatron_zpp.model.fp8.kernels.gradient_cast import cast_gradients_of_heads
+from megatron_zpp.model.fp8.kernels.cast import cast_gradients_of_heads
 from megatron_zpp.model.fp8.kernels.weight_codes import weight_by_columns, weight_by_rows
 
 

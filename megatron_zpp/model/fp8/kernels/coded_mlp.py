@@ -13,9 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, back
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear, multiply
-from megatron_zpp.model.fp8.kernels.cast import cast
+from megatron_zpp.model.fp8.kernels.cast import cast, cast_gradient
 from megatron_zpp.model.fp8.kernels.coded_activation import coded_activation, coded_activation_backward
-from megatron_zpp.model.fp8.kernels.gradient_cast import cast_gradient
 from megatron_zpp.model.fp8.kernels.weight_codes import weight_by_columns, weight_by_rows
 from megatron_zpp.model.layer import MLP, gelu, swiglu
 
