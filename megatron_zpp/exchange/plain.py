@@ -29,7 +29,7 @@ class InPlace:
         group_rank = self._comm_stream.group_rank
         received = self._write(sent, len(total)) if self._received else None
         for segment in segments_inside(sent, _part(group_rank, len(total))):
-            own = segment.flat
+            own, first = segment.flat, segment.start // SQUARES_BLOCK
             sum_parts(
                 self._operations,
                 own[None] if received is None else received[:, segment.start : segment.start + len(own)],
@@ -37,7 +37,7 @@ class InPlace:
                 add=add,
                 own=own,
                 group_rank=group_rank,
-                squares=_blocks_of(segment, squares),
+                squares=None if squares is None else squares[first : first + len(own) // SQUARES_BLOCK],
             )
 
     def _write(self, sent: Sequence[GradSegment], numel: int) -> Tensor:
@@ -57,11 +57,3 @@ class InPlace:
 def _part(group_rank: int, numel: int) -> range:
     """The `numel` elements of a gradient that a rank of the group sums."""
     return range(group_rank * numel, (group_rank + 1) * numel)
-
-
-def _blocks_of(segment: GradSegment, squares: Tensor | None) -> Tensor | None:
-    """The sums of squares of a segment's blocks."""
-    if squares is None:
-        return None
-    first = segment.start // SQUARES_BLOCK
-    return squares[first : first + len(segment.flat) // SQUARES_BLOCK]

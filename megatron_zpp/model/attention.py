@@ -95,7 +95,7 @@ class DotProduct(AttentionKernel):
         name = self.backend.name.lower() if self.backend else "torch's choice" if self.remark else ""
         return f"{name}{self.remark}"
 
-    def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> Tensor | None:
+    def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> Any:
         """(B, T, …) -> (B or 1, 1, T, T) in the format of x: 0 where a token attends, or -inf; None: causal.
 
         Of a boolean mask the kernels of every layer would make this one again.

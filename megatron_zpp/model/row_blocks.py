@@ -12,7 +12,7 @@ time, at the price of a fourth product.
 Where the tables are tied, a block of the lookup and a block of the loss have the same parameter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ def _units(name: str, module: nn.Module, *, tied: bool) -> list[tuple[str, nn.Mo
     for part, child in module.named_children():
         if isinstance(child, RowBlockTable | OutputBlocks):
             table = "embedding.tokens" if tied else f"{name}.{part}"
-            units += [(table, block) for block in child.each()]
+            units += [(table, block) for block in child.blocks]
         elif next(child.parameters(), None) is not None:
             units.append((f"{name}.{part}", child))
     return units
@@ -111,11 +111,8 @@ class _Blocks(nn.Module):
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         super().__init__()
-        self.width, self.blocks = blocks[0].weight.shape[1], nn.ModuleList(blocks)
-
-    def each(self) -> Iterator[Any]:
-        """The blocks, in the order of their rows."""
-        yield from self.blocks
+        self.width = blocks[0].weight.shape[1]
+        self.blocks: Any = nn.ModuleList(blocks)  # in the order of their rows
 
 
 class RowBlockTable(_Blocks):
@@ -124,7 +121,7 @@ class RowBlockTable(_Blocks):
     def forward(self, ids: Tensor) -> Tensor:
         """(…) -> (…, D)."""
         found = next(self.parameters()).new_zeros((*ids.shape, self.width))
-        for block in self.each():
+        for block in self.blocks:
             found = block(found, ids)
         return found
 
@@ -134,7 +131,7 @@ class OutputBlocks(_Blocks):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> logits (…, V)."""
-        return torch.cat([block(x) for block in self.each()], -1)
+        return torch.cat([block(x) for block in self.blocks], -1)
 
     def loss(
         self,
@@ -149,7 +146,7 @@ class OutputBlocks(_Blocks):
         `gather` joins the statistics (blocks, 3, N) of all ranks that have rows of the blocks.
         """
         exact = x.to(wide(x.dtype))  # so that the terms of its gradient, one per block, are summed in fp32
-        statistics = [block(exact, targets, objective, passes) for block in self.each()]
+        statistics = [block(exact, targets, objective, passes) for block in self.blocks]
         return _MeanLoss.apply(targets, objective, gather, *statistics)
 
 
@@ -300,8 +297,5 @@ def _chunks(x: Tensor, weight: Tensor, passes: BlockPasses) -> list[slice]:
 
 def blocks_of(kind: Callable[..., Any], entries: int, width: int, rows: int) -> list[Any]:
     """The blocks of a table, modules of a `kind`."""
-    blocks = []
-    for start in range(0, entries, rows):
-        block_rows = range(start, min(start + rows, entries))
-        blocks.append(kind(embedding(len(block_rows), width).weight, block_rows, entries))
-    return blocks
+    ranges = [range(start, min(start + rows, entries)) for start in range(0, entries, rows)]
+    return [kind(embedding(len(each), width).weight, each, entries) for each in ranges]

@@ -64,7 +64,10 @@ def _whole_layer_bytes(job: Job) -> int:
         numbers += shape.mlp_output.inputs  # the activation of the gate
     if delayed:
         numbers -= shape.qkv.inputs + shape.mlp_input.inputs + shape.mlp_output.inputs
-    codes = _delayed_codes(job) if delayed else _gathered_codes(job)
+    codes = _gathered_codes(job)
+    if delayed:  # of all rows of two inputs, and of a rank's columns of two
+        own = shape.output.inputs + shape.mlp_output.inputs
+        codes = (shape.qkv.inputs + shape.mlp_input.inputs) * job.tokens + own * job.rows
     statistics = len(shape.norms) * _norm_bytes(job) + 2 * _masks(job)
     return job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes
 
@@ -294,13 +297,6 @@ def _gathered_codes(job: Job) -> int:
     if job.tensor == 1 or not job.precision.fp8:
         return 0
     return 2 * job.model.hidden_size * max(0, job.tokens - job.rows * job.dtype.itemsize)
-
-
-def _delayed_codes(job: Job) -> int:
-    """Bytes that delayed scaling keeps of a layer's four inputs: two of all rows, two of a rank's columns."""
-    shape = layer_shape(job.model)
-    gathered, own = shape.qkv.inputs + shape.mlp_input.inputs, shape.output.inputs + shape.mlp_output.inputs
-    return gathered * job.tokens + own * job.rows
 
 
 def _norm_bytes(job: Job) -> int:

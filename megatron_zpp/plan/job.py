@@ -104,10 +104,6 @@ class Job:
         """Tokens of all data ranks."""
         return self.samples_per_step * self.model.seq_length
 
-    def may_have_samples(self, size: int) -> bool:
-        """Whether a micro-batch may have so many samples: 8-bit products need multiples of 16 tokens."""
-        return not (self.precision.fp8 and size * self.model.seq_length // self.context % 16)
-
     @cached_property
     def exchanges_heads(self) -> bool:
         """Whether context ranks, if there are several, exchange heads, and not keys and values in a ring."""

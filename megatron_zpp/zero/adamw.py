@@ -1,7 +1,7 @@
 """AdamW (1711.05101, algorithm 2): by the project's kernel, by torch's fused one, and by NVIDIA apex."""
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -116,13 +116,7 @@ class KernelAdamW:
         self._operations.adamw_quantize(*states, gather_source, self._quant_format, scalars, decayed=decayed)
 
 
-class TorchAdamWScalars(NamedTuple):
-    """The scalars of torch's fused kernel."""
-
-    steps: Tensor
-    learning_rate: float
-    divisor: Tensor
-    found_inf: Tensor
+TorchAdamWScalars: TypeAlias = tuple[Tensor, float, Tensor, Tensor]  # as `scalars` gets them
 
 
 class TorchAdamW:
@@ -138,10 +132,11 @@ class TorchAdamW:
     def scalars(
         self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
     ) -> TorchAdamWScalars:
-        return TorchAdamWScalars(steps, learning_rate, divisor, found_inf)
+        return steps, learning_rate, divisor, found_inf
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: TorchAdamWScalars) -> None:
         config, tensors = self._config, (shard.master, gradient, *shard.states)
+        steps, learning_rate, divisor, found_inf = scalars
         with_decay, without = slice(shard.decayed), slice(shard.decayed, None)
         for elements, weight_decay in ((with_decay, config.weight_decay), (without, 0.0)):
             masters, gradients, averages, squares = ([tensor[elements]] for tensor in tensors)
@@ -152,16 +147,16 @@ class TorchAdamW:
                     averages,
                     squares,
                     [],
-                    [scalars.steps],
-                    lr=scalars.learning_rate,
+                    [steps],
+                    lr=learning_rate,
                     beta1=config.adam_beta1,
                     beta2=config.adam_beta2,
                     weight_decay=weight_decay,
                     eps=config.adam_eps,
                     amsgrad=False,
                     maximize=False,
-                    grad_scale=scalars.divisor,
-                    found_inf=scalars.found_inf,
+                    grad_scale=divisor,
+                    found_inf=found_inf,
                 )
         if shard.gather_source is not None:
             shard.gather_source.copy_(shard.master)

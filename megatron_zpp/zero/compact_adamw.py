@@ -1,6 +1,6 @@
 """AdamW on states in fewer bytes than fp32 (--use-precision-aware-optimizer)."""
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -12,12 +12,8 @@ from megatron_zpp.ops.state_codes import Rounding
 from megatron_zpp.zero.adamw import MOMENTS, KernelAdamW
 from megatron_zpp.zero.optimizer import ShardSegment
 
-
-class CompactScalars(NamedTuple):
-    """The scalars of a step, and the number of the step, which random bits depend on."""
-
-    adamw: AdamWScalars
-    step: Tensor
+# The scalars of a step, and the number of the step, which random bits depend on.
+CompactScalars: TypeAlias = tuple[AdamWScalars, Tensor]
 
 
 class CompactAdamW:
@@ -35,7 +31,7 @@ class CompactAdamW:
     def scalars(
         self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
     ) -> CompactScalars:
-        return CompactScalars(self._plain.scalars(steps, learning_rate, divisor, found_inf), steps)
+        return self._plain.scalars(steps, learning_rate, divisor, found_inf), steps
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: CompactScalars) -> None:
         (exp_avg, exp_avg_sq), (exp_avg_scales, exp_avg_sq_scales) = shard.states, shard.scales
@@ -47,7 +43,7 @@ class CompactAdamW:
             exp_avg_sq,
             exp_avg_sq_scales,
             shard.gather_source,
-            scalars.adamw,
-            Rounding(scalars.step, shard.unit, shard.first),
+            scalars[0],
+            Rounding(scalars[1], shard.unit, shard.first),
             decayed=shard.decayed,
         )

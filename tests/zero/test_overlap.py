@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "megatron_zpp_model":
             with self:  # the mode is off inside an operator
                 return getattr(overlap, func._opname)._init_fn(*args)
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.matmul):
             self.calls.append("product")
         return func(*args, **kwargs or {})
 

@@ -37,7 +37,7 @@ from megatron_zpp.model.context.blocks import (
     of_chunks,
     of_sinks,
 )
-from megatron_zpp.model.context.parts import places
+from megatron_zpp.model.context.parts import own_part
 from megatron_zpp.model.context.rounds import Pair, Round, rounds
 from megatron_zpp.model.context.travel import Returning, send_home, travelling_keys
 from megatron_zpp.model.masks import Mask
@@ -121,8 +121,8 @@ class Ring(AttentionKernel):
 
     def _places(self, tokens: int, device: torch.device) -> Tensor:
         """Where this rank's `tokens` of a sample are in it, (T) int32."""
-        chunks = places(tokens * self.context_ranks, self.context_ranks, self._group.rank)
-        return torch.cat([torch.arange(c.start, c.stop, dtype=torch.int32, device=device) for c in chunks])
+        whole = torch.arange(tokens * self.context_ranks, dtype=torch.int32, device=device)
+        return own_part(whole[None], self.context_ranks, self._group.rank)[0]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
@@ -223,23 +223,20 @@ class _Passes:
                 for total, part in zip((of_q, *sums), found, strict=True):
                     total.add(block.queries if total is of_q else block.keys, part)
 
-        def returned(each: Round, keys: Sequence[Tensor]) -> Returning:
-            """Send the gradients of a round's keys to their rank."""
-            sums = Sums(), Sums()
-            add(each, each.pairs, kernel.joins, keys, sums)
-            return send_home(each, sums, k, group)
-
         travelling = travelling_keys(k, v, group, self.window)
         at_home, *keys = next(travelling)
-        add(at_home, at_home.below, kernel.joins, keys, own)
+        diagonal, below = at_home.pairs[:2], at_home.pairs[2:]
+        add(at_home, below, kernel.joins, keys, own)
         returning: Returning | None = None
         for each, *keys in travelling:
-            following = returned(each, keys)
+            sums = Sums(), Sums()
+            add(each, each.pairs, kernel.joins, keys, sums)
+            following = send_home(each, sums, k, group)
             if returning is not None:
                 returning.add_to(own)
             returning = following
         del keys
-        add(at_home, at_home.diagonal, False, (k, v), own)
+        add(at_home, diagonal, False, (k, v), own)
         if returning is not None:
             returning.add_to(own)
         return of_q.result(q), own[0].result(k), own[1].result(v)

@@ -114,17 +114,14 @@ def fuse(model: GPT) -> None:
         mlp.follows_bias = fused_linear.serves(mlp.input) and mlp.activation is gelu
         norms = fuses_norms(layer)
         maps = attention.output, mlp.output, attention.qkv, mlp.input
-        joins = norms and isinstance(layer.mlp_norm, nn.LayerNorm) and _adds_what_it_made(layer)
+        # Whether the output of attention is added to the residual stream as it is.
+        as_made = isinstance(layer.attention_output_norm, nn.Identity) and layer.dropout.p == 0
+        as_made = as_made and layer.halves[0].multiplier == 1
+        joins = norms and isinstance(layer.mlp_norm, nn.LayerNorm) and as_made
         if joins and all(map(fused_linear.serves, maps)):  # kernels of a LayerNorm sum gradients of biases
             attention.output.__class__ = mlp.output.__class__ = fused_linear.LinearIntoSum
         if norms:
             layer.halves[0].__class__, layer.halves[1].__class__ = FusedFirstHalf, FusedSecondHalf
-
-
-def _adds_what_it_made(layer: Layer) -> bool:
-    """Whether the output of attention is added to the residual stream as it is."""
-    as_made = isinstance(layer.attention_output_norm, nn.Identity)
-    return as_made and layer.dropout.p == 0 and layer.halves[0].multiplier == 1
 
 
 def fuses_norms(layer: Layer) -> bool:

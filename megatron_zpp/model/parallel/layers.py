@@ -82,7 +82,9 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
         attention.heads, attention.groups = attention.heads // ranks, attention.groups // ranks
         attention.first_head = sharing.group.rank * attention.heads
     model.tensor_ranks = ranks
-    model.embedding.own = partial(_own_positions, group=sharing.group)
+    group = sharing.group
+    # Positions (B or 1, S) of the tokens whose hidden states this rank has between linear maps, (R).
+    model.embedding.own = lambda at, tokens: at.expand(tokens.shape).reshape(group.size, -1)[group.rank]
 
 
 def share_tables(model: GPT, sharing: Sharing) -> None:
@@ -98,11 +100,6 @@ def _split(module: Any, **splits: Split) -> Any:
     """`module`, which says how its parameters are shared."""
     module.tensor_splits = splits
     return module
-
-
-def _own_positions(positions: Tensor, tokens: Tensor, *, group: TensorGroup) -> Tensor:
-    """Those of `positions` (B or 1, S) whose hidden states this rank has between linear maps, (R)."""
-    return positions.expand(tokens.shape).reshape(group.size, -1)[group.rank]
 
 
 def splits_of(units: Sequence[tuple[str, nn.Module]]) -> dict[str, Split]:

@@ -28,14 +28,14 @@ def share_row_blocks(model: GPT, group: TensorGroup, tokens: int) -> None:
     assert isinstance(table, RowBlockTable)
     assert isinstance(head, RowBlockHead)
     parts: dict[nn.Parameter, Any] = {}
-    for block in (*table.each(), *head.output.each()):
+    for block in (*table.blocks, *head.output.blocks):
         held, width = len(block.block_rows) // group.size, block.weight.shape[1]
         if block.weight not in parts:
             parts[block.weight] = embedding(held, width).weight
         block.weight = parts[block.weight]
         block.first += group.rank * held
         block.tensor_splits = {"weight": Split(0, (block.table_entries,), Axis(1, group.size))}
-    model.embedding.tokens = SharedRowBlockTable(list(table.each()), group)
+    model.embedding.tokens = SharedRowBlockTable(list(table.blocks), group)
     model.head = SharedRowBlockHead(head, group, tokens)
 
 
@@ -64,7 +64,7 @@ class SharedRowBlockHead(RowBlockHead):
 
     def logits(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """(B · S, D) -> (B, S, V). For inference alone."""
-        parts = [of_all_ranks(self.group, block(x)) for block in self.output.each()]
+        parts = [of_all_ranks(self.group, block(x)) for block in self.output.blocks]
         return torch.cat(parts, -1).unflatten(0, (-1, self._tokens))
 
     def losses(self, x: Tensor, weight: Tensor | None, targets: Tensor) -> Tensor:
