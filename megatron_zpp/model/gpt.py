@@ -31,7 +31,7 @@ from megatron_zpp.model.loss import (
     soft_capped,
 )
 from megatron_zpp.model.masks import Mask
-from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
+from megatron_zpp.model.recomputation import recomputed_units, segments
 from megatron_zpp.model.rotary import UNROTATED, Part, Rotation, rotary_embeddings, whole
 
 
@@ -128,6 +128,7 @@ class GPT(nn.Module):
     the config says. `cut_layers`: the halves of a layer are units of their own.
     """
 
+    layers: Sequence[Layer]  # in a ModuleList
     tensor_ranks = 1  # that share each layer
     table_rows: int | None = None  # of the blocks that the tables of the vocabulary consist of; None: whole
     part: Part = staticmethod(whole)  # what this rank has of samples (B, T, …)
@@ -157,7 +158,7 @@ class GPT(nn.Module):
         self.attention = attention or DotProduct()
         self.embedding = Embedding(config, padded)
         self.rotary, self.rotary_local = rotary_embeddings(config)
-        self.layers = nn.ModuleList(
+        layers = nn.ModuleList(
             Layer(
                 config,
                 self.attention,
@@ -167,6 +168,7 @@ class GPT(nn.Module):
             )
             for _ in range(config.num_layers)
         )
+        self.layers = cast(Sequence[Layer], layers)
         output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)
         norm = norm_of(config, config.hidden_size)
         objective = Objective(self.vocab_size, config.final_logit_softcapping)
@@ -219,9 +221,7 @@ class GPT(nn.Module):
     @property
     def compiled(self) -> bool:
         """Whether the layers are compiled."""
-        first = self.layers[0]
-        assert isinstance(first, Layer)
-        return first.compiled
+        return self.layers[0].compiled
 
     def hidden_shape(self, batch: int, tokens: int) -> tuple[int, ...]:
         """The shape of hidden states between linear maps."""
@@ -242,16 +242,14 @@ class GPT(nn.Module):
         parameters.
         """
         layers = [
-            (f"layers.{index}", unit)
-            for index, layer in enumerate(cast(list[Layer], list(self.layers)))
-            for unit in layer.units()
+            (f"layers.{index}", unit) for index, layer in enumerate(self.layers) for unit in layer.units()
         ]
         return [*self.ends("embedding", self.embedding), *layers, *self.ends("head", self.head)]
 
     def recomputed_units(self) -> list[range]:
         """Ranges of `units()` that the backward recomputes, each as a whole before its gradients."""
-        of_a_layer, first = units_of_a_layer(self.cut_layers), len(self.ends("embedding", self.embedding))
-        return recomputed_units(self.config.num_layers, self.recompute, of_a_layer, first)
+        first, layers = len(self.ends("embedding", self.embedding)), self.config.num_layers
+        return recomputed_units(layers, self.recompute, cut_layers=self.cut_layers, first_layer=first)
 
     def rate_factors(self) -> dict[str, float]:
         """Factors of the learning rate and Adam's epsilon by parameter, where they are not 1: muP's."""

@@ -78,6 +78,7 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) ->
     used = wide_logits(logits, cap)
     used[:, objective.vocab_size :] = -math.inf
     log_softmax = torch.log_softmax(used, dim=1)  # (C, V)
+    del used
     counted = (targets != IGNORED)[:, None]  # (C, 1)
     place = targets.clamp(min=0)[:, None]
     likelihood = log_softmax.gather(1, place)  # (C, 1)

@@ -17,7 +17,7 @@ from megatron_zpp.model.build import build_model
 from megatron_zpp.model.context.sharing import exchanges_heads
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.parallel.layers import splits_of
-from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
+from megatron_zpp.model.recomputation import recomputed_units
 from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.build import layouts_of
@@ -182,7 +182,7 @@ class Job:
     def layer_layouts(self) -> list[Layout]:
         """The layouts of the units of one layer."""
         first = self.first_layer
-        return self.layouts[first : first + units_of_a_layer(self.zero.cuts_layers)]
+        return self.layouts[first : first + (2 if self.zero.cuts_layers else 1)]
 
     @property
     def first_layer(self) -> int:
@@ -192,8 +192,8 @@ class Job:
     @cached_property
     def reads(self) -> Reads:
         """How passes read the units."""
-        of_a_layer = units_of_a_layer(self.zero.cuts_layers)
-        recomputed = recomputed_units(self.model.num_layers, self.recompute, of_a_layer, self.first_layer)
+        layers, first, cut = self.model.num_layers, self.first_layer, self.zero.cuts_layers
+        recomputed = recomputed_units(layers, self.recompute, cut_layers=cut, first_layer=first)
         return replace(self.plain_reads, recomputed=tuple(recomputed))
 
     @property

@@ -98,10 +98,10 @@ def muon(name: str, **settings: int) -> str:
 ONE, TWO = "global.b32", "global.v2.b32"
 SCALED = [f"ld.{ONE}"] * 2  # the factor and the maximum
 BY_ROWS = [f"st.{TWO}"] * 4  # 8 codes
-ACTIVATION: dict[str, Any] = {"GATED": True, "BIASED": False, "SLOPE": 1.5, "CUBIC": 0.07}
+ACTIVATION: dict[str, Any] = {"GATED": True, "BIASED": False}
 BOTH = {"BY_ROWS": True, "BY_COLUMNS": True}
 SUMMED = {"GROUPS": 32, "COLUMNS": 32}
-LOSS: dict[str, Any] = {"odd": "vocab_size", "UNIT": 2**15, "LOG2_UNIT": 15, "IGNORED": -100}
+LOSS = {"odd": "vocab_size"}
 USUAL, ALL = ({"CAPPED": each, "Z_LOSS": each} for each in (False, True))
 OF_A_PART = [f"ld.{ONE}"] * 2 + ["ld.global.b64"] * 3  # of its numbers, and where it is
 STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
@@ -124,14 +124,14 @@ STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
             [*SCALED, *BY_ROWS, f"st.{ONE}"],
         ),
         (
-            lambda: tiles("coded_activation", "_forward_kernel", KIND=0, BY_COLUMNS=True, **ACTIVATION),
+            lambda: tiles("coded_activation", "_forward_kernel", BY_COLUMNS=True, **ACTIVATION),
             [*SCALED, *BY_ROWS],
         ),
         (
-            lambda: tiles("coded_activation", "_backward_kernel", E5M2, KIND=2, **ACTIVATION),
+            lambda: tiles("coded_activation", "_backward_kernel", E5M2, **ACTIVATION),
             [*SCALED, *BY_ROWS * 2],
         ),
-        (lambda: muon("_average_kernel", NESTEROV=True, HALVES=False, SEED=0), OF_A_PART),
+        (lambda: muon("_average_kernel", NESTEROV=True, HALVES=False), OF_A_PART),
         (lambda: muon("_apply_kernel", WRITES=True), OF_A_PART),
         (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **USUAL, **LOSS), [*STATISTICS, *BY_ROWS]),
         (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **ALL, **LOSS), [*STATISTICS, *BY_ROWS]),

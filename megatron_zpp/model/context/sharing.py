@@ -10,7 +10,6 @@ from megatron_zpp.model.context.dropout import PlacedDropout
 from megatron_zpp.model.context.heads import AllToAllHeads
 from megatron_zpp.model.context.parts import chunks_of, from_parts, own_part
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layer import Layer
 
 
 def share_samples(model: GPT, group: TensorGroup, tensor_rank: int = 0) -> None:
@@ -23,7 +22,6 @@ def share_samples(model: GPT, group: TensorGroup, tensor_rank: int = 0) -> None:
         dropout = PlacedDropout(p, tokens, group.size, group.rank, tensor_rank)
         owners: list[nn.Module] = [model.embedding]
         for layer in model.layers:
-            assert isinstance(layer, Layer)
             owners += [layer, *layer.halves]
         for owner in owners:
             owner.dropout = dropout
@@ -56,7 +54,6 @@ def exchanges_of_attention(model: GPT) -> list[tuple[int, int]]:
     """
     found = []
     for layer, window in zip(model.layers, model.windows, strict=True):
-        assert isinstance(layer, Layer)
         attention, kernel = layer.attention, layer.attention.kernel
         heads = attention.heads, attention.groups, attention.head_width
         forward, backward = kernel.sent(*heads, model.config.seq_length, window)

@@ -105,7 +105,6 @@ def fuse(model: GPT) -> None:
     whole layer can do: layers in halves have torch's norms.
     """
     for layer in model.layers:
-        assert isinstance(layer, Layer)
         attention, mlp = layer.attention, layer.mlp
         attention.__class__, mlp.__class__ = FusedAttention, FusedMLP
         assert isinstance(attention, FusedAttention)

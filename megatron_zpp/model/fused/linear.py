@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fused.math import exp2, reciprocal
+from megatron_zpp.model.fused.math import LOG2_E, exp2, reciprocal
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _SLOPE
@@ -143,7 +143,6 @@ def _gelu_backward_kernel(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     stride = tl.full([], width, tl.int64)  # or the largest inputs would not be reached
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    LOG2_E: tl.constexpr = 1.4426950408889634
     for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         row = first + tl.arange(0, ROWS)
         at = row[:, None] * stride + columns[None, :]

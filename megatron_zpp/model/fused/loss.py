@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_zpp.model.fused.math import exp2, squashed
+from megatron_zpp.model.fused.math import LOG2_E, exp2, squashed
 from megatron_zpp.model.loss import IGNORED, LossKernels, Objective, unit
 
 # The fastest of 2048 to 16384 and 4 to 32 for 50,304 entries on an H200.
 _BLOCK, _WARPS = 8192, 16
+_IGNORED = tl.constexpr(IGNORED)
 
 
 def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
@@ -21,7 +22,6 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) ->
     _row_to_gradient[(len(logits),)](
         *(logits, targets, losses, logits.stride(0), logits.shape[1], unit(logits.dtype)),
         **arguments(objective),
-        IGNORED=IGNORED,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
@@ -68,7 +68,6 @@ def _scale(total_ptr, factor_ptr, out_ptr, elements, BLOCK: tl.constexpr):
 @triton.jit
 def row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
     """The largest of the first `vocab_size` logits of a row, and the sum of exp(logit - largest); fp32."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
     columns = tl.arange(0, BLOCK)
     largest, sums = -float("inf"), tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab_size, BLOCK):
@@ -96,14 +95,13 @@ def _row_to_gradient(
     z_coeff,
     CAPPED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     target = tl.load(targets_ptr + row)
     columns = tl.arange(0, BLOCK)
-    if target == IGNORED:
+    if target == _IGNORED:
         for start in range(0, entries, BLOCK):
             here = start + columns
             tl.store(logits_ptr + here, tl.zeros([BLOCK], tl.float32), mask=here < entries)
@@ -111,7 +109,6 @@ def _row_to_gradient(
         if Z_LOSS:
             tl.store(losses_ptr + tl.num_programs(0) + row, 0.0)
     else:
-        LOG2_E: tl.constexpr = 1.4426950408889634
         largest, total = row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED, BLOCK)
         wanted = tl.load(logits_ptr + target).to(tl.float32)
         if CAPPED:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
 from megatron_zpp.model.gpt import GPT, Head, embedding
-from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import (
     IGNORED,
     LossKernels,
@@ -63,7 +62,6 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
     """Leave this rank its part of every layer: equal parts of heads, groups and inner width."""
     ranks = sharing.group.size
     for layer in model.layers:
-        assert isinstance(layer, Layer)
         attention, mlp = layer.attention, layer.mlp
         by_row = replace(sharing, tokens=1) if layer.mlp_in_chunks else sharing
         for part, into, its in ((attention, "qkv", sharing), (mlp, "input", by_row)):
@@ -121,7 +119,6 @@ def exchanges_of_rows(model: GPT) -> list[tuple[int, int]]:
     Of the units of the embedding, and of those of the head, the first one stands for all.
     """
     first = model.layers[0]
-    assert isinstance(first, Layer)
     qkv = first.attention.qkv
     pair = 3 if isinstance(qkv, ColumnParallel) and qkv.product is F.linear else 2
     repeated, layers = mlps_again(len(model.layers), model.recompute), list[tuple[int, int]]()

@@ -68,7 +68,6 @@ def compile_parts(
     hidden = model.hidden_shape(*shape)
     graph = partial(_graph, ready=ready, recomputed=model.tensor_ranks * model.attention.context_ranks == 1)
     first = model.layers[0]
-    assert isinstance(first, Layer)
     run = Half.run if first.in_halves else Layer.run
 
     def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None") -> bool:
@@ -80,7 +79,6 @@ def compile_parts(
     rows = _rows_of_an_mlp(first, hidden)
     run_mlp = graph(Half.run, lambda x: x.shape == rows, _Backend(backend, say), True)
     for layer, kind in zip(model.layers, kinds, strict=True):
-        assert isinstance(layer, Layer)
         if layer.in_halves:
             attention, mlp = layer.halves
             attention.compute, mlp.compute = runs[kind], run_mlp

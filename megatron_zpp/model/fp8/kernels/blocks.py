@@ -12,7 +12,6 @@ from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fp8.kernels import coded_heads, coded_mlp, coded_norm
 from megatron_zpp.model.fused import blocks
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.rotary import Rotation
 
 
@@ -63,7 +62,6 @@ def fuse(model: GPT) -> None:
     """Give kernels to the modules of a model whose products have delayed scaling."""
     blocks.fuse(model)
     for layer in model.layers:
-        assert isinstance(layer, Layer)
         attention, mlp = layer.attention, layer.mlp
         if coded_mlp.serves(mlp):
             mlp.__class__ = CodedMLP
