@@ -72,27 +72,24 @@ def norm() -> str:
     from megatron_zpp.model.fp8.kernels import coded_norm
     from megatron_zpp.model.fused.norm import _shape
 
-    return assembly(coded_norm._coded_norm_kernel, KIND=0, ADDS=True, CENTRED=False, **_shape(2048))
+    return assembly(coded_norm._coded_norm_kernel, ADDS=True, CENTRED=False, **_shape(2048))
 
 
 def encoded() -> str:
     from megatron_zpp.model.fp8.kernels import weight_codes
 
-    settings = {"NUMBERS": weight_codes._NUMBERS, "num_warps": weight_codes._WARPS}
-    return assembly(weight_codes._encode_kernel, KIND=1, **settings)
+    return assembly(weight_codes._encode_kernel, num_warps=weight_codes.WARPS)
 
 
 def tiles(file: str, kernel: str, codes: str = E4M3, **settings: Any) -> str:
     module = importlib.import_module(f"megatron_zpp.model.fp8.kernels.{file}")
-    shape = {"GROUPS": module._GROUPS, "COLUMNS": module._COLUMNS, "num_warps": module._WARPS}
-    return assembly(getattr(module, kernel), codes, **shape | settings)
+    return assembly(getattr(module, kernel), codes, num_warps=module.WARPS, **settings)
 
 
 def muon(name: str, **settings: int) -> str:
     from megatron_zpp.zero.fused import muon
 
-    shape = {"ALIGNED": muon._ALIGNED, "BLOCK": muon._BLOCK, "num_warps": muon._WARPS}
-    return assembly(getattr(muon, name), **settings, **shape)
+    return assembly(getattr(muon, name), ALIGNED=muon._ALIGNED, num_warps=muon._WARPS, **settings)
 
 
 ONE, TWO = "global.b32", "global.v2.b32"
@@ -100,7 +97,7 @@ SCALED = [f"ld.{ONE}"] * 2  # the factor and the maximum
 BY_ROWS = [f"st.{TWO}"] * 4  # 8 codes
 ACTIVATION: dict[str, Any] = {"GATED": True, "BIASED": False}
 BOTH = {"BY_ROWS": True, "BY_COLUMNS": True}
-SUMMED = {"GROUPS": 32, "COLUMNS": 32}
+WIDE, TALL = ({"GROUPS": groups, "COLUMNS": columns} for groups, columns in ((16, 64), (32, 32)))
 LOSS = {"odd": "vocab_size"}
 USUAL, ALL = ({"CAPPED": each, "Z_LOSS": each} for each in (False, True))
 OF_A_PART = [f"ld.{ONE}"] * 2 + ["ld.global.b64"] * 3  # of its numbers, and where it is
@@ -118,9 +115,12 @@ STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
         (norm, [*SCALED, f"st.{ONE}"]),
         (encoded, SCALED),
         (lambda: tiles("cast", "_turn_kernel", "*u8"), [f"ld.{TWO}"] * 4),
-        (lambda: tiles("cast", "_cast_kernel", KIND=0, JOINS=False, SUMS=False, **BOTH), [*SCALED, *BY_ROWS]),
         (
-            lambda: tiles("cast", "_cast_kernel", E5M2, KIND=2, JOINS=True, SUMS=True, **BOTH, **SUMMED),
+            lambda: tiles("cast", "_cast_kernel", KIND=0, JOINS=False, SUMS=False, **BOTH, **WIDE),
+            [*SCALED, *BY_ROWS],
+        ),
+        (
+            lambda: tiles("cast", "_cast_kernel", E5M2, KIND=2, JOINS=True, SUMS=True, **BOTH, **TALL),
             [*SCALED, *BY_ROWS, f"st.{ONE}"],
         ),
         (

@@ -23,6 +23,8 @@ from megatron_zpp.model.fused.math import LOG2_E, exp2, reciprocal
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _SLOPE
 _ROWS, _COLUMNS, _WARPS = 16, 256, 8  # of a program at a time: 16 elements a thread
+# The same for kernels.
+SLOPE, CUBIC, ROWS, COLUMNS = map(tl.constexpr, (_SLOPE, _CUBIC, _ROWS, _COLUMNS))
 _PROGRAMS = 4  # on each multiprocessor
 
 
@@ -68,10 +70,6 @@ def _gelu_backward(of_out: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     sums = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     wrap_triton(_gelu_backward_kernel)[(columns, programs)](
         *(of_out, x, gradient, sums, rows, width),
-        SLOPE=_SLOPE,
-        CUBIC=_CUBIC,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
         num_warps=_WARPS,
     )
     return gradient, sums.sum(0)
@@ -87,8 +85,6 @@ def _join_heads(of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, Tenso
     sums = torch.empty(programs, 3, width, dtype=torch.float32, device=of_q.device)
     wrap_triton(_join_kernel)[(triton.cdiv(width, _COLUMNS), programs, 3)](
         *(of_q, of_k, of_v, joined, sums, rows, width),
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
         num_warps=_WARPS,
     )
     return joined, sums.sum(0).flatten()
@@ -135,10 +131,6 @@ def _gelu_backward_kernel(
     sums_ptr,  # (P, W) fp32
     rows,
     width,
-    SLOPE: tl.constexpr,
-    CUBIC: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     stride = tl.full([], width, tl.int64)  # or the largest inputs would not be reached
@@ -167,8 +159,6 @@ def _join_kernel(
     sums_ptr,  # (P, 3, W) fp32
     rows,
     width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     part = tl.program_id(2)
     source = of_q_ptr

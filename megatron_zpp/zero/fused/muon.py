@@ -17,7 +17,7 @@ from megatron_zpp.ops.state_codes import SEED
 from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers
 
 _BLOCK, _WARPS = 4096, 8
-_SEED = tl.constexpr(SEED)
+_SEED, BLOCK = tl.constexpr(SEED), tl.constexpr(_BLOCK)
 _ALIGNED = 16  # elements, at most: what the compiler gains by more is nothing
 
 
@@ -55,7 +55,6 @@ class FusedPasses:
                     HALVES=halves,
                     NESTEROV=given.nesterov,
                     ALIGNED=math.gcd(self._aligned, start),
-                    BLOCK=_BLOCK,
                     num_warps=_WARPS,
                 )
 
@@ -68,7 +67,6 @@ class FusedPasses:
                 *(numbers.found_inf, given.owned.start, numbers.shrink, numbers.step),
                 WRITES=source is not None,
                 ALIGNED=self._aligned,
-                BLOCK=_BLOCK,
                 num_warps=_WARPS,
             )
 
@@ -109,7 +107,6 @@ def _average_kernel(
     HALVES: tl.constexpr,
     NESTEROV: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     if tl.load(found_inf_ptr) != 0:
         return
@@ -148,7 +145,6 @@ def _apply_kernel(
     step,
     WRITES: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     if tl.load(found_inf_ptr) != 0:
         return

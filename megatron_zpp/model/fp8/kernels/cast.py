@@ -16,7 +16,8 @@ from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT
 
-_GROUPS, _COLUMNS, _WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread
+_GROUPS, _COLUMNS, WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread and input
+_TILE_GROUPS, _TILE_COLUMNS = tl.constexpr(_GROUPS), tl.constexpr(_COLUMNS)
 _SUMMED_GROUPS, _SUMMED_COLUMNS = 32, 32  # the same with sums: 128 rows
 
 
@@ -85,12 +86,12 @@ def _cast(
         SUMS=sums,
         GROUPS=tile[0],
         COLUMNS=tile[1],
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
     return by_rows, by_columns, partial.sum(0) if sums else partial.new_empty(0)
 
 
-def grid(rows: int, width: int, groups: int, columns: int) -> tuple[int, int]:
+def grid(rows: int, width: int, groups: int = _GROUPS, columns: int = _COLUMNS) -> tuple[int, int]:
     """How many programs there are for rows in groups of four."""
     return triton.cdiv(width, columns), triton.cdiv(rows, 4 * groups)
 
@@ -98,15 +99,20 @@ def grid(rows: int, width: int, groups: int, columns: int) -> tuple[int, int]:
 def turn(codes: Tensor, turned: Tensor) -> None:
     """Write codes (R, W) column by column (W, R); a part of operations of Triton, not an operation."""
     height, width = codes.shape
-    wrap_triton(_turn_kernel)[grid(height, width, _GROUPS, _COLUMNS)](
+    wrap_triton(_turn_kernel)[grid(height, width)](
         codes.view(torch.uint8),
         turned.view(torch.uint8),
         height,
         width,
-        GROUPS=_GROUPS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
+
+
+@triton.jit
+def tile():
+    """Groups of four rows, and columns, of a program."""
+    group = tl.program_id(1) * _TILE_GROUPS + tl.arange(0, _TILE_GROUPS)
+    return group, tl.program_id(0) * _TILE_COLUMNS + tl.arange(0, _TILE_COLUMNS)
 
 
 @triton.jit
@@ -285,12 +291,9 @@ def _turn_kernel(
     by_columns_ptr,  # (W, R) bytes
     height,
     width,
-    GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    words = tl.zeros([GROUPS, COLUMNS], tl.int32)
+    group, column = tile()
+    words = tl.zeros([_TILE_GROUPS, _TILE_COLUMNS], tl.int32)
     for place in tl.static_range(4):
         row = 4 * group + place
         inside = (row < height)[:, None] & (column < width)[None, :]

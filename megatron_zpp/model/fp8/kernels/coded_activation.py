@@ -15,6 +15,7 @@ from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fp8.cast import GRADIENT, INPUT
 from megatron_zpp.model.fp8.kernels.cast import (
+    WARPS,
     encode,
     grid,
     keep_maximum,
@@ -22,13 +23,13 @@ from megatron_zpp.model.fp8.kernels.cast import (
     packed,
     rounded,
     store_turned,
+    tile,
 )
 from megatron_zpp.model.fused.math import LOG2_E, exp2, reciprocal
 
 _SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 _CUBIC = tl.constexpr(0.044715 * 2 * math.sqrt(2 / math.pi))
 _INPUT, _GRADIENT = tl.constexpr(INPUT), tl.constexpr(GRADIENT)
-_GROUPS, _COLUMNS, _WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread and input
 
 
 @triton_op("megatron_zpp_model::coded_activation", mutates_args={"maxima"})
@@ -41,14 +42,12 @@ def coded_activation(
     """
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     by_rows, by_columns = outputs(x, rows, width, INPUT, by_rows=True, by_columns=columns)
-    wrap_triton(_forward_kernel)[grid(rows, width, _GROUPS, _COLUMNS)](
+    wrap_triton(_forward_kernel)[grid(rows, width)](
         *(x, x if bias is None else bias, factors, maxima, by_rows, by_columns, rows, width),
         GATED=gated,
         BIASED=bias is not None,
         BY_COLUMNS=columns,
-        GROUPS=_GROUPS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
     return by_rows, by_columns
 
@@ -64,16 +63,14 @@ def coded_activation_backward(
     """
     rows, width = of_out.shape
     by_rows, by_columns = outputs(x, rows, x.shape[1], GRADIENT, by_rows=True, by_columns=True)
-    programs = grid(rows, width, _GROUPS, _COLUMNS)
+    programs = grid(rows, width)
     biased = bias is not None
     sums = torch.empty(programs[1] if biased else 0, x.shape[1], dtype=torch.float32, device=x.device)
     wrap_triton(_backward_kernel)[programs](
         *(of_out, x, x if bias is None else bias, factors, maxima, by_rows, by_columns, sums, rows, width),
         GATED=gated,
         BIASED=biased,
-        GROUPS=_GROUPS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
     return by_rows, by_columns, sums.sum(0) if biased else sums.new_empty(0)
 
@@ -141,11 +138,8 @@ def _forward_kernel(
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    group, column = tile()
     row, factor = 4 * group, tl.load(factors_ptr + 4 * _INPUT)
     bias, bias_up = _biases(bias_ptr, column, width, GATED)
     FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
@@ -228,11 +222,8 @@ def _backward_kernel(
     width,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    group, column = tile()
     row, factor = 4 * group, tl.load(factors_ptr + 4 * _GRADIENT)
     bias, bias_up = _biases(bias_ptr, column, width, GATED)
     FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty

@@ -12,15 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_zpp.model.fp8.kernels.cast import grid, packed, rounded, store_apart
+from megatron_zpp.model.fp8.kernels.cast import WARPS, grid, packed, rounded, store_apart, tile
+from megatron_zpp.model.fused.loss import WARPS as ROW_WARPS
 from megatron_zpp.model.fused.loss import arguments, empty_losses, row_statistics
 from megatron_zpp.model.fused.math import LOG2_E, exp2, squashed
 from megatron_zpp.model.loss import CODE_UNIT, IGNORED, Objective
 
 _UNIT, _LOG2_UNIT = tl.constexpr(CODE_UNIT), tl.constexpr(math.log2(CODE_UNIT))
 _IGNORED = tl.constexpr(IGNORED)
-_BLOCK, _ROW_WARPS = 8192, 16  # as in model/fused/loss.py
-_GROUPS, _COLUMNS, _WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread
 
 
 def logits_to_codes(
@@ -36,16 +35,13 @@ def logits_to_codes(
     _statistics_kernel[(tokens,)](
         *(logits, targets, losses, largest, log2_totals, entries),
         **given,
-        BLOCK=_BLOCK,
-        num_warps=_ROW_WARPS,
+        num_warps=ROW_WARPS,
     )
-    _codes_kernel[grid(tokens, entries, _GROUPS, _COLUMNS)](
+    _codes_kernel[grid(tokens, entries)](
         *(logits, targets, largest, log2_totals, rows, columns),
         *(tokens, entries, columns.stride(0)),
         **given,
-        GROUPS=_GROUPS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
     return losses.sum(-1)
 
@@ -63,7 +59,6 @@ def _statistics_kernel(
     z_coeff,
     CAPPED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * entries
@@ -75,7 +70,7 @@ def _statistics_kernel(
         if Z_LOSS:
             tl.store(losses_ptr + tl.num_programs(0) + row, 0.0)
     else:
-        largest, total = row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED, BLOCK)
+        largest, total = row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED)
         wanted = tl.load(logits_ptr + target).to(tl.float32)
         if CAPPED:
             wanted = cap * squashed(wanted, cap)
@@ -147,11 +142,8 @@ def _codes_kernel(
     z_coeff,
     CAPPED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    group, column = tile()
     row = 4 * group
     FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     # fmt: off

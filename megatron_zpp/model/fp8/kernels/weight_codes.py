@@ -12,9 +12,7 @@ from torch.library import custom_op
 
 from megatron_zpp.model.fp8.cast import WEIGHT
 from megatron_zpp.model.fp8.kernels.cast import (
-    _COLUMNS,
-    _GROUPS,
-    _WARPS,
+    WARPS,
     _turn_kernel,
     cast,
     encode,
@@ -24,6 +22,7 @@ from megatron_zpp.model.fp8.kernels.cast import (
 )
 
 _NUMBERS = 4096  # of a program that encodes: 32 numbers a thread
+_KIND, _COUNT = tl.constexpr(WEIGHT), tl.constexpr(_NUMBERS)
 
 
 def encode_weights(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor) -> None:
@@ -31,9 +30,7 @@ def encode_weights(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tens
     count = numbers.numel()
     _encode_kernel[(triton.cdiv(count, _NUMBERS),)](
         *(numbers, factors, maxima, codes, count),
-        KIND=WEIGHT,
-        NUMBERS=_NUMBERS,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
 
 
@@ -64,9 +61,7 @@ def transpose(codes: Tensor, after: Tensor) -> Tensor:
 def _transpose(codes: Tensor, after: Tensor) -> Tensor:
     height, width = codes.shape
     turned = codes.new_empty(width, height)
-    _turn_kernel[grid(height, width, _GROUPS, _COLUMNS)](
-        codes, turned, height, width, GROUPS=_GROUPS, COLUMNS=_COLUMNS, num_warps=_WARPS
-    )
+    _turn_kernel[grid(height, width)](codes, turned, height, width, num_warps=WARPS)
     return turned
 
 
@@ -82,12 +77,10 @@ def _encode_kernel(
     maxima_ptr,  # (3,) fp32
     codes_ptr,  # (n,)
     count,
-    KIND: tl.constexpr,
-    NUMBERS: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    at = tl.program_id(0).to(tl.int64) * _COUNT + tl.arange(0, _COUNT)
     inside = at < count
     numbers = tl.load(numbers_ptr + at, mask=inside, other=0.0)
-    scaled, sizes = encode(numbers, tl.load(factors_ptr + 4 * KIND))
-    keep_maximum(maxima_ptr, sizes, KIND)
+    scaled, sizes = encode(numbers, tl.load(factors_ptr + 4 * _KIND))
+    keep_maximum(maxima_ptr, sizes, _KIND)
     tl.store(codes_ptr + at, rounded(scaled, codes_ptr.dtype.element_ty), mask=inside)
