@@ -103,7 +103,9 @@ class ZeroEngine(engine.ZeroEngine):
         mesh = mesh or Topology.from_environment(os.environ).mesh()
         config = config or EngineConfig()
         check_ranks(mesh)
-        device = device or _device_of(mesh)
+        if device is None:
+            on_cpu = dist.is_initialized() and "nccl" not in dist.get_backend()
+            device = torch.device("cpu") if on_cpu else select_device("auto", Topology.of(mesh))
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
         check_values(model, given=initialize is not None)
@@ -217,10 +219,3 @@ class ZeroEngine(engine.ZeroEngine):
             store = dist.distributed_c10d._get_default_store()
         name = f"zero_engine/{next(_NUMBERS)}/{purpose}"
         return Exchange(store, self.topology, self._timeout, name)
-
-
-def _device_of(mesh: Mesh) -> torch.device:
-    """The default device of a rank."""
-    if dist.is_initialized() and "nccl" not in dist.get_backend():
-        return torch.device("cpu")
-    return select_device("auto", Topology.of(mesh))

@@ -24,10 +24,6 @@ class Rotation:
     signs: Signs  # of the unit's element 0
     gaps: tuple[slice, ...]  # elements of this rank's shard that belong to no parameter
 
-    def signs_from(self, element: int) -> Signs:
-        """The signs of elements with the numbers from `element` on."""
-        return replace(self.signs, first=element)
-
     def clear_gaps(self, shard: Tensor) -> None:
         """Set the gaps of this rank's shard of the sum to zero."""
         clear(shard, self.gaps)
@@ -70,7 +66,7 @@ class Codec(NamedTuple):
             self.operations.quantize(rows, messages, self.format)
             return
         assert rotation is not None
-        signs = rotation.signs_from(first)
+        signs = replace(rotation.signs, first=first)
         self.operations.quantize_rotated(rows.view(-1), messages, self.format, signs)
 
     def sum_into(
@@ -84,7 +80,7 @@ class Codec(NamedTuple):
             self.operations.sum_into(messages, target, self.format, add=add)
             return
         assert rotation is not None
-        signs = rotation.signs_from(first)
+        signs = replace(rotation.signs, first=first)
         self.operations.sum_rotated(messages, target, self.format, signs, add=add)
 
     def encode_with(

@@ -119,7 +119,7 @@ class DotProduct(AttentionKernel):
         """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H)."""
         dense: Tensor | None = mask.bounds
         causal = dense is None and not (mask.cached and q.shape[1] == 1)
-        if not scores.scaled_only:
+        if not (scores.softcap is None and scores.slopes is None and scores.sinks is None):
             visible = dense if dense is None or mask.cached else dense.eq(0)
             return attend(q, k, v, dropout, scores, visible)
         grouped = q.shape[2] != k.shape[2]

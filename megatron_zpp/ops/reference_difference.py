@@ -71,7 +71,8 @@ def add_difference(messages: Tensor, reference: Tensor, bits: int, block: int) -
         for here in tiles(len(part)):
             blocks = slice(here.start // block, here.stop // block)
             old = part[here].view(-1, block)
-            part[here] = moved_reference(old, codes[blocks], stored[blocks], bits).view(-1)
+            moved = old + decoded(codes[blocks], stored[blocks], bits)
+            part[here] = torch.where((stored[blocks] == 0)[:, None], old, moved).view(-1)
 
 
 def encode_difference(weights: Tensor, reference: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -80,11 +81,6 @@ def encode_difference(weights: Tensor, reference: Tensor, bits: int) -> tuple[Te
     z, power, finite, usable = normalised(difference)
     stored = stored_scales(power * root_mean_square(z), finite, usable)
     return coded(nearest_codes(difference, stored.float(), bits), stored)
-
-
-def moved_reference(reference: Tensor, codes: Tensor, stored: Tensor, bits: int) -> Tensor:
-    """The reference (K, B) after codes (K, B) with scales (K,)."""
-    return torch.where((stored == 0)[:, None], reference, reference + decoded(codes, stored, bits))
 
 
 def root_mean_square(z: Tensor) -> Tensor:

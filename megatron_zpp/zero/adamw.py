@@ -62,8 +62,6 @@ def build_optimizer(
         if operations is None:
             return TorchAdamW(scaled)
         if config.compact:
-            from megatron_zpp.zero.compact_adamw import CompactAdamW
-
             return CompactAdamW(scaled, operations, plan.weight_codes)
         return KernelAdamW(scaled, operations, plan.weight_codes)
 
@@ -114,6 +112,48 @@ class KernelAdamW:
             self._operations.adamw(*states, gather_source, scalars, decayed=decayed)
             return
         self._operations.adamw_quantize(*states, gather_source, self._quant_format, scalars, decayed=decayed)
+
+
+# The scalars of a step, and the number of the step, which random bits depend on.
+CompactScalars: TypeAlias = tuple[AdamWScalars, Tensor]
+
+
+class CompactAdamW:
+    """AdamW on states in fewer bytes (--use-precision-aware-optimizer), by the project's kernel.
+
+    One pass, which rounds the states and writes 16-bit gather sources.
+    """
+
+    state_names = MOMENTS
+
+    def __init__(
+        self, config: OptimizerConfig, operations: Operations, quant_format: QuantFormat | None = None
+    ) -> None:
+        """`quant_format` is that of messages to gather from, which are then written from the weights."""
+        self._plain, self._operations = KernelAdamW(config, operations, quant_format), operations
+        self.writes_gather_source = self.accepts_16bit_gradients = quant_format is None
+
+    def scalars(
+        self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
+    ) -> CompactScalars:
+        return self._plain.scalars(steps, learning_rate, divisor, found_inf), steps
+
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: CompactScalars) -> None:
+        from megatron_zpp.ops.state_codes import Rounding  # which few runs need
+
+        (exp_avg, exp_avg_sq), (exp_avg_scales, exp_avg_sq_scales) = shard.states, shard.scales
+        self._operations.adamw_compact(
+            shard.master,
+            gradient,
+            exp_avg,
+            exp_avg_scales,
+            exp_avg_sq,
+            exp_avg_sq_scales,
+            shard.gather_source,
+            scalars[0],
+            Rounding(scalars[1], shard.unit, shard.first),
+            decayed=shard.decayed,
+        )
 
 
 TorchAdamWScalars: TypeAlias = tuple[Tensor, float, Tensor, Tensor]  # as `scalars` gets them
