@@ -192,6 +192,11 @@ def chunk_rows(tokens: int, entries: int, chunk_bytes: int = CHUNK_BYTES) -> int
     return max(1, -(-tokens // next(equal, fewest)))
 
 
+def slices(count: int, rows: int) -> list[slice]:
+    """Chunks of `rows` of so many tokens; the last one may be smaller."""
+    return [slice(first, first + rows) for first in range(0, count, rows)]
+
+
 def keeps_gradient(tokens: int, width: int, itemsize: int) -> bool:
     """Return whether the gradient of the logits is kept for the backward, and not the fp32 sums.
 

@@ -31,6 +31,7 @@ from megatron_zpp.model.loss import (
     add_product,
     chunk_rows,
     of_cross_entropy,
+    slices,
     wide,
     z_terms,
 )
@@ -224,7 +225,7 @@ class _Statistics(torch.autograd.Function):
         ctx.objective, ctx.passes = objective, passes
         ctx.save_for_backward(x, weight, place)
         found = x.new_empty(3, len(x))
-        for tokens in _chunks(x, weight, passes):
+        for tokens in slices(len(x), chunk_rows(len(x), len(weight), passes.chunk_bytes)):
             logits = x[tokens].to(weight.dtype) @ weight.T  # (C, R)
             found[:, tokens] = passes.statistics(logits, place[tokens], objective)
         return found
@@ -233,8 +234,8 @@ class _Statistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, message: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, place = ctx.saved_tensors
-        of_x, chunks = torch.empty_like(x), _chunks(x, weight, ctx.passes)
-        several = len(chunks) > 1
+        chunks = slices(len(x), chunk_rows(len(x), len(weight), ctx.passes.chunk_bytes))
+        of_x, several = torch.empty_like(x), len(chunks) > 1
         of_weight = torch.empty_like(weight, dtype=x.dtype if several else weight.dtype)
         for index, tokens in enumerate(chunks):
             part = x[tokens].to(weight.dtype)
@@ -287,12 +288,6 @@ class _MeanLoss(torch.autograd.Function):
         factor = counted * (of_cross_entropy(of_losses) / count)
         message = torch.stack((factor, log_total, likelihood))
         return None, None, None, *[message] * ctx.blocks
-
-
-def _chunks(x: Tensor, weight: Tensor, passes: BlockPasses) -> list[slice]:
-    """Tokens whose logits of a block are there at a time."""
-    rows = chunk_rows(len(x), len(weight), passes.chunk_bytes)
-    return [slice(first, first + rows) for first in range(0, len(x), rows)]
 
 
 def blocks_of(kind: Callable[..., Any], entries: int, width: int, rows: int) -> list[Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fused.math import LOG2_E, exp2, reciprocal
+from megatron_zpp.model.fused.swiglu import save_first
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _SLOPE
@@ -97,17 +98,13 @@ def _grid(x: Tensor, rows: int, width: int) -> tuple[int, int]:
     return columns, max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS * processors // columns))
 
 
-def _save_gelu(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-
-
 def _of_gelu(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor]:
     (x,) = ctx.saved_tensors
     of_x, of_bias = _gelu_backward(of_out.contiguous(), x)
     return of_x, of_bias.to(x.dtype)
 
 
-_gelu.register_autograd(_of_gelu, setup_context=_save_gelu)
+_gelu.register_autograd(_of_gelu, setup_context=save_first)
 
 
 class _Heads(torch.autograd.Function):

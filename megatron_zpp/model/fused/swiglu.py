@@ -38,7 +38,8 @@ def _grid(x: Tensor, width: int) -> tuple[int, int]:
     return x.numel() // (2 * width), triton.cdiv(width, _BLOCK)
 
 
-def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def save_first(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    """Keep the first input for the backward."""
     ctx.save_for_backward(inputs[0])
 
 
@@ -47,7 +48,7 @@ def _of_swiglu(ctx: Any, of_out: Tensor) -> Tensor:
     return _swiglu_backward(of_out.contiguous(), x)
 
 
-swiglu.register_autograd(_of_swiglu, setup_context=_save)
+swiglu.register_autograd(_of_swiglu, setup_context=save_first)
 
 
 @triton.jit
