@@ -1,6 +1,6 @@
 """How gradients become messages and sums: block codes, or rotated Lloyd-Max codes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -66,7 +66,7 @@ class Codec(NamedTuple):
             self.operations.quantize(rows, messages, self.format)
             return
         assert rotation is not None
-        signs = replace(rotation.signs, first=first)
+        signs = rotation.signs._replace(first=first)
         self.operations.quantize_rotated(rows.view(-1), messages, self.format, signs)
 
     def sum_into(
@@ -80,7 +80,7 @@ class Codec(NamedTuple):
             self.operations.sum_into(messages, target, self.format, add=add)
             return
         assert rotation is not None
-        signs = replace(rotation.signs, first=first)
+        signs = rotation.signs._replace(first=first)
         self.operations.sum_rotated(messages, target, self.format, signs, add=add)
 
     def encode_with(

@@ -18,8 +18,8 @@ from megatron_zpp.exchange.rooms import (
     ReductionRooms,
     accumulating,
     lanes,
-    message_room,
     reduction_rooms,
+    widest,
 )
 from megatron_zpp.exchange.route import (
     Route,
@@ -28,6 +28,7 @@ from megatron_zpp.exchange.route import (
     as_made,
     axes_of,
     gradient_route,
+    nbytes,
     sent,
 )
 from megatron_zpp.mesh import Axis, Mesh
@@ -182,10 +183,14 @@ class CommunicationPlan:
         return sum(residual.nbytes for each in self.weights for residual in each.residuals)
 
     def message_room(self, stages: Route) -> int:
-        """Bytes of the largest message that this rank brings to these stages of weights or sums."""
+        """Bytes of the largest message that this rank brings to these stages of weights or sums, in any step.
+
+        0 for gathers in a dtype.
+        """
         numels = [len(each.owned) for each in self.weights if stages == each.first]
         numels += [each.layout.shard_numel for each in self.weights if stages == each.sums]
-        return message_room(stages, numels)
+        format = widest(stages[0].format)
+        return 0 if isinstance(format, torch.dtype) else nbytes(format, max(numels))
 
     @cached_property
     def arena_bytes(self) -> int:

@@ -13,7 +13,7 @@ Inside a compiled layer forward and backward are one operator each. With FlexAtt
 itself, they run between two graphs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from megatron_zpp.model.context.blocks import (
 )
 from megatron_zpp.model.context.parts import own_part
 from megatron_zpp.model.context.rounds import Pair, Round, rounds
-from megatron_zpp.model.context.travel import Returning, send_home, travelling_keys
+from megatron_zpp.model.context.travel import send_home, travelling_keys
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.scores import PLAIN_SCORES, Scores
 
@@ -227,18 +227,16 @@ class _Passes:
         at_home, *keys = next(travelling)
         diagonal, below = at_home.pairs[:2], at_home.pairs[2:]
         add(at_home, below, kernel.joins, keys, own)
-        returning: Returning | None = None
+        add_returned: Callable[[Sequence[Sums]], None] = lambda own: None  # noqa: E731
         for each, *keys in travelling:
             sums = Sums(), Sums()
             add(each, each.pairs, kernel.joins, keys, sums)
             following = send_home(each, sums, k, group)
-            if returning is not None:
-                returning.add_to(own)
-            returning = following
+            add_returned(own)
+            add_returned = following
         del keys
         add(at_home, diagonal, False, (k, v), own)
-        if returning is not None:
-            returning.add_to(own)
+        add_returned(own)
         return of_q.result(q), own[0].result(k), own[1].result(v)
 
     def _chosen(

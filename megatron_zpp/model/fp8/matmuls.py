@@ -31,7 +31,13 @@ class DelayedMatmuls(Matmuls):
 
     def __init__(self, precision: PrecisionConfig, device: torch.device) -> None:
         self._precision, self._device = precision, device
-        self._cast, self._transpose = _kernels(device)
+        self._cast: Cast = plain_cast
+        self._transpose: Transpose = plain_transpose
+        if device.type == "cuda":  # these import Triton, which only torch for GPUs brings
+            from megatron_zpp.model.fp8.kernels.cast import cast
+            from megatron_zpp.model.fp8.kernels.weight_codes import transpose
+
+            self._cast, self._transpose = cast, transpose
         self.linear = partial(DelayedLinear, cast=self._cast, transpose=self._transpose)
         self.output = partial(OutputProduct, self._cast) if precision.fp8_output_layer else None
 
@@ -61,13 +67,3 @@ class DelayedMatmuls(Matmuls):
 
         blocks.fuse(model)
         return replace(loss.PASSES, to_codes=coded_loss.logits_to_codes)
-
-
-def _kernels(device: torch.device) -> tuple[Cast, Transpose]:
-    """What casts and transposes."""
-    if device.type != "cuda":
-        return plain_cast, plain_transpose
-    from megatron_zpp.model.fp8.kernels.cast import cast  # imports Triton, which only torch for GPUs brings
-    from megatron_zpp.model.fp8.kernels.weight_codes import transpose
-
-    return cast, transpose

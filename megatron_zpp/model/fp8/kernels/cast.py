@@ -17,6 +17,15 @@ from torch.library import triton_op, wrap_triton
 from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT
 
 _GROUPS, _COLUMNS, WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread and input
+_E4M3_WORDS, _E5M2_WORDS = (
+    tl.constexpr(f"""{{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.{codes}x2.f32 low, $2, $1;
+            cvt.rn.satfinite.{codes}x2.f32 high, $4, $3;
+            mov.b32 $0, {{low, high}};
+            }}""")
+    for codes in ("e4m3", "e5m2")
+)
 _TILE_GROUPS, _TILE_COLUMNS = tl.constexpr(_GROUPS), tl.constexpr(_COLUMNS)
 _SUMMED_GROUPS, _SUMMED_COLUMNS = 32, 32  # the same with sums: 128 rows
 
@@ -149,27 +158,9 @@ def packed(first, second, third, fourth, FORMAT: tl.constexpr):
 
     Rounded here again, after the codes by rows: ptxas 12.8 loses codes that are taken out of a pair.
     """
-    if tl.float8e5 == FORMAT:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
-            "=r,f,f,f,f",
-            [first, second, third, fourth],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+    e5m2: tl.constexpr = tl.float8e5 == FORMAT
     return tl.inline_asm_elementwise(
-        """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
+        _E5M2_WORDS if e5m2 else _E4M3_WORDS,
         "=r,f,f,f,f",
         [first, second, third, fourth],
         dtype=tl.int32,
@@ -180,28 +171,15 @@ def packed(first, second, third, fourth, FORMAT: tl.constexpr):
 
 @triton.jit
 def store_turned(
-    by_columns_ptr,  # (W, R)
+    by_columns_ptr,  # W rows of R codes, `stride` apart: R, or more where they are a part of a larger tensor
     words,  # (GROUPS, COLUMNS) of the codes of four rows
     group,
     column,
-    height,  # a multiple of 4
-    width,
-):
-    """Write a tile column by column."""
-    store_apart(by_columns_ptr, words, group, column, height, width, height)
-
-
-@triton.jit
-def store_apart(
-    by_columns_ptr,  # W rows of R codes, `stride` apart
-    words,
-    group,
-    column,
-    height,  # multiples of 4, as is stride
+    height,  # a multiple of 4, as is stride
     width,
     stride,
 ):
-    """The same where the codes (W, R) are some of the columns of a larger tensor."""
+    """Write a tile column by column."""
     place = by_columns_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     at = column.to(tl.int64)[:, None] * (stride // 4) + group[None, :]
     inside = (column < width)[:, None] & (group < height // 4)[None, :]
@@ -282,7 +260,7 @@ def _cast_kernel(
     keep_maximum(maxima_ptr, size, KIND)
     if BY_COLUMNS:
         turned_ptr = by_columns_ptr + before * tl.full([], height, tl.int64)
-        store_turned(turned_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
+        store_turned(turned_ptr, packed(a, b, c, d, FORMAT), group, column, height, width, height)
 
 
 @triton.jit
@@ -299,4 +277,4 @@ def _turn_kernel(
         inside = (row < height)[:, None] & (column < width)[None, :]
         at = row.to(tl.int64)[:, None] * width + column[None, :]
         words |= tl.load(by_rows_ptr + at, mask=inside, other=0).to(tl.int32) << (8 * place)
-    store_turned(by_columns_ptr, words, group, column, height, width)
+    store_turned(by_columns_ptr, words, group, column, height, width, height)

@@ -159,7 +159,7 @@ def _forward_kernel(
     # fmt: on
     keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), _INPUT)
     if BY_COLUMNS:
-        store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
+        store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width, height)
 
 
 @triton.jit
@@ -255,7 +255,7 @@ def _backward_kernel(
         if GATED:
             tl.store(sums + width, tl.sum(total_up, axis=0), mask=column < width)
     keep_maximum(maxima_ptr, size, _GRADIENT)
-    store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
+    store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width, height)
     if GATED:
         turned_ptr = by_columns_ptr + tl.full([], width, tl.int64) * height
-        store_turned(turned_ptr, packed(a_up, b_up, c_up, d_up, FORMAT), group, column, height, width)
+        store_turned(turned_ptr, packed(a_up, b_up, c_up, d_up, FORMAT), group, column, height, width, height)

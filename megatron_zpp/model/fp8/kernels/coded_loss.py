@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_zpp.model.fp8.kernels.cast import WARPS, grid, packed, rounded, store_apart, tile
+from megatron_zpp.model.fp8.kernels.cast import WARPS, grid, packed, rounded, store_turned, tile
 from megatron_zpp.model.fused.loss import WARPS as ROW_WARPS
 from megatron_zpp.model.fused.loss import arguments, empty_losses, row_statistics
 from megatron_zpp.model.fused.math import LOG2_E, exp2, squashed
@@ -165,4 +165,4 @@ def _codes_kernel(
     )
     # fmt: on
     words = packed(a, b, c, d, FORMAT)
-    store_apart(by_columns_ptr, words, group, column, height, width, stride)
+    store_turned(by_columns_ptr, words, group, column, height, width, stride)
