@@ -4,7 +4,8 @@ Of gradients of linear maps' outputs also the sums that are the gradients of the
 map into heads comes in three parts, which only the products join: as codes.
 
 Shapes: R rows, W columns of all parts together, P programs along the rows. A program has a tile of both
-layouts. Codes are turned in words of four rows, since to turn bytes one by one takes longer than to write
+layouts. What is stored is rounded to codes, to nearest, ties to even; what is too large becomes the largest
+code. Codes are turned in words of four rows, since to turn bytes one by one takes longer than to write
 them. Largest magnitudes are joined by atomic maxima, whose order does not matter.
 """
 
@@ -125,17 +126,8 @@ def tile():
 
 
 @triton.jit
-def rounded(x, FORMAT: tl.constexpr):
-    """Codes of fp32 numbers, to nearest, ties to even; what is too large becomes the largest code."""
-    return x.to(FORMAT)
-
-
-@triton.jit
 def encode(x, factor):
-    """fp32 numbers that codes are rounded from, and their magnitudes. A NaN or Inf becomes NaN in both.
-
-    Rounding saturates: what is larger than the largest code becomes that.
-    """
+    """fp32 numbers that codes are rounded from, and their magnitudes. A NaN or Inf becomes NaN in both."""
     finite = x * 0.0 + x  # one instruction; a comparison and selections took five
     return finite * factor, tl.abs(finite)
 
@@ -153,12 +145,12 @@ def keep_maximum(maxima_ptr, sizes, KIND: tl.constexpr):
 
 
 @triton.jit
-def packed(first, second, third, fourth, FORMAT: tl.constexpr):
+def packed(first, second, third, fourth, codes_ptr):
     """Words of 32 bits with the codes of fp32 numbers in four rows, the first in the lowest byte.
 
     Rounded here again, after the codes by rows: ptxas 12.8 loses codes that are taken out of a pair.
     """
-    e5m2: tl.constexpr = tl.float8e5 == FORMAT
+    e5m2: tl.constexpr = tl.float8e5 == codes_ptr.dtype.element_ty
     return tl.inline_asm_elementwise(
         _E5M2_WORDS if e5m2 else _E4M3_WORDS,
         "=r,f,f,f,f",
@@ -196,7 +188,6 @@ def coded_row(
     height,
     width,
     stride,
-    FORMAT: tl.constexpr,
     BY_ROWS: tl.constexpr,
 ):
     """Every fourth row of a tile: the numbers, what their codes are rounded from, and magnitudes."""
@@ -205,7 +196,7 @@ def coded_row(
     x = tl.load(x_ptr + at * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scaled, sizes = encode(x, factor)
     if BY_ROWS:
-        tl.store(by_rows_ptr + at * stride + column[None, :], rounded(scaled, FORMAT), mask=inside)
+        tl.store(by_rows_ptr + at * stride + column[None, :], scaled, mask=inside)
     return x, scaled, sizes
 
 
@@ -244,14 +235,13 @@ def _cast_kernel(
     stride = first_width + 2 * other_width
     factor, row = tl.load(factors_ptr + 4 * KIND), 4 * group
     out_ptr = by_rows_ptr + before
-    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     # fmt: off
-    total, a, size = coded_row(x_ptr, out_ptr, factor, row, column, height, width, stride, FORMAT, BY_ROWS)
-    x, b, size_b = coded_row(x_ptr, out_ptr, factor, row + 1, column, height, width, stride, FORMAT, BY_ROWS)
+    total, a, size = coded_row(x_ptr, out_ptr, factor, row, column, height, width, stride, BY_ROWS)
+    x, b, size_b = coded_row(x_ptr, out_ptr, factor, row + 1, column, height, width, stride, BY_ROWS)
     total, size = total + x, tl.maximum(size, size_b)
-    x, c, size_c = coded_row(x_ptr, out_ptr, factor, row + 2, column, height, width, stride, FORMAT, BY_ROWS)
+    x, c, size_c = coded_row(x_ptr, out_ptr, factor, row + 2, column, height, width, stride, BY_ROWS)
     total, size = total + x, tl.maximum(size, size_c)
-    x, d, size_d = coded_row(x_ptr, out_ptr, factor, row + 3, column, height, width, stride, FORMAT, BY_ROWS)
+    x, d, size_d = coded_row(x_ptr, out_ptr, factor, row + 3, column, height, width, stride, BY_ROWS)
     total, size = total + x, tl.maximum(size, size_d)
     # fmt: on
     if SUMS:
@@ -260,7 +250,7 @@ def _cast_kernel(
     keep_maximum(maxima_ptr, size, KIND)
     if BY_COLUMNS:
         turned_ptr = by_columns_ptr + before * tl.full([], height, tl.int64)
-        store_turned(turned_ptr, packed(a, b, c, d, FORMAT), group, column, height, width, height)
+        store_turned(turned_ptr, packed(a, b, c, d, by_columns_ptr), group, column, height, width, height)
 
 
 @triton.jit

@@ -21,7 +21,6 @@ from megatron_zpp.model.fp8.kernels.cast import (
     keep_maximum,
     outputs,
     packed,
-    rounded,
     store_turned,
     tile,
 )
@@ -95,7 +94,6 @@ def _row(
     column,
     height,
     width,
-    FORMAT: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
@@ -111,7 +109,7 @@ def _row(
         out = gate * reciprocal(1 + exp2(gate * (-LOG2_E * _SLOPE - LOG2_E * _CUBIC * (gate * gate))))
     scaled, sizes = encode(out, factor)
     out_at = row.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(by_rows_ptr + out_at, rounded(scaled, FORMAT), mask=inside)
+    tl.store(by_rows_ptr + out_at, scaled, mask=inside)
     return scaled, sizes
 
 
@@ -142,24 +140,23 @@ def _forward_kernel(
     group, column = tile()
     row, factor = 4 * group, tl.load(factors_ptr + 4 * _INPUT)
     bias, bias_up = _biases(bias_ptr, column, width, GATED)
-    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     # fmt: off
     a, size_a = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, FORMAT, GATED, BIASED,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, GATED, BIASED,
     )
     b, size_b = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, FORMAT, GATED, BIASED,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, GATED, BIASED,
     )
     c, size_c = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, FORMAT, GATED, BIASED,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, GATED, BIASED,
     )
     d, size_d = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, FORMAT, GATED, BIASED,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, GATED, BIASED,
     )
     # fmt: on
     keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), _INPUT)
     if BY_COLUMNS:
-        store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width, height)
+        store_turned(by_columns_ptr, packed(a, b, c, d, by_columns_ptr), group, column, height, width, height)
 
 
 @triton.jit
@@ -174,7 +171,6 @@ def _gradient_row(
     column,
     height,
     width,
-    FORMAT: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
@@ -199,11 +195,11 @@ def _gradient_row(
         of_gate = of_out * share * (1 + (gate - gate * share) * (_SLOPE + 3 * _CUBIC * square))
         of_up = of_gate
     scaled, sizes = encode(of_gate, factor)
-    tl.store(by_rows_ptr + at, rounded(scaled, FORMAT), mask=inside)
+    tl.store(by_rows_ptr + at, scaled, mask=inside)
     scaled_up = scaled
     if GATED:
         scaled_up, sizes_up = encode(of_up, factor)
-        tl.store(by_rows_ptr + width + at, rounded(scaled_up, FORMAT), mask=inside)
+        tl.store(by_rows_ptr + width + at, scaled_up, mask=inside)
         sizes = tl.maximum(sizes, sizes_up)
     return scaled, scaled_up, of_gate, of_up, sizes
 
@@ -226,25 +222,20 @@ def _backward_kernel(
     group, column = tile()
     row, factor = 4 * group, tl.load(factors_ptr + 4 * _GRADIENT)
     bias, bias_up = _biases(bias_ptr, column, width, GATED)
-    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     # fmt: off
     a, a_up, total, total_up, size = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width,
-        FORMAT, GATED, BIASED,
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, GATED, BIASED,
     )
     b, b_up, of_gate, of_up, size_b = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width,
-        FORMAT, GATED, BIASED,
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, GATED, BIASED,
     )
     total, total_up, size = total + of_gate, total_up + of_up, tl.maximum(size, size_b)
     c, c_up, of_gate, of_up, size_c = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width,
-        FORMAT, GATED, BIASED,
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, GATED, BIASED,
     )
     total, total_up, size = total + of_gate, total_up + of_up, tl.maximum(size, size_c)
     d, d_up, of_gate, of_up, size_d = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width,
-        FORMAT, GATED, BIASED,
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, GATED, BIASED,
     )
     total, total_up, size = total + of_gate, total_up + of_up, tl.maximum(size, size_d)
     # fmt: on
@@ -255,7 +246,9 @@ def _backward_kernel(
         if GATED:
             tl.store(sums + width, tl.sum(total_up, axis=0), mask=column < width)
     keep_maximum(maxima_ptr, size, _GRADIENT)
-    store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width, height)
+    store_turned(by_columns_ptr, packed(a, b, c, d, by_columns_ptr), group, column, height, width, height)
     if GATED:
         turned_ptr = by_columns_ptr + tl.full([], width, tl.int64) * height
-        store_turned(turned_ptr, packed(a_up, b_up, c_up, d_up, FORMAT), group, column, height, width, height)
+        store_turned(
+            turned_ptr, packed(a_up, b_up, c_up, d_up, by_columns_ptr), group, column, height, width, height
+        )

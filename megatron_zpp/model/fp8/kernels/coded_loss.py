@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_zpp.model.fp8.kernels.cast import WARPS, grid, packed, rounded, store_turned, tile
+from megatron_zpp.model.fp8.kernels.cast import WARPS, grid, packed, store_turned, tile
 from megatron_zpp.model.fused.loss import WARPS as ROW_WARPS
 from megatron_zpp.model.fused.loss import arguments, empty_losses, row_statistics
 from megatron_zpp.model.fused.math import LOG2_E, exp2, squashed
@@ -98,7 +98,6 @@ def _row(
     z_coeff,
     CAPPED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    FORMAT: tl.constexpr,
 ):
     """What codes of every fourth row of a tile are rounded from."""
     target = tl.load(targets_ptr + row, mask=row < height, other=_IGNORED).to(tl.int32)
@@ -122,7 +121,7 @@ def _row(
     gradient = tl.where(column[None, :] == target[:, None], gradient - _UNIT, gradient)
     if CAPPED:
         gradient *= 1 - share * share
-    tl.store(by_rows_ptr + at, rounded(gradient, FORMAT), mask=inside)
+    tl.store(by_rows_ptr + at, gradient, mask=inside)
     return gradient
 
 
@@ -145,24 +144,23 @@ def _codes_kernel(
 ):
     group, column = tile()
     row = 4 * group
-    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     # fmt: off
     a = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row, column, height, width,
-        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS,
     )
     b = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 1, column, height, width,
-        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS,
     )
     c = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 2, column, height, width,
-        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS,
     )
     d = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 3, column, height, width,
-        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS,
     )
     # fmt: on
-    words = packed(a, b, c, d, FORMAT)
+    words = packed(a, b, c, d, by_columns_ptr)
     store_turned(by_columns_ptr, words, group, column, height, width, stride)

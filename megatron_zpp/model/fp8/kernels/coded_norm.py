@@ -17,7 +17,7 @@ from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fp8.cast import INPUT
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
-from megatron_zpp.model.fp8.kernels.cast import encode, keep_maximum, outputs, rounded, turn
+from megatron_zpp.model.fp8.kernels.cast import encode, keep_maximum, outputs, turn
 from megatron_zpp.model.fused.norm import _shape, bias_of, gradients, normalise, without_contents
 
 _KIND = tl.constexpr(INPUT)
@@ -142,5 +142,5 @@ def _coded_norm_kernel(
     # fmt: on
     scaled, sizes = encode(normed, tl.load(factors_ptr + 4 * _KIND))
     keep_maximum(maxima_ptr, sizes, _KIND)
-    codes = rounded(scaled, by_rows_ptr.dtype.element_ty)
+    codes = scaled.to(by_rows_ptr.dtype.element_ty)
     tl.store(by_rows_ptr + row * width + columns, codes, mask=columns < width)
