@@ -84,10 +84,11 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
     if model.attention.context_ranks > 1:
         from megatron_zpp.model.context.sharing import exchanges_of_attention
 
-        more = exchanges_of_attention(model)
+        ranks, selective = model.tensor_ranks, model.layers[0].attention.recompute_scores
+        more = exchanges_of_attention(model.config, model.attention, ranks, selective=selective)
         firsts = count(units.index("layers.0"), 2 if model.cut_layers else 1)
         for unit, (forward, backward) in zip(firsts, more, strict=False):
-            sent[unit] = sent[unit][0] + forward, sent[unit][1] + backward
+            sent[unit] = sent[unit][0] + ranks * forward, sent[unit][1] + ranks * backward
     return sent
 
 

@@ -116,7 +116,7 @@ class Gradients:
         sums = unit.grad.squares
         if sums is None:
             shard = range(unit.owned.stop - unit.owned.start)[unit.shard]
-            segments = list(segments_inside(unit.gradients, shard))
+            segments = list(segments_inside(unit.grad.segments, shard))
             counts = [len(segment.flat) // SQUARES_BLOCK for segment in segments]
             sums = torch.empty(sum(counts), device=unit.full.device)
             for segment, its_sums in zip(segments, sums.split(counts), strict=True):

@@ -118,14 +118,14 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         later = unit.plan.codes is not None or unit.layout.coded
         source = None if later or unit.gathers_from_master else unit.gather_source
         self._passes[index].apply(unit.master, source, self._numbers)
-        self._change(index, unit.gradients, source)
+        self._change(index, unit.grad.segments, source)
         if later:
             self._sources.write(unit)
 
     def _bring(self, work: Round) -> Pending:
         """Let the momentum of a round's units take in their gradients, and bring its matrices together."""
         for each in work.places:
-            gradients, momentum = self._units[each].gradients, self.states[each][MOMENTUM]
+            gradients, momentum = self._units[each].grad.segments, self.states[each][MOMENTUM]
             self._passes[each].average(gradients, momentum, self._numbers)
         return work.gather(self._stream)
 

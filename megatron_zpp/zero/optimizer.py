@@ -191,7 +191,8 @@ class DeviceOptimizer(_Steps[Scalars]):
     def update(self, index: int) -> None:
         unit = self._units[index]
         coded = unit.layout.coded
-        self._change(index, unit.gradients, None if unit.gathers_from_master or coded else unit.gather_source)
+        source = None if unit.gathers_from_master or coded else unit.gather_source
+        self._change(index, unit.grad.segments, source)
         if coded:
             self._sources.write(unit)
 

@@ -113,11 +113,6 @@ class Weights:
         self._codes_present = self._codes is None
         self.prefetcher.changed(index)
 
-    @property
-    def have_references(self) -> bool:
-        """Whether weights travel as differences from a reference."""
-        return self.formats is not None
-
     def own_references(self) -> list[Tensor]:
         """This rank's part of the reference of each unit; a copy of the weights where no node needs one."""
         for index in range(len(self._units)):
