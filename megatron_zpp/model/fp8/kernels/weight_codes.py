@@ -1,4 +1,4 @@
-"""Codes of weights in both layouts, by kernels: of those that are held as codes (model/fp8/weights.py) too.
+"""Products of codes with weights, by kernels: also with those that are held as codes (model/fp8/weights.py).
 
 Shapes: n numbers, N outputs, K inputs. A program encodes consecutive numbers of a part of a weight;
 model/fp8/kernels/cast.py has the kernels that cast and transpose.
@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from megatron_zpp.model.fp8.cast import WEIGHT
+from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, back
+from megatron_zpp.model.fp8.delayed import multiply
 from megatron_zpp.model.fp8.kernels.cast import (
     WARPS,
     _turn_kernel,
@@ -33,22 +34,30 @@ def encode_weights(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tens
     )
 
 
-def weight_by_rows(weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor) -> Tensor:
-    """The codes (N, K) of a weight (N, K), which may be `held` as such."""
-    if held is not None:
-        return held
-    codes, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
-    return codes
-
-
-def weight_by_columns(
-    weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor, *, after: Tensor
+def product(
+    codes: Tensor, weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The same column by column, (K, N); `after` as in plain_transpose."""
-    if held is not None:
-        return transpose(held, after)
-    _, codes = cast(weight, factors, maxima, WEIGHT, rows=False, columns=True)
-    return codes
+    """Codes (R, K) times a weight (N, K), which may be `held` as codes: (R, N)."""
+    rows = held
+    if rows is None:
+        rows, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
+    return multiply(codes, rows.t(), back(factors, INPUT), back(factors, WEIGHT), dtype, fast=True)
+
+
+def input_gradient(
+    codes: Tensor, weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """From codes of the gradient of the product (R, N): (R, K)."""
+    if held is None:
+        _, columns = cast(weight, factors, maxima, WEIGHT, rows=False, columns=True)
+    else:
+        columns = transpose(held, codes)
+    return multiply(codes, columns.t(), back(factors, GRADIENT), back(factors, WEIGHT), dtype)
+
+
+def weight_gradient(turned: Tensor, columns: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """From codes of the gradient of the product (N, R) and of the input (K, R), by columns: (N, K)."""
+    return multiply(turned, columns.t(), back(factors, GRADIENT), back(factors, INPUT), dtype)
 
 
 def transpose(codes: Tensor, after: Tensor) -> Tensor:
