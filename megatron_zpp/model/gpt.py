@@ -173,8 +173,7 @@ class GPT(nn.Module):
         norm = norm_of(config, config.hidden_size)
         objective = Objective(self.vocab_size, config.final_logit_softcapping)
         self.head = Head(norm, output, objective, config.logits_multiplier)
-        # The units of the embedding or the head, by its name.
-        self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = lambda *named: [named]
+        self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = _one_unit
 
     def forward(
         self,
@@ -309,3 +308,8 @@ class GPT(nn.Module):
         for at in range(first, last):
             x = self.layers[at](x, masks[self.windows[at]], rotations[at])
         return x
+
+
+def _one_unit(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The units of the embedding or the head."""
+    return [(name, module)]

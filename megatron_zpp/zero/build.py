@@ -221,7 +221,11 @@ def _put_parameters(
             owner = module.get_submodule(owner_path)
             guard.put(owner, leaf, parameter, placement.name)
             if isinstance(owner, nn.RNNBase):  # cuDNN's layout would move the weights out of their slot
-                owner.__dict__["flatten_parameters"] = lambda: None  # called by the first forward
+                owner.__dict__["flatten_parameters"] = _leave_in_slot
+
+
+def _leave_in_slot() -> None:
+    """In place of RNNBase.flatten_parameters, which the first forward on new parameters calls."""
 
 
 def fill(initialize: Initialize, name: str, tensor: Tensor) -> None:
