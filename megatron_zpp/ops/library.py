@@ -41,7 +41,7 @@ def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
         problem = capability_problem(torch.cuda.get_device_capability())
         if problem is not None:
             raise BuildError(problem)
-    if not hasattr(torch.ops.megatron_zpp, "quantize"):
+    if not loaded():
         library = build(say=say)
         try:
             torch.ops.load_library(str(library))
@@ -52,3 +52,8 @@ def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
         raise BuildError(f"there are no kernels for devices of type {device_type}")
     if not torch._C._dispatch_has_kernel_for_dispatch_key("megatron_zpp::quantize", key):
         raise BuildError(f"the kernels were built without CUDA: {cuda_problem(os.environ)}")
+
+
+def loaded() -> bool:
+    """Return whether this process has loaded the operators."""
+    return hasattr(torch.ops.megatron_zpp, "quantize")
