@@ -138,7 +138,11 @@ def _check_parameters(model: nn.Module, units: NamedUnits) -> None:
             raise ValueError(f"{unit}: {type(module).__name__} {fix}")
         for path, parameter in parameters.named_parameters(remove_duplicate=False):
             name = inside(unit, path)
-            _check_kind(name, parameter)
+            if parameter.is_complex():
+                fix = "make it a real parameter, and use torch.view_as_complex(it)"
+                raise ValueError(f"{name}: is complex; {fix}")
+            if not parameter.is_floating_point():
+                raise ValueError(f"{name}: is {parameter.dtype}; make it a buffer")
             first_key, first = owners.setdefault(id(parameter), (key, name))
             if first_key != key:
                 raise ValueError(
@@ -154,13 +158,6 @@ def _check_parameters(model: nn.Module, units: NamedUnits) -> None:
                 raise ValueError(f"{name}: belongs to no unit; units() must list a module that has it")
     if not any(parameter.requires_grad and parameter.numel() for parameter in model.parameters()):
         raise ValueError("the model has no parameter to train: none has elements and requires_grad=True")
-
-
-def _check_kind(name: str, parameter: nn.Parameter) -> None:
-    if parameter.is_complex():
-        raise ValueError(f"{name}: is complex; make it a real parameter, and use torch.view_as_complex(it)")
-    if not parameter.is_floating_point():
-        raise ValueError(f"{name}: is {parameter.dtype}; make it a buffer")
 
 
 def _check_known(argument: str, names: Collection[str], known: Sequence[str], kind: str) -> None:

@@ -1,7 +1,7 @@
 """What an engine asks of a model that does not say it: its units, and its initial values."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,27 +12,15 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.reads import inside, key_of
 
 
-class Units:
-    """The units of a model, and the ranges of them that its backward recomputes; see ModelOfUnits.
+def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The names and modules of a model's units, in forward order.
 
-    They are what its own `units()` and `recomputed_units()` return, where it has these. Otherwise units are
-    the modules of the longest ModuleList, and of others as long; the modules beside it; and around them the
-    model itself, with the parameters that only its own forward can read.
+    They are what its own `units()` returns, where it has that. Otherwise units are the modules of the longest
+    ModuleList, and of others as long; the modules beside it; and around them the model itself, with the
+    parameters that only its own forward can read.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        listed = getattr(model, "units", None)
-        self._units = list(listed() if callable(listed) else _default_units(model))
-
-    def units(self) -> list[tuple[str, nn.Module]]:
-        """The names and modules, in forward order."""
-        return self._units
-
-    def recomputed_units(self) -> Sequence[range]:
-        """By default none. A unit that `torch.utils.checkpoint` runs again by itself needs none."""
-        recomputed = getattr(self._model, "recomputed_units", list)
-        return recomputed()
+    listed = getattr(model, "units", None)
+    return list(listed() if callable(listed) else _default_units(model))
 
 
 def _default_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

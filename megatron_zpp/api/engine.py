@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.api.checks import check_matrices, check_model, check_ranks, check_values
-from megatron_zpp.api.defaults import OwnValues, Units, layer_matrices, take_values_of_rank_0
+from megatron_zpp.api.defaults import OwnValues, layer_matrices, take_values_of_rank_0, units_of
 from megatron_zpp.api.whole import State, load_state, names_of, state_of
 from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
 from megatron_zpp.checkpoint.file_worker import FileWorker
@@ -103,12 +103,14 @@ class ZeroEngine(engine.ZeroEngine):
         mesh = mesh or Topology.from_environment(os.environ).mesh()
         config = config or EngineConfig()
         check_ranks(mesh)
-        device = device or _device_of(mesh)
+        if device is None:
+            on_cpu = dist.is_initialized() and "nccl" not in dist.get_backend()
+            device = torch.device("cpu") if on_cpu else select_device("auto", Topology.of(mesh))
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
         check_values(model, given=initialize is not None)
-        units = Units(model)
-        listed = without_inner(units.units())
+        units = units_of(model)
+        listed = without_inner(units)
         check_model(model, config.zero, listed, decoupled=decoupled, inside_nodes=inside_nodes)
         if matrices is None:
             matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else {}
@@ -217,10 +219,3 @@ class ZeroEngine(engine.ZeroEngine):
             store = dist.distributed_c10d._get_default_store()
         name = f"zero_engine/{next(_NUMBERS)}/{purpose}"
         return Exchange(store, self.topology, self._timeout, name)
-
-
-def _device_of(mesh: Mesh) -> torch.device:
-    """The default device of a rank."""
-    if dist.is_initialized() and "nccl" not in dist.get_backend():
-        return torch.device("cpu")
-    return select_device("auto", Topology.of(mesh))

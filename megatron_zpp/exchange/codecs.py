@@ -1,13 +1,13 @@
 """How gradients become messages and sums: block codes, or rotated Lloyd-Max codes."""
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.exchange.route import CodeFormat
-from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 
@@ -24,10 +24,6 @@ class Rotation:
     signs: Signs  # of the unit's element 0
     gaps: tuple[slice, ...]  # elements of this rank's shard that belong to no parameter
 
-    def signs_from(self, element: int) -> Signs:
-        """The signs of elements with the numbers from `element` on."""
-        return replace(self.signs, first=element)
-
     def clear_gaps(self, shard: Tensor) -> None:
         """Set the gaps of this rank's shard of the sum to zero."""
         clear(shard, self.gaps)
@@ -37,47 +33,6 @@ def clear(flat: Tensor, gaps: tuple[slice, ...]) -> None:
     """Set these elements of `flat` (n,) to zero. There are few where sizes are multiples of a block."""
     for gap in gaps:
         flat[gap].zero_()
-
-
-class BlockCodec:
-    """Encodes gradients in a QuantFormat, which needs no rotation."""
-
-    def __init__(self, format: QuantFormat, operations: Operations) -> None:
-        self.format, self._operations = format, operations
-
-    def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
-        """Encode `rows` (R, n) into `messages` (G, bytes), each of R / G rows.
-
-        `first` is the number of the first element (see Rotation).
-        """
-        self._operations.quantize(rows, messages, self.format)
-
-    def sum_into(
-        self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
-    ) -> None:
-        """Write the sum of `messages` (P, bytes), in their order, to `target` (m,) fp32, or add it."""
-        self._operations.sum_into(messages, target, self.format, add=add)
-
-
-class RotatedCodec:
-    """Codes of rotated blocks: the decoded blocks of all messages are summed, and rotated back once."""
-
-    def __init__(self, format: LloydMaxFormat, operations: Operations) -> None:
-        self.format, self._operations = format, operations
-
-    def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
-        """See BlockCodec. The rows must be contiguous."""
-        assert rotation is not None
-        signs = rotation.signs_from(first)
-        self._operations.quantize_rotated(rows.view(-1), messages, self.format, signs)
-
-    def sum_into(
-        self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
-    ) -> None:
-        """See BlockCodec."""
-        assert rotation is not None
-        signs = rotation.signs_from(first)
-        self._operations.sum_rotated(messages, target, self.format, signs, add=add)
 
 
 class Feedback(NamedTuple):
@@ -96,37 +51,56 @@ class Feedback(NamedTuple):
         clear(self.lost.view(-1), self.gaps)
 
 
-def encode_with(
-    feedback: Feedback, codec: "Codec", rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int
-) -> None:
-    """Encode `rows` (R, n) fp32 and what earlier codes lost of them into `messages` (R, bytes).
+class Codec(NamedTuple):
+    """Encodes gradients in a QuantFormat, or in Lloyd-Max codes of rotated blocks."""
 
-    The rows are overwritten.
-    """
-    lost, divisor, _ = feedback
-    codec.encode(rows.addcmul_(lost, divisor), messages, rotation, first)
-    for row, message in zip(rows.neg_(), messages, strict=True):
-        codec.sum_into(message[None], row, rotation, first, add=True)
-        first += len(row)
-    torch.div(rows, -divisor, out=lost)
+    format: CodeFormat
+    operations: Operations
 
+    def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
+        """Encode `rows` (R, n) into `messages` (G, bytes), each of R / G rows.
 
-def decode_each(
-    codec: "Codec", messages: Tensor, target: Tensor, rotation: Rotation | None, first: int
-) -> None:
-    """Write what each of `messages` (P, bytes) stands for to its part of `target` (P · n,) fp32."""
-    for row, part in zip(messages, target.view(len(messages), -1), strict=True):
-        codec.sum_into(row[None], part, rotation, first, add=False)
-        first += len(part)
-    if rotation is not None:
-        rotation.clear_gaps(target)
+        `first` is the number of the first element (see Rotation). Rows that are rotated must be contiguous.
+        """
+        if isinstance(self.format, QuantFormat):
+            self.operations.quantize(rows, messages, self.format)
+            return
+        assert rotation is not None
+        signs = rotation.signs._replace(first=first)
+        self.operations.quantize_rotated(rows.view(-1), messages, self.format, signs)
 
+    def sum_into(
+        self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
+    ) -> None:
+        """Write the sum of `messages` (P, bytes), in their order, to `target` (m,) fp32, or add it.
 
-Codec: TypeAlias = BlockCodec | RotatedCodec
+        Decoded blocks are summed, and rotated back once.
+        """
+        if isinstance(self.format, QuantFormat):
+            self.operations.sum_into(messages, target, self.format, add=add)
+            return
+        assert rotation is not None
+        signs = rotation.signs._replace(first=first)
+        self.operations.sum_rotated(messages, target, self.format, signs, add=add)
 
+    def encode_with(
+        self, feedback: Feedback, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int
+    ) -> None:
+        """Encode `rows` (R, n) fp32 and what earlier codes lost of them into `messages` (R, bytes).
 
-def build_codec(format: CodeFormat, operations: Operations) -> Codec:
-    """The codec of a format."""
-    if isinstance(format, LloydMaxFormat):
-        return RotatedCodec(format, operations)
-    return BlockCodec(format, operations)
+        The rows are overwritten.
+        """
+        lost, divisor, _ = feedback
+        self.encode(rows.addcmul_(lost, divisor), messages, rotation, first)
+        for row, message in zip(rows.neg_(), messages, strict=True):
+            self.sum_into(message[None], row, rotation, first, add=True)
+            first += len(row)
+        torch.div(rows, -divisor, out=lost)
+
+    def decode_each(self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int) -> None:
+        """Write what each of `messages` (P, bytes) stands for to its part of `target` (P · n,) fp32."""
+        for row, part in zip(messages, target.view(len(messages), -1), strict=True):
+            self.sum_into(row[None], part, rotation, first, add=False)
+            first += len(part)
+        if rotation is not None:
+            rotation.clear_gaps(target)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle, groupby, islice
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -118,9 +118,3 @@ class Leg:
         """What this rank has of `target` after so many stages."""
         parts = math.prod(stage.ranks for stage in self.stages[stages:])
         return target.view(parts, -1)[self._places[stages]]
-
-
-def legs_of(route: Route) -> list[Route]:
-    """The stages of a route that are run together."""
-    groups = groupby(route, key=lambda stage: (stage.verb, stage.format, stage.when))
-    return [tuple(stages) for _, stages in groups]

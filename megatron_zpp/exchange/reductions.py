@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of
-from megatron_zpp.exchange.codecs import Feedback, Rotation, build_codec, encode_with
-from megatron_zpp.exchange.plain import Exchange, build_exchange
+from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation
+from megatron_zpp.exchange.plain import InPlace
 from megatron_zpp.exchange.rooms import HopRoom, accumulating, fused, reduction_rooms
 from megatron_zpp.exchange.route import Route, Stage, axes_of, chunks, nbytes, plain
 from megatron_zpp.exchange.segments import GradSegment, join
@@ -92,7 +92,7 @@ class Hop:
             self.dtype = stage.format
         else:
             assert operations is not None, "codes need kernels"
-            self.codec = build_codec(stage.format, operations)
+            self.codec = Codec(stage.format, operations)
 
     def exchange(
         self, lane: Lane, shards: Tensor, rotation: Rotation | None, feedback: Feedback | None = None
@@ -106,7 +106,7 @@ class Hop:
             self.codec.encode(shards, messages, rotation, 0)
         else:
             exact = lane.exact[: shards.numel()].view(shards.shape).copy_(shards)
-            encode_with(feedback, self.codec, exact, messages, rotation, 0)
+            self.codec.encode_with(feedback, exact, messages, rotation, 0)
         lane.stream.all_to_all(received, sent)
         return received.view(self.ranks, size)
 
@@ -123,7 +123,11 @@ class Hop:
             self.add_up(received, part, add=add, squares=squares)
 
     def add_up(self, received: Tensor, total: Tensor, *, add: bool, squares: Tensor | None) -> None:
-        """Sum what has arrived (ranks · n,) as it is to `total` (n,)."""
+        """Sum what has arrived (ranks · n,) as it is to `total` (n,), in the order of the ranks.
+
+        The volume is that of a reduce-scatter, but 16-bit numbers stay 16 bits on the wire without a rounding
+        in the sum, whose bits are those of one process that accumulates the ranks' batches in turn.
+        """
         sum_parts(self._operations, received.view(self.ranks, -1), total, add=add, squares=squares)
 
 
@@ -155,11 +159,11 @@ class Reduction:
         """Without stages there is one stream, of this rank alone, which sums over micro-batches."""
         self._route, self._operations = route, operations
         self._clearing = streams[-1][0]
-        self._alone: Exchange | None = None
-        if len(route) < 2 and not any(stage.codes for stage in route):
+        self._in_place: InPlace | None = None
+        if not route or (len(route) == 1 and not route[0].codes and self._clearing.writes_peers):
             dtype = plain(route[0].format) if route else made
             numel = max(layout.numel for layout in layouts)
-            self._alone = build_exchange(self._clearing, operations, numel, dtype)
+            self._in_place = InPlace(self._clearing, operations, numel * dtype.itemsize)
             return
         rooms = reduction_rooms(route, layouts, mesh, made, peer_writes=False)
         cuts = [axes_of(route[: at + 1]) for at in range(len(route))]
@@ -178,16 +182,16 @@ class Reduction:
     @property
     def at_once(self) -> bool:
         """Whether `reduce` can run a route that accumulates, where a step has one micro-batch."""
-        return self._alone is not None or len(self._hops) == 1
+        return self._in_place is not None or len(self._hops) == 1
 
     def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
         """Sum `sent`, the segments of a whole gradient, over ranks.
 
         Gradients stay where they are until the sum is waited for.
         """
-        if (alone := self._alone) is not None:
+        if (in_place := self._in_place) is not None:
             total, add, squares, *_ = target
-            return self._clearing.submit(lambda: alone.sum(sent, total, add=add, squares=squares))
+            return self._clearing.submit(lambda: in_place.sum(sent, total, add=add, squares=squares))
         assert self.at_once or not accumulating(self._route), "accumulate, then reduce_accumulated"
         joined, lanes = self._next_turn()
         numel = len(target.total)
@@ -304,7 +308,7 @@ class Reduction:
             self._operations.sum_quantize(received, messages, far.stage.format)  # never in fp32 memory
         elif target.feedback is not None:
             sums = self._sum(part).view(far.ranks, -1)
-            encode_with(target.feedback, far.codec, sums, messages, target.rotation, part.first)
+            far.codec.encode_with(target.feedback, sums, messages, target.rotation, part.first)
         else:
             far.codec.encode(self._sum(part).view(far.ranks, -1), messages, target.rotation, part.first)
 

@@ -1,6 +1,6 @@
 """Memory that the stages of routes need, as values: the same that a run allocates and a plan adds up."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,12 +114,3 @@ def _hop_room(route: Route, at: int, layouts: Sequence[Layout], mesh: Mesh) -> H
 def widest(format: Format) -> Format:
     """The format of the largest message of any step: raised units send more bits."""
     return eight_bits(format) if isinstance(format, LloydMaxFormat) else format
-
-
-def message_room(stages: Route, numels: Iterable[int]) -> int:
-    """Bytes of the largest message that one rank brings, in any step; 0 for gathers in a dtype.
-
-    `numels`: what a rank brings of the units that are gathered so.
-    """
-    format = widest(stages[0].format)
-    return 0 if isinstance(format, torch.dtype) else nbytes(format, max(numels))

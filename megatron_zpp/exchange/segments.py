@@ -48,7 +48,8 @@ def segments_of(layout: Layout, produced: list[Tensor], large: int) -> tuple[Gra
     copied: list[int] = []
     start = 0
     for index, gradient in enumerate(produced):
-        if gradient.numel() >= large and _is_segment(layout.offsets[index], gradient):
+        blocks = layout.offsets[index] % SHARD_MULTIPLE == 0 == gradient.numel() % SHARD_MULTIPLE
+        if gradient.numel() >= large and blocks and gradient.is_contiguous():
             segments += _copy(layout, range(start, layout.offsets[index]), copied, produced)
             segments.append(GradSegment(layout.offsets[index], gradient.view(-1)))
             start, copied = layout.offsets[index] + gradient.numel(), []
@@ -68,9 +69,3 @@ def _copy(layout: Layout, elements: range, indices: list[int], produced: list[Te
     if copied:
         torch._foreach_copy_(views, copied)
     return [GradSegment(elements.start, flat)]
-
-
-def _is_segment(offset: int, gradient: Tensor) -> bool:
-    """Whether a parameter's gradient lies as it would in a buffer."""
-    whole_blocks = offset % SHARD_MULTIPLE == 0 and gradient.numel() % SHARD_MULTIPLE == 0
-    return whole_blocks and gradient.is_contiguous()

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.kv_cache import LayerCache, Place
-from megatron_zpp.model.masks import CachedPrefix
+from megatron_zpp.model.kv_cache import LayerCache
+from megatron_zpp.model.masks import Mask
 
-Masks: TypeAlias = dict[int | None, CachedPrefix]  # by the window of layers
+Masks: TypeAlias = dict[int | None, Mask]  # by the window of layers
 
 
 class Cache:
@@ -41,10 +41,10 @@ class Cache:
             layer.keep(rows)
         self.lengths = [self.lengths[row] for row in rows]
 
-    def place(self, place: Place) -> None:
+    def place(self, end: int, index: tuple[Tensor, Tensor] | None = None) -> None:
         """Tell all layers where the next tokens go."""
         for layer in self.layers:
-            layer.place = place
+            layer.end, layer.index = end, index
 
 
 @torch.inference_mode()
@@ -59,10 +59,10 @@ def prefill(model: GPT, cache: Cache, texts: Sequence[Sequence[int]]) -> Tensor:
     distance = positions[:, None] - positions
     masks: Masks = {}
     for window in set(model.windows):
-        masks[window] = CachedPrefix()
+        masks[window] = Mask(cached=True)
         if window is not None and longest > window:
-            masks[window] = CachedPrefix(((distance >= 0) & (distance < window))[None, None])
-    cache.place(Place(longest))
+            masks[window] = Mask(cached=True, bounds=((distance >= 0) & (distance < window))[None, None])
+    cache.place(longest)
     ends = torch.tensor([[len(text) - 1] for text in texts], device=cache.device)  # (B, 1)
     own = positions.minimum(ends)  # (B, T); longrope asks how long a text is
     x = _hidden_states(model, cache, torch.tensor(filled, device=cache.device), own, masks)
@@ -83,14 +83,14 @@ def decode(model: GPT, cache: Cache, tokens: Sequence[int]) -> Tensor:
     masks: Masks = {}
     for window in set(model.windows):
         if even and (window is None or end <= window):
-            masks[window] = CachedPrefix()
+            masks[window] = Mask(cached=True)
             continue
         visible = columns <= positions  # (B, C)
         if window is not None:
             visible = visible & (columns > positions - window)
-        masks[window] = CachedPrefix(visible[:, None, None])
+        masks[window] = Mask(cached=True, bounds=visible[:, None, None])
     rows = torch.arange(len(tokens), device=cache.device)[:, None]  # (B, 1)
-    cache.place(Place(end, None if even else (rows, positions)))
+    cache.place(end, None if even else (rows, positions))
     ids = torch.tensor(tokens, device=cache.device)[:, None]  # (B, 1)
     x = _hidden_states(model, cache, ids, positions, masks)
     cache.lengths = [length + 1 for length in cache.lengths]

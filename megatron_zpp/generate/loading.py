@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -173,12 +173,9 @@ def _read_model(checkpoint: Location) -> tuple[GPT, Tokenizer]:
         tokenizer, _ = trained_tokenizer(reader)
         with torch.device("meta"):
             model = GPT(config.model, tokenizer.vocab_size)
-        _check_shapes(checkpoint, model, reader.units)
+        saved = {name: each["shape"] for unit in reader.units for name, each in unit["parameters"].items()}
+        if saved != {name: list(value.shape) for name, value in model.state_dict().items()}:
+            problem = "its weights are not those of the model that it describes"
+            raise DamagedFile(f"{checkpoint / STATE}: {problem}")
         model.load_state_dict(reader.parameters(), assign=True)
     return model.eval().requires_grad_(False), tokenizer
-
-
-def _check_shapes(checkpoint: Location, model: GPT, units: list[dict[str, Any]]) -> None:
-    saved = {name: entry["shape"] for unit in units for name, entry in unit["parameters"].items()}
-    if saved != {name: list(value.shape) for name, value in model.state_dict().items()}:
-        raise DamagedFile(f"{checkpoint / STATE}: its weights are not those of the model that it describes")

@@ -3,9 +3,9 @@
 Shapes: B batch, T tokens, N query heads, G heads of keys and values (G divides N), H head width, E ends of
 documents.
 
-A kernel takes one of the masks of model/masks.py. Documents come as the positions of their ends: 0, where
-each next document begins among the B · T tokens of a micro-batch, and B · T, repeated until there are E. A
-kernel turns them into its `InsideDocuments` once per forward pass, for all layers.
+Documents come as the positions of their ends: 0, where each next document begins among the B · T tokens of a
+micro-batch, and B · T, repeated until there are E. A kernel turns them into the bounds of a mask
+(model/masks.py) once per forward pass, for all layers.
 """
 
 import inspect
@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_zpp.model.masks import CAUSAL, CachedPrefix, Causal, InsideDocuments, Mask, SlidingWindow
+from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.scores import PLAIN_SCORES, Scores, attend
 
-_BOUNDED = (InsideDocuments, SlidingWindow)  # no union: torch 2.8 compiles no `isinstance` with one
 TORCH_BACKENDS = {
     "math": SDPBackend.MATH,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -51,23 +50,16 @@ class AttentionKernel:
 
     def mask(self, x: Tensor, window: int | None, ends: Tensor | None) -> Mask:
         """The mask of layers with this window: inside documents with `ends` (E), or causal."""
-        if ends is not None:
-            return self.documents(ends, x, window)
-        if window is None or x.shape[1] * self.context_ranks <= window:
-            return self.causal(x)
-        return self.sliding_window(window, x)
+        if ends is None and window is not None and x.shape[1] * self.context_ranks <= window:
+            window = None
+        return Mask(window, documents=ends is not None, bounds=self.bounds(x, window, ends))
 
-    def causal(self, x: Tensor) -> Causal:
-        """The mask of whole samples, for kernels that know it."""
-        return CAUSAL
+    def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> Any:
+        """What the kernel reads of a mask beside the number of the window, which is less than a sample's.
 
-    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
-        """The same with a window, of fewer tokens than a sample, for kernels that take the number."""
-        return SlidingWindow(window)
-
-    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
-        """The mask inside documents, whose ends (E) are places among the tokens of whole samples."""
-        return InsideDocuments(ends, window)
+        The `ends` (E) of documents, if there are any, are places among the tokens of whole samples.
+        """
+        return ends
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
@@ -103,39 +95,33 @@ class DotProduct(AttentionKernel):
         name = self.backend.name.lower() if self.backend else "torch's choice" if self.remark else ""
         return f"{name}{self.remark}"
 
-    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
-        """(B, T, …) -> a mask (1, 1, T, T) in the format of x: 0 where a token attends, or -inf.
+    def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> Any:
+        """(B, T, …) -> (B or 1, 1, T, T) in the format of x: 0 where a token attends, or -inf; None: causal.
 
         Of a boolean mask the kernels of every layer would make this one again.
         """
-        tokens = x.shape[1]
-        mask = torch.full((1, 1, tokens, tokens), -torch.inf, dtype=x.dtype, device=x.device)
-        return SlidingWindow(window, mask.masked_fill_(_newest(tokens, window, x.device), 0.0))
-
-    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
-        """(E) int32, (B, T, …) -> a mask (B, 1, T, T), as that of `sliding_window`."""
+        if window is None and ends is None:
+            return None
         batch, tokens = x.shape[:2]
-        places = torch.arange(batch * tokens, dtype=ends.dtype, device=ends.device)
-        document = torch.bucketize(places, ends, right=True).view(batch, 1, tokens)
-        same = document[..., None, :] == document[..., None]  # (B, 1, T, T)
-        same &= _newest(tokens, window or tokens, x.device)
-        mask = torch.full(same.shape, -torch.inf, dtype=x.dtype, device=x.device)
-        return InsideDocuments(mask.masked_fill_(same, 0.0), window)
+        places = torch.arange(tokens, device=x.device)
+        distance = places[:, None] - places
+        seen = ((distance >= 0) & (distance < (window or tokens)))[None, None]
+        if ends is not None:
+            places = torch.arange(batch * tokens, dtype=ends.dtype, device=ends.device)
+            document = torch.bucketize(places, ends, right=True).view(batch, 1, tokens)
+            seen = seen & (document[..., None, :] == document[..., None])
+        mask = torch.full(seen.shape, -torch.inf, dtype=x.dtype, device=x.device)
+        return mask.masked_fill_(seen, 0.0)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
         """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H)."""
-        dense: Tensor | None = None
-        causal = True
-        if isinstance(mask, _BOUNDED):
-            dense, causal = mask.bounds, False
-        elif isinstance(mask, CachedPrefix):
-            dense, causal = mask.visible, mask.visible is None and q.shape[1] > 1
-        if not scores.scaled_only:
-            if dense is not None and isinstance(mask, _BOUNDED):
-                dense = dense.eq(0)
-            return attend(q, k, v, dropout, scores, dense)
+        dense: Tensor | None = mask.bounds
+        causal = dense is None and not (mask.cached and q.shape[1] == 1)
+        if not (scores.softcap is None and scores.slopes is None and scores.sinks is None):
+            visible = dense if dense is None or mask.cached else dense.eq(0)
+            return attend(q, k, v, dropout, scores, visible)
         grouped = q.shape[2] != k.shape[2]
         if grouped and q.is_cuda and q.dtype.itemsize > 2:  # the kernels for fp32 know no groups
             k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
@@ -170,19 +156,17 @@ class PackedFlash(DotProduct):
         """Return the kernel's description for the log."""
         return f"flash_attention {self._what}"
 
-    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
-        """Rows as documents."""
+    def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> Tensor | None:
+        """The ends of documents, or where there is a window alone, of rows (B + 1); None: causal."""
+        if ends is not None or window is None:
+            return ends
         batch, tokens = x.shape[:2]
-        ends = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
-        return SlidingWindow(window, ends)
-
-    documents = AttentionKernel.documents
+        return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
-        """As DotProduct."""
-        if not isinstance(mask, _BOUNDED):
+        if mask.cached or mask.bounds is None:
             return super().__call__(q, k, v, dropout, mask, scores)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         batch, tokens = q.shape[:2]
@@ -216,11 +200,10 @@ class FlashAttention3(AttentionKernel):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
-        """As DotProduct."""
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
-        assert not isinstance(mask, CachedPrefix), "generation takes DotProduct"
-        reach = _reach(None if isinstance(mask, Causal) else mask.window)
-        if not isinstance(mask, InsideDocuments):
+        assert not mask.cached, "generation takes DotProduct"
+        reach = _reach(mask.window)
+        if not mask.documents:
             return _first(self._attend(q, k, v, softmax_scale=scores.scale, causal=True, window_size=reach))
         batch, tokens = q.shape[:2]
         mixed = self._attend_documents(
@@ -234,13 +217,6 @@ class FlashAttention3(AttentionKernel):
             window_size=reach,
         )
         return _first(mixed).unflatten(0, (batch, tokens))
-
-
-def _newest(tokens: int, window: int, device: torch.device) -> Tensor:
-    """Return where each token attends to itself and to those before it inside a window: (T, T)."""
-    places = torch.arange(tokens, device=device)
-    distance = places[:, None] - places
-    return (distance >= 0) & (distance < window)
 
 
 def _reach(window: int | None) -> tuple[int, int]:

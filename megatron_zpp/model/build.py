@@ -9,9 +9,8 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layer import TORCH_NORMS, Layer, Norm
+from megatron_zpp.model.layer import TORCH_NORMS, Norm
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
-from megatron_zpp.model.recomputation import units_of_a_layer
 
 
 def build_model(
@@ -85,10 +84,11 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
     if model.attention.context_ranks > 1:
         from megatron_zpp.model.context.sharing import exchanges_of_attention
 
-        more = exchanges_of_attention(model)
-        halves = units_of_a_layer(model.cut_layers)
-        for unit, (forward, backward) in zip(count(units.index("layers.0"), halves), more, strict=False):
-            sent[unit] = sent[unit][0] + forward, sent[unit][1] + backward
+        ranks, selective = model.tensor_ranks, model.layers[0].attention.recompute_scores
+        more = exchanges_of_attention(model.config, model.attention, ranks, selective=selective)
+        firsts = count(units.index("layers.0"), 2 if model.cut_layers else 1)
+        for unit, (forward, backward) in zip(firsts, more, strict=False):
+            sent[unit] = sent[unit][0] + ranks * forward, sent[unit][1] + ranks * backward
     return sent
 
 
@@ -117,7 +117,6 @@ def use_matmuls(model: GPT, matmuls: Matmuls) -> None:
     if matmuls.linear is nn.Linear:
         return
     for layer in model.layers:
-        assert isinstance(layer, Layer)
         for owner in (layer.attention, layer.mlp):
             for name, linear in owner.named_children():
                 if isinstance(linear, nn.Linear):
@@ -129,5 +128,4 @@ def _owners(model: GPT) -> Iterator[nn.Module]:
     """The modules that have norms."""
     yield from (model.embedding, model.head)
     for layer in model.layers:
-        assert isinstance(layer, Layer)
         yield from (layer, *layer.halves, layer.attention)

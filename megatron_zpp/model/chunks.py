@@ -97,7 +97,9 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, half: ChunkedHalf, size: int, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.half, ctx.size, ctx.state = half, size, _random_state(x.device) if half.draws else None
+        ctx.half, ctx.size, ctx.state = half, size, None
+        if half.draws:  # from the generator of the device
+            ctx.state = torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
         return x.view_as(x)
 
     @staticmethod
@@ -133,11 +135,6 @@ def _of_its_own() -> Iterator[None]:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _random_state(device: torch.device) -> Tensor:
-    """The state of the generator from which operations on `device` draw."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @contextmanager

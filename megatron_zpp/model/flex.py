@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.model.masks import CachedPrefix, Causal, InsideDocuments, Mask, SlidingWindow
+from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.scores import PLAIN_SCORES, Scores
 
 _BLOCK = 128  # tokens of queries and of keys that a mask shows or hides together
@@ -38,16 +38,10 @@ class Flex(DotProduct):
         """Return the kernel's description for the log."""
         return "flex_attention"
 
-    def causal(self, x: Tensor) -> Causal:
-        """(B, T, …) -> the blocks of keys that each block of queries sees."""
-        return Causal(self._blocks_of_rows(x, None))
-
-    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
-        """As `causal`."""
-        return SlidingWindow(window, self._blocks_of_rows(x, window))
-
-    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
-        """As `causal`, for each row."""
+    def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> BlockMask:
+        """(B, T, …) -> the blocks of keys that each block of queries sees; with documents for each row."""
+        if ends is None:
+            return self._blocks_of_rows(x, window)
         batch, tokens = x.shape[:2]
         places = torch.arange(batch * tokens, dtype=ends.dtype, device=ends.device).view(batch, tokens)
         begins = ends[torch.bucketize(places, ends, right=True) - 1]  # the last end up to a token
@@ -56,7 +50,7 @@ class Flex(DotProduct):
         def inside(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key >= first[b, query])
 
-        return InsideDocuments(_blocks(first, inside), window)
+        return _blocks(first, inside)
 
     def _blocks_of_rows(self, x: Tensor, window: int | None) -> BlockMask:
         """Those of all rows, which are made once per length and window."""
@@ -75,8 +69,7 @@ class Flex(DotProduct):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
-        """As DotProduct."""
-        if isinstance(mask, CachedPrefix):
+        if mask.cached:
             return super().__call__(q, k, v, dropout, mask, scores)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         assert mask.bounds is not None, "a mask of another kernel"

@@ -31,7 +31,7 @@ from megatron_zpp.model.loss import (
     soft_capped,
 )
 from megatron_zpp.model.masks import Mask
-from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
+from megatron_zpp.model.recomputation import recomputed_units, segments
 from megatron_zpp.model.rotary import UNROTATED, Part, Rotation, rotary_embeddings, whole
 
 
@@ -91,13 +91,8 @@ class Head(nn.Module):
         x = self.normalize(x)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
-            return soft_capped(F.linear(x, weight), self.objective.cap)
-        loss = linear_cross_entropy if self.product is None else self.product.loss
-        losses = loss(x.flatten(0, 1), weight, targets.flatten(), self.objective, passes=self.passes)
-        return self.cross_entropy(losses)
-
-    def cross_entropy(self, losses: Tensor) -> Tensor:
-        """The mean cross-entropy () of what the loss returns; a z-loss beside it is put in `z_loss`."""
+            return soft_capped(self.logits(x, weight), self.objective.cap)
+        losses = self.losses(x.flatten(0, -2), weight, targets.flatten())
         if losses.dim() == 0:
             return losses
         self.z_loss = losses[1].detach()
@@ -106,6 +101,15 @@ class Head(nn.Module):
     def normalize(self, x: Tensor) -> Tensor:
         """The norm, times --logits-multiplier."""
         return self.norm(x) if self.multiplier == 1 else self.norm(x) * self.multiplier
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """What the output weights make of a norm, before the soft cap."""
+        return F.linear(x, weight)
+
+    def losses(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy () of x (N, D) and targets (N), or with a z-loss both losses (2,)."""
+        loss = linear_cross_entropy if self.product is None else self.product.loss
+        return loss(x, weight, targets, self.objective, passes=self.passes)
 
     def compile_loss(
         self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]], fused: LossKernels | None
@@ -124,6 +128,7 @@ class GPT(nn.Module):
     the config says. `cut_layers`: the halves of a layer are units of their own.
     """
 
+    layers: Sequence[Layer]  # in a ModuleList
     tensor_ranks = 1  # that share each layer
     table_rows: int | None = None  # of the blocks that the tables of the vocabulary consist of; None: whole
     part: Part = staticmethod(whole)  # what this rank has of samples (B, T, …)
@@ -153,7 +158,7 @@ class GPT(nn.Module):
         self.attention = attention or DotProduct()
         self.embedding = Embedding(config, padded)
         self.rotary, self.rotary_local = rotary_embeddings(config)
-        self.layers = nn.ModuleList(
+        layers = nn.ModuleList(
             Layer(
                 config,
                 self.attention,
@@ -163,6 +168,7 @@ class GPT(nn.Module):
             )
             for _ in range(config.num_layers)
         )
+        self.layers = cast(Sequence[Layer], layers)
         output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)
         norm = norm_of(config, config.hidden_size)
         objective = Objective(self.vocab_size, config.final_logit_softcapping)
@@ -214,9 +220,7 @@ class GPT(nn.Module):
     @property
     def compiled(self) -> bool:
         """Whether the layers are compiled."""
-        first = self.layers[0]
-        assert isinstance(first, Layer)
-        return first.compiled
+        return self.layers[0].compiled
 
     def hidden_shape(self, batch: int, tokens: int) -> tuple[int, ...]:
         """The shape of hidden states between linear maps."""
@@ -237,16 +241,14 @@ class GPT(nn.Module):
         parameters.
         """
         layers = [
-            (f"layers.{index}", unit)
-            for index, layer in enumerate(cast(list[Layer], list(self.layers)))
-            for unit in layer.units()
+            (f"layers.{index}", unit) for index, layer in enumerate(self.layers) for unit in layer.units()
         ]
         return [*self.ends("embedding", self.embedding), *layers, *self.ends("head", self.head)]
 
     def recomputed_units(self) -> list[range]:
         """Ranges of `units()` that the backward recomputes, each as a whole before its gradients."""
-        of_a_layer, first = units_of_a_layer(self.cut_layers), len(self.ends("embedding", self.embedding))
-        return recomputed_units(self.config.num_layers, self.recompute, of_a_layer, first)
+        first, layers = len(self.ends("embedding", self.embedding)), self.config.num_layers
+        return recomputed_units(layers, self.recompute, cut_layers=self.cut_layers, first_layer=first)
 
     def rate_factors(self) -> dict[str, float]:
         """Factors of the learning rate and Adam's epsilon by parameter, where they are not 1: muP's."""
@@ -289,8 +291,9 @@ class GPT(nn.Module):
                 std /= math.sqrt(self.config.width_ratio)
                 if name.endswith("output.weight"):
                     std /= math.sqrt(2 * self.config.num_layers)
-            generator = torch.Generator(tensor.device).manual_seed(_tensor_seed(seed, name))
-            tensor.normal_(0.0, std, generator=generator)
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            own_seed = int.from_bytes(digest, "little") >> 1  # torch's seeds are signed
+            tensor.normal_(0.0, std, generator=torch.Generator(tensor.device).manual_seed(own_seed))
         if name in ("embedding.tokens.weight", "head.output.weight"):
             tensor[self.vocab_size :] = 0.0
 
@@ -310,8 +313,3 @@ class GPT(nn.Module):
 def _one_unit(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The units of the embedding or the head."""
     return [(name, module)]
-
-
-def _tensor_seed(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # torch's seeds are signed

@@ -7,34 +7,27 @@ head width.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the new tokens of a forward pass go, the same for all layers.
-
-    `index` has the row (R, 1) and the column (R, T) of each token; None stands for the last T of the C
-    columns in every row.
-    """
-
-    end: int  # C
-    index: tuple[Tensor, Tensor] | None = None
-
-
 class LayerCache:
-    """Storage of `shape` (rows, G, columns, H); `place` is set before each forward pass."""
+    """Storage of `shape` (rows, G, columns, H).
+
+    Before each forward pass it is told where the new tokens go, the same for all layers: `end` is C. `index`
+    has the row (R, 1) and the column (R, T) of each token; None stands for the last T of the C columns in
+    every row.
+    """
 
     def __init__(self, like: Tensor, shape: tuple[int, int, int, int]) -> None:
         # The order in which dot-product kernels read.
         self._keys, self._values = (like.new_zeros(shape) for _ in range(2))
-        self.place = Place(0)
+        self.end = 0
+        self.index: tuple[Tensor, Tensor] | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (R, T, G, H) at `place`; return those of all columns, views (R, C, G, H)."""
-        end, index = self.place.end, self.place.index
+        """Store keys and values (R, T, G, H) there; return those of all columns, views (R, C, G, H)."""
+        end, index = self.end, self.index
         for kept, new in ((self._keys, k), (self._values, v)):
             if index is None:
                 kept[:, :, end - new.shape[1] : end] = new.transpose(1, 2)

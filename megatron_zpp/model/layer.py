@@ -90,7 +90,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(shape.sinks)) if shape.sinks else None
 
     def forward(self, x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None" = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); a `cache` comes with the mask CachedPrefix."""
+        """(B, T, D) -> (B, T, D); a `cache` comes with its mask."""
         q, k, v = self.split(x, rotation)  # (B, T, N, H), and twice (B, T, G, H)
         if cache is not None:
             k, v = cache.extend(k, v)  # each (B, C, G, H)
@@ -255,7 +255,6 @@ class Layer(nn.Module):
         return self.compute(self, x, mask, rotation, cache)
 
     def run(self, x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None" = None) -> Tensor:
-        """See `forward`."""
         attention, mlp = self.halves
         return mlp(attention(x, mask, rotation, cache))
 

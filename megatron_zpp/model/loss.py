@@ -75,7 +75,10 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) ->
     format.
     """
     cap, z_coeff = objective.cap, objective.z_coeff
-    log_softmax = _log_softmax(logits, objective)  # (C, V)
+    used = wide_logits(logits, cap)
+    used[:, objective.vocab_size :] = -math.inf
+    log_softmax = torch.log_softmax(used, dim=1)  # (C, V)
+    del used
     counted = (targets != IGNORED)[:, None]  # (C, 1)
     place = targets.clamp(min=0)[:, None]
     likelihood = log_softmax.gather(1, place)  # (C, 1)
@@ -99,12 +102,6 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) ->
     gradient.scatter_(1, place, of_target).mul_(counted)
     logits.copy_(gradient if cap is None else gradient.mul_(slope(logits, cap)))
     return loss
-
-
-def _log_softmax(logits: Tensor, objective: Objective) -> Tensor:
-    used = wide_logits(logits, objective.cap)
-    used[:, objective.vocab_size :] = -math.inf
-    return torch.log_softmax(used, dim=1)
 
 
 def logits_to_codes(
@@ -195,6 +192,11 @@ def chunk_rows(tokens: int, entries: int, chunk_bytes: int = CHUNK_BYTES) -> int
     return max(1, -(-tokens // next(equal, fewest)))
 
 
+def slices(count: int, rows: int) -> list[slice]:
+    """Chunks of `rows` of so many tokens; the last one may be smaller."""
+    return [slice(first, first + rows) for first in range(0, count, rows)]
+
+
 def keeps_gradient(tokens: int, width: int, itemsize: int) -> bool:
     """Return whether the gradient of the logits is kept for the backward, and not the fp32 sums.
 
@@ -221,7 +223,7 @@ def _loss_alone(
     x: Tensor, weight: Tensor, targets: Tensor, objective: Objective, chunk_bytes: int, passes: LossKernels
 ) -> Tensor:
     total, counted = zero_loss(x), number_counted(targets)
-    rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
+    rows = chunk_rows(len(x), len(weight), chunk_bytes)
     for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
         total += passes.loss(F.linear(part, weight), wanted, objective)
     return total / counted
@@ -239,25 +241,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         passes: LossKernels,
     ) -> Tensor:
         total, counted = zero_loss(x, objective), number_counted(targets)
-        rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
+        rows = chunk_rows(len(x), len(weight), chunk_bytes)
         tokens, width = x.shape
         ctx.keeps, ctx.rows, ctx.scaled = keeps_gradient(tokens, width, x.element_size()), rows, passes.scaled
         chunks = zip(x.split(rows), targets.split(rows), strict=True)
         if ctx.keeps:
-            gradient = x.new_empty(_sizes(x, weight))  # (N, V)
+            gradient = x.new_empty(tokens, len(weight))  # (N, V)
             for (part, wanted), logits in zip(chunks, gradient.split(rows), strict=True):
                 torch.mm(part, weight.T, out=logits)
                 total += passes.to_gradient(logits, wanted, objective)
             ctx.save_for_backward(counted, x, weight, gradient)
             return total / counted
-        sums = _Sums(x, weight, ctx.needs_input_grad)
+        of_x, of_weight = (
+            torch.empty_like(each, dtype=total.dtype) if needed else None
+            for each, needed in zip((x, weight), ctx.needs_input_grad, strict=False)
+        )
         for index, (part, wanted) in enumerate(chunks):
             logits = torch.mm(part, weight.T)  # (C, V)
             total += passes.to_gradient(logits, wanted, objective)
-            sums.add(index * rows, logits, part, weight)
+            if of_x is not None:
+                add_product(logits, weight, of_x[index * rows :][: len(part)], begins=True)
+            if of_weight is not None:
+                add_product(logits.T, part, of_weight, begins=index == 0)
             del logits  # before there are those of the next chunk
         ctx.formats = x.dtype, weight.dtype
-        ctx.save_for_backward(counted, sums.x, sums.weight)
+        ctx.save_for_backward(counted, of_x, of_weight)
         return total / counted
 
     @staticmethod
@@ -285,22 +293,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             of_x = torch.mm(gradient, weight)
             of_x = of_x if narrow else ctx.scaled(of_x, factor, x.dtype)
         return of_x, of_weight, None, None, None, None
-
-
-class _Sums:
-    """The wanted ones of the gradients of x and weight, in fp32, from each chunk's gradient of the logits."""
-
-    def __init__(self, x: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> None:
-        dtype = wide(x.dtype)
-        self.x = torch.empty_like(x, dtype=dtype) if wanted[0] else None
-        self.weight = torch.empty_like(weight, dtype=dtype) if wanted[1] else None
-
-    def add(self, first: int, gradient: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Add the chunk x (C, D) that begins at token `first`; the first chunk starts the sums."""
-        if self.x is not None:
-            add_product(gradient, weight, self.x[first : first + len(x)], begins=True)
-        if self.weight is not None:
-            add_product(gradient.T, x, self.weight, begins=first == 0)
 
 
 def add_product(a: Tensor, b: Tensor, total: Tensor, *, begins: bool) -> None:
@@ -335,8 +327,3 @@ def of_cross_entropy(of_losses: Tensor) -> Tensor:
 def number_counted(targets: Tensor) -> Tensor:
     """How many targets count, at least 1: what the sum of cross-entropies is divided by."""
     return (targets != IGNORED).sum().clamp(min=1)
-
-
-def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int]:
-    """(N, V)."""
-    return x.shape[0], weight.shape[0]

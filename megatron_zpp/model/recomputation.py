@@ -28,15 +28,11 @@ def mlps_again(layers: int, plan: RecomputeConfig) -> list[int]:
     return [layer for first, stop, again in runs for layer in range(first, stop - 1 if again else stop)]
 
 
-def units_of_a_layer(cut_layers: bool) -> int:
-    """How many units a layer consists of."""
-    return 2 if cut_layers else 1
-
-
 def recomputed_units(
-    layers: int, plan: RecomputeConfig, of_a_layer: int = 1, first_layer: int = 1
+    layers: int, plan: RecomputeConfig, *, cut_layers: bool = False, first_layer: int = 1
 ) -> list[range]:
-    """See GPT.recomputed_units; each layer has as many units, behind `first_layer` of the embedding."""
+    """See GPT.recomputed_units; layers, which may be cut into halves, are behind `first_layer` units."""
+    of_a_layer = 2 if cut_layers else 1
     return [
         range(first_layer + first * of_a_layer, first_layer + stop * of_a_layer)
         for first, stop, again in segments(layers, plan)

@@ -12,7 +12,7 @@ time, at the price of a fourth product.
 Where the tables are tied, a block of the lookup and a block of the loss have the same parameter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,13 +31,11 @@ from megatron_zpp.model.loss import (
     add_product,
     chunk_rows,
     of_cross_entropy,
-    slope,
-    soft_capped,
+    slices,
     wide,
-    wide_logits,
     z_terms,
 )
-from megatron_zpp.model.partial_softmax import local_statistics
+from megatron_zpp.model.partial_softmax import local_gradient, local_statistics
 from megatron_zpp.placement import Split
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -63,7 +61,7 @@ def _units(name: str, module: nn.Module, *, tied: bool) -> list[tuple[str, nn.Mo
     for part, child in module.named_children():
         if isinstance(child, RowBlockTable | OutputBlocks):
             table = "embedding.tokens" if tied else f"{name}.{part}"
-            units += [(table, block) for block in child.each()]
+            units += [(table, block) for block in child.blocks]
         elif next(child.parameters(), None) is not None:
             units.append((f"{name}.{part}", child))
     return units
@@ -110,24 +108,21 @@ class OutputBlock(Block):
 class _Blocks(nn.Module):
     """A table in blocks."""
 
+    weight = None  # of all rows: there is none
+
     def __init__(self, blocks: Sequence[Block]) -> None:
         super().__init__()
-        self.width, self.blocks = blocks[0].weight.shape[1], nn.ModuleList(blocks)
-
-    def each(self) -> Iterator[Any]:
-        """The blocks, in the order of their rows."""
-        yield from self.blocks
+        self.width = blocks[0].weight.shape[1]
+        self.blocks: Any = nn.ModuleList(blocks)  # in the order of their rows
 
 
 class RowBlockTable(_Blocks):
     """The embedding of tokens, in blocks."""
 
-    weight = None  # of all rows: there is none
-
     def forward(self, ids: Tensor) -> Tensor:
         """(…) -> (…, D)."""
         found = next(self.parameters()).new_zeros((*ids.shape, self.width))
-        for block in self.each():
+        for block in self.blocks:
             found = block(found, ids)
         return found
 
@@ -137,7 +132,7 @@ class OutputBlocks(_Blocks):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> logits (…, V)."""
-        return torch.cat([block(x) for block in self.each()], -1)
+        return torch.cat([block(x) for block in self.blocks], -1)
 
     def loss(
         self,
@@ -152,7 +147,7 @@ class OutputBlocks(_Blocks):
         `gather` joins the statistics (blocks, 3, N) of all ranks that have rows of the blocks.
         """
         exact = x.to(wide(x.dtype))  # so that the terms of its gradient, one per block, are summed in fp32
-        statistics = [block(exact, targets, objective, passes) for block in self.each()]
+        statistics = [block(exact, targets, objective, passes) for block in self.blocks]
         return _MeanLoss.apply(targets, objective, gather, *statistics)
 
 
@@ -165,36 +160,16 @@ class RowBlockHead(Head):
         super().__init__(*arguments)
         self.block_passes = PLAIN
 
-    def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None = None) -> Tensor:
-        """As Head; `tied` is None, because the head has the blocks of the token embedding."""
-        x = self.normalize(x)
-        if targets is None:
-            return soft_capped(self.output(x), self.objective.cap)
-        losses = self.output.loss(x.flatten(0, 1), targets.flatten(), self.objective, self.block_passes)
-        return self.cross_entropy(losses)
+    def logits(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """See Head; the head has the blocks of the token embedding, so there is no `weight`."""
+        return self.output(x)
+
+    def losses(self, x: Tensor, weight: Tensor | None, targets: Tensor) -> Tensor:
+        return self.output.loss(x, targets, self.objective, self.block_passes)
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
-        self.block_passes = BlockPasses(compiler(local_statistics), compiler(block_gradient))
-
-
-def block_gradient(logits: Tensor, place: Tensor, message: Tensor, objective: Objective) -> Tensor:
-    """Logits (C, R) become their gradient, in their place.
-
-    `place` and `objective` as in local_statistics. `message` as in _MeanLoss.
-    """
-    factor, log_total, likelihood = message.unbind()  # each (C)
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    softmax = (wide_logits(logits, objective.cap) - log_total[:, None]).exp_()
-    of_target = torch.expm1(likelihood)  # softmax less one
-    if objective.z_coeff != 0:
-        _, more = z_terms(log_total, objective.z_coeff)
-        of_target += more * torch.exp(likelihood)
-        softmax.mul_((1 + more)[:, None])
-    gradient = torch.where(columns == place[:, None], of_target[:, None], softmax).mul_(factor[:, None])
-    if objective.cap is not None:
-        gradient.mul_(slope(logits, objective.cap))
-    return logits.copy_(gradient.masked_fill_(columns >= objective.vocab_size, 0.0))
+        self.block_passes = BlockPasses(compiler(local_statistics), compiler(local_gradient))
 
 
 @dataclass(frozen=True)
@@ -205,7 +180,7 @@ class BlockPasses:
     """
 
     statistics: Callable[[Tensor, Tensor, Objective], Tensor] = local_statistics
-    gradient: Callable[[Tensor, Tensor, Tensor, Objective], Tensor] = block_gradient
+    gradient: Callable[[Tensor, Tensor, Tensor, Objective], Tensor] = local_gradient
     chunk_bytes: int = CHUNK_BYTES
 
 
@@ -250,7 +225,7 @@ class _Statistics(torch.autograd.Function):
         ctx.objective, ctx.passes = objective, passes
         ctx.save_for_backward(x, weight, place)
         found = x.new_empty(3, len(x))
-        for tokens in _chunks(x, weight, passes):
+        for tokens in slices(len(x), chunk_rows(len(x), len(weight), passes.chunk_bytes)):
             logits = x[tokens].to(weight.dtype) @ weight.T  # (C, R)
             found[:, tokens] = passes.statistics(logits, place[tokens], objective)
         return found
@@ -259,8 +234,8 @@ class _Statistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, message: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, place = ctx.saved_tensors
-        of_x, chunks = torch.empty_like(x), _chunks(x, weight, ctx.passes)
-        several = len(chunks) > 1
+        chunks = slices(len(x), chunk_rows(len(x), len(weight), ctx.passes.chunk_bytes))
+        of_x, several = torch.empty_like(x), len(chunks) > 1
         of_weight = torch.empty_like(weight, dtype=x.dtype if several else weight.dtype)
         for index, tokens in enumerate(chunks):
             part = x[tokens].to(weight.dtype)
@@ -278,9 +253,8 @@ class _Statistics(torch.autograd.Function):
 class _MeanLoss(torch.autograd.Function):
     """As loss.linear_cross_entropy, of targets (N) and the statistics (3, N) of all blocks.
 
-    In place of their gradients, the backward hands the blocks a message (3, N), from which each makes the
-    gradient of its logits: the factor of a token's gradient, then the logarithm of the denominator and the
-    log-likelihood of the target. Small gradients stay accurate, which the difference of two numbers near 1
+    In place of their gradients, the backward hands the blocks a message (3, N), from which `local_gradient`
+    makes those of their logits. Small gradients stay accurate, which the difference of two numbers near 1
     would lose.
     """
 
@@ -316,16 +290,7 @@ class _MeanLoss(torch.autograd.Function):
         return None, None, None, *[message] * ctx.blocks
 
 
-def _chunks(x: Tensor, weight: Tensor, passes: BlockPasses) -> list[slice]:
-    """Tokens whose logits of a block are there at a time."""
-    rows = chunk_rows(len(x), len(weight), passes.chunk_bytes)
-    return [slice(first, first + rows) for first in range(0, len(x), rows)]
-
-
 def blocks_of(kind: Callable[..., Any], entries: int, width: int, rows: int) -> list[Any]:
     """The blocks of a table, modules of a `kind`."""
-    blocks = []
-    for start in range(0, entries, rows):
-        block_rows = range(start, min(start + rows, entries))
-        blocks.append(kind(embedding(len(block_rows), width).weight, block_rows, entries))
-    return blocks
+    ranges = [range(start, min(start + rows, entries)) for start in range(0, entries, rows)]
+    return [kind(embedding(len(each), width).weight, each, entries) for each in ranges]

@@ -26,11 +26,6 @@ class Scores:
     slopes: Tensor | None = None
     sinks: Tensor | None = None
 
-    @property
-    def scaled_only(self) -> bool:
-        """Whether every kernel can make them."""
-        return self.softcap is None and self.slopes is None and self.sinks is None
-
 
 PLAIN_SCORES = Scores()
 

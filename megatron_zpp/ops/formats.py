@@ -22,7 +22,8 @@ class BlockFormat:
     block: int
 
     def __post_init__(self) -> None:
-        if not is_block(self.block):
+        whole = SMALLEST_BLOCK <= self.block <= LARGEST_BLOCK
+        if not whole or self.block & (self.block - 1):
             raise ValueError(
                 f"block must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}, got {self.block}"
             )
@@ -67,7 +68,6 @@ class QuantFormat(BlockFormat):
 
     @property
     def bits(self) -> int:
-        """See BlockFormat."""
         return BITS[self.code_type]
 
 
@@ -82,8 +82,3 @@ class LloydMaxFormat(BlockFormat):
         if self.bits not in (2, 4):
             raise ValueError(f"bits must be 2 or 4, got {self.bits}")
         super().__post_init__()
-
-
-def is_block(block: int) -> bool:
-    """Return whether the kernels accept `block` as a block size."""
-    return SMALLEST_BLOCK <= block <= LARGEST_BLOCK and block & (block - 1) == 0

@@ -161,7 +161,7 @@ class Operations:
     def quantize_rotated(self, input: Tensor, messages: Tensor, format: LloydMaxFormat, signs: Signs) -> None:
         """Rotate `input` (n,) fp32, bf16 or fp16 and encode it as `messages` (G, message_bytes(n / G))."""
         run = self._of("reference_rotation").quantize_rotated
-        run(input, messages, format.bits, format.block, *signs.packed())
+        run(input, messages, format.bits, format.block, *signs)
 
     def sum_rotated(
         self,
@@ -177,7 +177,7 @@ class Operations:
         Messages are summed in their order and rotated back once. So all of them must have the same signs.
         """
         run = self._of("reference_rotation").sum_rotated
-        run(messages, shard, format.bits, format.block, *signs.packed(), add)
+        run(messages, shard, format.bits, format.block, *signs, add)
 
     def _of(self, module: str) -> Any:
         """The kernels, or else a part of the reference, which few runs need and import."""

@@ -30,38 +30,26 @@ def tiles(numel: int) -> list[slice]:
 
 
 def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -> None:
-    """See Operations."""
     format = QuantFormat(code_type, block)
     count, n = len(input) // len(messages), input.shape[1]  # of the rows of a message
     for group, message in enumerate(messages):
-        rows = input[group * count : (group + 1) * count]
-        code_rows, scale_rows = _message_parts(message, format, rows.numel())
-        _zero_padding(message, format, rows.numel())
-        for row_tile, column_tile in _tiles(len(rows), n, block):
-            x = rows[row_tile, column_tile].float()
-            encoded, stored = _encode_blocks(x.reshape(-1, block), format)
-            _tile_of(code_rows, len(rows), row_tile, column_tile, block).copy_(
-                encoded.view(*x.shape[:1], -1, encoded.shape[1])
-            )
-            _tile_of(scale_rows, len(rows), row_tile, column_tile, block).copy_(
-                stored.view(torch.uint8).view(*x.shape[:1], -1, SCALE_BYTES)
-            )
+        _zero_padding(message, format, count * n)
+        for row in range(count):
+            for here in tiles(n):
+                x = input[group * count + row, here].float()
+                _write_blocks(message, format, count * n, row * n + here.start, x)
 
 
 def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
-    """See Operations."""
     format = QuantFormat(code_type, block)
-    count = len(output) // len(messages)  # of the rows of a message
+    count, n = len(output) // len(messages), output.shape[1]  # of the rows of a message
     for group, message in enumerate(messages):
-        rows = output[group * count : (group + 1) * count]
-        code_rows, scale_rows = _message_parts(message, format, rows.numel())
-        for row_tile, column_tile in _tiles(len(rows), output.shape[1], block):
-            encoded = _tile_of(code_rows, len(rows), row_tile, column_tile, block)
-            stored = _tile_of(scale_rows, len(rows), row_tile, column_tile, block)
-            shape = len(encoded), -1
-            x = _decode_blocks(encoded.flatten(0, 1), _scales_of(stored.flatten(0, 1)), format)
-            x = x.view(shape)
-            rows[row_tile, column_tile].copy_(_to_dtype(x, output.dtype))
+        for row in range(count):
+            for here in tiles(n):
+                first = row * n + here.start
+                elements = slice(first, first + here.stop - here.start)
+                x = _sum_of(message[None], format, count * n, elements)
+                output[group * count + row, here] = _to_dtype(x, output.dtype)
 
 
 def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
@@ -70,15 +58,10 @@ def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: i
     m = format.numel_of(messages)
     part = m // max(len(output), 1)
     for group, message in enumerate(output):
-        code_blocks, scale_blocks = _message_parts(message, format, part)
         _zero_padding(message, format, part)
         for tile in tiles(part):
             here = slice(group * part + tile.start, group * part + tile.stop)
-            value = _sum_of(messages, format, m, here)
-            encoded, stored = _encode_blocks(value.view(-1, block), format)
-            blocks = slice(tile.start // block, tile.stop // block)
-            code_blocks[blocks] = encoded
-            scale_blocks[blocks] = stored.view(torch.uint8).view(-1, SCALE_BYTES)
+            _write_blocks(message, format, part, tile.start, _sum_of(messages, format, m, here))
 
 
 def sum_into(messages: Tensor, shard: Tensor, code_type: CodeType, block: int, add: bool) -> None:
@@ -180,21 +163,12 @@ def _scales_of(stored: Tensor) -> Tensor:
     return stored.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).squeeze(1)
 
 
-def _tiles(rows: int, columns: int, block: int) -> list[tuple[slice, slice]]:
-    """Split a (rows, columns) matrix into tiles of about TILE elements, in whole blocks."""
-    width = min(columns, TILE)
-    height = max(1, TILE // max(width, 1))
-    return [
-        (slice(row, min(row + height, rows)), slice(column, min(column + width, columns)))
-        for row in range(0, rows, height)
-        for column in range(0, columns, max(width, block))
-    ]
-
-
-def _tile_of(blocks: Tensor, rows: int, row_tile: slice, column_tile: slice, block: int) -> Tensor:
-    """The part (rows, blocks per row, bytes) of a message's codes or scales that belongs to a tile."""
-    matrix = blocks.view(rows, -1, blocks.shape[1])
-    return matrix[row_tile, column_tile.start // block : column_tile.stop // block]
+def _write_blocks(message: Tensor, format: QuantFormat, numel: int, first: int, x: Tensor) -> None:
+    """Encode x (n,) fp32, whole blocks, as the elements from `first` on of a message of `numel` elements."""
+    codes, scales = _message_parts(message, format, numel)
+    blocks = slice(first // format.block, (first + len(x)) // format.block)
+    encoded, stored = _encode_blocks(x.reshape(-1, format.block), format)
+    codes[blocks], scales[blocks] = encoded, stored.view(torch.uint8).view(-1, SCALE_BYTES)
 
 
 def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tensor:

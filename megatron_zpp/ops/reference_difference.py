@@ -40,25 +40,23 @@ def quantize_difference(
     squares: Tensor | None = None,
 ) -> None:
     """See Operations. Where `skip` is not 0 all scales, codes and squares are 0."""
-    encoded = [
-        encode_difference(weights[here].view(-1, block), reference[here].view(-1, block), bits)
-        for here in tiles(len(reference))
-    ]
-    codes = torch.cat([part for part, _ in encoded]) if encoded else reference.new_empty(0, block).byte()
-    stored = torch.cat([part for _, part in encoded]) if encoded else codes.new_empty(0).bfloat16()
-    if skip is not None:
-        stored = torch.where(skip != 0, torch.zeros_like(stored), stored)
-        codes = torch.where(skip != 0, torch.zeros_like(codes), codes)
-    write_message(message, codes, stored, LloydMaxFormat(bits, block))
-    if squares is not None:
-        for here in tiles(len(reference)):
+    all_codes = [reference.new_empty(0, block).byte()]
+    all_stored = [reference.new_empty(0).bfloat16()]
+    for here in tiles(len(reference)):
+        difference = weights[here].view(-1, block) - reference[here].view(-1, block)
+        codes, stored = encode_difference(difference, bits)
+        if skip is not None:
+            difference, codes, stored = (
+                torch.where(skip != 0, torch.zeros_like(x), x) for x in (difference, codes, stored)
+            )
+        if squares is not None:
             blocks = slice(here.start // block, here.stop // block)
-            difference = weights[here].view(-1, block) - reference[here].view(-1, block)
-            lost = difference - decoded(codes[blocks], stored[blocks], bits)
+            lost = difference - decoded(codes, stored, bits)
             squares[0, blocks] = ordered_sum(difference * difference)
             squares[1, blocks] = ordered_sum(lost * lost)
-        if skip is not None:
-            squares.copy_(torch.where(skip != 0, torch.zeros_like(squares), squares))
+        all_codes.append(codes)
+        all_stored.append(stored)
+    write_message(message, torch.cat(all_codes), torch.cat(all_stored), LloydMaxFormat(bits, block))
 
 
 def add_difference(messages: Tensor, reference: Tensor, bits: int, block: int) -> None:
@@ -71,20 +69,15 @@ def add_difference(messages: Tensor, reference: Tensor, bits: int, block: int) -
         for here in tiles(len(part)):
             blocks = slice(here.start // block, here.stop // block)
             old = part[here].view(-1, block)
-            part[here] = moved_reference(old, codes[blocks], stored[blocks], bits).view(-1)
+            moved = old + decoded(codes[blocks], stored[blocks], bits)
+            part[here] = torch.where((stored[blocks] == 0)[:, None], old, moved).view(-1)
 
 
-def encode_difference(weights: Tensor, reference: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes (K, B) uint8 and scales (K,) bf16 of fp32 weights (K, B) less a reference (K, B)."""
-    difference = weights - reference
+def encode_difference(difference: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes (K, B) uint8 and scales (K,) bf16 of fp32 differences (K, B)."""
     z, power, finite, usable = normalised(difference)
     stored = stored_scales(power * root_mean_square(z), finite, usable)
     return coded(nearest_codes(difference, stored.float(), bits), stored)
-
-
-def moved_reference(reference: Tensor, codes: Tensor, stored: Tensor, bits: int) -> Tensor:
-    """The reference (K, B) after codes (K, B) with scales (K,)."""
-    return torch.where((stored == 0)[:, None], reference, reference + decoded(codes, stored, bits))
 
 
 def root_mean_square(z: Tensor) -> Tensor:

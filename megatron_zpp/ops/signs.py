@@ -4,7 +4,7 @@ The generator is Philox4x32-7 of Parallel Random Numbers: As Easy as 1, 2, 3 (Sa
 rounds are the fewest that passed BigCrush in the paper; its default of ten is a safety margin.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,21 +14,17 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _LOW_32, _LOW_16 = 0xFFFFFFFF, 0xFFFF
 
 
-@dataclass(frozen=True)
-class Signs:
+class Signs(NamedTuple):
     """The counter of the random signs of a run of elements (reference_rotation.py says how bits are drawn).
 
-    `first` is the number of the first element inside its unit, a multiple of 128.
+    `first` is the number of the first element inside its unit, a multiple of 128. Operators take the fields
+    in this order.
     """
 
     seed: int
     unit: int
     iteration: int
     first: int = 0
-
-    def packed(self) -> tuple[int, int, int, int]:
-        """As operators take them."""
-        return self.seed, self.unit, self.iteration, self.first
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:

@@ -35,11 +35,9 @@ from megatron_zpp.model.recomputation import segments
 from megatron_zpp.model.shape import LayerShape, layer_shape
 from megatron_zpp.plan.job import Job
 
-_SHARED_SOFTMAX = 13  # bytes per logit of a chunk, at the peak of tensor ranks' loss without a compiler
-
-# Bytes per logit of a block's chunk, beside the logit, in forward and backward without a compiler; by whether
-# the compute format is narrower than fp32.
-_BLOCK_SOFTMAX = {True: (12, 9), False: (8, 9)}
+# Bytes per logit of a part of the vocabulary, beside the logit, for its statistics and for its gradient
+# (model/partial_softmax.py) without a compiler; by whether the compute format is narrower than fp32.
+_PART_SOFTMAX = {True: (12, 9), False: (8, 9)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,10 @@ def _whole_layer_bytes(job: Job) -> int:
         numbers += shape.mlp_output.inputs  # the activation of the gate
     if delayed:
         numbers -= shape.qkv.inputs + shape.mlp_input.inputs + shape.mlp_output.inputs
-    codes = _delayed_codes(job) if delayed else _gathered_codes(job)
+    codes = _gathered_codes(job)
+    if delayed:  # of all rows of two inputs, and of a rank's columns of two
+        own = shape.output.inputs + shape.mlp_output.inputs
+        codes = (shape.qkv.inputs + shape.mlp_input.inputs) * job.tokens + own * job.rows
     statistics = len(shape.norms) * _norm_bytes(job) + 2 * _masks(job)
     return job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes
 
@@ -148,7 +149,8 @@ def _softmax_bytes(job: Job, *, exact: bool) -> int:
         return 0
     capped = job.model.final_logit_softcapping is not None
     if job.tensor > 1:
-        return _SHARED_SOFTMAX + 3 * capped
+        statistics, gradient = _PART_SOFTMAX[not exact or capped]
+        return max(statistics, gradient + 3 * capped)
     return 4 if exact and not capped else 8
 
 
@@ -194,7 +196,7 @@ def _block_loss_bytes(job: Job, rows: int) -> int:
     capped = job.model.final_logit_softcapping is not None
     forward = backward = 0
     if not job.compiled:
-        forward, backward = _BLOCK_SOFTMAX[narrow or capped]
+        forward, backward = _PART_SOFTMAX[narrow or capped]
         backward += 3 * capped
     weight = rows * width * (itemsize if chunk == tokens or not narrow else exact + itemsize)
     sums = min(2, blocks) * exact * tokens * width + exact * 3 * tokens
@@ -295,13 +297,6 @@ def _gathered_codes(job: Job) -> int:
     if job.tensor == 1 or not job.precision.fp8:
         return 0
     return 2 * job.model.hidden_size * max(0, job.tokens - job.rows * job.dtype.itemsize)
-
-
-def _delayed_codes(job: Job) -> int:
-    """Bytes that delayed scaling keeps of a layer's four inputs: two of all rows, two of a rank's columns."""
-    shape = layer_shape(job.model)
-    gathered, own = shape.qkv.inputs + shape.mlp_input.inputs, shape.output.inputs + shape.mlp_output.inputs
-    return gathered * job.tokens + own * job.rows
 
 
 def _norm_bytes(job: Job) -> int:

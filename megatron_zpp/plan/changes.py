@@ -51,10 +51,7 @@ def _differences(run: Job, other: Job) -> Iterator[tuple[str, Any, Any]]:
     for part in ("recompute", "zero", "precision"):
         before, after = getattr(run, part), getattr(other, part)
         for field in fields(before):
-            values = [_unresolved(field.name, getattr(each, field.name)) for each in (before, after)]
-            if values[0] != values[1]:
-                yield field.name, values[1], field.default
-
-
-def _unresolved(name: str, value: Any) -> Any:
-    return None if value == _RESOLVED.get(name) else value
+            values = [getattr(each, field.name) for each in (before, after)]
+            old, new = (None if value == _RESOLVED.get(field.name) else value for value in values)
+            if old != new:
+                yield field.name, new, field.default

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.model.context.sharing import context_kernel
+from megatron_zpp.model.context.sharing import context_kernel, exchanges_of_attention
 from megatron_zpp.model.flops import attended_tokens, layer_matrices
 from megatron_zpp.model.recomputation import mlps_again, segments
 from megatron_zpp.model.shape import layer_shape
@@ -76,24 +76,15 @@ def context_bytes(job: Job, forward: bool) -> int:
     if job.context == 1:
         return 0
     sent, model, heads = 0, job.model, job.model.num_attention_heads // job.tensor
-    shape = heads, model.num_query_groups // job.tensor, model.kv_channels
-    kernels = [
-        context_kernel(DotProduct(), UnconnectedGroup(job.context, rank), job.comm_type, heads)
-        for rank in range(job.context)
-    ]
-    recomputed = {
-        layer
-        for first, stop, again in segments(model.num_layers, job.recompute)
-        for layer in range(first, stop if again else first)
-    }
     selective = job.recompute.recompute_granularity == "selective"
-    for layer, window in enumerate(model.layer_windows):
-        for kernel in kernels:
-            there, back = kernel.sent(*shape, model.seq_length, window)
-            again = there * (layer in recomputed)
-            if selective:
-                again = there - kernel.sent_behind(heads, model.kv_channels)
-            sent += there if forward else back + again
+    for rank in range(job.context):
+        group = UnconnectedGroup(job.context, rank)
+        kernel = context_kernel(DotProduct(), group, job.comm_type, heads)
+        layers = exchanges_of_attention(model, kernel, job.tensor, selective=selective)
+        sent += sum(there if forward else back for there, back in layers)
+        if not forward:
+            runs = segments(model.num_layers, job.recompute)
+            sent += sum(there for first, stop, again in runs if again for there, _ in layers[first:stop])
     return sent * job.tokens * job.dtype.itemsize // job.context
 
 

@@ -17,7 +17,7 @@ from megatron_zpp.model.build import build_model
 from megatron_zpp.model.context.sharing import exchanges_heads
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.parallel.layers import splits_of
-from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
+from megatron_zpp.model.recomputation import recomputed_units
 from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.build import layouts_of
@@ -104,10 +104,6 @@ class Job:
         """Tokens of all data ranks."""
         return self.samples_per_step * self.model.seq_length
 
-    def may_have_samples(self, size: int) -> bool:
-        """Whether a micro-batch may have so many samples: 8-bit products need multiples of 16 tokens."""
-        return not (self.precision.fp8 and size * self.model.seq_length // self.context % 16)
-
     @cached_property
     def exchanges_heads(self) -> bool:
         """Whether context ranks, if there are several, exchange heads, and not keys and values in a ring."""
@@ -186,7 +182,7 @@ class Job:
     def layer_layouts(self) -> list[Layout]:
         """The layouts of the units of one layer."""
         first = self.first_layer
-        return self.layouts[first : first + units_of_a_layer(self.zero.cuts_layers)]
+        return self.layouts[first : first + (2 if self.zero.cuts_layers else 1)]
 
     @property
     def first_layer(self) -> int:
@@ -196,8 +192,8 @@ class Job:
     @cached_property
     def reads(self) -> Reads:
         """How passes read the units."""
-        of_a_layer = units_of_a_layer(self.zero.cuts_layers)
-        recomputed = recomputed_units(self.model.num_layers, self.recompute, of_a_layer, self.first_layer)
+        layers, first, cut = self.model.num_layers, self.first_layer, self.zero.cuts_layers
+        recomputed = recomputed_units(layers, self.recompute, cut_layers=cut, first_layer=first)
         return replace(self.plain_reads, recomputed=tuple(recomputed))
 
     @property

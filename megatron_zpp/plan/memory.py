@@ -67,15 +67,23 @@ def memory_of(job: Job) -> Memory:
         staged = 4 * owned
     elif offloaded and job.coded:  # a unit at a time, to be encoded
         staged = 4 * max(len(weights.owned) for weights in communication.weights)
+    buffers = communication.arena_bytes
+    if job.tensor > 1 and job.overlapped:  # what tensor ranks copy to each other
+        buffers += region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
     parts = {
         "weights": communication.weight_bytes + staged,
         "optimizer": 0 if offloaded else optimizer,
-        "buffers": communication.arena_bytes + _peer_rows_bytes(job),
+        "buffers": buffers,
         "zeropp": communication.kept_bytes + communication.residual_bytes,
     }
     candidates = _peak_candidates(job)
     peak_at, highest = max(candidates.items(), key=lambda item: item[1])
-    pinned = (4 + _source_itemsize(job)) * owned  # gradients copied in, weights copied out
+    source: float = job.dtype.itemsize % 4  # bytes per element of what gathers send, if not master weights
+    if differences:  # computed from fp32 weights
+        source = 0
+    elif (quant_format := communication.weight_codes) is not None:
+        source = quant_format.bytes_per_element
+    pinned = (4 + source) * owned  # gradients copied in, weights copied out
     away = offloaded_bytes(job)
     return Memory(
         **parts,
@@ -94,13 +102,6 @@ def _muon_bytes(job: Job) -> float:
     of_row = 0 if job.optimizer.muon_row_scaling_beta2 is None else 4
     held = (itemsize * each.rooms * each.room + of_row * each.rows for each in job.muon)
     return max((own - second * each.elements for own, each in zip(held, job.muon, strict=True)), default=0)
-
-
-def _peer_rows_bytes(job: Job) -> int:
-    """What tensor ranks copy to each other (distributed/peer_rows.py)."""
-    if job.tensor == 1 or not job.overlapped:
-        return 0
-    return region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
 
 
 def _peak_candidates(job: Job) -> dict[str, int]:
@@ -218,7 +219,8 @@ def _gradients(job: Job, *, whole: bool) -> int:
         return job.dtype.itemsize * max(layout.numel for layout in job.layouts)
     if not job.sums_gradients:
         return job.dtype.itemsize * job.owned  # on one rank
-    accumulated = job.communication.accumulator_bytes
+    plan = job.communication
+    accumulated = 4 * sum(map(plan.accumulator_numel, plan.trained))  # over micro-batches
     return accumulated if whole and accumulated else 4 * job.owned
 
 
@@ -226,16 +228,6 @@ def _copied_bytes(job: Job, layout: Layout) -> int:
     """Bytes of a unit's gradients that are copied into one buffer for its step on one rank."""
     small = (each.numel for each in layout.placements if each.numel < STEPPED_THERE)
     return job.dtype.itemsize * sum(small)
-
-
-def _source_itemsize(job: Job) -> float:
-    """Bytes per element of what a rank's gathers send, if that is not the master weights."""
-    if job.communication.differences is not None:
-        return 0  # differences are computed from fp32 weights
-    quant_format = job.communication.weight_codes
-    if quant_format is not None:
-        return quant_format.block_bytes / quant_format.block
-    return 0 if job.dtype.itemsize == 4 else job.dtype.itemsize
 
 
 def copies_bytes(job: Job) -> int:

@@ -91,7 +91,8 @@ def search(run: Job, machine: Machine, gibibytes: float) -> Found:
             break
     best = tried.best()
     if best is None:
-        return Found(own, None, plan_of(min((run, *tried.smallest), key=_peak), machine))
+        least = min((run, *tried.smallest), key=lambda job: memory_of(job).peak)
+        return Found(own, None, plan_of(least, machine))
     second = tried.second(best, [own] if own.fits(gibibytes) else [])
     return Found(own, best, best, second, _rounded(run, best, machine, gibibytes))
 
@@ -142,10 +143,11 @@ class _Tried:
     def best(self) -> Plan | None:
         """Of the plans that are as fast as any, the one with the fewest changes, then the fewest bytes."""
         near = [plan for plan in self.plans if plan.seconds <= self.bound]
-        return min(near, key=self._preference, default=None)
-
-    def _preference(self, plan: Plan) -> tuple[int, int, int]:
-        return self._changes(plan), plan.sent.inter + plan.sent.intra, plan.memory.peak
+        return min(
+            near,
+            key=lambda plan: (self._changes(plan), plan.sent.inter + plan.sent.intra, plan.memory.peak),
+            default=None,
+        )
 
     def second(self, best: Plan, others: list[Plan]) -> Plan | None:
         """The fastest of `others` and of what differs in one setting from the best, and trades something.
@@ -232,10 +234,6 @@ class _Passes(dict[tuple[int, tuple[range, ...]], list[Pass]]):
         return repeated(found, job.micro_batches) if key[0] == 3 else found
 
 
-def _peak(job: Job) -> int:
-    return memory_of(job).peak
-
-
 def longest_sample(job: Job, gibibytes: float) -> int:
     """Tokens of the longest sample with which the job fits; 0 if it does not fit with the shortest.
 
@@ -244,13 +242,13 @@ def longest_sample(job: Job, gibibytes: float) -> int:
     """
     step = _STEP * job.context * job.tensor
     few, many = 0, 1  # steps: those that fit, and those that do not
-    while many * step <= _MOST and _fits(job, many * step, gibibytes):
+
+    def fits(steps: int) -> bool:
+        return memory_of(with_samples_of(job, steps * step)).fits(gibibytes)
+
+    while many * step <= _MOST and fits(many):
         few, many = many, 2 * many
     while many - few > 1:
         middle = (few + many) // 2
-        few, many = (middle, many) if _fits(job, middle * step, gibibytes) else (few, middle)
+        few, many = (middle, many) if fits(middle) else (few, middle)
     return few * step
-
-
-def _fits(job: Job, tokens: int, gibibytes: float) -> bool:
-    return memory_of(with_samples_of(job, tokens)).fits(gibibytes)

@@ -184,7 +184,9 @@ def sizes_of(job: Job, space: Space) -> list[int]:
     if job.optimizer.optimizer_in_backward:  # one micro-batch per step
         return [job.samples_per_step // job.mesh.data_ranks]
     whole = job.batch_multiple or job.samples_per_step
-    return [size for size in divisors(whole // job.mesh.data_ranks) if job.may_have_samples(size)]
+    tokens = job.model.seq_length // job.context
+    multiple = 16 if job.precision.fp8 else 1  # of which 8-bit products need tokens
+    return [size for size in divisors(whole // job.mesh.data_ranks) if size * tokens % multiple == 0]
 
 
 def in_micro_batches_of(job: Job, size: int) -> Job:

@@ -104,7 +104,7 @@ def step_time(job: Job, machine: Machine, passes: list[Pass]) -> StepTime:
         link=_link_seconds(job, machine, sent),
         inside=_inside_seconds(job, machine, sent) + exchanged_bytes(job) / machine.inside,
         exchanges=sum(waiting_seconds(job, machine, one.forward) * one.times for one in passes),
-        again=job.micro_batches * _again_seconds(job, machine),
+        again=job.micro_batches * job.tokens * _recomputed_flops(job) / machine.flops * _slowdown(job),
     )
 
 
@@ -125,34 +125,18 @@ def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float
 
 def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of a forward or backward of one micro-batch, without transfers and kernels."""
-    third = job.flops_per_token / 3
+    third, table = job.flops_per_token / 3, job.model.hidden_size * job.padded_vocab_size
     flops = third if forward else 2 * third + _recomputed_flops(job)
-    flops -= (1 - product_time(job)) * 2.0 * _read_matrices(job, forward)
+    # Parameters of layers' matrices in products, as often as there are any.
+    once = job.model.num_layers * layer_matrices(job.model)
+    matrices = once if forward else 2 * once + recomputed_matrices(job)
+    flops -= (1 - product_time(job)) * 2.0 * matrices
     flops -= (1 if forward else 2) * (attention_flops(job, counted=True) - attention_flops(job))
     if job.precision.fp8_output_layer:
-        logits = 2.0 * job.model.hidden_size * job.padded_vocab_size  # a product
-        flops -= (1 - FP8_OUTPUT) * logits * (1 if forward else 2)
-    return math.hypot(
-        job.tokens * flops / machine.flops, _reading_seconds(job, machine, forward)
-    ) * _slowdown(job)
-
-
-def _again_seconds(job: Job, machine: Machine) -> float:
-    """Seconds of a backward in which it computes again, in 16 bits."""
-    return job.tokens * _recomputed_flops(job) / machine.flops * _slowdown(job)
-
-
-def _reading_seconds(job: Job, machine: Machine, forward: bool) -> float:
-    """Seconds to read the weights of the products of a forward or backward, and to write their gradients."""
-    table = job.model.hidden_size * job.padded_vocab_size
-    numbers = _read_matrices(job, forward) + (table if forward else 2 * table)
-    return numbers * job.dtype.itemsize / machine.memory_rate
-
-
-def _read_matrices(job: Job, forward: bool) -> int:
-    """Parameters of layers' matrices in the products of a forward or backward, as often as there are any."""
-    once = job.model.num_layers * layer_matrices(job.model)
-    return once if forward else 2 * once + recomputed_matrices(job)
+        flops -= (1 - FP8_OUTPUT) * (2.0 * table) * (1 if forward else 2)
+    # Weights of products are read, and their gradients written.
+    moved = (matrices + (table if forward else 2 * table)) * job.dtype.itemsize
+    return math.hypot(job.tokens * flops / machine.flops, moved / machine.memory_rate) * _slowdown(job)
 
 
 def _slowdown(job: Job) -> float:
@@ -195,10 +179,12 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     elif weights := plan.weight_codes:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
-        sent_bytes = _sent_itemsize(job)
+        sent_bytes = plan.gradient_dtype.itemsize  # per element that travels in a dtype
+        if job.micro_batches == 1:
+            sent_bytes = min(sent_bytes, itemsize)
         if not (plan.gradients and job.reduces_as_made):  # added to fp32 sums
             nbytes += one.summed * (itemsize + 8)
-        elif not plan.sends_in_place:
+        elif not plan.peer_writes:  # else they are sent from where they were made
             nbytes += one.summed * (itemsize + sent_bytes)
         if one.reduced != SentBytes():
             nbytes += one.summed * _reduced_bytes(job, sent_bytes)
@@ -222,12 +208,6 @@ def _reduced_bytes(job: Job, sent_bytes: int) -> float:
 def _in_turn(job: Job) -> bool:
     """Whether the stages of a reduction run one after the other; those of qgZ overlap by chunk."""
     return len(job.communication.gradients) > 1 and not job.communication.quantizes_gradients
-
-
-def _sent_itemsize(job: Job) -> int:
-    """Bytes per element of gradients that travel in a dtype."""
-    largest = job.communication.gradient_dtype.itemsize
-    return min(largest, job.dtype.itemsize) if job.micro_batches == 1 else largest
 
 
 def _optimizer_seconds(job: Job, machine: Machine) -> float:

@@ -51,7 +51,9 @@ def traffic_of(job: Job) -> list[Pass]:
     walked = min(job.micro_batches, _DIFFERENT)
     order = [(forward, index) for index in range(walked) for forward in (True, False)]
     plan, none = job.communication, SentBytes()
-    early = Counter({unit: plan.reductions_of(unit) - 1 for unit in range(len(plan.weights))})
+    # Reductions before a unit's last one of a backward.
+    places = plan.reads.places if plan.reduces_places else ()
+    early = Counter({unit: len(of_unit) - 1 for unit, of_unit in enumerate(places)})
     units = Counter(range(len(plan.weights)))
     passes = []
     for (forward, index), gathers in zip(order, _gathers_of(job, order), strict=True):

@@ -128,7 +128,8 @@ def _find_eod(vocab: dict[str, int], path: Location, files: dict[str, bytes]) ->
         if name not in files:
             continue
         config_path = path.with_name(name)
-        eos = _token_text(parse_json(files[name], _FLAG, str(config_path), _CONFIG_FIX).get("eos_token"))
+        eos = parse_json(files[name], _FLAG, str(config_path), _CONFIG_FIX).get("eos_token")
+        eos = eos.get("content") if isinstance(eos, dict) else eos
         if not isinstance(eos, str | None):
             raise option_error(_FLAG, config_path, f"its eos_token {eos!r} is not text; {_CONFIG_FIX}")
         if eos is not None:
@@ -149,8 +150,3 @@ def _find_eod(vocab: dict[str, int], path: Location, files: dict[str, bytes]) ->
             _FLAG, path, f"has {what}: {fix}" + ("" if usual else f", or add {_USUAL_EODS[0]}")
         )
     return next(iter(named))
-
-
-def _token_text(token: Any) -> str | None:
-    """The text of a token in tokenizer_config.json: a string, or an object with `content`."""
-    return token.get("content") if isinstance(token, dict) else token

@@ -1,7 +1,7 @@
 """AdamW (1711.05101, algorithm 2): by the project's kernel, by torch's fused one, and by NVIDIA apex."""
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,8 +62,6 @@ def build_optimizer(
         if operations is None:
             return TorchAdamW(scaled)
         if config.compact:
-            from megatron_zpp.zero.compact_adamw import CompactAdamW
-
             return CompactAdamW(scaled, operations, plan.weight_codes)
         return KernelAdamW(scaled, operations, plan.weight_codes)
 
@@ -94,7 +92,6 @@ class KernelAdamW:
     def scalars(
         self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
     ) -> AdamWScalars:
-        """See UpdateRule."""
         config = self._config
         powers = [beta ** steps.double() for beta in (config.adam_beta1, config.adam_beta2)]
         return AdamWScalars(
@@ -109,7 +106,6 @@ class KernelAdamW:
         )
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: AdamWScalars) -> None:
-        """See UpdateRule."""
         (exp_avg, exp_avg_sq), gather_source, decayed = shard.states, shard.gather_source, shard.decayed
         states = shard.master, gradient, exp_avg, exp_avg_sq
         # A unit of which nothing is sent has weights there, whatever others have.
@@ -119,13 +115,49 @@ class KernelAdamW:
         self._operations.adamw_quantize(*states, gather_source, self._quant_format, scalars, decayed=decayed)
 
 
-class TorchAdamWScalars(NamedTuple):
-    """The scalars of torch's fused kernel."""
+# The scalars of a step, and the number of the step, which random bits depend on.
+CompactScalars: TypeAlias = tuple[AdamWScalars, Tensor]
 
-    steps: Tensor
-    learning_rate: float
-    divisor: Tensor
-    found_inf: Tensor
+
+class CompactAdamW:
+    """AdamW on states in fewer bytes (--use-precision-aware-optimizer), by the project's kernel.
+
+    One pass, which rounds the states and writes 16-bit gather sources.
+    """
+
+    state_names = MOMENTS
+
+    def __init__(
+        self, config: OptimizerConfig, operations: Operations, quant_format: QuantFormat | None = None
+    ) -> None:
+        """`quant_format` is that of messages to gather from, which are then written from the weights."""
+        self._plain, self._operations = KernelAdamW(config, operations, quant_format), operations
+        self.writes_gather_source = self.accepts_16bit_gradients = quant_format is None
+
+    def scalars(
+        self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
+    ) -> CompactScalars:
+        return self._plain.scalars(steps, learning_rate, divisor, found_inf), steps
+
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: CompactScalars) -> None:
+        from megatron_zpp.ops.state_codes import Rounding  # which few runs need
+
+        (exp_avg, exp_avg_sq), (exp_avg_scales, exp_avg_sq_scales) = shard.states, shard.scales
+        self._operations.adamw_compact(
+            shard.master,
+            gradient,
+            exp_avg,
+            exp_avg_scales,
+            exp_avg_sq,
+            exp_avg_sq_scales,
+            shard.gather_source,
+            scalars[0],
+            Rounding(scalars[1], shard.unit, shard.first),
+            decayed=shard.decayed,
+        )
+
+
+TorchAdamWScalars: TypeAlias = tuple[Tensor, float, Tensor, Tensor]  # as `scalars` gets them
 
 
 class TorchAdamW:
@@ -141,12 +173,11 @@ class TorchAdamW:
     def scalars(
         self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
     ) -> TorchAdamWScalars:
-        """See UpdateRule."""
-        return TorchAdamWScalars(steps, learning_rate, divisor, found_inf)
+        return steps, learning_rate, divisor, found_inf
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: TorchAdamWScalars) -> None:
-        """See UpdateRule."""
         config, tensors = self._config, (shard.master, gradient, *shard.states)
+        steps, learning_rate, divisor, found_inf = scalars
         with_decay, without = slice(shard.decayed), slice(shard.decayed, None)
         for elements, weight_decay in ((with_decay, config.weight_decay), (without, 0.0)):
             masters, gradients, averages, squares = ([tensor[elements]] for tensor in tensors)
@@ -157,16 +188,16 @@ class TorchAdamW:
                     averages,
                     squares,
                     [],
-                    [scalars.steps],
-                    lr=scalars.learning_rate,
+                    [steps],
+                    lr=learning_rate,
                     beta1=config.adam_beta1,
                     beta2=config.adam_beta2,
                     weight_decay=weight_decay,
                     eps=config.adam_eps,
                     amsgrad=False,
                     maximize=False,
-                    grad_scale=scalars.divisor,
-                    found_inf=scalars.found_inf,
+                    grad_scale=divisor,
+                    found_inf=found_inf,
                 )
         if shard.gather_source is not None:
             shard.gather_source.copy_(shard.master)
@@ -208,7 +239,6 @@ class ApexAdamW(Optimizer):
             self._step(rates[0], divisor)
 
     def update(self, index: int) -> None:
-        """See Optimizer.update."""
         self._sources.write(self._units[index])
 
     def _step(self, learning_rate: float, divisor: Tensor) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +34,6 @@ from megatron_zpp.zero.weight_plan import WeightPlan
 Initialize = Callable[[str, Tensor], None]
 
 
-class ModelOfUnits(Protocol):
-    """What the engine needs of a model beside what every module has."""
-
-    def units(self) -> list[tuple[str, nn.Module]]:
-        """The names and modules whose parameters are gathered together, in forward order.
-
-        Modules with the same parameters read one unit.
-        """
-
-    def recomputed_units(self) -> Sequence[range]:
-        """Ranges of `units()` whose forward the backward repeats."""
-
-
 class UnitBuilder:
     """Makes the units of a model, whose own parameters they replace."""
 
@@ -73,11 +59,24 @@ class UnitBuilder:
         codes. A rank never holds more of the model than its shards, the slots and the one parameter that is
         being initialised.
         """
-        plan, drawn = self._plan, _InitialValues(initialize, self._device)
+        plan, newest = self._plan, dict[str, Tensor]()
+
+        def drawn(placement: Placement) -> Tensor:
+            """Initial values of a whole parameter, fp32; units with rows of a table have one in common."""
+            name = placement.name
+            if name not in newest:
+                newest.clear()  # only one whole parameter is held
+                initial = torch.empty(placement.shape, dtype=torch.float32, device=self._device)
+                fill(initialize, name, initial)
+                newest[name] = initial
+            return newest[name]
+
         slots: dict[int, Tensor] = {}
         for slot, weights in zip(plan.slots, plan.weights, strict=True):
-            if slot not in slots:
-                slots[slot] = self._slot(weights)
+            if slot not in slots and weights.fill:
+                slots[slot] = self._communication.memory(weights.fill, weights.slot, at=-1)
+            elif slot not in slots:
+                slots[slot] = torch.zeros(weights.slot.numel, dtype=weights.slot.dtype, device=self._device)
         units: list[Unit] = []
         parts = [parts_of(module) for _, module in modules]
         for (name, first), places, slot, weights in zip(
@@ -89,7 +88,11 @@ class UnitBuilder:
             unit = self._unit(
                 first, others, weights, self._communication.legs[len(units)], slots[slot], guard
             )
-            self._initialize_master(unit, drawn)
+            # This rank's part of each parameter that it owns a part of.
+            master = torch.zeros(len(unit.owned), device=self._device) if unit.is_split else unit.master
+            unit.fill(master, unit.owned, drawn)
+            if unit.is_split:
+                unit.replace_split(master)
             self._sources.replace(unit)
             units.append(unit)
         self._make_empty_parameters(modules)
@@ -105,11 +108,6 @@ class UnitBuilder:
                     made = torch.empty(parameter.shape, dtype=self._plan.made, device=self._device)
                     setattr(module.get_submodule(owner), leaf, nn.Parameter(made, parameter.requires_grad))
 
-    def _slot(self, weights: WeightPlan) -> Tensor:
-        if weights.fill:
-            return self._communication.filled_memory(weights.fill, weights.slot)
-        return torch.zeros(weights.slot.numel, dtype=weights.slot.dtype, device=self._device)
-
     def _unit(
         self,
         module: Parameters,
@@ -119,7 +117,7 @@ class UnitBuilder:
         full: Tensor,
         guard: ReadGuard,
     ) -> Unit:
-        plan, layout, memory = self._plan, weights.layout, self._communication.sent_memory
+        plan, layout, memory = self._plan, weights.layout, self._communication.memory
         owned = weights.owned
         kept, own_kept = None, None
         if legs.bring is not None:
@@ -152,6 +150,7 @@ class UnitBuilder:
             else:
                 _put_parameters(other, layout, parameters, guard)
         differs = weights.differences is not None
+        residuals = [torch.zeros(size, dtype=kind, device=self._device) for size, kind in weights.residuals]
         return Unit(
             parameters=parameters,
             by_place=tuple(by_place),
@@ -165,7 +164,7 @@ class UnitBuilder:
             own_kept=own_kept,
             message=memory(weights.bring, weights.message) if differs else None,
             encoded=self._encoded(weights, Encoded(owned, master, gather_source), kept, full),
-            residuals=self._residuals(weights),
+            residuals=Residuals(*residuals) if residuals else None,
             gaps=layout.gaps_in(weights.kept_elements),
             wide_dtype=plan.made,
         )
@@ -193,21 +192,6 @@ class UnitBuilder:
         _put_parameters(module, layout, made, guard)
         return tuple(made)
 
-    def _initialize_master(self, unit: Unit, drawn: "_InitialValues") -> None:
-        """Fill this rank's part of each parameter that it owns a part of."""
-        if not unit.is_split:
-            unit.fill(unit.master, unit.owned, drawn.values)
-            return
-        weights = torch.zeros(len(unit.owned), device=self._device)
-        unit.fill(weights, unit.owned, drawn.values)
-        unit.replace_split(weights)
-
-    def _residuals(self, weights: WeightPlan) -> Residuals | None:
-        if not weights.residuals:
-            return None
-        zeros = [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in weights.residuals]
-        return Residuals(*zeros)
-
     def _encoded(
         self, weights: WeightPlan, shard: Encoded, reference: Tensor | None, full: Tensor
     ) -> Encoded | None:
@@ -221,25 +205,7 @@ class UnitBuilder:
         if not weights.in_turn:
             return Encoded(elements, reference, full[elements.start : elements.stop])
         codes = Buffer(len(elements), torch.uint8)
-        return Encoded(elements, reference, self._communication.sent_memory(weights.fill, codes))
-
-
-class _InitialValues:
-    """Initial values of whole parameters; a table is drawn once for all units that have rows of it."""
-
-    def __init__(self, initialize: Initialize, device: torch.device) -> None:
-        self._initialize, self._device = initialize, device
-        self._newest: tuple[str, Tensor] | None = None
-
-    def values(self, placement: Placement) -> Tensor:
-        """Those of a parameter, in fp32; the values of one parameter are held until another is asked for."""
-        name = placement.name
-        if self._newest is None or self._newest[0] != name:
-            self._newest = None
-            initial = torch.empty(placement.shape, dtype=torch.float32, device=self._device)
-            fill(self._initialize, name, initial)
-            self._newest = name, initial
-        return self._newest[1]
+        return Encoded(elements, reference, self._communication.memory(weights.fill, codes))
 
 
 def _put_parameters(

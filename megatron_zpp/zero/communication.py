@@ -66,13 +66,9 @@ class Communication:
         """All streams."""
         return list(chain.from_iterable(self._streams.values()))
 
-    def sent_memory(self, stages: Route, buffer: Buffer) -> Tensor:
-        """Memory for what the first of `stages` sends. Every rank must make the same."""
-        return self._streams_of(_WEIGHTS, stages, 0)[0].zeros(*buffer)
-
-    def filled_memory(self, stages: Route, buffer: Buffer) -> Tensor:
-        """Memory for what the last of `stages` fills. Every rank must make the same."""
-        return self._streams_of(_WEIGHTS, stages, len(stages) - 1)[0].zeros(*buffer)
+    def memory(self, stages: Route, buffer: Buffer, at: int = 0) -> Tensor:
+        """Memory for what stage `at` of weights sends or fills. Every rank must make the same."""
+        return self._streams_of(_WEIGHTS, stages, at)[0].zeros(*buffer)
 
     def _leg(self, what: str, stages: Route) -> Leg | None:
         if not stages:

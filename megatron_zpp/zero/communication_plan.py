@@ -18,8 +18,8 @@ from megatron_zpp.exchange.rooms import (
     ReductionRooms,
     accumulating,
     lanes,
-    message_room,
     reduction_rooms,
+    widest,
 )
 from megatron_zpp.exchange.route import (
     Route,
@@ -28,6 +28,7 @@ from megatron_zpp.exchange.route import (
     as_made,
     axes_of,
     gradient_route,
+    nbytes,
     sent,
 )
 from megatron_zpp.mesh import Axis, Mesh
@@ -140,10 +141,6 @@ class CommunicationPlan:
         """
         return bool(self.gradients) and self.every_micro_batch
 
-    def reductions_of(self, unit: int) -> int:
-        """How often a backward reduces the gradient of a unit where it does so after every micro-batch."""
-        return len(self.reads.places[unit]) if self.reduces_places else 1
-
     def reduced(self, unit: WeightPlan, micro_batches: int, *, last: bool) -> SentBytes:
         """Bytes that this rank sends to reduce a unit in one micro-batch, a step's `last` one or not."""
         route = as_made(self.gradients, self.made, micro_batches)
@@ -159,11 +156,6 @@ class CommunicationPlan:
         if not self.copy_engines or len(self.gradients) != 1 or self.quantizes_gradients:
             return False
         return self.mesh.share_a_node(self.mesh.ranks(*self.gradients[0].axes))
-
-    @property
-    def sends_in_place(self) -> bool:
-        """Whether gradients are sent and summed from where the backward made them."""
-        return not self.gradients or self.peer_writes
 
     @cached_property
     def rooms(self) -> ReductionRooms | None:
@@ -190,16 +182,15 @@ class CommunicationPlan:
         """Bytes of what codes have lost of gradients, where that is sent with later ones."""
         return sum(residual.nbytes for each in self.weights for residual in each.residuals)
 
-    @cached_property
-    def accumulator_bytes(self) -> int:
-        """Bytes of the sums of gradients over micro-batches that this rank keeps during a step."""
-        return 4 * sum(map(self.accumulator_numel, self.trained))
-
     def message_room(self, stages: Route) -> int:
-        """Bytes of the largest message that this rank brings to these stages of weights or sums."""
+        """Bytes of the largest message that this rank brings to these stages of weights or sums, in any step.
+
+        0 for gathers in a dtype.
+        """
         numels = [len(each.owned) for each in self.weights if stages == each.first]
         numels += [each.layout.shard_numel for each in self.weights if stages == each.sums]
-        return message_room(stages, numels)
+        format = widest(stages[0].format)
+        return 0 if isinstance(format, torch.dtype) else nbytes(format, max(numels))
 
     @cached_property
     def arena_bytes(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.adamw import build_optimizer
 from megatron_zpp.zero.buffers import Buffers
-from megatron_zpp.zero.build import Initialize, ModelOfUnits, UnitBuilder, build_communication
+from megatron_zpp.zero.build import Initialize, UnitBuilder, build_communication
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
@@ -61,8 +61,10 @@ class StepResult:
 class ZeroEngine:
     """One engine for all stages: the stage says what stays whole on every rank.
 
-    `model(tokens, targets)` returns a mean loss; a batch may bring more arguments. `units` says which of its
-    modules are gathered together, by default the model itself. `initialize(name, tensor)` fills a parameter,
+    `model(tokens, targets)` returns a mean loss; a batch may bring more arguments. `units` are the names and
+    modules whose parameters are gathered together, in forward order, by default what its `units()` returns.
+    Its `recomputed_units()` returns ranges of these whose forward the backward repeats, by default none.
+    Modules with the same parameters read one unit. `initialize(name, tensor)` fills a parameter,
     in fp32, or a buffer on the meta device. Parameters become views of flat memory on `device`, and this rank
     holds no more of them than the stage says. Those that do not require gradients are gathered, and not
     trained. `share` says how the tensor ranks of `mesh` share the model, which has this rank's parts of its
@@ -89,7 +91,7 @@ class ZeroEngine:
         *,
         initialize: Initialize,
         device: torch.device,
-        units: ModelOfUnits | None = None,
+        units: Sequence[tuple[str, nn.Module]] | None = None,
         share: TensorShare = ALONE,
         rule: UpdateRule | None = None,
         fused_backend: Literal["apex", "torch"] = "torch",
@@ -104,8 +106,8 @@ class ZeroEngine:
         scaling: ProductScaling | None = None,
         codes: WeightEncoder | None = None,
     ) -> None:
-        units = units or cast(ModelOfUnits, model)  # torch declares no protocol that includes nn.Module
-        modules = without_inner(units.units())
+        of_model: Any = model  # which may say what is recomputed
+        modules = without_inner(of_model.units() if units is None else units)
         _check_settings(config, mesh, share, operations, device, coded=codes is not None)
         self.model, self.mesh, self.device, self.share = model, mesh, device, share
         self.topology, self.scaling, self.sections = Topology.of(mesh), scaling, sections
@@ -117,7 +119,7 @@ class ZeroEngine:
             mesh,
             device,
             self._ledger,
-            recomputed=units.recomputed_units(),
+            recomputed=getattr(of_model, "recomputed_units", list)(),
             share=share,
             coded=() if codes is None else codes.names,
             decoupled=decoupled,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
-from megatron_zpp.exchange.codecs import Feedback, Rotation, build_codec, clear, decode_each, encode_with
+from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
 from megatron_zpp.exchange.reductions import Target
 from megatron_zpp.exchange.route import nbytes
 from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
@@ -15,7 +15,6 @@ from megatron_zpp.exchange.sums import sum_squares
 from megatron_zpp.ops.formats import SQUARES_BLOCK, LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
-from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
@@ -117,7 +116,7 @@ class Gradients:
         sums = unit.grad.squares
         if sums is None:
             shard = range(unit.owned.stop - unit.owned.start)[unit.shard]
-            segments = list(segments_inside(unit.gradients, shard))
+            segments = list(segments_inside(unit.grad.segments, shard))
             counts = [len(segment.flat) // SQUARES_BLOCK for segment in segments]
             sums = torch.empty(sum(counts), device=unit.full.device)
             for segment, its_sums in zip(segments, sums.split(counts), strict=True):
@@ -193,7 +192,8 @@ class Gradients:
                 self._reduce(unit, sent, add=not first, last=last)
             return
         if first:
-            whole = _new_sum(unit.layout, unit.full.device)
+            whole = torch.empty(unit.layout.numel, device=unit.full.device)
+            clear(whole, unit.layout.gaps_in(range(unit.layout.numel)))
             torch._foreach_copy_(unit.views(whole), produced)
         else:
             assert unit.grad.accumulated is not None
@@ -259,14 +259,11 @@ class Gradients:
         if unit.residuals is not None:
             lost = unit.residuals.sent.view(-1, unit.layout.shard_numel)
             feedback = Feedback(lost, self._divisor, self._owned_gaps[unit])
-        return Target(total[unit.shard], add, squares, self._rotation_of(unit), feedback)
-
-    def _rotation_of(self, unit: Unit) -> Rotation | None:
-        """The rotation of a unit's gradient between nodes in this step; None where there is none."""
-        if not self._plan.rotates:
-            return None
-        signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
-        return Rotation(signs, self._gaps[unit])
+        rotation = None
+        if self._plan.rotates:  # between nodes, otherwise in each step
+            signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
+            rotation = Rotation(signs, self._gaps[unit])
+        return Target(total[unit.shard], add, squares, rotation, feedback)
 
     def _to_all(self, unit: Unit, total: Tensor, reduced: Pending) -> tuple[Pending, tuple[GradSegment, ...]]:
         """Gather the sums that this rank's optimizer takes, if they are more than its shard.
@@ -281,7 +278,7 @@ class Gradients:
         if isinstance(format, torch.dtype):
             return leg.run(shard, total, after=reduced), ()
         assert self._operations is not None
-        codec, rotation = build_codec(format, self._operations), None
+        codec, rotation = Codec(format, self._operations), None
         if isinstance(format, LloydMaxFormat):
             signs = Signs(_SUM_SIGNS_SEED, self._numbers[unit], self._iteration)
             rotation = Rotation(signs, self._owned_gaps[unit])
@@ -295,11 +292,11 @@ class Gradients:
                 return
             lost = unit.residuals.returned[None]
             feedback = Feedback(lost, self._divisor, self._gaps[unit])
-            encode_with(feedback, codec, *sums)
+            codec.encode_with(feedback, *sums)
             feedback.clear_gaps()
 
         def decode(messages: Tensor) -> None:
-            decode_each(codec, messages.view(-1, len(message)), total, rotation, unit.owned.start)
+            codec.decode_each(messages.view(-1, len(message)), total, rotation, unit.owned.start)
 
         encoded = leg.first_stream.submit(encode)
         return leg.run(message, total, decode, encoded), (GradSegment(0, message),)
@@ -309,10 +306,3 @@ class Gradients:
         if not (last and self._plan.returns_squared_norms):
             return None
         return torch.empty(unit.layout.shard_numel // SQUARES_BLOCK, device=unit.full.device)
-
-
-def _new_sum(layout: Layout, device: torch.device) -> Tensor:
-    """A buffer (n,) for whole gradients: the parameters' parts are not filled, the gaps are zero."""
-    whole = torch.empty(layout.numel, device=device)
-    clear(whole, layout.gaps_in(range(layout.numel)))
-    return whole

@@ -53,7 +53,7 @@ def _hook_passes(
 
     def before_forward(module: nn.Module, arguments: tuple) -> None:
         prefetcher.before_forward(place)
-        exchanges.forward(place)
+        exchanges.count(place, backward=False)
 
     def after_forward(module: nn.Module, arguments: tuple, output: Any) -> None:
         counted = False
@@ -62,7 +62,7 @@ def _hook_passes(
             nonlocal counted
             prefetcher.before_backward(place)
             if not counted:
-                exchanges.backward(place)
+                exchanges.count(place, backward=True)
             counted = True
 
         for tensor in tensors_in(output):

@@ -127,7 +127,7 @@ class ModelStates:
     def kinds(self) -> tuple[str, ...]:
         """What a checkpoint saves per unit: weights, optimizer states, the reference of differences."""
         kinds = [WEIGHTS, *self._optimizer.state_names]
-        kinds += [REFERENCE] if self._weights.have_references else []
+        kinds += [REFERENCE] if self._weights.formats is not None else []
         if any(unit.residuals for unit in self._units):
             kinds += [*map(residual_of, range(self._mesh.nodes)), SUM_RESIDUAL]
         return tuple(kinds)

@@ -81,7 +81,6 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
             of_unit |= zero_states(unit, (MOMENTUM,), states.get(index, range(0)), forms)
 
     def elements(self, unit: Unit, name: str) -> range:
-        """See Optimizer.elements."""
         matrices = unit.layout.hull(of_matrices=True)
         if name == MOMENTUM:
             return matrices
@@ -94,13 +93,11 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         return not placement.matrices
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
-        """See Optimizer.begin_step."""
         super().begin_step(rates, divisor, found_inf)
         shrink = 1 - rates[0] * self._config.weight_decay
         self._numbers = StepNumbers(divisor, found_inf, shrink, -rates[0], self.steps)
 
     def update(self, index: int) -> None:
-        """See Optimizer.update."""
         if index in self._rounds:
             work = self._rounds[index]
             brought = self._bringing.pop(work, None) or self._bring(work)
@@ -121,14 +118,14 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         later = unit.plan.codes is not None or unit.layout.coded
         source = None if later or unit.gathers_from_master else unit.gather_source
         self._passes[index].apply(unit.master, source, self._numbers)
-        self._change(index, unit.gradients, source)
+        self._change(index, unit.grad.segments, source)
         if later:
             self._sources.write(unit)
 
     def _bring(self, work: Round) -> Pending:
         """Let the momentum of a round's units take in their gradients, and bring its matrices together."""
         for each in work.places:
-            gradients, momentum = self._units[each].gradients, self.states[each][MOMENTUM]
+            gradients, momentum = self._units[each].grad.segments, self.states[each][MOMENTUM]
             self._passes[each].average(gradients, momentum, self._numbers)
         return work.gather(self._stream)
 

@@ -63,7 +63,6 @@ class PlainPasses:
         self._given = given
 
     def average(self, gradients: Sequence[GradSegment], momentum: Tensor, numbers: StepNumbers) -> None:
-        """See MuonPasses."""
         if numbers.found_inf.item():
             return
         places, _, room, owned, states, unit, decay, nesterov = self._given
@@ -80,7 +79,6 @@ class PlainPasses:
                     segment.of(room[place.there :]).copy_(used)
 
     def apply(self, master: Tensor, source: Tensor | None, numbers: StepNumbers) -> None:
-        """See MuonPasses."""
         if numbers.found_inf.item():
             return
         for place, scale in zip(self._given.places, self._given.scales, strict=True):

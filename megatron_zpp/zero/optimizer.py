@@ -185,15 +185,14 @@ class DeviceOptimizer(_Steps[Scalars]):
     """Steps on the device of the gradients, and never waits for it."""
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
-        """See Optimizer.begin_step."""
         self.steps += 1 - found_inf
         self.compute_scalars(rates, divisor, found_inf)
 
     def update(self, index: int) -> None:
-        """See Optimizer.update."""
         unit = self._units[index]
         coded = unit.layout.coded
-        self._change(index, unit.gradients, None if unit.gathers_from_master or coded else unit.gather_source)
+        source = None if unit.gathers_from_master or coded else unit.gather_source
+        self._change(index, unit.grad.segments, source)
         if coded:
             self._sources.write(unit)
 
@@ -216,7 +215,6 @@ class OffloadedOptimizer(_Steps[Scalars]):
         self._arrived: list[torch.cuda.Event] = []  # the gradients of the present step
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
-        """See Optimizer.begin_step."""
         self._arrived = [
             self._copy(unit.gradient, gradient)
             for unit, gradient in zip(self._units, self._gradients, strict=True)
@@ -228,7 +226,6 @@ class OffloadedOptimizer(_Steps[Scalars]):
             self.compute_scalars(rates, divisor, found_inf)
 
     def update(self, index: int) -> None:
-        """See Optimizer.update."""
         unit, source = self._units[index], self._gather_sources[index]
         if self._scalars:
             self._arrived[index].synchronize()

@@ -190,14 +190,9 @@ class Unit:
         return self.kept
 
     @property
-    def gradients(self) -> tuple[GradSegment, ...]:
-        """The gradient that the optimizer takes, in one segment or several."""
-        return self.grad.segments
-
-    @property
     def gradient(self) -> Tensor:
-        """The same, where it is in one segment."""
-        ((_, flat),) = self.gradients
+        """The gradient that the optimizer takes, where it is in one segment."""
+        ((_, flat),) = self.grad.segments
         return flat
 
     @property

@@ -112,14 +112,7 @@ class ExchangeCounter:
         """Begin a pass over a micro-batch of `tokens`."""
         self._bytes = tokens // self._ranks * self._dtype.itemsize
 
-    def forward(self, index: int) -> None:
-        """Count the forward, or its repetition, of unit `index`."""
-        self._count(index, 0)
-
-    def backward(self, index: int) -> None:
-        """Count the backward of unit `index`."""
-        self._count(index, 1)
-
-    def _count(self, index: int, direction: int) -> None:
+    def count(self, index: int, *, backward: bool) -> None:
+        """Count the backward of unit `index`, or its forward, or the repetition of that."""
         if self._exchanges:
-            self._ledger.inside_node(self._exchanges[index][direction] * self._bytes)
+            self._ledger.inside_node(self._exchanges[index][backward] * self._bytes)

@@ -6,7 +6,8 @@ master weights. Where weight differences cross nodes, it encodes its part of the
 have been applied: the ranks that have the same part then write the same codes, and no codes cross nodes.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -26,24 +27,18 @@ class WeightEncoder(Protocol):
     def names(self) -> Collection[str]:
         """The parameters that are held as codes."""
 
-    @property
-    def scales_known(self) -> bool:
-        """Whether there are scales of earlier steps; else `start` makes them."""
-
     def attach(self, name: str, codes: Tensor) -> None:
         """Let the model multiply `codes`, bytes in the shape of a weight."""
 
     def begin(self) -> None:
         """Forget the maxima so far. Called before all weights are encoded anew."""
 
-    def measure(self, name: str, numbers: Tensor) -> None:
-        """Let the maximum of a weight grow by a part of it, (n,) fp32."""
+    def start(self, parts: Iterable[tuple[str, Tensor]], over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Begin, and without scales of earlier steps scale each weight by itself.
 
-    def maxima(self) -> Tensor:
-        """The largest finite magnitudes of what this rank measured or encoded."""
-
-    def start(self, maxima: Tensor) -> None:
-        """Scale each weight by itself; `maxima` are those of all ranks."""
+        `parts` of weights, (n,) fp32, are those that this rank encodes; `over_ranks` returns the largest
+        magnitudes over all ranks.
+        """
 
     def encode(self, name: str, numbers: Tensor, codes: Tensor) -> None:
         """Write the codes of a part of a weight, (n,) fp32, to bytes (n,); its maximum grows."""
@@ -137,14 +132,12 @@ def write_all_codes(units: Sequence[Unit], codes: WeightEncoder, sources: Gather
     Every rank of the job must call it. Without scales of earlier steps each weight is scaled by itself.
     """
     coded = [unit for unit in units if unit.encoded is not None]
-    codes.begin()
-    if not codes.scales_known:
-        for unit in coded:
-            assert unit.encoded is not None
-            weights = unit.encoded.weights.to(unit.full.device)
-            for name, part in coded_parts(unit):
-                codes.measure(name, weights[part])
-        codes.start(largest_over_ranks(codes.maxima(), mesh))
-        codes.begin()
+    parts = (
+        (name, unit.encoded.weights[part].to(unit.full.device))
+        for unit in coded
+        if unit.encoded is not None
+        for name, part in coded_parts(unit)
+    )
+    codes.start(parts, partial(largest_over_ranks, mesh=mesh))
     for unit in coded:
         sources.encode(unit)

@@ -6,7 +6,6 @@ from functools import cached_property
 import torch
 
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.exchange.gathers import legs_of
 from megatron_zpp.exchange.rooms import Buffer, widest
 from megatron_zpp.exchange.route import (
     Route,
@@ -183,6 +182,7 @@ def weight_plan(
         zero = replace(zero, zero_quantized_weights=False)
     route = weight_route(zero, mesh, dtype, axes)
     kept = kept_after(route)
-    assert len(legs_of(route[:kept])) <= 1 >= len(legs_of(route[kept:])), route
+    for leg in (route[:kept], route[kept:]):  # whose stages run one after the other
+        assert len({(stage.verb, stage.format, stage.when) for stage in leg}) <= 1, route
     sums = sum_route(zero, mesh, axes, of_matrices=bool(layout.hull(of_matrices=True)))
     return WeightPlan(layout, mesh, axes, sums, route[:kept], route[kept:], dtype, in_turn)

@@ -41,7 +41,12 @@ class Weights:
         self._units, self._legs, self._mesh = units, communication.legs, communication.plan.mesh
         self._operations = operations
         self._sources = sources
-        self.prefetcher = Prefetcher(communication.plan, self._fill, sections, self._set_readable)
+        self.prefetcher = Prefetcher(
+            communication.plan,
+            self._fill,
+            sections,
+            lambda at, allowed: units[at].guard.set_readable(allowed),
+        )
         self._brought: dict[int, Pending] = {}  # by unit: the newest work that fills what is kept
         self._due = {index for index, unit in enumerate(units) if unit.kept is not None}  # to be brought
         self._codes = codes
@@ -108,11 +113,6 @@ class Weights:
         self._codes_present = self._codes is None
         self.prefetcher.changed(index)
 
-    @property
-    def have_references(self) -> bool:
-        """Whether weights travel as differences from a reference."""
-        return self.formats is not None
-
     def own_references(self) -> list[Tensor]:
         """This rank's part of the reference of each unit; a copy of the weights where no node needs one."""
         for index in range(len(self._units)):
@@ -141,9 +141,6 @@ class Weights:
                 name = self._units[units[number]].names[0].rsplit(".", 1)[0]
                 return f"unit {number} (with {name}) on ranks {', '.join(map(str, ranks))}"
         return None
-
-    def _set_readable(self, index: int, readable: bool) -> None:
-        self._units[index].guard.set_readable(readable)
 
     def wait_for_brought(self, index: int) -> None:
         """Let the compute wait until what is kept of a unit has arrived, and what was sent may change."""

@@ -18,7 +18,8 @@ from megatron_zpp import (
     ZeroConfig,
     ZeroEngine,
 )
-from megatron_zpp.api.defaults import Units, layer_matrices
+from megatron_zpp.api import defaults
+from megatron_zpp.api.defaults import layer_matrices
 from megatron_zpp.model.build import build_model
 from tests.api.models import Vision, engine_of, steps_of, steps_of_torch
 from tests.zero.own_modules import Stack, initialize, stack_of
@@ -27,7 +28,7 @@ from tests.zero.ranks import on_ranks
 
 
 def units_of(model: nn.Module) -> list[str]:
-    return [name for name, _ in Units(model).units()]
+    return [name for name, _ in defaults.units_of(model)]
 
 
 class Holder(nn.Module):

@@ -66,7 +66,7 @@ def test_masks_are_megatron_cores(rows, given):
         assert batch.positions is None
     if "reset_attention_mask" in given:
         ends = torch.from_numpy(batch.documents)
-        mask = DotProduct().documents(ends, torch.empty(*tokens.shape, 1)).bounds
+        mask = DotProduct().mask(torch.empty(*tokens.shape, 1), None, ends).bounds
         assert torch.equal(mask == 0, ~torch.stack([row[0] for row in expected]))
     else:
         assert batch.documents is None

@@ -59,7 +59,7 @@ def test_casts_write_the_oracles_codes(kind: int, rows: int, width: int) -> None
 @pytest.mark.parametrize(("rows", "widths"), [(80, (144,)), (80, (144, 48, 48)), (4096, (2064, 2064, 2064))])
 def test_gradients_are_joined_as_codes(rows: int, widths: tuple[int, ...]) -> None:
     """In both layouts, bit for bit; and their sums over rows."""
-    from megatron_zpp.model.fp8.kernels.gradient_cast import cast_gradient, cast_gradients_of_heads
+    from megatron_zpp.model.fp8.kernels.cast import cast_gradient, cast_gradients_of_heads
 
     joined = torch.randn(rows, sum(widths), dtype=torch.bfloat16, device="cuda")
     factors = factors_of(torch.full((3,), 1000.0, device="cuda"))

@@ -16,7 +16,7 @@ from megatron_zpp.model.attention import DotProduct, PackedFlash
 from megatron_zpp.model.attention_choice import check_runs, choose_attention
 from megatron_zpp.model.flex import Flex
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.masks import InsideDocuments
+from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.scores import Scores, alibi_slopes
 from megatron_zpp.train.setup.compiling import compile_parts
 from tests.model.variants import LLAMA, MODELS, NO_DROPOUT, SCORES, WINDOWS
@@ -146,7 +146,7 @@ def test_flash_of_variable_lengths_fits_the_model(changes: dict[str, Any]) -> No
     layer = model.layers[1]
     compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True, dynamic=False)
     x = torch.empty(3, 16, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    (gradient,) = torch.autograd.grad(compiled(x, InsideDocuments(ends)).sum(), x)
+    (gradient,) = torch.autograd.grad(compiled(x, Mask(documents=True, bounds=ends)).sum(), x)
     assert gradient.shape == x.shape
 
 

@@ -49,7 +49,7 @@ def functions(group: TensorGroup, dtype: torch.dtype) -> Cases:
         return coded.of_codes(CodedInput(x, CODES[:ROWS], CODES[:, :ROWS]), weight, bias)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        return ring(q, k, v, 0.0, ring.causal(q), Scores(sinks=sinks))
+        return ring(q, k, v, 0.0, ring.mask(q, None, None), Scores(sinks=sinks))
 
     def linear(bias: bool = True) -> list[Tensor]:
         return [drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), *[drawn(WIDTH)] * bias]

@@ -17,7 +17,6 @@ from megatron_zpp.generate.continuation import Stop, continue_texts
 from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.kv_cache import Place
 from megatron_zpp.tokenizer.null import NullTokenizer
 from tests.model.families import FAMILIES, VOCAB, cases_of_pieces, ours
 from tests.model.variants import SCORES, WINDOWS
@@ -74,7 +73,7 @@ def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path)
     expected = [model(TOKENS[:1])[0, -1], model(TOKENS[1:, :28])[0, -1]]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
     groups, width = model.config.num_query_groups, model.config.kv_channels
-    cache.place(Place(33))
+    cache.place(33)
     with torch.inference_mode():
         k, _ = cache.layers[0].extend(*[torch.zeros(2, 0, groups, width)] * 2)
     assert k.shape == (2, 33, groups, width)

@@ -32,6 +32,18 @@ def write(weights: WeightCodes, master: Tensor, codes: Tensor, cuts: tuple[int, 
         weights.encode("0.weight", part, room)
 
 
+def start(weights: WeightCodes, *parts: Tensor) -> Tensor:
+    """Scale a weight by itself; returns the maxima."""
+    found = list[Tensor]()
+
+    def over_ranks(maxima: Tensor) -> Tensor:
+        found.append(maxima)
+        return maxima
+
+    weights.start([("0.weight", part) for part in parts], over_ranks)
+    return found[0]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_products_and_gradients_are_those_of_a_cast(seed: int) -> None:
     """Of a weight that bf16 has exactly, before scales are known and with them."""
@@ -42,9 +54,7 @@ def test_products_and_gradients_are_those_of_a_cast(seed: int) -> None:
     plain[0].weight.data.copy_(master)
     other = DelayedScaling(plain, CPU)
     model, scaling, weights, codes = held(master)
-    for part in master.flatten().tensor_split((512,)):
-        weights.measure("0.weight", part)
-    weights.start(weights.maxima())
+    start(weights, *master.flatten().tensor_split((512,)))
     for step in range(3):
         write(weights, master, codes, (256, 1024))
         x = x * (1 + step)
@@ -64,8 +74,7 @@ def test_codes_are_of_the_fp32_numbers_and_saturate() -> None:
     torch.manual_seed(1)
     master = torch.randn(32, 16)
     _, scaling, weights, codes = held(master)
-    weights.measure("0.weight", master.flatten())
-    weights.start(weights.maxima())
+    start(weights, master.flatten())
     write(weights, master, codes)
     scale = torch.tensor(448.0) / master.abs().max()
     assert torch.equal(codes, nearest(master * scale, E4M3).flatten())
@@ -88,9 +97,7 @@ def test_the_scales_of_a_start_know_no_nan_and_no_zero() -> None:
     for largest, first in ((0.0, 0.0), (2.0, torch.nan), (2.0, -torch.inf)):
         master[1, 1], master[0, 0] = largest, first
         weights.begin()
-        weights.measure("0.weight", master.flatten())
-        assert weights.maxima().tolist() == [largest]
-        weights.start(weights.maxima())
+        assert start(weights, master.flatten()).tolist() == [largest]
         write(weights, master, codes)
         found = codes.view(E4M3).float()
         assert found.isnan().sum() == (0 if first == 0 else 1)

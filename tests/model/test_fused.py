@@ -72,34 +72,33 @@ def norm() -> str:
     from megatron_zpp.model.fp8.kernels import coded_norm
     from megatron_zpp.model.fused.norm import _shape
 
-    return assembly(coded_norm._coded_norm_kernel, KIND=0, ADDS=True, CENTRED=False, **_shape(2048))
+    return assembly(coded_norm._coded_norm_kernel, ADDS=True, CENTRED=False, **_shape(2048))
 
 
 def encoded() -> str:
     from megatron_zpp.model.fp8.kernels import weight_codes
 
-    settings = {"NUMBERS": weight_codes._NUMBERS, "num_warps": weight_codes._WARPS}
-    return assembly(weight_codes._encode_kernel, KIND=1, **settings)
+    return assembly(weight_codes._encode_kernel, num_warps=weight_codes.WARPS)
 
 
 def tiles(file: str, kernel: str, codes: str = E4M3, **settings: Any) -> str:
     module = importlib.import_module(f"megatron_zpp.model.fp8.kernels.{file}")
-    shape = {"GROUPS": module._GROUPS, "COLUMNS": module._COLUMNS, "num_warps": module._WARPS}
-    return assembly(getattr(module, kernel), codes, **shape, **settings)
+    return assembly(getattr(module, kernel), codes, num_warps=module.WARPS, **settings)
 
 
 def muon(name: str, **settings: int) -> str:
     from megatron_zpp.zero.fused import muon
 
-    shape = {"ALIGNED": muon._ALIGNED, "BLOCK": muon._BLOCK, "num_warps": muon._WARPS}
-    return assembly(getattr(muon, name), **settings, **shape)
+    return assembly(getattr(muon, name), ALIGNED=muon._ALIGNED, num_warps=muon._WARPS, **settings)
 
 
 ONE, TWO = "global.b32", "global.v2.b32"
 SCALED = [f"ld.{ONE}"] * 2  # the factor and the maximum
 BY_ROWS = [f"st.{TWO}"] * 4  # 8 codes
-ACTIVATION: dict[str, Any] = {"GATED": True, "BIASED": False, "SLOPE": 1.5, "CUBIC": 0.07}
-LOSS: dict[str, Any] = {"odd": "vocab_size", "UNIT": 2**15, "LOG2_UNIT": 15, "IGNORED": -100}
+ACTIVATION: dict[str, Any] = {"GATED": True, "BIASED": False}
+BOTH = {"BY_ROWS": True, "BY_COLUMNS": True}
+WIDE, TALL = ({"GROUPS": groups, "COLUMNS": columns} for groups, columns in ((16, 64), (32, 32)))
+LOSS = {"odd": "vocab_size"}
 USUAL, ALL = ({"CAPPED": each, "Z_LOSS": each} for each in (False, True))
 OF_A_PART = [f"ld.{ONE}"] * 2 + ["ld.global.b64"] * 3  # of its numbers, and where it is
 STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
@@ -116,20 +115,23 @@ STATISTICS = [f"ld.{ONE}"] * 8 + ["ld.global.b64"] * 4  # of rows, and targets
         (norm, [*SCALED, f"st.{ONE}"]),
         (encoded, SCALED),
         (lambda: tiles("cast", "_turn_kernel", "*u8"), [f"ld.{TWO}"] * 4),
-        (lambda: tiles("cast", "_cast_kernel", KIND=0, BY_ROWS=True, BY_COLUMNS=True), [*SCALED, *BY_ROWS]),
         (
-            lambda: tiles("gradient_cast", "_cast_parts_kernel", E5M2, KIND=2, JOINS=True, SUMS=True),
-            [*SCALED, *BY_ROWS, f"st.{ONE}"],
-        ),
-        (
-            lambda: tiles("coded_activation", "_forward_kernel", KIND=0, BY_COLUMNS=True, **ACTIVATION),
+            lambda: tiles("cast", "_cast_kernel", KIND=0, JOINS=False, SUMS=False, **BOTH, **WIDE),
             [*SCALED, *BY_ROWS],
         ),
         (
-            lambda: tiles("coded_activation", "_backward_kernel", E5M2, KIND=2, **ACTIVATION),
+            lambda: tiles("cast", "_cast_kernel", E5M2, KIND=2, JOINS=True, SUMS=True, **BOTH, **TALL),
+            [*SCALED, *BY_ROWS, f"st.{ONE}"],
+        ),
+        (
+            lambda: tiles("coded_activation", "_forward_kernel", BY_COLUMNS=True, **ACTIVATION),
+            [*SCALED, *BY_ROWS],
+        ),
+        (
+            lambda: tiles("coded_activation", "_backward_kernel", E5M2, **ACTIVATION),
             [*SCALED, *BY_ROWS * 2],
         ),
-        (lambda: muon("_average_kernel", NESTEROV=True, HALVES=False, SEED=0), OF_A_PART),
+        (lambda: muon("_average_kernel", NESTEROV=True, HALVES=False), OF_A_PART),
         (lambda: muon("_apply_kernel", WRITES=True), OF_A_PART),
         (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **USUAL, **LOSS), [*STATISTICS, *BY_ROWS]),
         (lambda: tiles("coded_loss", "_codes_kernel", E5M2, **ALL, **LOSS), [*STATISTICS, *BY_ROWS]),

@@ -73,7 +73,7 @@ def in_blocks(
     """The loss of blocks of the `weight`, which gets their gradients."""
     parts = weight.split(rows)
     blocks = OutputBlocks(blocks_of(OutputBlock, *weight.shape, rows))
-    for block, part in zip(blocks.each(), parts, strict=True):
+    for block, part in zip(blocks.blocks, parts, strict=True):
         del block.weight
         block.weight = part  # not a leaf
     return blocks.loss(x, targets, objective, passes)

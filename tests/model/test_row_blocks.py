@@ -37,7 +37,7 @@ def test_the_lookup_and_its_gradient_have_the_bits_of_a_whole_tables(dtype: torc
     ids[0, :3] = 5
     table = RowBlockTable(blocks_of(LookupBlock, 64, 12, rows))
     with torch.no_grad():
-        for block, part in zip(table.each(), whole.split(rows), strict=True):
+        for block, part in zip(table.blocks, whole.split(rows), strict=True):
             block.weight = nn.Parameter(part.clone())
     whole.requires_grad_()
     found, expected = table(ids), F.embedding(ids, whole)
@@ -45,7 +45,7 @@ def test_the_lookup_and_its_gradient_have_the_bits_of_a_whole_tables(dtype: torc
     of_result = torch.randn(found.shape, generator=generator).to(dtype)
     found.backward(of_result)
     expected.backward(of_result)
-    assert torch.equal(torch.cat([block.weight.grad for block in table.each()]), whole.grad)
+    assert torch.equal(torch.cat([block.weight.grad for block in table.blocks]), whole.grad)
 
 
 def test_gradients_of_tokens_that_are_all_but_certain_stay_accurate() -> None:
@@ -109,11 +109,11 @@ def test_the_gradients_of_one_block_at_a_time_are_there() -> None:
     """A hook is called for each block before the next block makes its gradient, so an engine may take it."""
     config = ModelConfig(**SHAPE, **NO_DROPOUT)
     model = build_model(config, 101, table_rows=20).initialize(3)
-    blocks = list(model.head.output.each())
+    blocks = list(model.head.output.blocks)
     for block in blocks:  # one leaf for each place of a tied block
         block.weight = nn.Parameter(block.weight.detach())
     order: list[int] = []
-    for number, module in enumerate([*model.embedding.tokens.each(), *blocks]):
+    for number, module in enumerate([*model.embedding.tokens.blocks, *blocks]):
         module.weight.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
     tokens = torch.randint(101, (2, 11))
     model(tokens[:, :-1], tokens[:, 1:]).backward()

@@ -97,14 +97,14 @@ def test_rotations(ops: Operations, bits: int, block: int, dtype: torch.dtype, d
     x = x[: len(x) // whole * whole]
     messages = messages_of(format, groups, len(x) // groups)
     ours = copy(messages)
-    reference_rotation.quantize_rotated(x, messages, bits, block, *SIGNS.packed())
+    reference_rotation.quantize_rotated(x, messages, bits, block, *SIGNS)
     ops.quantize_rotated(copy(x), ours, format, SIGNS)
     assert same(ours, messages)
     shard = torch.randn(len(x) // groups)
     for add in (False, True):
         total = copy(shard)
         ops.sum_rotated(ours, total, format, SIGNS, add=add)
-        reference_rotation.sum_rotated(messages, shard, bits, block, *SIGNS.packed(), add)
+        reference_rotation.sum_rotated(messages, shard, bits, block, *SIGNS, add)
         assert same(total, shard)
 
 

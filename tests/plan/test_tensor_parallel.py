@@ -8,6 +8,7 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.activations import ends_bytes, stored_bytes
@@ -174,7 +175,7 @@ def test_a_step_of_a_tensor_rank_allocates_what_the_plan_says(
 class Counted(Mirrored):
     """Tensor ranks that count the bytes that one of them sends."""
 
-    sent = 0
+    sent, _name = 0, "counted"
 
     def start_gather(self, rows: torch.Tensor) -> torch.Tensor:
         self.sent += (self.size - 1) * rows.nbytes
@@ -212,6 +213,7 @@ def test_exchanges_are_the_collectives_of_a_micro_batch(case: Case, monkeypatch:
     """To the byte."""
     group = Counted(case.tensor)
     monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: group)
+    monkeypatch.setattr(TensorGroup, "named", lambda name: group)
     engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
     engine.accumulate(tokens_of(case), index=0, micro_batches=1)
     assert group.sent == exchanged_bytes(case.job())

@@ -15,7 +15,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.masks import InsideDocuments, Mask
+from megatron_zpp.model.masks import Mask
 from megatron_zpp.train.setup.compiling import compile_parts, prepare_compiler
 from tests.model.variants import LLAMA, MODELS
 from tests.support import GROUPED_FLASH, logged, pretrain
@@ -121,10 +121,10 @@ def test_a_text_without_documents_beside_batches_with_them() -> None:
     compile_parts(model, (BATCH, LENGTH), said.append, "aot_eager", masked=True)
     x, hidden = torch.zeros(BATCH, LENGTH, 32), torch.zeros(BATCH, 1, LENGTH, LENGTH)
     with torch.no_grad():
-        model.layers[0](x, InsideDocuments(hidden))
+        model.layers[0](x, Mask(documents=True, bounds=hidden))
         model.layers[0](x)
         assert said == []
-        model.double().layers[0](x.double(), InsideDocuments(hidden.double()))
+        model.double().layers[0](x.double(), Mask(documents=True, bounds=hidden.double()))
     assert len(said) == 1
     assert "again" in said[0]  # a further graph
 
@@ -132,11 +132,11 @@ def test_a_text_without_documents_beside_batches_with_them() -> None:
 class ReadsEnds(DotProduct):
     """A kernel that takes documents as their ends, as flash attention does."""
 
-    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
-        return InsideDocuments(ends, window)
+    def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> Tensor | None:
+        return ends
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, **more: Any) -> Tensor:
-        return super().__call__(q, k, v, dropout, super().documents(mask.bounds, q), **more)
+        return super().__call__(q, k, v, dropout, DotProduct().mask(q, None, mask.bounds), **more)
 
 
 @pytest.mark.parametrize("kernel", [DotProduct("math"), ReadsEnds()], ids=["dense", "ends"])

@@ -96,7 +96,7 @@ def changed_while_read(topology: Topology, zero: dict[str, Any]) -> tuple[list[i
         if slot.holder == index and slot.pending is not None:
             early.append(index)
 
-    if engine.weights.have_references:
+    if engine.weights.formats is not None:
         exchange = engine.weights._exchange
 
         def checked(index: int, *arguments: Any) -> None:

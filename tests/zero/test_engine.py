@@ -189,7 +189,7 @@ def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
         for part in tokens:
             engine.accumulate(part, index=0, micro_batches=1)
             expected = torch.float32 if sums else getattr(torch, precision.compute_dtype("cpu"))
-            parts = [part.flat for unit in engine.units for part in unit.gradients]
+            parts = [part.flat for unit in engine.units for part in unit.grad.segments]
             assert {part.dtype for part in parts} == {expected}
             assert (len(parts) > len(engine.units)) == (large == 1 and not sums)
             norms.append(engine.step(1e-2).grad_norm.item())

@@ -50,7 +50,6 @@ class FusedBlocks:
         self._backend, self._scale = backend, scale
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See BlockKernel."""
         inputs, scale = [part.transpose(1, 2) for part in (q, k, v)], self._scale
         if not q.is_cuda:
             made = _aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, block.causal, scale=scale)
@@ -65,7 +64,6 @@ class FusedBlocks:
     def backward(
         self, block: Block, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
     ) -> Gradients:
-        """See BlockKernel."""
         inputs = [part.transpose(1, 2) for part in (gradient, q, k, v, out)]
         scale, causal = self._scale, block.causal
         if not q.is_cuda:
@@ -93,7 +91,6 @@ class BlocksInMemory:
         self._scores, self._first = scores, first
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See BlockKernel."""
         q, k, v = _by_group(q, k.shape[2]), _exact(k), _exact(v)
         scores, _ = self._scores_of(q, k, block)
         log_sum = scores.logsumexp(-1)  # (B, G, N / G, Q)
@@ -103,7 +100,6 @@ class BlocksInMemory:
     def backward(
         self, block: Block, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
     ) -> Gradients:
-        """See BlockKernel."""
         groups = k.shape[2]
         gradient, q, out = (_by_group(part, groups) for part in (gradient, q, out))
         k, v = _exact(k), _exact(v)
@@ -144,7 +140,6 @@ class FlexBlocks:
         self._flex, self._scores, self._first, self._masks = flex, scores, first, masks
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See BlockKernel."""
         return self._attend(block, *(part.clone() for part in (q, k, v)))
 
     def _attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

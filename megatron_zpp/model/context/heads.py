@@ -45,7 +45,9 @@ def _exchange(tensors: Sequence[Tensor], group: TensorGroup, to_heads: bool) -> 
     """`to_heads`: each (B, S / C, N, H) -> (B, S, N / C, H); else the other way."""
     ranks = group.size
     if to_heads:
-        pieces = [_heads_of_ranks(x, ranks) for x in tensors]
+        # Each (B, S / C, N, H) -> chunks of the heads of each rank, (C, 2, B, L, N / C, H).
+        split = [x.unflatten(2, (ranks, -1)).unflatten(1, (2, -1)) for x in tensors]
+        pieces = [x.permute(3, 1, 0, 2, 4, 5) for x in split]
         message = torch.cat([piece.flatten(1) for piece in pieces], 1)
         shapes = [piece.shape for piece in pieces]
     else:
@@ -59,11 +61,6 @@ def _exchange(tensors: Sequence[Tensor], group: TensorGroup, to_heads: bool) -> 
     if to_heads:
         return tuple(from_parts(part) for part in parts)
     return tuple(part.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).flatten(1, 2) for part in parts)
-
-
-def _heads_of_ranks(x: Tensor, ranks: int) -> Tensor:
-    """(B, S / C, N, H) -> chunks of the heads of each rank, (C, 2, B, L, N / C, H)."""
-    return x.unflatten(2, (ranks, -1)).unflatten(1, (2, -1)).permute(3, 1, 0, 2, 4, 5)
 
 
 class AllToAllHeads(AttentionKernel):

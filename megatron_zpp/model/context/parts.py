@@ -18,14 +18,13 @@ def places(tokens: int, ranks: int, rank: int) -> tuple[range, range]:
 
 def own_part(whole: Tensor, ranks: int, rank: int) -> Tensor:
     """(B, S, …) of whole samples -> those of the tokens of `rank`, (B, S / C, …)."""
-    chunks = places(whole.shape[1], ranks, rank)
-    return torch.cat([whole[:, chunk.start : chunk.stop] for chunk in chunks], 1)
+    return torch.cat(to_parts(whole, ranks)[2 * rank : 2 * rank + 2], 1)
 
 
 def to_parts(whole: Tensor, ranks: int) -> list[Tensor]:
     """(B, S, …) of whole samples -> the two chunks of each rank, rank by rank: each (B, L, …)."""
-    found = [chunk for rank in range(ranks) for chunk in places(whole.shape[1], ranks, rank)]
-    return [whole[:, chunk.start : chunk.stop] for chunk in found]
+    chunks = whole.chunk(2 * ranks, 1)
+    return [chunk for pair in zip(chunks[:ranks], chunks[: ranks - 1 : -1], strict=True) for chunk in pair]
 
 
 def from_parts(parts: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ Inside a compiled layer forward and backward are one operator each. With FlexAtt
 itself, they run between two graphs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +37,10 @@ from megatron_zpp.model.context.blocks import (
     of_chunks,
     of_sinks,
 )
-from megatron_zpp.model.context.parts import places
+from megatron_zpp.model.context.parts import own_part
 from megatron_zpp.model.context.rounds import Pair, Round, rounds
-from megatron_zpp.model.context.travel import Returning, send_home, travelling_keys
-from megatron_zpp.model.masks import CAUSAL, CachedPrefix, Causal, InsideDocuments, Mask, SlidingWindow
+from megatron_zpp.model.context.travel import send_home, travelling_keys
+from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.scores import PLAIN_SCORES, Scores
 
 if TYPE_CHECKING:
@@ -100,20 +100,14 @@ class Ring(AttentionKernel):
         sent, returned = sum(len(each.sent) for each in others), sum(len(each.received) for each in others)
         return sent * groups * head_width, (sent + returned) * groups * head_width
 
-    def causal(self, x: Tensor) -> Causal:
-        """(B, T, …) -> the mask of whole samples."""
-        return Causal(self._seen_in_rows(x, None)) if self._flex else CAUSAL
-
-    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
-        """As `causal`."""
-        return SlidingWindow(window, self._seen_in_rows(x, window))
-
-    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
-        """As `causal`, of documents with `ends` (E) int32 among the B · S tokens."""
+    def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> Seen | None:
+        """(B, T, …) -> what each token sees; None: causal, for kernels that know it."""
+        if ends is None:
+            return self._seen_in_rows(x, window) if window is not None or self._flex else None
         tokens, own = x.shape[1] * self.context_ranks, self._places(x.shape[1], ends.device)
         rows = tokens * torch.arange(len(x), dtype=ends.dtype, device=ends.device)[:, None]
         begins = ends[torch.bucketize(rows + own, ends, right=True) - 1]  # the last end up to a token
-        return InsideDocuments(Seen(torch.maximum(begins - rows, _newest(own, window or tokens))), window)
+        return Seen(torch.maximum(begins - rows, _newest(own, window or tokens)))
 
     def _seen_in_rows(self, x: Tensor, window: int | None) -> Seen:
         """What tokens of whole samples see, made once per shape and window."""
@@ -127,23 +121,23 @@ class Ring(AttentionKernel):
 
     def _places(self, tokens: int, device: torch.device) -> Tensor:
         """Where this rank's `tokens` of a sample are in it, (T) int32."""
-        chunks = places(tokens * self.context_ranks, self.context_ranks, self._group.rank)
-        return torch.cat([torch.arange(c.start, c.stop, dtype=torch.int32, device=device) for c in chunks])
+        whole = torch.arange(tokens * self.context_ranks, dtype=torch.int32, device=device)
+        return own_part(whole[None], self.context_ranks, self._group.rank)[0]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
         """Queries (B, T, N, H), keys and values (B, T, G, H) -> (B, T, N, H); a cache is of whole samples."""
-        if isinstance(mask, CachedPrefix):
+        if mask.cached:
             return self._kernel(q, k, v, dropout, mask, scores)
         assert dropout == 0.0, "check_context_ranks refuses it"
-        plain = isinstance(mask, Causal) and scores.softcap is None and scores.slopes is None
+        causal = mask.window is None and not mask.documents
+        plain = causal and scores.softcap is None and scores.slopes is None
         backend = self._backend if plain else _MATH
-        window = None if isinstance(mask, Causal) else mask.window
         if backend == _MATH and self._flex is not None:
-            return self._by_flex(q, k, v, mask.bounds, window, scores)
-        ring = _Passes(self._group.name, window, scores.scale, scores.softcap, backend)
-        first = None if isinstance(mask, Causal) else mask.bounds.first
+            return self._by_flex(q, k, v, mask.bounds, mask.window, scores)
+        ring = _Passes(self._group.name, mask.window, scores.scale, scores.softcap, backend)
+        first = None if causal else mask.bounds.first
         return _Attention.apply(q, k, v, scores.sinks, scores.slopes, first, ring)
 
     @torch.compiler.disable
@@ -229,25 +223,20 @@ class _Passes:
                 for total, part in zip((of_q, *sums), found, strict=True):
                     total.add(block.queries if total is of_q else block.keys, part)
 
-        def returned(each: Round, keys: Sequence[Tensor]) -> Returning:
-            """Send the gradients of a round's keys to their rank."""
-            sums = Sums(), Sums()
-            add(each, each.pairs, kernel.joins, keys, sums)
-            return send_home(each, sums, k, group)
-
         travelling = travelling_keys(k, v, group, self.window)
         at_home, *keys = next(travelling)
-        add(at_home, at_home.below, kernel.joins, keys, own)
-        returning: Returning | None = None
+        diagonal, below = at_home.pairs[:2], at_home.pairs[2:]
+        add(at_home, below, kernel.joins, keys, own)
+        add_returned: Callable[[Sequence[Sums]], None] = lambda own: None  # noqa: E731
         for each, *keys in travelling:
-            following = returned(each, keys)
-            if returning is not None:
-                returning.add_to(own)
-            returning = following
+            sums = Sums(), Sums()
+            add(each, each.pairs, kernel.joins, keys, sums)
+            following = send_home(each, sums, k, group)
+            add_returned(own)
+            add_returned = following
         del keys
-        add(at_home, at_home.diagonal, False, (k, v), own)
-        if returning is not None:
-            returning.add_to(own)
+        add(at_home, diagonal, False, (k, v), own)
+        add_returned(own)
         return of_q.result(q), own[0].result(k), own[1].result(v)
 
     def _chosen(

@@ -32,8 +32,9 @@ class Round:
     """One exchange of keys and values, and which queries of this rank see them.
 
     Chunks `received` come from the rank `distance` places before this one, and chunks `sent` go to the rank
-    as far behind it. `pairs` are those in which a query sees a key, under the causal mask and a window; those
-    of the same tokens come first. Chunks begin at `query_starts` and `key_starts` of a sample.
+    as far behind it. `pairs` are those in which a query sees a key, under the causal mask and a window. The
+    first two pairs of the first round are of the same tokens. Chunks begin at `query_starts` and `key_starts`
+    of a sample.
     """
 
     distance: int
@@ -43,24 +44,11 @@ class Round:
     query_starts: tuple[int, int]
     key_starts: tuple[int, int]
 
-    @property
-    def diagonal(self) -> tuple[Pair, ...]:
-        """Those of the same tokens."""
-        return tuple(pair for pair in self.pairs if self._same(pair))
-
-    @property
-    def below(self) -> tuple[Pair, ...]:
-        """The others."""
-        return tuple(pair for pair in self.pairs if not self._same(pair))
-
     def blocks(self, pairs: Sequence[Pair], *, joined: bool) -> Iterator[Block]:
         """The blocks of `pairs`: one for each, or `joined` to the one that they fill."""
         for group in [pairs] if joined and pairs else [[pair] for pair in pairs]:
             queries, keys = (_range(chunks) for chunks in zip(*group, strict=True))
             yield Block(queries, keys, self.query_starts[queries.start], self.key_starts[keys.start])
-
-    def _same(self, pair: Pair) -> bool:
-        return self.query_starts[pair[0]] == self.key_starts[pair[1]]
 
 
 @cache

@@ -4,13 +4,13 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.attention import AttentionKernel
 from megatron_zpp.model.context.dropout import PlacedDropout
 from megatron_zpp.model.context.heads import AllToAllHeads
 from megatron_zpp.model.context.parts import chunks_of, from_parts, own_part
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layer import Layer
 
 
 def share_samples(model: GPT, group: TensorGroup, tensor_rank: int = 0) -> None:
@@ -23,7 +23,6 @@ def share_samples(model: GPT, group: TensorGroup, tensor_rank: int = 0) -> None:
         dropout = PlacedDropout(p, tokens, group.size, group.rank, tensor_rank)
         owners: list[nn.Module] = [model.embedding]
         for layer in model.layers:
-            assert isinstance(layer, Layer)
             owners += [layer, *layer.halves]
         for owner in owners:
             owner.dropout = dropout
@@ -48,21 +47,19 @@ def exchanges_heads(comm_type: str, ranks: int, heads: int) -> bool:
     return comm_type == "a2a" or (comm_type == "auto" and heads % ranks == 0)
 
 
-def exchanges_of_attention(model: GPT) -> list[tuple[int, int]]:
-    """Elements that forward and backward of each layer's attention send per row of a rank.
+def exchanges_of_attention(
+    config: ModelConfig, kernel: AttentionKernel, tensor_ranks: int, *, selective: bool
+) -> list[tuple[int, int]]:
+    """Elements that forward and backward of each layer's attention send per token of a rank.
 
     A selective recomputation sends them again until it has what the backward needs, which is behind all
-    exchanges but that of results.
+    exchanges but that of results. `tensor_ranks` share the heads.
     """
-    found = []
-    for layer, window in zip(model.layers, model.windows, strict=True):
-        assert isinstance(layer, Layer)
-        attention, kernel = layer.attention, layer.attention.kernel
-        heads = attention.heads, attention.groups, attention.head_width
-        forward, backward = kernel.sent(*heads, model.config.seq_length, window)
-        if attention.recompute_scores:
-            backward += forward - kernel.sent_behind(attention.heads, attention.head_width)
-        found.append((model.tensor_ranks * forward, model.tensor_ranks * backward))
+    heads, width, found = config.num_attention_heads // tensor_ranks, config.kv_channels, []
+    for window in config.layer_windows:
+        groups = config.num_query_groups // tensor_ranks
+        forward, backward = kernel.sent(heads, groups, width, config.seq_length, window)
+        found.append((forward, backward + (forward - kernel.sent_behind(heads, width)) * selective))
     return found
 
 

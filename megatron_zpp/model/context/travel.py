@@ -3,8 +3,7 @@
 Shapes: B batch, T tokens of this rank, G heads of keys and values, H head width.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,25 +57,23 @@ def travelling_keys(
     yield each, *keys
 
 
-@dataclass(frozen=True)
-class Returning:
-    """Gradients on their way home, where they are those of `chunks`."""
+def send_home(
+    each: Round, sums: Sequence[Sums], k: Tensor, group: TensorGroup
+) -> Callable[[Sequence[Sums]], None]:
+    """Send the gradients of a round's keys and values home, and receive those of the keys that were sent.
 
-    transfer: _Transfer
-    chunks: range
-
-    def add_to(self, sums: Sequence[Sums]) -> None:
-        """Add them to those of keys and of values."""
-        for total, part in zip(sums, self.transfer.wait().unbind(), strict=True):
-            total.add(self.chunks, part)
-
-
-def send_home(each: Round, sums: Sequence[Sums], k: Tensor, group: TensorGroup) -> Returning:
-    """Send the gradients of a round's keys and values home, and receive those of the keys that were sent."""
+    What is returned adds these to sums of gradients of keys and of values, when they have arrived.
+    """
     sent, received = _rows(k, each.received), _rows(k, each.sent)
     for total, part in zip(sums, sent, strict=True):
         total.into(part, each.received)
-    return Returning(_Transfer(sent, received, -each.distance, group), each.sent)
+    transfer = _Transfer(sent, received, -each.distance, group)
+
+    def add_to(own: Sequence[Sums]) -> None:
+        for total, part in zip(own, transfer.wait().unbind(), strict=True):
+            total.add(each.sent, part)
+
+    return add_to
 
 
 def _rows(k: Tensor, chunks: range) -> Tensor:

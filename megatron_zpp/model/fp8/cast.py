@@ -42,6 +42,18 @@ def plain_cast(
     return codes if rows else none, codes.t().contiguous() if columns else none
 
 
+def present_cast(x: Tensor, kind: int, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same codes by the scale of x itself, and the fp32 scalar () that gives x back.
+
+    The largest magnitude is exact. A NaN or Inf makes all of them NaN.
+    """
+    scale = x.abs().amax().float().clamp(min=SMALLEST) / LARGEST[kind]
+    scaled = (x.float() / scale).clamp(-LARGEST[kind], LARGEST[kind])  # rounding may lead above the largest
+    codes = scaled.to(FORMATS[kind])
+    none = codes.new_empty(0)
+    return codes if rows else none, codes.t().contiguous() if columns else none, scale
+
+
 def present_factors(x: Tensor, kind: int) -> Tensor:
     """The `factors` of x itself, for a step before which nothing is known."""
     size = x.abs().float()

@@ -19,8 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, Cast, back, plain_cast, present_factors
-from megatron_zpp.model.fp8.tensorwise import multiply
+from megatron_zpp.model.fp8.cast import (
+    GRADIENT,
+    INPUT,
+    WEIGHT,
+    Cast,
+    back,
+    plain_cast,
+    present_cast,
+    present_factors,
+)
 
 Transpose: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # what `plain_transpose` does, perhaps by a kernel
 
@@ -76,17 +84,17 @@ class DelayedProduct(nn.Module):
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(R, K), (N, K), (N) -> (R, N) in the dtype of the rows."""
-        return _Delayed.apply(rows, None, None, weight, bias, *self._state(), torch.is_grad_enabled())
+        return CodedProduct.apply(rows, None, None, weight, bias, *self._state(), torch.is_grad_enabled())
 
     def of_codes(self, coded: CodedInput, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same of codes that were made with these `factors`."""
         rows = coded.carrier.flatten(0, -2)
-        return _Delayed.apply(
+        return CodedProduct.apply(
             *(rows, coded.codes, coded.columns, weight, bias), *self._state(), torch.is_grad_enabled()
         )
 
     def _state(self) -> tuple[Any, ...]:
-        """Arguments of _Delayed; the compiler takes no tensor twice, and both factors may be one."""
+        """Arguments of CodedProduct; the compiler takes no tensor twice, and both factors may be one."""
         of_codes = self.code_factors if self.factors is None else None
         return self.factors, self.maxima, self.codes, of_codes, self.cast, self.transpose
 
@@ -115,12 +123,13 @@ class DelayedLinear(nn.Linear):
         return rows.unflatten(0, input.shape[:-1])
 
 
-class _Delayed(torch.autograd.Function):
+class CodedProduct(torch.autograd.Function):
     """x @ weight.T + bias; (M, K), (N, K), (N) -> (M, N).
 
     `given` and `turned` are codes of x by rows and by columns, if there are any, `weight_codes` those of a
     weight that is held so, and `code_factors` its factors, where the `factors` of all three tensors are not
-    known. `learns`: whether there will be a backward.
+    known. Without a `cast`, and maxima, each tensor is scaled as `present_cast` says. `learns`: whether there
+    will be a backward.
     """
 
     @staticmethod
@@ -132,10 +141,10 @@ class _Delayed(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         factors: Tensor | None,
-        maxima: Tensor,
+        maxima: Tensor | None,
         weight_codes: Tensor | None,
         code_factors: Tensor | None,
-        cast: Cast,
+        cast: Cast | None,
         transpose: Transpose,
         learns: bool,
     ) -> Tensor:
@@ -187,9 +196,33 @@ def _back_of_codes(factors: Tensor | None, code_factors: Tensor | None) -> Tenso
 
 
 def coded(
-    cast: Cast, x: Tensor, factors: Tensor | None, maxima: Tensor, kind: int, *, rows: bool, columns: bool
+    cast: Cast | None,
+    x: Tensor,
+    factors: Tensor | None,
+    maxima: Tensor | None,
+    kind: int,
+    *,
+    rows: bool,
+    columns: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The codes of x by rows and by columns, and the number (1) that gives x back."""
+    """The codes of x by rows and by columns, and the number that gives x back."""
+    if cast is None:
+        return present_cast(x, kind, rows=rows, columns=columns)
     known = present_factors(x, kind) if factors is None else factors
     by_rows, by_columns = cast(x.contiguous(), known, maxima, kind, rows=rows, columns=columns)
     return by_rows, by_columns, back(known, kind)
+
+
+def multiply(
+    left: Tensor,
+    right: Tensor,
+    left_scale: Tensor,
+    right_scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
+) -> Tensor:
+    """(M, K) by rows, (K, N) by columns -> (M, N); `fast` lets sums of products have fewer bits than fp32."""
+    return torch._scaled_mm(
+        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast
+    )

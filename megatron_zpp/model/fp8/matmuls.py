@@ -23,7 +23,6 @@ class TensorwiseMatmuls(Matmuls):
     linear = Float8Linear
 
     def product(self) -> Product:
-        """See Matmuls."""
         return float8_linear
 
 
@@ -32,16 +31,20 @@ class DelayedMatmuls(Matmuls):
 
     def __init__(self, precision: PrecisionConfig, device: torch.device) -> None:
         self._precision, self._device = precision, device
-        self._cast, self._transpose = _kernels(device)
+        self._cast: Cast = plain_cast
+        self._transpose: Transpose = plain_transpose
+        if device.type == "cuda":  # these import Triton, which only torch for GPUs brings
+            from megatron_zpp.model.fp8.kernels.cast import cast
+            from megatron_zpp.model.fp8.kernels.weight_codes import transpose
+
+            self._cast, self._transpose = cast, transpose
         self.linear = partial(DelayedLinear, cast=self._cast, transpose=self._transpose)
         self.output = partial(OutputProduct, self._cast) if precision.fp8_output_layer else None
 
     def product(self) -> Product:
-        """See Matmuls."""
         return DelayedProduct(self._cast, self._transpose)
 
     def scaling(self, model: nn.Module) -> DelayedScaling:
-        """See Matmuls."""
         return DelayedScaling(
             model,
             self._device,
@@ -50,7 +53,6 @@ class DelayedMatmuls(Matmuls):
         )
 
     def weight_codes(self, scaling: DelayedScaling) -> WeightCodes | None:
-        """See Matmuls."""
         if not self._precision.fp8_param_gather:
             return None
         if self._device.type != "cuda":
@@ -60,19 +62,8 @@ class DelayedMatmuls(Matmuls):
         return WeightCodes(scaling, encode_weights)
 
     def fuse(self, model: Any) -> Any:
-        """See Matmuls."""
         from megatron_zpp.model.fp8.kernels import blocks, coded_loss
         from megatron_zpp.model.fused import loss
 
         blocks.fuse(model)
         return replace(loss.PASSES, to_codes=coded_loss.logits_to_codes)
-
-
-def _kernels(device: torch.device) -> tuple[Cast, Transpose]:
-    """What casts and transposes."""
-    if device.type != "cuda":
-        return plain_cast, plain_transpose
-    from megatron_zpp.model.fp8.kernels.cast import cast  # imports Triton, which only torch for GPUs brings
-    from megatron_zpp.model.fp8.kernels.weight_codes import transpose
-
-    return cast, transpose

@@ -21,7 +21,6 @@ multiplies softmax by a little more than 1. E4M3 has one more bit, but its norma
 and the entries of a new model are all near 1 / V.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT, INPUT, WEIGHT, Cast
-from megatron_zpp.model.fp8.delayed import DelayedProduct, coded
-from megatron_zpp.model.fp8.tensorwise import multiply
+from megatron_zpp.model.fp8.delayed import DelayedProduct, coded, multiply
 from megatron_zpp.model.loss import (
     CODE_UNIT,
     PLAIN,
@@ -40,6 +38,7 @@ from megatron_zpp.model.loss import (
     default_chunk_bytes,
     number_counted,
     of_cross_entropy,
+    slices,
     times,
     zero_loss,
 )
@@ -112,7 +111,7 @@ class _Codes(NamedTuple):
 def _loss_alone(x: Tensor, weight: Tensor, layer: _Layer) -> Tensor:
     total, targets = zero_loss(x), layer.targets
     codes, table = layer.coded(x, INPUT, columns=False), layer.coded(weight, WEIGHT, columns=False)
-    for part in _slices(len(x), coded_chunk_rows(len(x), len(weight), layer.chunk_bytes)):
+    for part in slices(len(x), coded_chunk_rows(len(x), len(weight), layer.chunk_bytes)):
         logits = _logits(codes, table, part, x.dtype)
         total += layer.passes.loss(logits, targets[part], layer.objective)
     return total / number_counted(targets)
@@ -127,7 +126,7 @@ class _CodedCrossEntropy(torch.autograd.Function):
         rows = part_rows(*x.shape)
         ctx.format, ctx.scaled, ctx.sums = weight.dtype, layer.passes.scaled, rows < len(x)
         kept: tuple[Tensor, ...] = ()
-        for part in _slices(len(x), rows):
+        for part in slices(len(x), rows):
             codes = layer.coded(x[part], INPUT, columns=True)
             gradient = _gradient(codes, table, layer, part, back, of_x[part], total)  # (V, P)
             if ctx.sums:
@@ -163,7 +162,7 @@ def _gradient(
     """
     (tokens, _), entries, targets = of_x.shape, len(table.rows), layer.targets[part]
     columns = codes.rows.new_empty((entries, tokens), dtype=FORMATS[GRADIENT])
-    for chunk in _slices(tokens, coded_chunk_rows(tokens, entries, layer.chunk_bytes)):
+    for chunk in slices(tokens, coded_chunk_rows(tokens, entries, layer.chunk_bytes)):
         logits = _logits(codes, table, chunk, of_x.dtype)  # (C, V)
         rows = columns.new_empty(logits.shape)
         total += layer.passes.to_codes(logits, targets[chunk], layer.objective, rows, columns[:, chunk])
@@ -175,10 +174,6 @@ def _gradient(
 
 def _logits(codes: _Codes, table: _Codes, rows: slice, dtype: torch.dtype) -> Tensor:
     return multiply(codes.rows[rows], table.rows.t(), codes.scale, table.scale, dtype, fast=True)
-
-
-def _slices(count: int, rows: int) -> Iterator[slice]:
-    return (slice(first, first + rows) for first in range(0, count, rows))
 
 
 def _rounded_up(rows: int) -> int:

@@ -10,7 +10,7 @@ before, over all ranks; larger numbers saturate. Before a run's first step, and 
 scales, it is that of the weight itself, over all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -36,11 +36,6 @@ class WeightCodes:
         self._held = {f"{name}.weight": held for name, held in scaling.hold_codes().items()}
         self.names = tuple(self._held)
 
-    @property
-    def scales_known(self) -> bool:
-        """Whether there are scales of earlier steps; else `start` makes them."""
-        return self._scaling.known
-
     def attach(self, name: str, codes: Tensor) -> None:
         """Let the linear map of a weight multiply `codes` (N, K), bytes in memory of the caller."""
         self._held[name].product.codes = codes.view(FORMATS[WEIGHT])
@@ -49,22 +44,24 @@ class WeightCodes:
         """Forget the maxima of the codes that there are. Called before all weights are encoded anew."""
         torch._foreach_zero_([held.maxima for held in self._held.values()])
 
-    def measure(self, name: str, numbers: Tensor) -> None:
-        """Let the maximum of a weight be no less than those of a part of it, (n,) fp32."""
-        size = numbers.abs()
-        largest = torch.where(size < torch.inf, size, 0.0).amax()  # NaN is not less
-        maxima = self._held[name].maxima
-        maxima[WEIGHT] = torch.maximum(maxima[WEIGHT], largest)
+    def start(self, parts: Iterable[tuple[str, Tensor]], over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Begin, and without scales of earlier steps scale each weight by itself.
 
-    def maxima(self) -> Tensor:
-        """The largest finite magnitudes of what was measured or encoded, (L,) fp32."""
-        return torch.stack([held.maxima[WEIGHT] for held in self._held.values()])
-
-    def start(self, maxima: Tensor) -> None:
-        """Scale each weight by itself; `maxima` (L,) are those of all ranks."""
-        scales = torch.full_like(maxima, LARGEST[WEIGHT]) / maxima.clamp(min=SMALLEST)
+        `parts` of weights, (n,) fp32, are those that this rank encodes; `over_ranks` returns the largest of
+        finite magnitudes (L,) over all ranks.
+        """
+        self.begin()
+        if self._scaling.known:
+            return
+        for name, numbers in parts:
+            size, maxima = numbers.abs(), self._held[name].maxima
+            largest = torch.where(size < torch.inf, size, 0.0).amax()  # NaN is not less
+            maxima[WEIGHT] = torch.maximum(maxima[WEIGHT], largest)
+        found = over_ranks(torch.stack([held.maxima[WEIGHT] for held in self._held.values()]))
+        scales = torch.full_like(found, LARGEST[WEIGHT]) / found.clamp(min=SMALLEST)
         factors = factors_of(scales[:, None].expand(-1, 3))
         torch._foreach_copy_([held.factors for held in self._held.values()], list(factors.unbind()))
+        self.begin()
 
     def encode(self, name: str, numbers: Tensor, codes: Tensor) -> None:
         """Write the codes of a part of a weight, (n,) fp32, to `codes` (n,), bytes; its maximum grows."""

@@ -36,7 +36,6 @@ class FusedAttention(Attention):
     joins_heads: bool  # where heads are not rotated, with the gradient of the bias
 
     def split(self, x: Any, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """See Attention."""
         if not torch.compiler.is_compiling():
             return super().split(x, rotation)
         if self.rotates(rotation):
@@ -57,7 +56,6 @@ class FusedMLP(MLP):
     follows_bias: bool  # whether the activation's kernel makes the gradient of the first bias
 
     def activate(self, x: Tensor) -> Tensor:
-        """See MLP."""
         if torch.compiler.is_compiling():
             if self.activation is swiglu:
                 return fused_swiglu.swiglu(self.input(x))
@@ -73,14 +71,12 @@ class FusedFirstHalf(Half):
     attention: FusedAttention
 
     def enter(self, x: Tensor) -> tuple[Tensor | Residual, Any]:
-        """See Half."""
         if not torch.compiler.is_compiling():
             return super().enter(x)
         normed, token = fused_norm.norm(x, self.attention_norm)
         return Residual(x, token), normed
 
     def leave(self, x: Tensor | Residual, added: Tensor) -> Tensor | Residual:
-        """See Half."""
         if not isinstance(x, Residual):
             return super().leave(x, added)
         output = self.attention.output
@@ -95,7 +91,6 @@ class FusedSecondHalf(Half):
     mlp: FusedMLP
 
     def enter(self, x: Tensor | Residual) -> tuple[Tensor, Any]:
-        """See Half."""
         if not isinstance(x, Residual):
             return super().enter(x)
         assert x.added is not None
@@ -110,7 +105,6 @@ def fuse(model: GPT) -> None:
     whole layer can do: layers in halves have torch's norms.
     """
     for layer in model.layers:
-        assert isinstance(layer, Layer)
         attention, mlp = layer.attention, layer.mlp
         attention.__class__, mlp.__class__ = FusedAttention, FusedMLP
         assert isinstance(attention, FusedAttention)
@@ -119,17 +113,14 @@ def fuse(model: GPT) -> None:
         mlp.follows_bias = fused_linear.serves(mlp.input) and mlp.activation is gelu
         norms = fuses_norms(layer)
         maps = attention.output, mlp.output, attention.qkv, mlp.input
-        joins = norms and isinstance(layer.mlp_norm, nn.LayerNorm) and _adds_what_it_made(layer)
+        # Whether the output of attention is added to the residual stream as it is.
+        as_made = isinstance(layer.attention_output_norm, nn.Identity) and layer.dropout.p == 0
+        as_made = as_made and layer.halves[0].multiplier == 1
+        joins = norms and isinstance(layer.mlp_norm, nn.LayerNorm) and as_made
         if joins and all(map(fused_linear.serves, maps)):  # kernels of a LayerNorm sum gradients of biases
             attention.output.__class__ = mlp.output.__class__ = fused_linear.LinearIntoSum
         if norms:
             layer.halves[0].__class__, layer.halves[1].__class__ = FusedFirstHalf, FusedSecondHalf
-
-
-def _adds_what_it_made(layer: Layer) -> bool:
-    """Whether the output of attention is added to the residual stream as it is."""
-    as_made = isinstance(layer.attention_output_norm, nn.Identity)
-    return as_made and layer.dropout.p == 0 and layer.halves[0].multiplier == 1
 
 
 def fuses_norms(layer: Layer) -> bool:

@@ -18,11 +18,14 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fused.math import exp2, reciprocal
+from megatron_zpp.model.fused.math import LOG2_E, exp2, reciprocal
+from megatron_zpp.model.fused.swiglu import save_first
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _SLOPE
 _ROWS, _COLUMNS, _WARPS = 16, 256, 8  # of a program at a time: 16 elements a thread
+# The same for kernels.
+SLOPE, CUBIC, ROWS, COLUMNS = map(tl.constexpr, (_SLOPE, _CUBIC, _ROWS, _COLUMNS))
 _PROGRAMS = 4  # on each multiprocessor
 
 
@@ -68,10 +71,6 @@ def _gelu_backward(of_out: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     sums = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     wrap_triton(_gelu_backward_kernel)[(columns, programs)](
         *(of_out, x, gradient, sums, rows, width),
-        SLOPE=_SLOPE,
-        CUBIC=_CUBIC,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
         num_warps=_WARPS,
     )
     return gradient, sums.sum(0)
@@ -87,8 +86,6 @@ def _join_heads(of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, Tenso
     sums = torch.empty(programs, 3, width, dtype=torch.float32, device=of_q.device)
     wrap_triton(_join_kernel)[(triton.cdiv(width, _COLUMNS), programs, 3)](
         *(of_q, of_k, of_v, joined, sums, rows, width),
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
         num_warps=_WARPS,
     )
     return joined, sums.sum(0).flatten()
@@ -101,17 +98,13 @@ def _grid(x: Tensor, rows: int, width: int) -> tuple[int, int]:
     return columns, max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS * processors // columns))
 
 
-def _save_gelu(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-
-
 def _of_gelu(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor]:
     (x,) = ctx.saved_tensors
     of_x, of_bias = _gelu_backward(of_out.contiguous(), x)
     return of_x, of_bias.to(x.dtype)
 
 
-_gelu.register_autograd(_of_gelu, setup_context=_save_gelu)
+_gelu.register_autograd(_of_gelu, setup_context=save_first)
 
 
 class _Heads(torch.autograd.Function):
@@ -135,15 +128,10 @@ def _gelu_backward_kernel(
     sums_ptr,  # (P, W) fp32
     rows,
     width,
-    SLOPE: tl.constexpr,
-    CUBIC: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     stride = tl.full([], width, tl.int64)  # or the largest inputs would not be reached
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    LOG2_E: tl.constexpr = 1.4426950408889634
     for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         row = first + tl.arange(0, ROWS)
         at = row[:, None] * stride + columns[None, :]
@@ -168,8 +156,6 @@ def _join_kernel(
     sums_ptr,  # (P, 3, W) fp32
     rows,
     width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     part = tl.program_id(2)
     source = of_q_ptr

@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_zpp.model.fused.math import exp2, squashed
+from megatron_zpp.model.fused.math import LOG2_E, exp2, squashed
 from megatron_zpp.model.loss import IGNORED, LossKernels, Objective, unit
 
 # The fastest of 2048 to 16384 and 4 to 32 for 50,304 entries on an H200.
-_BLOCK, _WARPS = 8192, 16
+_BLOCK, WARPS = tl.constexpr(8192), 16
+_IGNORED = tl.constexpr(IGNORED)
 
 
 def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
@@ -21,9 +22,7 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, objective: Objective) ->
     _row_to_gradient[(len(logits),)](
         *(logits, targets, losses, logits.stride(0), logits.shape[1], unit(logits.dtype)),
         **arguments(objective),
-        IGNORED=IGNORED,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
     return losses.sum(-1)
 
@@ -66,12 +65,11 @@ def _scale(total_ptr, factor_ptr, out_ptr, elements, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+def row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED: tl.constexpr):
     """The largest of the first `vocab_size` logits of a row, and the sum of exp(logit - largest); fp32."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
-    columns = tl.arange(0, BLOCK)
-    largest, sums = -float("inf"), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab_size, BLOCK):
+    columns = tl.arange(0, _BLOCK)
+    largest, sums = -float("inf"), tl.zeros([_BLOCK], tl.float32)
+    for start in range(0, vocab_size, _BLOCK):
         here = start + columns
         x = tl.load(logits_ptr + here, mask=here < entries, other=0.0).to(tl.float32)
         if CAPPED:
@@ -96,23 +94,20 @@ def _row_to_gradient(
     z_coeff,
     CAPPED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    IGNORED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     target = tl.load(targets_ptr + row)
-    columns = tl.arange(0, BLOCK)
-    if target == IGNORED:
-        for start in range(0, entries, BLOCK):
+    columns = tl.arange(0, _BLOCK)
+    if target == _IGNORED:
+        for start in range(0, entries, _BLOCK):
             here = start + columns
-            tl.store(logits_ptr + here, tl.zeros([BLOCK], tl.float32), mask=here < entries)
+            tl.store(logits_ptr + here, tl.zeros([_BLOCK], tl.float32), mask=here < entries)
         tl.store(losses_ptr + row, 0.0)
         if Z_LOSS:
             tl.store(losses_ptr + tl.num_programs(0) + row, 0.0)
     else:
-        LOG2_E: tl.constexpr = 1.4426950408889634
-        largest, total = row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED, BLOCK)
+        largest, total = row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED)
         wanted = tl.load(logits_ptr + target).to(tl.float32)
         if CAPPED:
             wanted_share = squashed(wanted, cap)
@@ -130,7 +125,7 @@ def _row_to_gradient(
             of_target *= of_wanted
         tl.debug_barrier()  # another thread may be the one that overwrites the target's logit
         shift = tl.log2(total / unit)
-        for start in range(0, entries, BLOCK):
+        for start in range(0, entries, _BLOCK):
             here = start + columns
             x = tl.load(logits_ptr + here, mask=here < entries, other=0.0).to(tl.float32)
             if CAPPED:

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def exp2(x):
@@ -23,5 +25,4 @@ def reciprocal(x):
 @triton.jit
 def squashed(x, cap):
     """tanh(x / cap), within 3e-7."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
     return 1 - 2 * reciprocal(1 + exp2(x * (2 * LOG2_E / cap)))

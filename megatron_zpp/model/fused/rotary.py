@@ -41,57 +41,44 @@ class _RotatedHeads(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         groups = (parts.shape[2] - heads) // 2
-        return tuple(_rotate(parts, cos, sin, heads, interleaved).split([heads, groups, groups], 2))
+        rotated = _rotate(parts, None, None, cos, sin, heads, groups, interleaved)
+        return tuple(rotated.split([heads, groups, groups], 2))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         of_q, of_k, of_v = (gradient.contiguous() for gradient in gradients)
-        found = _rotate_backward(of_q, of_k, of_v, *ctx.saved_tensors, ctx.interleaved)
+        heads, groups = of_q.shape[2], of_k.shape[2]
+        found = _rotate(of_q, of_k, of_v, *ctx.saved_tensors, heads, groups, ctx.interleaved)
         return found, None, None, None, None
 
 
 @triton_op("megatron_zpp_model::rotate", mutates_args={})
-def _rotate(parts: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool) -> Tensor:
-    """(B, T, N + 2G, H) -> the same with the first N + G heads rotated."""
-    out = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    groups = (parts.shape[2] - heads) // 2
-    _launch(parts, parts, parts, cos, sin, out, heads, groups, joins=False, interleaved=interleaved)
-    return out
-
-
-@triton_op("megatron_zpp_model::rotate_backward", mutates_args={})
-def _rotate_backward(
-    of_q: Tensor, of_k: Tensor, of_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-) -> Tensor:
-    """The gradient of `parts` (B, T, N + 2G, H) from those of its parts."""
-    batch, tokens, heads, head_width = of_q.shape
-    groups = of_k.shape[2]
-    out = of_q.new_empty(batch, tokens, heads + 2 * groups, head_width)
-    _launch(of_q, of_k, of_v, cos, sin, out, heads, groups, joins=True, interleaved=interleaved)
-    return out
-
-
-def _launch(
+def _rotate(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    out: Tensor,
     heads: int,
     groups: int,
-    *,
-    joins: bool,
     interleaved: bool,
-) -> None:
-    batch, tokens, whole, head_width = out.shape
-    pairs = cos.shape[-1]
+) -> Tensor:
+    """All heads (B, T, N + 2G, H) with the first N + G of them rotated.
+
+    With k and v, the gradient of that from the gradients of its three parts: rotated back.
+    """
+    batch, tokens, _, head_width = q.shape
+    whole, pairs = heads + 2 * groups, cos.shape[-1]
+    out = q.new_empty(batch, tokens, whole, head_width)
+    # Without k and v another tensor is passed, and not touched.
     wrap_triton(_rotate_kernel)[(batch * tokens,)](
-        *(q, k, v, cos, sin, out, cos.numel() // pairs, heads, groups),
-        JOINS=joins,
+        *(q, q if k is None else k, q if v is None else v, cos, sin, out),
+        *(cos.numel() // pairs, heads, groups),
+        JOINS=k is not None,
         INTERLEAVED=interleaved,
         **_shape(whole, head_width, pairs),
     )
+    return out
 
 
 def _shape(heads: int, width: int, pairs: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fused.math import exp2, reciprocal
+from megatron_zpp.model.fused.math import LOG2_E, exp2, reciprocal
 
 _BLOCK, _WARPS = 2048, 8  # elements of a program and its warps: one load of 16 bytes a thread and input
 
@@ -38,7 +38,8 @@ def _grid(x: Tensor, width: int) -> tuple[int, int]:
     return x.numel() // (2 * width), triton.cdiv(width, _BLOCK)
 
 
-def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def save_first(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    """Keep the first input for the backward."""
     ctx.save_for_backward(inputs[0])
 
 
@@ -47,7 +48,7 @@ def _of_swiglu(ctx: Any, of_out: Tensor) -> Tensor:
     return _swiglu_backward(of_out.contiguous(), x)
 
 
-swiglu.register_autograd(_of_swiglu, setup_context=_save)
+swiglu.register_autograd(_of_swiglu, setup_context=save_first)
 
 
 @triton.jit
@@ -56,7 +57,6 @@ def _forward_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    LOG2_E: tl.constexpr = 1.4426950408889634
     at = x_ptr + row * 2 * width + column
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
@@ -70,7 +70,6 @@ def _backward_kernel(of_out_ptr, x_ptr, gradient_ptr, width, BLOCK: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    LOG2_E: tl.constexpr = 1.4426950408889634
     at = row * 2 * width + column
     gate = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + at + width, mask=inside, other=0.0).to(tl.float32)

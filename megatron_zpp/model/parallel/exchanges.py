@@ -53,7 +53,7 @@ class GatheredLinear(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         ctx.overlapped, ctx.group = overlapped, group
         if overlapped:
-            return overlap.gathered_linear(rows, weight, bias, group)
+            return overlap.gathered_linear(rows, weight, bias, group.name)
         return F.linear(group.gather(rows), weight, bias)
 
     @staticmethod
@@ -62,7 +62,7 @@ class GatheredLinear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         group, wanted = ctx.group, ctx.needs_input_grad
         if ctx.overlapped:
-            found = overlap.gathered_linear_backward(gradient, rows, weight, wanted[2], group)
+            found = overlap.gathered_linear_backward(gradient, rows, weight, wanted[2], group.name)
             return *found[:2], found[2] if wanted[2] else None, None, None
         if torch.compiler.is_compiling():
             rows = _after(rows, gradient)
@@ -91,7 +91,7 @@ class LinearScattered(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         ctx.overlapped, ctx.group = overlapped, group
         if overlapped:
-            return overlap.linear_scattered(rows, weight, group)
+            return overlap.linear_scattered(rows, weight, group.name)
         return group.scatter_sum(F.linear(rows, weight))
 
     @staticmethod
@@ -99,7 +99,7 @@ class LinearScattered(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         if ctx.overlapped:
-            gradients = overlap.linear_scattered_backward(gradient, rows, weight, ctx.group)
+            gradients = overlap.linear_scattered_backward(gradient, rows, weight, ctx.group.name)
             return *gradients, None, None
         gathered = ctx.group.gather(gradient)
         of_rows = gathered @ weight if ctx.needs_input_grad[0] else None

@@ -11,7 +11,6 @@ scattered to the rows. What is kept for the backward of a map into heads or into
 backward gathers it again, beside the product that does not need it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,22 +23,17 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
 from megatron_zpp.model.gpt import GPT, Head, embedding
-from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import (
     IGNORED,
     LossKernels,
     Objective,
-    linear_cross_entropy,
     logits_to_codes,
-    slope,
-    soft_capped,
     unit,
-    wide_logits,
     z_terms,
 )
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
-from megatron_zpp.model.partial_softmax import local_statistics
+from megatron_zpp.model.partial_softmax import local_gradient, local_statistics
 from megatron_zpp.model.recomputation import mlps_again
 from megatron_zpp.placement import Split
 
@@ -68,7 +62,6 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
     """Leave this rank its part of every layer: equal parts of heads, groups and inner width."""
     ranks = sharing.group.size
     for layer in model.layers:
-        assert isinstance(layer, Layer)
         attention, mlp = layer.attention, layer.mlp
         by_row = replace(sharing, tokens=1) if layer.mlp_in_chunks else sharing
         for part, into, its in ((attention, "qkv", sharing), (mlp, "input", by_row)):
@@ -87,7 +80,9 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
         attention.heads, attention.groups = attention.heads // ranks, attention.groups // ranks
         attention.first_head = sharing.group.rank * attention.heads
     model.tensor_ranks = ranks
-    model.embedding.own = partial(_own_positions, group=sharing.group)
+    group = sharing.group
+    # Positions (B or 1, S) of the tokens whose hidden states this rank has between linear maps, (R).
+    model.embedding.own = lambda at, tokens: at.expand(tokens.shape).reshape(group.size, -1)[group.rank]
 
 
 def share_tables(model: GPT, sharing: Sharing) -> None:
@@ -103,11 +98,6 @@ def _split(module: Any, **splits: Split) -> Any:
     """`module`, which says how its parameters are shared."""
     module.tensor_splits = splits
     return module
-
-
-def _own_positions(positions: Tensor, tokens: Tensor, *, group: TensorGroup) -> Tensor:
-    """Those of `positions` (B or 1, S) whose hidden states this rank has between linear maps, (R)."""
-    return positions.expand(tokens.shape).reshape(group.size, -1)[group.rank]
 
 
 def splits_of(units: Sequence[tuple[str, nn.Module]]) -> dict[str, Split]:
@@ -129,7 +119,6 @@ def exchanges_of_rows(model: GPT) -> list[tuple[int, int]]:
     Of the units of the embedding, and of those of the head, the first one stands for all.
     """
     first = model.layers[0]
-    assert isinstance(first, Layer)
     qkv = first.attention.qkv
     pair = 3 if isinstance(qkv, ColumnParallel) and qkv.product is F.linear else 2
     repeated, layers = mlps_again(len(model.layers), model.recompute), list[tuple[int, int]]()
@@ -156,7 +145,6 @@ class ColumnParallel(nn.Linear):
         self.tensor_splits = {"weight": shared} | ({"bias": shared} if biased else {})
 
     def forward(self, input: Tensor) -> Tensor:
-        """See the class."""
         if self.product is F.linear:
             overlapped = self.overlapped and self.training
             out = GatheredLinear.apply(input, self.weight, self.bias, overlapped, self.group)
@@ -191,7 +179,6 @@ class VocabularyParallelEmbedding(nn.Embedding):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        """See the class."""
         entries = input.flatten() - self.group.rank * self.num_embeddings
         elsewhere = (entries < 0) | (entries >= self.num_embeddings)
         found = F.embedding(entries.masked_fill(elsewhere, 0), self.weight)
@@ -206,20 +193,22 @@ class VocabularyParallelHead(Head):
         self.group, self._tokens = sharing.group, sharing.tokens
         self.passes = VocabularyParallelLoss(self.group).kernels()
 
-    def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(R, D) and this rank's entries of the token embedding -> as Head, for all tokens."""
-        x = Gather.apply(self.normalize(x), self.group)  # (B · S, D)
-        weight = tied if self.output is None else self.output.weight
-        if targets is None:
-            logits = self.group.gather(F.linear(x, weight)[None])  # (T, B · S, V / T): for inference alone
-            logits = logits.movedim(0, 1).flatten(1).unflatten(0, (-1, self._tokens))
-            return soft_capped(logits, self.objective.cap)
-        loss = linear_cross_entropy if self.product is None else self.product.loss
-        return self.cross_entropy(loss(x, weight, targets.flatten(), self.objective, passes=self.passes))
+    def normalize(self, x: Tensor) -> Tensor:
+        """(R, D) -> the norm of all tokens, (B · S, D)."""
+        return Gather.apply(super().normalize(x), self.group)
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(B · S, D) and this rank's entries of the table -> (B, S, V). For inference alone."""
+        return of_all_ranks(self.group, F.linear(x, weight)).unflatten(0, (-1, self._tokens))
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
         self.passes = VocabularyParallelLoss(self.group, compiler).kernels()
+
+
+def of_all_ranks(group: TensorGroup, logits: Tensor) -> Tensor:
+    """Logits (N, V / T) of some entries -> of all, (N, V)."""
+    return group.gather(logits[None]).movedim(0, 1).flatten(1)
 
 
 class VocabularyParallelLoss:
@@ -273,18 +262,10 @@ def _to_gradient(
 ) -> Tensor:
     """The losses; logits (C, V / T) become their gradient times `unit`."""
     likelihood, log_total = _likelihood(statistics)
-    scale = unit(logits.dtype)
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    softmax = (wide_logits(logits, own.cap) - (log_total - math.log(scale))[:, None]).exp_()
-    of_target = scale * torch.expm1(likelihood)
+    message = torch.stack((counted.to(log_total.dtype), log_total, likelihood))
+    local_gradient(logits, place, message, own, unit(logits.dtype))
     loss = -torch.where(counted, likelihood, 0.0).sum()
-    if own.z_coeff != 0:
-        z_loss, more = z_terms(log_total, own.z_coeff)
-        loss = torch.stack((loss, torch.where(counted, z_loss, 0.0).sum()))
-        of_target = of_target + scale * more * torch.exp(likelihood)
-        softmax = softmax * (1 + more)[:, None]
-    gradient = torch.where(columns == place[:, None], of_target[:, None], softmax)
-    if own.cap is not None:
-        gradient = gradient * slope(logits, own.cap)
-    logits.copy_(torch.where(counted[:, None] & (columns < own.vocab_size), gradient, 0.0))
-    return loss
+    if own.z_coeff == 0:
+        return loss
+    z_loss, _ = z_terms(log_total, own.z_coeff)
+    return torch.stack((loss, torch.where(counted, z_loss, 0.0).sum()))

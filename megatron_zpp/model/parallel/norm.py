@@ -38,7 +38,6 @@ class NormAcrossRanks(nn.Module):
                 self.tensor_splits[name] = split
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
         return _Norm.apply(x, self.weight, self.bias, self)
 
 

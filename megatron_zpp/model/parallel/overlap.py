@@ -7,8 +7,8 @@ others are on their way; where products are summed over ranks it makes those of 
 while it makes its own. A gradient of a weight is one product over all tokens, because a sum of T products
 would be rounded T times.
 
-Inside a compiled layer each function is one operator. The compiler can then neither move a wait before a
-product nor keep gathered rows for the backward.
+Each function is one operator, which takes the name of the group. So the compiler of a layer can neither move
+a wait before a product nor keep gathered rows for the backward.
 """
 
 import torch
@@ -19,10 +19,10 @@ from megatron_zpp.distributed import peer_rows
 from megatron_zpp.distributed.tensor_group import TensorGroup
 
 
-def gathered_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup) -> Tensor:
+@custom_op("megatron_zpp_model::gathered_linear", mutates_args=())
+def gathered_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
     """F.linear of the gathered rows: (R, D), (outputs, D) and (outputs) -> (N, outputs)."""
-    if torch.compiler.is_compiling():
-        return _gathered_linear(rows, weight, bias, group.name)
+    group = TensorGroup.named(name)
     rows = rows.contiguous()
     peers = peer_rows.begin(group, len(rows), rows.shape[1], rows)
     peers.gather(rows)
@@ -37,8 +37,9 @@ def gathered_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, group: Te
     return out
 
 
+@custom_op("megatron_zpp_model::gathered_linear_backward", mutates_args=())
 def gathered_linear_backward(
-    gradient: Tensor, rows: Tensor, weight: Tensor, biased: bool, group: TensorGroup
+    gradient: Tensor, rows: Tensor, weight: Tensor, biased: bool, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `gathered_linear`, of (N, outputs): of the rows (R, D), the weight, and the bias.
 
@@ -46,8 +47,7 @@ def gathered_linear_backward(
     empty unless it is `biased`; outside of this operator the compiler would compute the whole gradient again
     for it.
     """
-    if torch.compiler.is_compiling():
-        return _gathered_linear_backward(gradient, rows, weight, biased, group.name)
+    group = TensorGroup.named(name)
     rows = rows.contiguous()
     peers = peer_rows.begin(group, len(rows), rows.shape[1], rows)
     peers.gather(rows, whole=True)
@@ -57,21 +57,21 @@ def gathered_linear_backward(
     return peers.sum(), of_weight, of_bias
 
 
-def linear_scattered(rows: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
+@custom_op("megatron_zpp_model::linear_scattered", mutates_args=())
+def linear_scattered(rows: Tensor, weight: Tensor, name: str) -> Tensor:
     """The products of all ranks with their inputs, summed: (N, inputs), (D, inputs) -> (R, D)."""
-    if torch.compiler.is_compiling():
-        return _linear_scattered(rows, weight, group.name)
+    group = TensorGroup.named(name)
     peers = peer_rows.begin(group, len(rows) // group.size, len(weight), rows)
     _send_products(peers, rows, weight.t(), group)
     return peers.sum()
 
 
+@custom_op("megatron_zpp_model::linear_scattered_backward", mutates_args=())
 def linear_scattered_backward(
-    gradient: Tensor, rows: Tensor, weight: Tensor, group: TensorGroup
+    gradient: Tensor, rows: Tensor, weight: Tensor, name: str
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `linear_scattered`, of (R, D): those of all its rows (N, inputs) and of the weight."""
-    if torch.compiler.is_compiling():
-        return _linear_scattered_backward(gradient, rows, weight, group.name)
+    group = TensorGroup.named(name)
     gradient = gradient.contiguous()
     peers = peer_rows.begin(group, len(gradient), gradient.shape[1], gradient)
     peers.gather(gradient, whole=True)
@@ -92,48 +92,24 @@ def _send_products(peers: peer_rows.PeerRows, rows: Tensor, matrix: Tensor, grou
             peers.send(parts[rank] @ matrix, rank)
 
 
-@custom_op("megatron_zpp_model::gathered_linear", mutates_args=())
-def _gathered_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    return gathered_linear(rows, weight, bias, TensorGroup.named(group))
+@gathered_linear.register_fake
+def _(rows: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
+    return rows.new_empty(len(rows) * TensorGroup.named(name).size, len(weight))
 
 
-@_gathered_linear.register_fake
-def _(rows: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    return rows.new_empty(len(rows) * TensorGroup.named(group).size, len(weight))
-
-
-@custom_op("megatron_zpp_model::gathered_linear_backward", mutates_args=())
-def _gathered_linear_backward(
-    gradient: Tensor, rows: Tensor, weight: Tensor, biased: bool, group: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return gathered_linear_backward(gradient, rows, weight, biased, TensorGroup.named(group))
-
-
-@_gathered_linear_backward.register_fake
+@gathered_linear_backward.register_fake
 def _(
-    gradient: Tensor, rows: Tensor, weight: Tensor, biased: bool, group: str
+    gradient: Tensor, rows: Tensor, weight: Tensor, biased: bool, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_bias = gradient.new_empty(len(weight) if biased else 0)
     return rows.new_empty(rows.shape), weight.new_empty(weight.shape), of_bias
 
 
-@custom_op("megatron_zpp_model::linear_scattered", mutates_args=())
-def _linear_scattered(rows: Tensor, weight: Tensor, group: str) -> Tensor:
-    return linear_scattered(rows, weight, TensorGroup.named(group))
+@linear_scattered.register_fake
+def _(rows: Tensor, weight: Tensor, name: str) -> Tensor:
+    return rows.new_empty(len(rows) // TensorGroup.named(name).size, len(weight))
 
 
-@_linear_scattered.register_fake
-def _(rows: Tensor, weight: Tensor, group: str) -> Tensor:
-    return rows.new_empty(len(rows) // TensorGroup.named(group).size, len(weight))
-
-
-@custom_op("megatron_zpp_model::linear_scattered_backward", mutates_args=())
-def _linear_scattered_backward(
-    gradient: Tensor, rows: Tensor, weight: Tensor, group: str
-) -> tuple[Tensor, Tensor]:
-    return linear_scattered_backward(gradient, rows, weight, TensorGroup.named(group))
-
-
-@_linear_scattered_backward.register_fake
-def _(gradient: Tensor, rows: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
+@linear_scattered_backward.register_fake
+def _(gradient: Tensor, rows: Tensor, weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape), weight.new_empty(weight.shape)

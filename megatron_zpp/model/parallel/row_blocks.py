@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
 from megatron_zpp.model.gpt import GPT, embedding
-from megatron_zpp.model.loss import soft_capped
 from megatron_zpp.model.parallel.exchanges import Gather, ScatterSum
+from megatron_zpp.model.parallel.layers import of_all_ranks
 from megatron_zpp.model.row_blocks import (
     LookupBlock,
     RowBlockHead,
@@ -28,14 +28,14 @@ def share_row_blocks(model: GPT, group: TensorGroup, tokens: int) -> None:
     assert isinstance(table, RowBlockTable)
     assert isinstance(head, RowBlockHead)
     parts: dict[nn.Parameter, Any] = {}
-    for block in (*table.each(), *head.output.each()):
+    for block in (*table.blocks, *head.output.blocks):
         held, width = len(block.block_rows) // group.size, block.weight.shape[1]
         if block.weight not in parts:
             parts[block.weight] = embedding(held, width).weight
         block.weight = parts[block.weight]
         block.first += group.rank * held
         block.tensor_splits = {"weight": Split(0, (block.table_entries,), Axis(1, group.size))}
-    model.embedding.tokens = SharedRowBlockTable(list(table.each()), group)
+    model.embedding.tokens = SharedRowBlockTable(list(table.blocks), group)
     model.head = SharedRowBlockHead(head, group, tokens)
 
 
@@ -58,13 +58,14 @@ class SharedRowBlockHead(RowBlockHead):
         super().__init__(whole.norm, whole.output, whole.objective, whole.multiplier)
         self.group, self._tokens = group, tokens
 
-    def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None = None) -> Tensor:
-        """(R, D) -> as RowBlockHead, for all tokens. Logits are for inference alone."""
-        x = Gather.apply(self.normalize(x), self.group)  # (B · S, D)
-        if targets is None:
-            parts = [self.group.gather(block(x)[None]) for block in self.output.each()]  # (T, B · S, …)
-            logits = torch.cat([part.movedim(0, 1).flatten(1) for part in parts], -1)
-            return soft_capped(logits.unflatten(0, (-1, self._tokens)), self.objective.cap)
-        passes = self.block_passes
-        losses = self.output.loss(x, targets.flatten(), self.objective, passes, self.group.gather)
-        return self.cross_entropy(losses)
+    def normalize(self, x: Tensor) -> Tensor:
+        """(R, D) -> the norm of all tokens, (B · S, D)."""
+        return Gather.apply(super().normalize(x), self.group)
+
+    def logits(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """(B · S, D) -> (B, S, V). For inference alone."""
+        parts = [of_all_ranks(self.group, block(x)) for block in self.output.blocks]
+        return torch.cat(parts, -1).unflatten(0, (-1, self._tokens))
+
+    def losses(self, x: Tensor, weight: Tensor | None, targets: Tensor) -> Tensor:
+        return self.output.loss(x, targets, self.objective, self.block_passes, self.group.gather)

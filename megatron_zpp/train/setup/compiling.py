@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Half, Layer
-from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
+from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.native.cache import cache_directory
@@ -68,26 +68,17 @@ def compile_parts(
     hidden = model.hidden_shape(*shape)
     graph = partial(_graph, ready=ready, recomputed=model.tensor_ranks * model.attention.context_ranks == 1)
     first = model.layers[0]
-    assert isinstance(first, Layer)
     run = Half.run if first.in_halves else Layer.run
 
-    def attending(window: int | None) -> Callable[..., Tensor]:
-        """What computes the layers with this window and positions, or their first halves."""
-        kind = (
-            InsideDocuments if masked else Causal if window is None or shape[1] <= window else SlidingWindow
-        )
+    def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None") -> bool:
+        return x.shape == hidden and mask.documents == masked and cache is None
 
-        def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None") -> bool:
-            return x.shape == hidden and type(mask) is kind and cache is None
-
-        return graph(run, is_usual, _Backend(backend, say), whole)
-
+    # Layers with the same window and positions have one graph.
     kinds = list(zip(model.windows, model.config.layers_with_rope, strict=True))
-    runs = {kind: attending(kind[0]) for kind in set(kinds)}
+    runs = {kind: graph(run, is_usual, _Backend(backend, say), whole) for kind in set(kinds)}
     rows = _rows_of_an_mlp(first, hidden)
     run_mlp = graph(Half.run, lambda x: x.shape == rows, _Backend(backend, say), True)
     for layer, kind in zip(model.layers, kinds, strict=True):
-        assert isinstance(layer, Layer)
         if layer.in_halves:
             attention, mlp = layer.halves
             attention.compute, mlp.compute = runs[kind], run_mlp
@@ -130,7 +121,7 @@ def _graph(
             return plain(module, x, *others)
         if not ready():
             return _without_graph(plain, module, x, *others, recomputed=recomputed)
-        if others and isinstance(others[0], InsideDocuments):
+        if others and others[0].documents:
             _any_number_of(others[0])
         try:
             out = compiled(module, x, *others[:2])  # mask and rotation, where there are any
@@ -144,7 +135,7 @@ def _graph(
     return run
 
 
-def _any_number_of(documents: InsideDocuments) -> None:
+def _any_number_of(documents: Mask) -> None:
     """Let one graph compute batches with few documents and with many, where their ends are the mask."""
     if isinstance(documents.bounds, Tensor) and documents.bounds.dim() == 1:
         torch._dynamo.maybe_mark_dynamic(documents.bounds, 0)

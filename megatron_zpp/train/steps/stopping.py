@@ -88,7 +88,7 @@ class StopConditions:
 
     def before_save(self) -> None:
         """Raise Stop if nodes hold other references of weight differences than node 0."""
-        if not self._engine.weights.have_references:
+        if self._engine.weights.formats is None:
             return
         differing = self._engine.weights.differing_references()
         if differing is not None:

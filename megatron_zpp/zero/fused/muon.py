@@ -17,6 +17,7 @@ from megatron_zpp.ops.state_codes import SEED
 from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers
 
 _BLOCK, _WARPS = 4096, 8
+_SEED, BLOCK = tl.constexpr(SEED), tl.constexpr(_BLOCK)
 _ALIGNED = 16  # elements, at most: what the compiler gains by more is nothing
 
 
@@ -41,7 +42,6 @@ class FusedPasses:
         self._aligned = math.gcd(_ALIGNED, given.owned.start, given.states.start, *numbers)
 
     def average(self, gradients: Sequence[GradSegment], momentum: Tensor, numbers: StepNumbers) -> None:
-        """See MuonPasses."""
         given = self._given
         for start, flat in gradients:
             first = given.owned.start + start
@@ -53,15 +53,12 @@ class FusedPasses:
                     *(flat, kept, given.room, self._table[rows], numbers.divisor, numbers.found_inf),
                     *(numbers.steps, first, given.states.start, given.unit, given.momentum),
                     HALVES=halves,
-                    SEED=SEED,
                     NESTEROV=given.nesterov,
                     ALIGNED=math.gcd(self._aligned, start),
-                    BLOCK=_BLOCK,
                     num_warps=_WARPS,
                 )
 
     def apply(self, master: Tensor, source: Tensor | None, numbers: StepNumbers) -> None:
-        """See MuonPasses."""
         given = self._given
         if self._starts:
             # Without a source another tensor is passed, and not touched.
@@ -70,16 +67,15 @@ class FusedPasses:
                 *(numbers.found_inf, given.owned.start, numbers.shrink, numbers.step),
                 WRITES=source is not None,
                 ALIGNED=self._aligned,
-                BLOCK=_BLOCK,
                 num_warps=_WARPS,
             )
 
 
 @triton.jit
-def _draws(elements, unit, step, SEED: tl.constexpr):
+def _draws(elements, unit, step):
     """12 random bits of each element of a unit: `draws_of` (ops/state_codes.py), first moments."""
     quads, zero = (elements // 4).to(tl.uint32), (elements * 0).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(SEED, quads, zero, zero + unit, zero + step, n_rounds=7)
+    w0, w1, w2, w3 = tl.philox(_SEED, quads, zero, zero + unit, zero + step, n_rounds=7)
     at = elements % 4
     return tl.where(at < 2, tl.where(at == 0, w0, w1), tl.where(at == 2, w2, w3)).to(tl.int32) & 0xFFF
 
@@ -109,10 +105,8 @@ def _average_kernel(
     unit,
     momentum,
     HALVES: tl.constexpr,
-    SEED: tl.constexpr,
     NESTEROV: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     if tl.load(found_inf_ptr) != 0:
         return
@@ -128,7 +122,7 @@ def _average_kernel(
         average = (average.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     average += (1 - momentum) * (gradient - average)
     if HALVES:
-        draws = _draws(start + columns, unit, tl.load(steps_ptr).to(tl.uint32), SEED)
+        draws = _draws(start + columns, unit, tl.load(steps_ptr).to(tl.uint32))
         tl.store(of_momentum, _rounded_bf16(average, draws), mask=inside)
     else:
         tl.store(of_momentum, average, mask=inside)
@@ -151,7 +145,6 @@ def _apply_kernel(
     step,
     WRITES: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     if tl.load(found_inf_ptr) != 0:
         return

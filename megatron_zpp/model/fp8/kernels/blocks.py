@@ -12,7 +12,6 @@ from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fp8.kernels import coded_heads, coded_mlp, coded_norm
 from megatron_zpp.model.fused import blocks
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.rotary import Rotation
 
 
@@ -22,7 +21,6 @@ class CodedAttention(blocks.FusedAttention):
     qkv: DelayedLinear
 
     def split(self, x: Tensor | CodedInput, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """See Attention."""
         if self.rotates(rotation) or not isinstance(x, CodedInput):
             return super().split(x, rotation)
         q, k, v = coded_heads.coded_heads(x, self.qkv, self.heads, self.groups, self.head_width)
@@ -33,7 +31,6 @@ class CodedMLP(blocks.FusedMLP):
     """An MLP whose activation makes codes."""
 
     def forward(self, x: Any) -> Tensor:
-        """See MLP."""
         return coded_mlp.coded_mlp(self, x) if torch.compiler.is_compiling() else super().forward(x)
 
 
@@ -43,7 +40,6 @@ class CodedFirstHalf(blocks.FusedFirstHalf):
     attention: CodedAttention
 
     def enter(self, x: Tensor) -> tuple[Tensor | blocks.Residual, Any]:
-        """See Half."""
         if not torch.compiler.is_compiling():
             return super().enter(x)
         normed, token = coded_norm.coded_norm(x, self.attention_norm, self.attention.qkv)
@@ -54,7 +50,6 @@ class CodedSecondHalf(blocks.FusedSecondHalf):
     """The half of the MLP whose norm is codes."""
 
     def enter(self, x: Tensor | blocks.Residual) -> tuple[Tensor, Any]:
-        """See Half."""
         if not isinstance(x, blocks.Residual):
             return super().enter(x)
         first = self.mlp.input
@@ -67,7 +62,6 @@ def fuse(model: GPT) -> None:
     """Give kernels to the modules of a model whose products have delayed scaling."""
     blocks.fuse(model)
     for layer in model.layers:
-        assert isinstance(layer, Layer)
         attention, mlp = layer.attention, layer.mlp
         if coded_mlp.serves(mlp):
             mlp.__class__ = CodedMLP

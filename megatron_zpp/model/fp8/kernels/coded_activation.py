@@ -15,19 +15,20 @@ from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fp8.cast import GRADIENT, INPUT
 from megatron_zpp.model.fp8.kernels.cast import (
+    WARPS,
     encode,
     grid,
     keep_maximum,
     outputs,
     packed,
-    rounded,
     store_turned,
+    tile,
 )
-from megatron_zpp.model.fused.math import exp2, reciprocal
+from megatron_zpp.model.fused.math import LOG2_E, exp2, reciprocal
 
-_SLOPE = 2 * math.sqrt(2 / math.pi)
-_CUBIC = 0.044715 * _SLOPE
-_GROUPS, _COLUMNS, _WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread and input
+_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
+_CUBIC = tl.constexpr(0.044715 * 2 * math.sqrt(2 / math.pi))
+_INPUT, _GRADIENT = tl.constexpr(INPUT), tl.constexpr(GRADIENT)
 
 
 @triton_op("megatron_zpp_model::coded_activation", mutates_args={"maxima"})
@@ -40,17 +41,12 @@ def coded_activation(
     """
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     by_rows, by_columns = outputs(x, rows, width, INPUT, by_rows=True, by_columns=columns)
-    wrap_triton(_forward_kernel)[grid(rows, width, _GROUPS, _COLUMNS)](
+    wrap_triton(_forward_kernel)[grid(rows, width)](
         *(x, x if bias is None else bias, factors, maxima, by_rows, by_columns, rows, width),
-        KIND=INPUT,
         GATED=gated,
         BIASED=bias is not None,
         BY_COLUMNS=columns,
-        SLOPE=_SLOPE,
-        CUBIC=_CUBIC,
-        GROUPS=_GROUPS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
     return by_rows, by_columns
 
@@ -66,19 +62,14 @@ def coded_activation_backward(
     """
     rows, width = of_out.shape
     by_rows, by_columns = outputs(x, rows, x.shape[1], GRADIENT, by_rows=True, by_columns=True)
-    programs = grid(rows, width, _GROUPS, _COLUMNS)
+    programs = grid(rows, width)
     biased = bias is not None
     sums = torch.empty(programs[1] if biased else 0, x.shape[1], dtype=torch.float32, device=x.device)
     wrap_triton(_backward_kernel)[programs](
         *(of_out, x, x if bias is None else bias, factors, maxima, by_rows, by_columns, sums, rows, width),
-        KIND=GRADIENT,
         GATED=gated,
         BIASED=biased,
-        SLOPE=_SLOPE,
-        CUBIC=_CUBIC,
-        GROUPS=_GROUPS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
     return by_rows, by_columns, sums.sum(0) if biased else sums.new_empty(0)
 
@@ -103,15 +94,11 @@ def _row(
     column,
     height,
     width,
-    FORMAT: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
-    SLOPE: tl.constexpr,
-    CUBIC: tl.constexpr,
 ):
     """What codes of every fourth row of a tile are rounded from, and magnitudes."""
     inside = (row < height)[:, None] & (column < width)[None, :]
-    LOG2_E: tl.constexpr = 1.4426950408889634
     stride = 2 * width if GATED else width
     at = row.to(tl.int64)[:, None] * stride + column[None, :]
     gate = _load(x_ptr, bias, at, inside, float("nan"), BIASED)  # does not count for the maxima
@@ -119,10 +106,10 @@ def _row(
         up = _load(x_ptr + width, bias_up, at, inside, 0.0, BIASED)
         out = gate * reciprocal(1 + exp2(gate * -LOG2_E)) * up
     else:
-        out = gate * reciprocal(1 + exp2(gate * (-LOG2_E * SLOPE - LOG2_E * CUBIC * (gate * gate))))
+        out = gate * reciprocal(1 + exp2(gate * (-LOG2_E * _SLOPE - LOG2_E * _CUBIC * (gate * gate))))
     scaled, sizes = encode(out, factor)
     out_at = row.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(by_rows_ptr + out_at, rounded(scaled, FORMAT), mask=inside)
+    tl.store(by_rows_ptr + out_at, scaled, mask=inside)
     return scaled, sizes
 
 
@@ -146,41 +133,30 @@ def _forward_kernel(
     by_columns_ptr,  # (F, R)
     height,
     width,
-    KIND: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
-    SLOPE: tl.constexpr,
-    CUBIC: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row, factor = 4 * group, tl.load(factors_ptr + 4 * KIND)
+    group, column = tile()
+    row, factor = 4 * group, tl.load(factors_ptr + 4 * _INPUT)
     bias, bias_up = _biases(bias_ptr, column, width, GATED)
-    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     # fmt: off
     a, size_a = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, FORMAT,
-        GATED, BIASED, SLOPE, CUBIC,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, GATED, BIASED,
     )
     b, size_b = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width,
-        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, GATED, BIASED,
     )
     c, size_c = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width,
-        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, GATED, BIASED,
     )
     d, size_d = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width,
-        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, GATED, BIASED,
     )
     # fmt: on
-    keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), KIND)
+    keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), _INPUT)
     if BY_COLUMNS:
-        store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
+        store_turned(by_columns_ptr, packed(a, b, c, d, by_columns_ptr), group, column, height, width, height)
 
 
 @triton.jit
@@ -195,18 +171,14 @@ def _gradient_row(
     column,
     height,
     width,
-    FORMAT: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
-    SLOPE: tl.constexpr,
-    CUBIC: tl.constexpr,
 ):
     """Of every fourth row of a tile: what codes are rounded from (twice), gradients (twice), magnitudes.
 
     Twice with a gate: of the gate, and of the value.
     """
     inside = (row < height)[:, None] & (column < width)[None, :]
-    LOG2_E: tl.constexpr = 1.4426950408889634
     stride = 2 * width if GATED else width
     out_at = row.to(tl.int64)[:, None] * width + column[None, :]
     of_out = tl.load(of_out_ptr + out_at, mask=inside, other=0.0).to(tl.float32)
@@ -219,15 +191,15 @@ def _gradient_row(
         of_up = of_out * gate * share
     else:
         square = gate * gate
-        share = reciprocal(1 + exp2(gate * (-LOG2_E * SLOPE - LOG2_E * CUBIC * square)))
-        of_gate = of_out * share * (1 + (gate - gate * share) * (SLOPE + 3 * CUBIC * square))
+        share = reciprocal(1 + exp2(gate * (-LOG2_E * _SLOPE - LOG2_E * _CUBIC * square)))
+        of_gate = of_out * share * (1 + (gate - gate * share) * (_SLOPE + 3 * _CUBIC * square))
         of_up = of_gate
     scaled, sizes = encode(of_gate, factor)
-    tl.store(by_rows_ptr + at, rounded(scaled, FORMAT), mask=inside)
+    tl.store(by_rows_ptr + at, scaled, mask=inside)
     scaled_up = scaled
     if GATED:
         scaled_up, sizes_up = encode(of_up, factor)
-        tl.store(by_rows_ptr + width + at, rounded(scaled_up, FORMAT), mask=inside)
+        tl.store(by_rows_ptr + width + at, scaled_up, mask=inside)
         sizes = tl.maximum(sizes, sizes_up)
     return scaled, scaled_up, of_gate, of_up, sizes
 
@@ -244,37 +216,26 @@ def _backward_kernel(
     sums_ptr,  # (P, H) fp32
     height,
     width,
-    KIND: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
-    SLOPE: tl.constexpr,
-    CUBIC: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row, factor = 4 * group, tl.load(factors_ptr + 4 * KIND)
+    group, column = tile()
+    row, factor = 4 * group, tl.load(factors_ptr + 4 * _GRADIENT)
     bias, bias_up = _biases(bias_ptr, column, width, GATED)
-    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     # fmt: off
     a, a_up, total, total_up, size = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width,
-        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, GATED, BIASED,
     )
     b, b_up, of_gate, of_up, size_b = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width,
-        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, GATED, BIASED,
     )
     total, total_up, size = total + of_gate, total_up + of_up, tl.maximum(size, size_b)
     c, c_up, of_gate, of_up, size_c = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width,
-        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, GATED, BIASED,
     )
     total, total_up, size = total + of_gate, total_up + of_up, tl.maximum(size, size_c)
     d, d_up, of_gate, of_up, size_d = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width,
-        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, GATED, BIASED,
     )
     total, total_up, size = total + of_gate, total_up + of_up, tl.maximum(size, size_d)
     # fmt: on
@@ -284,8 +245,10 @@ def _backward_kernel(
         tl.store(sums, tl.sum(total, axis=0), mask=column < width)
         if GATED:
             tl.store(sums + width, tl.sum(total_up, axis=0), mask=column < width)
-    keep_maximum(maxima_ptr, size, KIND)
-    store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
+    keep_maximum(maxima_ptr, size, _GRADIENT)
+    store_turned(by_columns_ptr, packed(a, b, c, d, by_columns_ptr), group, column, height, width, height)
     if GATED:
         turned_ptr = by_columns_ptr + tl.full([], width, tl.int64) * height
-        store_turned(turned_ptr, packed(a_up, b_up, c_up, d_up, FORMAT), group, column, height, width)
+        store_turned(
+            turned_ptr, packed(a_up, b_up, c_up, d_up, by_columns_ptr), group, column, height, width, height
+        )

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, back
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
-from megatron_zpp.model.fp8.kernels.gradient_cast import cast_gradients_of_heads
-from megatron_zpp.model.fp8.kernels.weight_codes import weight_by_columns, weight_by_rows
-from megatron_zpp.model.fp8.tensorwise import multiply
+from megatron_zpp.model.fp8.kernels.cast import cast_gradients_of_heads
+from megatron_zpp.model.fp8.kernels.weight_codes import input_gradient, product, weight_gradient
 
 
 def coded_heads(
@@ -47,10 +45,8 @@ class _Heads(torch.autograd.Function):
         queries: int,
         keys: int,
     ) -> tuple[Tensor, ...]:
-        coded = weight_by_rows(weight, held, factors, maxima)
         ctx.save_for_backward(columns, weight, factors, maxima, held)
-        scales = back(factors, INPUT), back(factors, WEIGHT)
-        out = multiply(codes, coded.t(), *scales, rows.dtype, fast=True)
+        out = product(codes, weight, held, factors, maxima, rows.dtype)
         return (out if bias is None else out + bias).split([queries, keys, keys], 1)
 
     @staticmethod
@@ -60,8 +56,6 @@ class _Heads(torch.autograd.Function):
         biased, dtype = ctx.needs_input_grad[4], gradients[0].dtype
         of_q, of_k, of_v = gradients
         by_rows, by_columns, sums = cast_gradients_of_heads(of_q, of_k, of_v, factors, maxima, sums=biased)
-        turned = weight_by_columns(weight, held, factors, maxima, after=by_rows)
-        incoming = back(factors, GRADIENT)
-        of_x = multiply(by_rows, turned.t(), incoming, back(factors, WEIGHT), dtype)
-        of_weight = multiply(by_columns, columns.t(), incoming, back(factors, INPUT), dtype)
+        of_x = input_gradient(by_rows, weight, held, factors, maxima, dtype)
+        of_weight = weight_gradient(by_columns, columns, factors, dtype)
         return of_x, None, None, of_weight, sums.to(dtype) if biased else None, *[None] * 5

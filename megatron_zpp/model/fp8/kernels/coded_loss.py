@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_zpp.model.fp8.kernels.cast import grid, packed, rounded, store_apart
+from megatron_zpp.model.fp8.kernels.cast import WARPS, grid, packed, store_turned, tile
+from megatron_zpp.model.fused.loss import WARPS as ROW_WARPS
 from megatron_zpp.model.fused.loss import arguments, empty_losses, row_statistics
-from megatron_zpp.model.fused.math import exp2, squashed
+from megatron_zpp.model.fused.math import LOG2_E, exp2, squashed
 from megatron_zpp.model.loss import CODE_UNIT, IGNORED, Objective
 
-_BLOCK, _ROW_WARPS = 8192, 16  # as in model/fused/loss.py
-_GROUPS, _COLUMNS, _WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread
+_UNIT, _LOG2_UNIT = tl.constexpr(CODE_UNIT), tl.constexpr(math.log2(CODE_UNIT))
+_IGNORED = tl.constexpr(IGNORED)
 
 
 def logits_to_codes(
@@ -34,20 +35,13 @@ def logits_to_codes(
     _statistics_kernel[(tokens,)](
         *(logits, targets, losses, largest, log2_totals, entries),
         **given,
-        IGNORED=IGNORED,
-        BLOCK=_BLOCK,
-        num_warps=_ROW_WARPS,
+        num_warps=ROW_WARPS,
     )
-    _codes_kernel[grid(tokens, entries, _GROUPS, _COLUMNS)](
+    _codes_kernel[grid(tokens, entries)](
         *(logits, targets, largest, log2_totals, rows, columns),
         *(tokens, entries, columns.stride(0)),
         **given,
-        UNIT=CODE_UNIT,
-        LOG2_UNIT=math.log2(CODE_UNIT),
-        IGNORED=IGNORED,
-        GROUPS=_GROUPS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
     return losses.sum(-1)
 
@@ -65,20 +59,18 @@ def _statistics_kernel(
     z_coeff,
     CAPPED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    IGNORED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * entries
     target = tl.load(targets_ptr + row)
-    if target == IGNORED:
+    if target == _IGNORED:
         tl.store(losses_ptr + row, 0.0)
         tl.store(largest_ptr + row, 0.0)
         tl.store(log2_totals_ptr + row, 0.0)
         if Z_LOSS:
             tl.store(losses_ptr + tl.num_programs(0) + row, 0.0)
     else:
-        largest, total = row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED, BLOCK)
+        largest, total = row_statistics(logits_ptr, entries, vocab_size, cap, CAPPED)
         wanted = tl.load(logits_ptr + target).to(tl.float32)
         if CAPPED:
             wanted = cap * squashed(wanted, cap)
@@ -106,20 +98,15 @@ def _row(
     z_coeff,
     CAPPED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    UNIT: tl.constexpr,
-    LOG2_UNIT: tl.constexpr,
-    IGNORED: tl.constexpr,
-    FORMAT: tl.constexpr,
 ):
     """What codes of every fourth row of a tile are rounded from."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
-    target = tl.load(targets_ptr + row, mask=row < height, other=IGNORED).to(tl.int32)
+    target = tl.load(targets_ptr + row, mask=row < height, other=_IGNORED).to(tl.int32)
     largest = tl.load(largest_ptr + row, mask=row < height, other=0.0)
     log2_total = tl.load(log2_totals_ptr + row, mask=row < height, other=0.0)
-    shift = log2_total - LOG2_UNIT
+    shift = log2_total - _LOG2_UNIT
     inside = (row < height)[:, None] & (column < width)[None, :]
     at = row.to(tl.int64)[:, None] * width + column[None, :]
-    counted = inside & (target != IGNORED)[:, None]
+    counted = inside & (target != _IGNORED)[:, None]
     x = tl.load(logits_ptr + at, mask=counted, other=-float("inf")).to(tl.float32)
     used = (column < vocab_size)[None, :]
     if CAPPED:
@@ -131,10 +118,10 @@ def _row(
     if Z_LOSS:
         LN_2: tl.constexpr = 0.6931471805599453
         gradient *= 1 + 2 * z_coeff * (largest + LN_2 * log2_total)[:, None]
-    gradient = tl.where(column[None, :] == target[:, None], gradient - UNIT, gradient)
+    gradient = tl.where(column[None, :] == target[:, None], gradient - _UNIT, gradient)
     if CAPPED:
         gradient *= 1 - share * share
-    tl.store(by_rows_ptr + at, rounded(gradient, FORMAT), mask=inside)
+    tl.store(by_rows_ptr + at, gradient, mask=inside)
     return gradient
 
 
@@ -154,33 +141,26 @@ def _codes_kernel(
     z_coeff,
     CAPPED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    UNIT: tl.constexpr,
-    LOG2_UNIT: tl.constexpr,
-    IGNORED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    group, column = tile()
     row = 4 * group
-    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     # fmt: off
     a = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row, column, height, width,
-        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, UNIT, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS,
     )
     b = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 1, column, height, width,
-        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, UNIT, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS,
     )
     c = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 2, column, height, width,
-        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, UNIT, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS,
     )
     d = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 3, column, height, width,
-        vocab_size, cap, z_coeff, CAPPED, Z_LOSS, UNIT, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, cap, z_coeff, CAPPED, Z_LOSS,
     )
     # fmt: on
-    words = packed(a, b, c, d, FORMAT)
-    store_apart(by_columns_ptr, words, group, column, height, width, stride)
+    words = packed(a, b, c, d, by_columns_ptr)
+    store_turned(by_columns_ptr, words, group, column, height, width, stride)

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, back
+from megatron_zpp.model.fp8.cast import INPUT
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
-from megatron_zpp.model.fp8.kernels.cast import cast
+from megatron_zpp.model.fp8.kernels.cast import cast, cast_gradient
 from megatron_zpp.model.fp8.kernels.coded_activation import coded_activation, coded_activation_backward
-from megatron_zpp.model.fp8.kernels.gradient_cast import cast_gradient
-from megatron_zpp.model.fp8.kernels.weight_codes import weight_by_columns, weight_by_rows
-from megatron_zpp.model.fp8.tensorwise import multiply
+from megatron_zpp.model.fp8.kernels.weight_codes import input_gradient, product, weight_gradient
 from megatron_zpp.model.layer import MLP, gelu, swiglu
 
 
@@ -73,15 +71,9 @@ class _MLP(torch.autograd.Function):
             codes, columns = cast(x.contiguous(), factors, maxima, INPUT, rows=True, columns=learns)
         else:
             codes, columns = given, turned
-        coded = weight_by_rows(weight, held, factors, maxima)
-        inner = multiply(
-            codes, coded.t(), back(factors, INPUT), back(factors, WEIGHT), x.dtype, fast=True
-        )  # (R, H)
+        inner = product(codes, weight, held, factors, maxima, x.dtype)  # (R, H)
         next_codes, next_columns = coded_activation(inner, bias, next_factors, next_maxima, gated, learns)
-        coded = weight_by_rows(next_weight, next_held, next_factors, next_maxima)
-        out = multiply(
-            next_codes, coded.t(), back(next_factors, INPUT), back(next_factors, WEIGHT), x.dtype, fast=True
-        )
+        out = product(next_codes, next_weight, next_held, next_factors, next_maxima, x.dtype)
         ctx.save_for_backward(
             *(columns, inner, weight, bias, factors, maxima),
             *(next_columns, next_weight, next_factors, next_maxima, held, next_held),
@@ -97,17 +89,11 @@ class _MLP(torch.autograd.Function):
         dtype, wanted = gradient.dtype, ctx.needs_input_grad
         rows, turned, sums = cast_gradient(gradient, next_factors, next_maxima, sums=wanted[8])
         of_next_bias = sums.to(dtype) if wanted[8] else None
-        coded = weight_by_columns(next_weight, next_held, next_factors, next_maxima, after=rows)
-        of_out = multiply(
-            rows, coded.t(), back(next_factors, GRADIENT), back(next_factors, WEIGHT), dtype
-        )  # (R, F)
-        of_next = multiply(
-            turned, next_columns.t(), back(next_factors, GRADIENT), back(next_factors, INPUT), dtype
-        )
+        of_out = input_gradient(rows, next_weight, next_held, next_factors, next_maxima, dtype)  # (R, F)
+        of_next = weight_gradient(turned, next_columns, next_factors, dtype)
         rows, turned, sums = coded_activation_backward(of_out, inner, bias, factors, maxima, ctx.gated)
-        coded = weight_by_columns(weight, held, factors, maxima, after=rows)
-        of_x = multiply(rows, coded.t(), back(factors, GRADIENT), back(factors, WEIGHT), dtype)
-        of_weight = multiply(turned, columns.t(), back(factors, GRADIENT), back(factors, INPUT), dtype)
+        of_x = input_gradient(rows, weight, held, factors, maxima, dtype)
+        of_weight = weight_gradient(turned, columns, factors, dtype)
         of_bias = None if bias is None else sums.to(dtype)
         of_first = (of_x, None, None, of_weight, of_bias, None, None)
         return *of_first, of_next, of_next_bias, *[None] * 6

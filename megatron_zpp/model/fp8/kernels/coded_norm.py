@@ -17,8 +17,10 @@ from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fp8.cast import INPUT
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
-from megatron_zpp.model.fp8.kernels.cast import encode, keep_maximum, outputs, rounded, turn
+from megatron_zpp.model.fp8.kernels.cast import encode, keep_maximum, outputs, turn
 from megatron_zpp.model.fused.norm import _shape, bias_of, gradients, normalise, without_contents
+
+_KIND = tl.constexpr(INPUT)
 
 
 def coded_norm(
@@ -106,7 +108,6 @@ def _coded_norm(
         *(total, mean, rstd, factors, maxima, codes, width, eps),
         ADDS=adds,
         CENTRED=centred,
-        KIND=INPUT,
         **_shape(width),
     )
     if columns:
@@ -130,7 +131,6 @@ def _coded_norm_kernel(
     eps,
     ADDS: tl.constexpr,
     CENTRED: tl.constexpr,
-    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -140,7 +140,7 @@ def _coded_norm_kernel(
         ADDS, CENTRED,
     )
     # fmt: on
-    scaled, sizes = encode(normed, tl.load(factors_ptr + 4 * KIND))
-    keep_maximum(maxima_ptr, sizes, KIND)
-    codes = rounded(scaled, by_rows_ptr.dtype.element_ty)
+    scaled, sizes = encode(normed, tl.load(factors_ptr + 4 * _KIND))
+    keep_maximum(maxima_ptr, sizes, _KIND)
+    codes = scaled.to(by_rows_ptr.dtype.element_ty)
     tl.store(by_rows_ptr + row * width + columns, codes, mask=columns < width)

@@ -1,4 +1,4 @@
-"""Codes of weights in both layouts, by kernels: of those that are held as codes (model/fp8/weights.py) too.
+"""Products of codes with weights, by kernels: also with those that are held as codes (model/fp8/weights.py).
 
 Shapes: n numbers, N outputs, K inputs. A program encodes consecutive numbers of a part of a weight;
 model/fp8/kernels/cast.py has the kernels that cast and transpose.
@@ -10,20 +10,19 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from megatron_zpp.model.fp8.cast import WEIGHT
+from megatron_zpp.model.fp8.cast import GRADIENT, INPUT, WEIGHT, back
+from megatron_zpp.model.fp8.delayed import multiply
 from megatron_zpp.model.fp8.kernels.cast import (
-    _COLUMNS,
-    _GROUPS,
-    _WARPS,
+    WARPS,
     _turn_kernel,
     cast,
     encode,
     grid,
     keep_maximum,
-    rounded,
 )
 
 _NUMBERS = 4096  # of a program that encodes: 32 numbers a thread
+_KIND, _COUNT = tl.constexpr(WEIGHT), tl.constexpr(_NUMBERS)
 
 
 def encode_weights(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor) -> None:
@@ -31,28 +30,34 @@ def encode_weights(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tens
     count = numbers.numel()
     _encode_kernel[(triton.cdiv(count, _NUMBERS),)](
         *(numbers, factors, maxima, codes, count),
-        KIND=WEIGHT,
-        NUMBERS=_NUMBERS,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
 
 
-def weight_by_rows(weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor) -> Tensor:
-    """The codes (N, K) of a weight (N, K), which may be `held` as such."""
-    if held is not None:
-        return held
-    codes, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
-    return codes
-
-
-def weight_by_columns(
-    weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor, *, after: Tensor
+def product(
+    codes: Tensor, weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The same column by column, (K, N); `after` as in plain_transpose."""
-    if held is not None:
-        return transpose(held, after)
-    _, codes = cast(weight, factors, maxima, WEIGHT, rows=False, columns=True)
-    return codes
+    """Codes (R, K) times a weight (N, K), which may be `held` as codes: (R, N)."""
+    rows = held
+    if rows is None:
+        rows, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
+    return multiply(codes, rows.t(), back(factors, INPUT), back(factors, WEIGHT), dtype, fast=True)
+
+
+def input_gradient(
+    codes: Tensor, weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """From codes of the gradient of the product (R, N): (R, K)."""
+    if held is None:
+        _, columns = cast(weight, factors, maxima, WEIGHT, rows=False, columns=True)
+    else:
+        columns = transpose(held, codes)
+    return multiply(codes, columns.t(), back(factors, GRADIENT), back(factors, WEIGHT), dtype)
+
+
+def weight_gradient(turned: Tensor, columns: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """From codes of the gradient of the product (N, R) and of the input (K, R), by columns: (N, K)."""
+    return multiply(turned, columns.t(), back(factors, GRADIENT), back(factors, INPUT), dtype)
 
 
 def transpose(codes: Tensor, after: Tensor) -> Tensor:
@@ -64,9 +69,7 @@ def transpose(codes: Tensor, after: Tensor) -> Tensor:
 def _transpose(codes: Tensor, after: Tensor) -> Tensor:
     height, width = codes.shape
     turned = codes.new_empty(width, height)
-    _turn_kernel[grid(height, width, _GROUPS, _COLUMNS)](
-        codes, turned, height, width, GROUPS=_GROUPS, COLUMNS=_COLUMNS, num_warps=_WARPS
-    )
+    _turn_kernel[grid(height, width)](codes, turned, height, width, num_warps=WARPS)
     return turned
 
 
@@ -82,12 +85,10 @@ def _encode_kernel(
     maxima_ptr,  # (3,) fp32
     codes_ptr,  # (n,)
     count,
-    KIND: tl.constexpr,
-    NUMBERS: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    at = tl.program_id(0).to(tl.int64) * _COUNT + tl.arange(0, _COUNT)
     inside = at < count
     numbers = tl.load(numbers_ptr + at, mask=inside, other=0.0)
-    scaled, sizes = encode(numbers, tl.load(factors_ptr + 4 * KIND))
-    keep_maximum(maxima_ptr, sizes, KIND)
-    tl.store(codes_ptr + at, rounded(scaled, codes_ptr.dtype.element_ty), mask=inside)
+    scaled, sizes = encode(numbers, tl.load(factors_ptr + 4 * _KIND))
+    keep_maximum(maxima_ptr, sizes, _KIND)
+    tl.store(codes_ptr + at, scaled, mask=inside)
