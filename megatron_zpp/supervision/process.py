@@ -6,7 +6,6 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from megatron_zpp.config.command_line import raise_interrupts
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.job_store import VARIABLE as SECRET
 from megatron_zpp.distributed.open_files import raise_limit
@@ -31,7 +30,6 @@ class Process:
 
         Ends the process with an error line if the variables are wrong.
         """
-        raise_interrupts()
         raise_limit()
         with one_line_errors(prog, Topology(), say=said_by_each):
             topology = Topology.from_environment(os.environ)
