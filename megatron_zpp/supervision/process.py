@@ -46,8 +46,9 @@ class Process:
 
     def connect(self, config: DistributedConfig) -> Rendezvous:
         """Connect to the store and wait for all ranks. Ends the process with an error line if that fails."""
-        say = self.per_node.about("meeting")
-        with one_line_errors(self.prog, self.topology, say=say):
+        with one_line_errors(
+            self.prog, self.topology, say=lambda _, line: self.per_node.say("meeting", line)
+        ):
             return connect_ranks(config, self.topology, self.prog)
 
 

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 from megatron_zpp.reporting.report.charts import chart, short
 from megatron_zpp.reporting.report.curves import Curve
-from megatron_zpp.reporting.report.page import Comparison, Report, Setting, page
+from megatron_zpp.reporting.report.page import Report, Setting, page
 from tests.reporting.test_curves import step
 
 EVIL = "</td></script><script>alert('\"&')</script>"
@@ -53,8 +53,8 @@ def test_a_page_needs_nothing_else_and_shows_text_as_it_is() -> None:
                 Setting("model", "--num-layers", EVIL, True),
                 Setting("model", "--seq-length", "16", False),
             ],
-            memory=[Comparison("peak", "1 GiB", "2 GiB", EVIL)],
-            traffic=[Comparison("between nodes", "3", "3", "equal")],
+            memory=[("peak", "1 GiB", "2 GiB", EVIL)],
+            traffic=[("between nodes", "3", "3", "equal")],
         )
     )
     found = Page(text)

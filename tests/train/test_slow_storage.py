@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,15 +86,9 @@ class Quiet(Reporter):
 
 def saver_of(engine: ZeroEngine, config: Config, reporter: Reporter, store: dist.Store) -> Saver:
     """As a run has it."""
-    return Saver(
-        engine,
-        config,
-        tokenizer=TOKENIZER,
-        tokenizer_files={},
-        reporter=reporter,
-        store=store,
-        start=Progress(),
-    )
+    ranks, start = SimpleNamespace(store=store, lease=None), Progress()
+    run = {"engine": engine, "config": config, "reporter": reporter, "ranks": ranks, "start": start}
+    return Saver(SimpleNamespace(**run, tokenizer=TOKENIZER, tokenizer_files={}))
 
 
 def train_beside_a_slow_save(topology: Topology, directory: str) -> tuple[int, list[str]]:

@@ -2,12 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of, newest_first, remove_old
@@ -16,13 +15,10 @@ from megatron_zpp.checkpoint.read_back import NotReadBack, read_back
 from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
-from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange, NoProgress
-from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.checksums import Checksums, OnProgress
-from megatron_zpp.storage.lease import Lease
 from megatron_zpp.storage.location import Location, location
-from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.train.run import Run
 
 
 class Saver:
@@ -34,36 +30,21 @@ class Saver:
     of a run could not be saved, or not be read back.
     """
 
-    def __init__(
-        self,
-        engine: ZeroEngine,
-        config: Config,
-        *,
-        tokenizer: dict[str, Any],
-        tokenizer_files: Mapping[str, bytes],
-        reporter: Reporter,
-        store: dist.Store,
-        start: Progress,
-        lease: Lease | None = None,
-    ) -> None:
-        """`tokenizer` describes the tokenizer, whose files are `tokenizer_files`.
-
-        `start` is the progress from which this process trains.
-
-        `lease` is that of --save; it is checked before a checkpoint is begun and before it is committed.
-        """
-        self._engine, self._tokenizer, self._reporter, self._store = engine, tokenizer, reporter, store
-        self._tokenizer_files = tokenizer_files
+    def __init__(self, run: Run) -> None:
+        """The lease of --save is checked before a checkpoint is begun and before it is committed."""
+        config, lease = run.config, run.ranks.lease
+        self._engine, self._reporter, self._store = run.engine, run.reporter, run.ranks.store
+        self._tokenizer, self._tokenizer_files = run.tokenizer, run.tokenizer_files
         self._settings, self._saved_config = config.checkpoint, config.to_json()
         self._options = SaveOptions(may_write=lease.check if lease is not None else lambda: None)
         self._timeout = config.distributed.timeout
-        self._newest = start if config.checkpoint.save == config.checkpoint.load else None
+        self._newest = run.start if config.checkpoint.save == config.checkpoint.load else None
         self._saves = 0
         self._written: tuple[Location, Checksums] | None = None  # the newest save, if it is committed
         self._keys: set[str] = set()  # this rank's, of saves that other ranks may not have ended yet
         self._failure: SaveFailed | None = None
         self._warning = ""  # of the last failure, until it is said
-        self._writer = writing_thread("save", engine.device)
+        self._writer = writing_thread("save", run.engine.device)
         self._behind: deque[Future[str | None]] = deque()  # work beside the training; their log lines
         self._snapshot: Snapshot | None = None
         if config.checkpoint.async_save:
