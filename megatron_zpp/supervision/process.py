@@ -12,7 +12,7 @@ from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.errors import end_at_once, one_line_errors, said_by_each
+from megatron_zpp.supervision.errors import end_at_once, one_line_errors
 from megatron_zpp.supervision.once_per_node import OncePerNode
 
 
@@ -31,7 +31,7 @@ class Process:
         Ends the process with an error line if the variables are wrong.
         """
         raise_limit()
-        with one_line_errors(prog, Topology(), say=said_by_each):
+        with one_line_errors(prog, Topology()):
             topology = Topology.from_environment(os.environ)
             per_node = OncePerNode.of(topology, launcher_variables(os.environ))
         return cls(prog=prog, topology=topology, per_node=per_node)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of, newest_first, remove_old
+from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import NotReadBack, read_back
 from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
@@ -41,6 +41,7 @@ class Saver:
         self._newest = run.start if config.checkpoint.save == config.checkpoint.load else None
         self._saves = 0
         self._written: tuple[Location, Checksums] | None = None  # the newest save, if it is committed
+        self._kept = "earlier checkpoints are unchanged"  # in a warning: what a start would load
         self._keys: set[str] = set()  # this rank's, of saves that other ranks may not have ended yet
         self._failure: SaveFailed | None = None
         self._warning = ""  # of the last failure, until it is said
@@ -127,6 +128,7 @@ class Saver:
             )
         finally:
             self._keys |= exchange.keys()
+        self._kept = f"iteration {state['progress']['iteration']} is the newest"
         exchange.forget(earlier)  # all ranks have contributed to this save
         self._keys -= earlier
         return f" saved {self._written[0]} in {time.perf_counter() - started:.1f} s"
@@ -176,7 +178,7 @@ class Saver:
             if isinstance(failure, NotReadBack):
                 what, kept = "the newest checkpoint could not be read back", "older ones are kept"
             else:
-                what, kept = "a checkpoint could not be saved", self._describe_newest()
+                what, kept = "a checkpoint could not be saved", self._kept
             self._warning = f"{what}: {failure}; {kept}; training continues"
             return
         if line is not None:
@@ -187,15 +189,3 @@ class Saver:
         if self._warning:
             self._reporter.warn(self._warning)
             self._warning = ""
-
-    def _describe_newest(self) -> str:
-        """Which checkpoint a start would load; looked up where storage that does not answer harms nobody."""
-        assert self._settings.save is not None
-        directory = location(self._settings.save)
-        try:
-            newest = self._options.files.run(
-                lambda on_progress: next(newest_first(directory), None), self._exchange("newest")
-            )
-        except OSError:
-            return "earlier checkpoints are unchanged"
-        return f"iteration {iteration_of(newest)} is the newest" if newest else "there is no checkpoint yet"
