@@ -96,7 +96,7 @@ class StepLog:
         )
         for line in lines:
             self._reporter.say(line)
-        interval.restart()
+        self._interval = Interval(self._engine.device, watch=interval.watch)  # which was lapped
 
     def _more(self) -> Record:
         """The numbers that flags ask for; every rank must call it."""
