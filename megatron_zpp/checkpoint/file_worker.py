@@ -50,4 +50,5 @@ class FileWorker:
                 abandoned = True
                 raise Stuck(f"no progress for {exchange.timeout}")
             wait([outcome], left)
+        self._outcome = None  # which would keep what the work returned
         return outcome.result()

@@ -106,7 +106,7 @@ class Exchange:
 
     def first(self, name: str, value: Any) -> Any:
         """Return on every rank the value of the lowest rank that has one which is not None; else None."""
-        return self.combine(name, value, lambda all: next((one for one in all if one is not None), None))
+        return self.combine(name, value, lambda them: next((one for one in them if one is not None), None))
 
     def clear(self) -> None:
         """Delete from the store what this rank contributed. To be called when rank 0 has gathered it.
