@@ -3,13 +3,13 @@
 megatron_zpp/commands/pretrain.py is the table of contents of a run.
 """
 
-from megatron_zpp.commands.scripts import before_torch, end_on_interrupt
+from megatron_zpp.commands.scripts import run
 
-if __name__ == "__main__":
-    end_on_interrupt()
-    before_torch()
 
-from megatron_zpp.commands.pretrain import main
+def main() -> None:
+    """Train, as `megatron-zpp train` does."""
+    run("train")
+
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,7 @@ import tokenizers  # noqa: F401
 import torch._dynamo  # noqa: F401 - torch itself does at the first step, for most of two seconds
 
 import megatron_zpp.commands.evaluate
+import megatron_zpp.commands.pretrain
 import megatron_zpp.commands.sample
 import megatron_zpp.config.legacy.translate
 import megatron_zpp.model.parallel.layers
@@ -15,9 +16,8 @@ import megatron_zpp.model.row_blocks
 import megatron_zpp.ops.library
 import megatron_zpp.train.dry_run  # with plan/
 import megatron_zpp.train.resume.restore
-import megatron_zpp.train.saving.run_file
 import megatron_zpp.train.saving.saver
+import megatron_zpp.train.setup.run_file
 import megatron_zpp.train.setup.save_lease  # noqa: F401
-import pretrain_gpt  # noqa: F401
 
 gc.freeze()  # a fork then need not copy what its collector would only look at

@@ -18,6 +18,7 @@ import sentencepiece  # noqa: F401 - what runs import where they use it
 import tokenizers  # noqa: F401
 import torch._dynamo  # noqa: F401 - torch itself does at the first step
 
+import megatron_zpp.commands.pretrain  # noqa: F401 - what the ranks run
 import pretrain_gpt
 from tests.support import free_port
 

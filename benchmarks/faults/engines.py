@@ -90,7 +90,9 @@ def save(
     exchange = Exchange(store, engine.topology, timeout, f"save/{path}")
     written, checksums = write_checkpoint(path, shards, state, exchange, options)
     if reads_back:
-        read_back(written, checksums, Exchange(store, engine.topology, timeout, f"read back/{path}"), options)
+        read_back(
+            written, checksums, Exchange(store, engine.topology, timeout, f"read back/{path}"), options.files
+        )
     return written
 
 

@@ -172,7 +172,7 @@ class ZeroEngine(engine.ZeroEngine):
         Every rank must call it, and writes its own shards; all see the same file system. A kill at any time
         leaves the checkpoint whole or absent. `extra` is a JSON value that `load` returns: where the data
         stand, the schedule, random numbers. With `keep_last` the checkpoint is read back, and then all but so
-        many are removed. Raises SaveFailed, an OSError.
+        many are removed, unless it is damaged. Raises SaveFailed, an OSError.
         """
         if keep_last is not None and keep_last < 1:
             raise option_error("keep_last", keep_last, "must be at least 1")
@@ -184,7 +184,7 @@ class ZeroEngine(engine.ZeroEngine):
         exchange = self._exchange("save")
         path, checksums = write_checkpoint(path, shards, state | {"extra": extra}, exchange, options)
         if keep_last is not None:
-            read_back(path, checksums, self._exchange("read-back"), options)
+            read_back(path, checksums, self._exchange("read-back"), self._files)
             if self.mesh.rank == 0:
                 remove_old(path.parent, keep_last, None, newest=path)
         return path

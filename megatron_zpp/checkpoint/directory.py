@@ -266,16 +266,7 @@ def write_tracker(directory: Location) -> None:
     """
     with contextlib.suppress(OSError):
         if newest := next(newest_first(directory), None):
-            path, text = directory / TRACKER, f"{iteration_of(newest)}\n"
-            if not _holds(path, text.encode()):
-                write_text(path, text)
-
-
-def _holds(path: Location, content: bytes) -> bool:
-    try:
-        return read_limited(path, len(content)) == content
-    except OSError:
-        return False
+            write_text(directory / TRACKER, f"{iteration_of(newest)}\n")
 
 
 def remove_leftovers(directory: Path) -> None:

@@ -1,12 +1,12 @@
 """Runs file operations that may never return on a thread, so that the rank that waits can abandon them."""
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.storage.background import started
 from megatron_zpp.storage.checksums import OnProgress
 
 
@@ -15,15 +15,15 @@ class Stuck(OSError):
 
 
 class FileWorker:
-    """Does one piece of work at a time, on a daemon thread, which does not keep the process alive."""
+    """Does one piece of work at a time, on a thread that does not keep the process alive."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._outcome: Future[Any] | None = None
 
     @property
     def busy(self) -> bool:
         """Whether work is running, abandoned or not."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._outcome is not None and not self._outcome.done()
 
     def run(self, work: Callable[[OnProgress], Any], exchange: Exchange) -> Any:
         """Return or raise what `work` does, which must call its argument whenever it makes progress.
@@ -33,7 +33,7 @@ class FileWorker:
         """
         if self.busy:
             raise Stuck("is still busy with earlier files")
-        moved, abandoned, outcome = time.monotonic(), False, Future[Any]()
+        moved, abandoned = time.monotonic(), False
 
         def on_progress() -> None:
             nonlocal moved
@@ -42,19 +42,13 @@ class FileWorker:
             moved = time.monotonic()
             exchange.progress()
 
-        def do() -> None:
-            try:
-                outcome.set_result(work(on_progress))
-            except BaseException as error:
-                outcome.set_exception(error)
-
-        self._thread = threading.Thread(target=do, name="files", daemon=True)
-        self._thread.start()
+        self._outcome = outcome = started(lambda: work(on_progress), "files")
         limit = exchange.timeout.total_seconds()
-        while self.busy:
+        while not outcome.done():
             left = moved + limit - time.monotonic()
             if left < 0:
                 abandoned = True
                 raise Stuck(f"no progress for {exchange.timeout}")
-            self._thread.join(left)
+            wait([outcome], left)
+        self._outcome = None  # which would keep what the work returned
         return outcome.result()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import STATE_LIMIT, CheckpointReader
-from megatron_zpp.checkpoint.same_model import check_states, check_tokenizer, check_units
+from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
 from megatron_zpp.checkpoint.states import (
     describe_buffers,
     describe_units,
@@ -64,7 +64,11 @@ def load_checkpoint(
                 elif is_residual(kind):
                     _load_residual(kind, reader, engine, padded)
                 elif reader.state["with_optimizer"] and not (kind == MOMENTUM and kind not in saved):
-                    check_states(path, kind, reader.state.get("kinds"))
+                    if "kinds" in reader.state and kind not in saved:
+                        there = ", ".join(saved[1:])
+                        raise ValueError(
+                            f"{path}: has no {kind}, which this optimizer needs; it was saved with {there}"
+                        )
                     _load(kind, reader, engine, padded)
                 else:  # no step was taken (imported weights), or AdamW took them and had no momentum
                     engine.states.fill(kind, lambda unit, elements, target: target.zero_())

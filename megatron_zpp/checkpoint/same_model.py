@@ -1,6 +1,6 @@
 """Refuses a checkpoint of another model or tokenizer than the run's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_zpp.config.model import ModelConfig
@@ -19,13 +19,6 @@ def check_tokenizer(path: Location, saved: dict[str, Any], present: dict[str, An
             f"{path}: was trained with {in_words(saved)}, this run has {in_words(present)}; give the "
             "tokenizer flags of that run"
         )
-
-
-def check_states(path: Location, kind: str, saved: Sequence[str] | None) -> None:
-    """Raise ValueError unless `kind`, a state of this run's optimizer, is among those `saved`, if known."""
-    if saved is not None and kind not in saved:
-        there = ", ".join(saved[1:])
-        raise ValueError(f"{path}: has no {kind}, which this optimizer needs; it was saved with {there}")
 
 
 def check_units(

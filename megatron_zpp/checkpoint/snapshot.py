@@ -64,9 +64,8 @@ def writing_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
 
     A thread begins with device 0, on which a process would take memory that has another device.
     """
-    if device.type != "cuda":
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-    return ThreadPoolExecutor(1, name, initializer=torch.cuda.set_device, initargs=(device,))
+    initializer = torch.cuda.set_device if device.type == "cuda" else lambda _: None
+    return ThreadPoolExecutor(1, name, initializer=initializer, initargs=(device,))
 
 
 def _buffer_for(tensor: Tensor) -> Tensor:

@@ -39,30 +39,21 @@ class CorpusConfig(Options):
             raise self.error("output", "must end in .jsonl")
 
 
-@dataclass(frozen=True)
-class Source:
-    """A source of text."""
-
-    name: str
-    disk_bytes: int
-    texts: Iterator[Texts]
-
-
 def main() -> None:
     if any(word.startswith("--hf-") for word in sys.argv[1:]):
         load = "datasets.load_dataset(NAME, split='train').to_json('corpus.jsonl')"
         raise UsageError(f"--hf-dataset: removed; in Python, {load} writes JSON lines of any data set")
     config = parse_options(CorpusConfig, program_name(), __doc__, sys.argv[1:])
     unwind_on_sigterm()
-    source = open_source(config)
+    name, disk_bytes, documents = open_source(config)
     check_replaceable("--output", config.output)
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     with (
-        Progress("collecting", source.disk_bytes, every=1000) as progress,
+        Progress("collecting", disk_bytes, every=1000) as progress,
         replacing(config.output) as output,
     ):
         report = Report(progress.say)
-        for found in source.texts:
+        for found in documents:
             report.add(found.problems, found.where)
             lines = [json_line(text, found.path) for text in found.texts]
             output.write(b"".join(lines))
@@ -70,25 +61,25 @@ def main() -> None:
                 disk_bytes=found.disk_bytes, text_bytes=sum(map(len, lines)), documents=len(lines)
             )
         if not progress.documents:
-            raise ValueError(f"{source.name}: no documents (skipped: {report.summary()})")
+            raise ValueError(f"{name}: no documents (skipped: {report.summary()})")
     print(
-        f"{config.output}: {progress.documents:,} documents of {source.name}, "
+        f"{config.output}: {progress.documents:,} documents of {name}, "
         f"{os.path.getsize(config.output) / 1e6:,.1f} MB; skipped: {report.summary()}"
     )
 
 
-def open_source(config: CorpusConfig) -> Source:
-    """Return the source of the text. Raises ValueError if it does not exist."""
+def open_source(config: CorpusConfig) -> tuple[str, int, Iterator[Texts]]:
+    """Return the name of the source, its bytes on disk and its text. Raises ValueError if there is none."""
     if config.input:
         files = find_files("--input", config.input, output=config.output)
         for path in files:
             check_suffix("--input", path)
         documents = (texts for path in files for texts in read_documents(path, config.json_key))
-        return Source(f"{len(files):,} files", sum(map(os.path.getsize, files)), documents)
+        return f"{len(files):,} files", sum(map(os.path.getsize, files)), documents
     directory = standard_library()
     modules = source_files(directory)
     total = sum(file.stat().st_size for file in modules)
-    return Source(f"Python's standard library ({directory})", total, read_source(directory, modules))
+    return f"Python's standard library ({directory})", total, read_source(directory, modules)
 
 
 def json_line(text: str, path: str) -> bytes:

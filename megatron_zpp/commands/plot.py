@@ -25,7 +25,6 @@ from megatron_zpp.reporting.report.curves import (
     curve,
     metric_names,
     read_metrics,
-    smoothed,
 )
 from megatron_zpp.storage.files import check_replaceable, write_whole
 
@@ -126,16 +125,15 @@ def _draw_metric(
     having = [run for run in records if by_iteration(run, metric)]
     loss, colour = metric == "lm_loss", f"C{number % 10}"
     name = f"{_in_legend(label)}: training" if loss else _in_legend(label)
-    if len(having) > 1:
+    if having:
         joined = _band(having, metric, label, config)
-        axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
-        axes.plot(joined.x, joined.mean, color=colour, alpha=0.8, label=f"{name}, mean of {len(having)}")
-    elif having:
-        points = curve(having[0], metric, config.x)
-        if config.smoothing:
+        if len(having) > 1:
+            axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
+            name += f", mean of {len(having)}"
+        elif config.smoothing:
+            points = curve(having[0], metric, config.x)
             axes.plot(points.x, points.y, color=colour, alpha=0.2)
-        drawn = smoothed(points.y, config.smoothing)
-        axes.plot(points.x, drawn, color=colour, alpha=0.6 if loss else 0.9, label=name)
+        axes.plot(joined.x, joined.mean, color=colour, alpha=0.6 if loss else 0.9, label=name)
     if loss:
         _draw_evaluations(axes, label, records, number, dataclasses.replace(config, smoothing=0.0))
 

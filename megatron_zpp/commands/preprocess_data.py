@@ -84,13 +84,12 @@ def main() -> None:
         report = Report(progress.say, strict=config.strict)
         if config.partitions > 1:
             progress.say("--partitions has no effect: all --workers share one input")
-        for block in encode_files(files, build, config.num_workers()):
-            encoded = block.encoded
+        for encoded, block, where in encode_files(files, build, config.num_workers()):
             for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths, strict=True):
                 writer.add_documents(tokens, lengths)
-            report.add(encoded.problems, block.where)
+            report.add(encoded.problems, where)
             progress.advance(
-                disk_bytes=block.disk_bytes, text_bytes=block.text_bytes, documents=encoded.lengths[0].size
+                disk_bytes=block.disk_bytes, text_bytes=len(block.content), documents=encoded.lengths[0].size
             )
         if not progress.documents:
             raise config.error("input", f"has no documents (skipped: {report.summary()})")

@@ -124,7 +124,7 @@ def memory_rows(job: Job, records: Records) -> list[Comparison]:
     """The planned parts of the memory, and the planned peak beside the measured one."""
     planned = memory_of(job)
     rows = [
-        Comparison(name, _gib(getattr(planned, part)), "")
+        (name, _gib(getattr(planned, part)), "", "")
         for part, name in (
             ("weights", "weights, as they compute and are sent"),
             ("optimizer", "master weights and moments"),
@@ -141,7 +141,7 @@ def memory_rows(job: Job, records: Records) -> list[Comparison]:
     note = f"planned in {planned.peak_at}"
     if on_cpus:
         note += "; a plan is for GPUs: on a CPU the whole process is measured, with its libraries"
-    rows.append(Comparison("peak", _gib(planned.peak), _gib(max(peaks)) if peaks else "", note))
+    rows.append(("peak", _gib(planned.peak), _gib(max(peaks)) if peaks else "", note))
     return rows
 
 
@@ -157,7 +157,7 @@ def traffic_rows(job: Job | None, records: Records) -> list[Comparison]:
         note = ""
         if planned is not None:
             note = "equal" if planned == measured[-1] else f"differs by {measured[-1] - planned:+,.0f}"
-        rows.append(Comparison(what, "" if planned is None else f"{planned:,}", f"{measured[-1]:,.0f}", note))
+        rows.append((what, "" if planned is None else f"{planned:,}", f"{measured[-1]:,.0f}", note))
     return rows
 
 

@@ -9,17 +9,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import FrameType
-from typing import NoReturn
 
-from megatron_zpp.config.command_line import (
-    INTERRUPTED,
-    check_packages,
-    end_with_usage_error,
-    program_name,
-    raise_interrupts,
-    run_tool,
-)
+from megatron_zpp.config.command_line import check_packages, end_with_usage_error, program_name, run_tool
 from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.version import __version__
 
@@ -61,7 +52,6 @@ _LIKELY = 0.6  # similarity of a typing error
 
 def main() -> None:
     """Run the command that the first argument names."""
-    end_on_interrupt()
     program = program_name()
     command, *argv = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
@@ -80,19 +70,11 @@ def main() -> None:
 def run(command: str) -> None:
     """Run a command with the arguments and the name in sys.argv."""
     program = COMMANDS[command]
-    if command == "torchrun":  # which handles signals itself
-        raise_interrupts()
-    else:
-        end_on_interrupt()
     if command == "plan":
         sys.argv.insert(1, "--dry-run")
     if program.module == "commands.pretrain":
         before_torch()
-    try:
-        program_main = import_module(f"megatron_zpp.{program.module}").main
-    except ModuleNotFoundError as error:  # a package that few need, such as lm_eval
-        missing = error
-        run_tool(lambda: _raise(missing))
+    program_main = run_tool(lambda: import_module(f"megatron_zpp.{program.module}").main)
     if program.of_ranks:
         program_main()
     else:
@@ -106,33 +88,15 @@ def renamed() -> None:
     command = _RENAMED.get(name, name)
     if not command:
         command = sys.argv.pop(1) if sys.argv[1:2] in (["import"], ["export"]) else ""
-    if is_first_of_node():
+    if (
+        os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+    ):  # one rank of a node says it
         sys.stderr.write(f"{old}: warning: is deprecated; use megatron-zpp {command or 'import or export'}\n")
     if not command:
         end_with_usage_error(old, "no action: must be import or export")
     if name == "import-checkpoint":
         sys.argv = _with_target_last(sys.argv)
     run(command)
-
-
-def end_on_interrupt() -> None:
-    """Let SIGINT end this process, with a line of one rank per node, until the program handles it.
-
-    While modules are imported Python would print a traceback of each rank.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell's job in the background
-        signal.signal(signal.SIGINT, _end)
-
-
-def is_first_of_node() -> bool:
-    """Whether this process is the one of its node that says what all would say."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    if is_first_of_node():
-        os.write(2, f"{os.path.basename(sys.argv[0])}: interrupted\n".encode())
-    os._exit(INTERRUPTED)
 
 
 def before_torch() -> None:
@@ -163,10 +127,6 @@ def _help(program: str) -> str:
             f"{program} COMMAND --help lists the flags of a command, {program} --version the version.",
         ]
     )
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _write(text: str) -> None:

@@ -4,17 +4,17 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from megatron_zpp.config.options import UsageError, printable
 
 DEBUG = "MEGATRON_ZPP_DEBUG"  # in the environment: errors have their traceback
 INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
+_Result = TypeVar("_Result")
 
 
 def program_name() -> str:
@@ -28,18 +28,18 @@ def program_name() -> str:
     return os.path.basename(sys.argv[0])
 
 
-def run_tool(main: Callable[[], object]) -> None:
-    """Run `main`; exit with 1 after an error, 2 for a bad command line, 130 if interrupted.
+def run_tool(main: Callable[[], _Result]) -> _Result:
+    """Return what `main` does; exit with 1 after an error, 2 for a bad command line, 130 if interrupted.
 
     Errors that the user can fix (ValueError, OSError, a missing package) are shortened to one line. Any other
     exception is a bug and keeps its traceback.
     """
     prog = program_name()
-    raise_interrupts()
     try:
-        main()
+        result = main()
         if sys.stdout is not None:  # a program may be started without it
             sys.stdout.flush()
+        return result
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -53,16 +53,6 @@ def run_tool(main: Callable[[], object]) -> None:
             traceback.print_exc()
         _print_error(prog, one_line(error))
         sys.exit(1)
-
-
-def raise_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again: commands/scripts.py had another handler for the imports.
-
-    A process that a shell has started in the background ignores it, and still does.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end_with_usage_error(prog: str, message: str) -> NoReturn:

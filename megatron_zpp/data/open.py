@@ -29,7 +29,7 @@ from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.location import ObjectError
 
 if TYPE_CHECKING:
-    from megatron_zpp.data.text.open import OpenText
+    from megatron_zpp.data.text.cache import TokenCache
 
 _PROBED = 8  # samples read at open: they almost always reveal ids of another vocabulary
 
@@ -71,7 +71,7 @@ class SplitOpener:
     evaluated: int | None = None
     say: Callable[[str], None] = lambda line: None
     data: dict[str, IndexedDataset] = field(default_factory=dict, init=False)  # opened once for all splits
-    texts: dict[str, "OpenText"] = field(default_factory=dict, init=False)
+    texts: dict[str, "TokenCache"] = field(default_factory=dict, init=False)
 
     def open(self, needed: Collection[str]) -> Splits:
         """Open the splits in `needed`, of train, valid, test.
@@ -127,7 +127,7 @@ class SplitOpener:
     def _size(self, split: str, flag: str, path: str) -> float:
         """Return the weight of a data set without one: bytes of text, or tokens of the split."""
         if is_text(path):
-            return float(self._text(flag, path).size)
+            return float(self._text(flag, path).source.size)
         first, last = self._part(split, flag, None, path).tokens()
         return float(last - first)
 
@@ -157,7 +157,10 @@ class SplitOpener:
             mask = "--" + self.config.masks[0].replace("_", "-")
             fix = f"the documents of the text {path} have no end of document; add --append-eod"
             raise option_error(mask, "(given)", fix)
-        text = self._text(flag, path)
+        from megatron_zpp.data.text.samples import text_samples
+
+        cache = self._text(flag, path)
+        text = cache.source
         blocks = range_of_split(self.config, split, text.blocks)
         if blocks[0] == blocks[1]:
             what = f"leaves no {split} part of {path}, which is cut into {counted(text.blocks, 'block')}"
@@ -169,7 +172,7 @@ class SplitOpener:
         if prepared is not None:
             # A blend deviates from the shares by up to half a sample per level of its tree.
             prepared = math.ceil(prepared * weight / sum(weights)) + len(weights)
-        return text.samples(split, blocks, self.seq_length, seed, prepared)
+        return text_samples(split, cache, blocks, self.seq_length, seed, prepared)
 
     def _megatron(self, split: str, flag: str, parts: list[DatasetSlice]) -> Samples:
         from megatron_zpp.data.megatron.dataset import MegatronOrders
@@ -207,7 +210,7 @@ class SplitOpener:
                 raise option_error("--verify-data", "(given)", fix)
         return self.data[prefix]
 
-    def _text(self, flag: str, path: str) -> "OpenText":
+    def _text(self, flag: str, path: str) -> "TokenCache":
         if path not in self.texts:
             from megatron_zpp.data.text.open import open_text
 

@@ -5,9 +5,9 @@ second to find out whether other ranks make progress. Rank 0 collects the values
 """
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_zpp.distributed.job_store import COUNTER
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.storage.background import started
 
 _REPORT_EVERY = 1.0  # seconds, at most, between reports of progress by a rank, and between checks for them
 _POLL = 0.5  # seconds, at most, between requests for a value that a rank no longer waits for
@@ -105,7 +106,7 @@ class Exchange:
 
     def first(self, name: str, value: Any) -> Any:
         """Return on every rank the value of the lowest rank that has one which is not None; else None."""
-        return self.combine(name, value, _first)
+        return self.combine(name, value, lambda them: next((one for one in them if one is not None), None))
 
     def clear(self) -> None:
         """Delete from the store what this rank contributed. To be called when rank 0 has gathered it.
@@ -156,10 +157,12 @@ class Exchange:
         """Wait for the values of all keys, and return them. NoProgress has the first key without one."""
         patience = _Patience(self.timeout, keys, longer=2 * self._every)
         while True:
-            waiting = _Waiting(self._store, keys)
+            # A request with a time-out would write warnings to stderr whenever the time is over.
+            answer = started(lambda: self._store.wait(keys, _NO_LIMIT), "exchange")
             try:
-                while not waiting.over(self._every):
+                while not wait([answer], self._every).done:
                     self._look(patience)
+                answer.result()
             except dist.DistError:  # the store is gone, and a new connection would be tried for long
                 raise
             except BaseException:
@@ -205,33 +208,6 @@ class Exchange:
         return f"{self._purpose}/{name}"
 
 
-class _Waiting:
-    """A request that the store answers when all keys exist, sent by a thread.
-
-    A request with a time-out would write warnings to stderr whenever the time is over.
-    """
-
-    def __init__(self, store: dist.Store, keys: list[str]) -> None:
-        self._store, self._keys = store, keys
-        self._error: BaseException | None = None
-        self._answered = threading.Event()
-        threading.Thread(target=self._wait, name="exchange", daemon=True).start()
-
-    def over(self, seconds: float) -> bool:
-        """Whether the keys exist within `seconds`. Raises the error of the request."""
-        answered = self._answered.wait(seconds)
-        if self._error is not None:
-            raise self._error
-        return answered
-
-    def _wait(self) -> None:
-        try:
-            self._store.wait(self._keys, _NO_LIMIT)
-        except BaseException as error:
-            self._error = error
-        self._answered.set()
-
-
 class _Patience:
     """How long a rank waits: until a time-out without progress, and without the next of the values.
 
@@ -265,7 +241,3 @@ class _Patience:
 
     def _extend(self) -> None:
         self._deadline = time.monotonic() + self._seconds
-
-
-def _first(values: list[Any]) -> Any:
-    return next((value for value in values if value is not None), None)

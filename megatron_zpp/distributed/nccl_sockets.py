@@ -10,8 +10,8 @@ import os
 import platform
 import resource
 from collections.abc import MutableMapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import starmap
+from typing import Any, NamedTuple
 
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.nccl_network import (
@@ -33,8 +33,7 @@ _DIRECTIONS, _CHANNELS, _NEIGHBOURS, _COMMUNICATORS = 2, 2, 4, 6
 _OTHER_FILES = 256  # libraries, devices, data and logs of the process
 
 
-@dataclass(frozen=True)
-class SocketChoice:
+class SocketChoice(NamedTuple):
     """Whether all ranks set NCCL's numbers, and why; no reason where there is nothing to say."""
 
     chosen: bool
@@ -49,8 +48,7 @@ class SocketChoice:
         return [f" NCCL's sockets: {numbers}, because {self.reason}"]
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(NamedTuple):
     """What a rank tells the others: an objection, if it has one, and the cores that it may use."""
 
     objection: str | None
@@ -74,7 +72,7 @@ def choose_nccl_sockets(
     objection = objection_to(nodes, settings, read_network(), files)
     mask = sum(1 << core for core in os.sched_getaffinity(0))
     report = RankReport(objection, platform.node(), f"{mask:x}")
-    choice = SocketChoice(**exchange.combine("nccl_sockets", asdict(report), agree))
+    choice = SocketChoice(*exchange.combine("nccl_sockets", report, agree))
     if choice.chosen:
         environment.update({THREADS: str(_THREADS), PER_THREAD: str(_PER_THREAD)})
     return choice
@@ -99,11 +97,11 @@ def objection_to(nodes: int, settings: NcclSettings, network: Network, files: in
     return f"sockets to {nodes - 1} other nodes need about {need} open files, and ulimit -n is {files}"
 
 
-def agree(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The SocketChoice of all ranks by their RankReports; both as JSON values."""
-    of_ranks = [RankReport(**report) for report in reports]
+def agree(reports: Sequence[Sequence[Any]]) -> SocketChoice:
+    """What all ranks do by their RankReports, as JSON has them."""
+    of_ranks = list(starmap(RankReport, reports))
     objection = _first_objection(of_ranks) or _too_few_cores(of_ranks)
-    return asdict(SocketChoice(not objection, objection or "NCCL uses TCP and would have one socket"))
+    return SocketChoice(not objection, objection or "NCCL uses TCP and would have one socket")
 
 
 def cores_of_ranks(reports: Sequence[RankReport]) -> list[float]:

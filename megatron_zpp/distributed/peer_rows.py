@@ -115,7 +115,6 @@ class CopiedRows:
             self._hear(_FREE, peer)
 
     def gather(self, rows: Tensor, *, whole: bool = False) -> None:
-        """See PeerRows."""
         self._after_kernels()
         with torch.cuda.stream(self._stream):
             for peer in others_first(self._group)[:-1]:
@@ -126,18 +125,15 @@ class CopiedRows:
         self._arrive(_GATHERED)
 
     def rows_of(self, rank: int) -> Tensor:
-        """See PeerRows."""
         self._there[_GATHERED, rank].wait()
         return self._region(_GATHERED, self._group.rank)[rank]
 
     def gathered(self) -> Tensor:
-        """See PeerRows."""
         for rank in own_first(self._group)[1:]:
             self._there[_GATHERED, rank].wait()
         return self._region(_GATHERED, self._group.rank).flatten(0, 1)
 
     def send(self, rows: Tensor, rank: int) -> None:
-        """See PeerRows."""
         self._sent.append(rows)
         self._after_kernels()
         with torch.cuda.stream(self._stream):
@@ -147,11 +143,9 @@ class CopiedRows:
             self._arrive(_SUMMED)
 
     def own(self) -> Tensor:
-        """See PeerRows."""
         return self._region(_SUMMED, self._group.rank)[self._group.rank]
 
     def sum(self) -> Tensor:
-        """See PeerRows."""
         for rank in own_first(self._group)[1:]:
             self._there[_SUMMED, rank].wait()
         parts = self._region(_SUMMED, self._group.rank)
@@ -198,27 +192,21 @@ class CollectiveRows:
         self._parts = like.new_empty(group.size, rows, width)
 
     def gather(self, rows: Tensor, *, whole: bool = False) -> None:
-        """See PeerRows."""
         self._group.gather_into(self._received.flatten(0, 1), rows)
 
     def rows_of(self, rank: int) -> Tensor:
-        """See PeerRows."""
         return self._received[rank]
 
     def gathered(self) -> Tensor:
-        """See PeerRows."""
         return self._received.flatten(0, 1)
 
     def send(self, rows: Tensor, rank: int) -> None:
-        """See PeerRows."""
         self._parts[rank] = rows
 
     def own(self) -> Tensor:
-        """See PeerRows."""
         return self._parts[self._group.rank]
 
     def sum(self) -> Tensor:
-        """See PeerRows."""
         return self._group.exchange_parts(self._parts).sum(0)
 
 

@@ -7,9 +7,9 @@ import platform
 import secrets
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.open_files import reserve_connections
 from megatron_zpp.distributed.rank_addresses import SAY_AFTER, RankAddress, Rendezvous, ranges
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.storage.background import started
 
 _Answer = TypeVar("_Answer")
 _GAVE_UP = "gave_up"  # in the store: the verdict of a rank that rank 0 did not answer
@@ -147,24 +148,12 @@ def _answer(ask: Callable[[], _Answer], until: Callable[[], float]) -> _Answer:
     That time may move. A request to a store whose process is stopped, or behind a link that is cut, waits
     without a limit, and so does one to a program that is no store.
     """
-    answers: list[_Answer] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(ask())
-        except BaseException as error:
-            errors.append(error)
-
-    asking = threading.Thread(target=run, daemon=True)
-    asking.start()
-    while asking.is_alive() and (left := until() - time.monotonic()) > 0:
-        asking.join(left)
-    if errors:
-        raise errors[0]
-    if not answers:
+    answer = started(ask, "rendezvous")
+    while not answer.done() and (left := until() - time.monotonic()) > 0:
+        wait([answer], left)
+    if not answer.done():
         raise TimeoutError
-    return answers[0]
+    return answer.result()
 
 
 def interface_of(address: str) -> str:

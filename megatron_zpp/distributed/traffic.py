@@ -19,9 +19,7 @@ class TrafficLedger:
 
     def to_every_peer(self, ranks: Sequence[int], nbytes: int) -> None:
         """Count `nbytes` to each of the other `ranks`, as an all-to-all sends them."""
-        for peer in ranks:
-            if peer != self._rank:
-                self._count(peer, nbytes)
+        self.to_peers(ranks, [nbytes] * len(ranks))
 
     def to_peers(self, ranks: Sequence[int], nbytes: Sequence[int]) -> None:
         """Count so many bytes to each of the `ranks`; what this rank keeps is not sent."""

@@ -102,7 +102,7 @@ def _documents(files: Sequence[str], json_key: str) -> Iterator[tuple[str, str]]
     for path in files:
         found = False
         for block in read_documents(path, json_key):
-            for problem in block.problems.first:
+            for problem in block.problems:
                 raise _refused(f"{path} line {problem.line}", f"{problem.kind}: {problem.detail}")
             for text in block.texts:
                 found = True

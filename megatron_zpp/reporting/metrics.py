@@ -109,12 +109,10 @@ class Interval:
     raised_units: int | None = None  # the most of any step; None where no weight differences are sent
     traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
     watch: Stopwatch = field(default_factory=Stopwatch)
-
-    def __post_init__(self) -> None:
-        # Of each step, on the device, because reading them would wait for it: loss, and 1 if it was skipped.
-        self._losses: list[Tensor] = []
-        self._skips: list[Tensor] = []
-        self._weights: list[float] = []  # of each step, of this rank's loss
+    # Of each step, on the device, because reading them would wait for it: loss, and 1 if it was skipped.
+    _losses: list[Tensor] = field(default_factory=list)
+    _skips: list[Tensor] = field(default_factory=list)
+    _weights: list[float] = field(default_factory=list)  # of each step, of this rank's loss
 
     def add(
         self, loss: Tensor, weight: float, result: StepResult, samples: int, traffic: tuple[int, int]
@@ -161,12 +159,6 @@ class Interval:
         return torch.where(
             taken > 0, torch.where(left_out, 0.0, losses).sum() / taken.clamp(min=1), losses.mean()
         )
-
-    def restart(self) -> None:
-        """Begin the next interval; the caller has lapped the stopwatch."""
-        self.iterations = self.samples = self.batch = 0
-        self._losses, self._skips, self._weights = [], [], []
-        self.traffic, self.raised_units = (0, 0), None
 
 
 def losses_of(sums: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,31 +67,24 @@ def _ends_within_a_line(path: Path) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class Tag:
-    """Megatron-LM's tag of a number, or its own name, and the factor to Megatron-LM's unit."""
-
-    name: str
-    factor: float = 1.0
-
-
+# Megatron-LM's tags of numbers, by our names.
 MEGATRON_TAGS = {
-    "lm_loss": Tag("lm loss"),
-    "learning_rate": Tag("learning-rate"),
-    "global_batch_size": Tag("batch-size"),
-    "loss_scale": Tag("loss-scale"),
-    "grad_norm": Tag("grad-norm"),
-    "params_norm": Tag("params-norm"),
-    "valid_loss": Tag("lm loss validation"),
-    "valid_perplexity": Tag("lm loss validation ppl"),
-    "test_loss": Tag("lm loss test"),
-    "test_perplexity": Tag("lm loss test ppl"),
-    "elapsed_ms": Tag("iteration-time", 1e-3),
-    "tflops_per_gpu": Tag("throughput"),
-    "memory_allocated_bytes": Tag("mem-allocated-bytes"),
-    "memory_peak_bytes": Tag("mem-max-allocated-bytes"),
+    "lm_loss": "lm loss",
+    "learning_rate": "learning-rate",
+    "global_batch_size": "batch-size",
+    "loss_scale": "loss-scale",
+    "grad_norm": "grad-norm",
+    "params_norm": "params-norm",
+    "valid_loss": "lm loss validation",
+    "valid_perplexity": "lm loss validation ppl",
+    "test_loss": "lm loss test",
+    "test_perplexity": "lm loss test ppl",
+    "elapsed_ms": "iteration-time",
+    "tflops_per_gpu": "throughput",
+    "memory_allocated_bytes": "mem-allocated-bytes",
+    "memory_peak_bytes": "mem-max-allocated-bytes",
 }
-_WANDB_TAGS = {"consumed_samples": Tag("samples vs steps")}  # in Megatron-LM W&B alone gets it
+_WANDB_TAGS = {"consumed_samples": "samples vs steps"}  # in Megatron-LM W&B alone gets it
 
 
 class TensorBoard:
@@ -112,8 +104,7 @@ class TensorBoard:
             if isinstance(value, str):
                 self._writer.add_text(name, value, iteration)
             elif name != "iteration" and value is not None:
-                tag = MEGATRON_TAGS.get(name, Tag(name))
-                self._writer.add_scalar(tag.name, tag.factor * value, iteration)
+                self._writer.add_scalar(MEGATRON_TAGS.get(name, name), _in_its_unit(name, value), iteration)
 
     def close(self) -> None:
         """Flush the event files."""
@@ -156,12 +147,13 @@ class WandB:
 
 def wandb_record(record: Record) -> Record:
     """A record under the names that Megatron-LM gives W&B, or TensorBoard; other numbers keep their names."""
-    named: Record = {}
     tags = MEGATRON_TAGS | _WANDB_TAGS
-    for name, value in record.items():
-        tag = tags.get(name, Tag(name))
-        named[tag.name] = tag.factor * value if isinstance(value, float) else value
-    return named
+    return {tags.get(name, name): _in_its_unit(name, value) for name, value in record.items()}
+
+
+def _in_its_unit(name: str, value: float | str | None) -> float | str | None:
+    """A value in the unit of its tag: Megatron-LM's iteration-time is in seconds."""
+    return value / 1000 if name == "elapsed_ms" and isinstance(value, float) else value
 
 
 class ThreadedSink:

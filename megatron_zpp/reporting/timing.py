@@ -15,33 +15,26 @@ LEVEL_1 = (BATCH, FORWARD_BACKWARD, OPTIMIZER)
 _SLOW = 1.1  # ratio to the median above which a rank is named as slow
 
 
-class Timing:
-    """Collects times on every rank and combines them when a step is logged."""
-
-    def __init__(self, config: TimingConfig, engine: ZeroEngine) -> None:
-        self._engine, self._straggler = engine, config.log_straggler
-        self._level = int(config.timing_log_level)
-
-    def report(self, steps: int) -> tuple[Record, list[str]]:
-        """Numbers and log lines for the steps since the last report; every rank must call it."""
-        if not self._engine.sections.timed:
-            return {}, []
-        seconds = self._engine.sections.take()
-        names, topology = list(seconds), self._engine.topology
-        table = torch.zeros(topology.world_size, len(names), dtype=torch.float64, device=self._engine.device)
-        own = [1000 * seconds[name] / steps for name in names]
-        table[topology.rank] = torch.tensor(own, dtype=torch.float64)
-        by_name = dict(zip(names, self._engine.sum_over_ranks(table).T.tolist(), strict=True))
-        shown = {0: [], 1: LEVEL_1, 2: [name for name in names if name != STEP]}[self._level]
-        record: Record = {f"time_{name.replace('-', '_')}_ms": max(by_name[name]) for name in shown}
-        lines = [times_line({name: by_name[name] for name in shown})] if self._level else []
-        if self._straggler:
-            waits = zip(*(by_name.get(name, [0.0] * len(table)) for name in WAITS), strict=True)
-            busy = [step - sum(waited) for step, waited in zip(by_name[STEP], waits, strict=True)]
-            lines.append(straggler_line(busy, by_name[STEP]))
-            record["straggler_rank"] = busy.index(max(busy))
-            record["straggler_busy_ms"] = max(busy)
-        return record, lines
+def report_times(config: TimingConfig, engine: ZeroEngine, steps: int) -> tuple[Record, list[str]]:
+    """Numbers and log lines for the steps since the last report; every rank must call it."""
+    if not engine.sections.timed:
+        return {}, []
+    seconds = engine.sections.take()
+    names, topology, level = list(seconds), engine.topology, int(config.timing_log_level)
+    table = torch.zeros(topology.world_size, len(names), dtype=torch.float64, device=engine.device)
+    own = [1000 * seconds[name] / steps for name in names]
+    table[topology.rank] = torch.tensor(own, dtype=torch.float64)
+    by_name = dict(zip(names, engine.sum_over_ranks(table).T.tolist(), strict=True))
+    shown = {0: [], 1: LEVEL_1, 2: [name for name in names if name != STEP]}[level]
+    record: Record = {f"time_{name.replace('-', '_')}_ms": max(by_name[name]) for name in shown}
+    lines = [times_line({name: by_name[name] for name in shown})] if level else []
+    if config.log_straggler:
+        waits = zip(*(by_name.get(name, [0.0] * len(table)) for name in WAITS), strict=True)
+        busy = [step - sum(waited) for step, waited in zip(by_name[STEP], waits, strict=True)]
+        lines.append(straggler_line(busy, by_name[STEP]))
+        record["straggler_rank"] = busy.index(max(busy))
+        record["straggler_busy_ms"] = max(busy)
+    return record, lines
 
 
 def times_line(by_name: dict[str, Sequence[float]]) -> str:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.storage.files import locked
@@ -26,19 +25,13 @@ _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index
 _FRESH = 60.0  # seconds in which a download answers other processes of the machine
 
 
-@dataclass(frozen=True)
-class HubModel:
-    """A directory in Hugging Face's format; the name has the commit of a model of the hub."""
-
-    name: str  # hf:DIR or hf:ORG/NAME@COMMIT
-    path: Path
+_found: dict[tuple[str, bool], tuple[str, Path]] = {}  # by name, and whether with weights, in this process
 
 
-_found: dict[tuple[str, bool], HubModel] = {}  # by name, and whether with weights, in this process
+def find_model(flag: str, name: str, *, weights: bool = True) -> tuple[str, Path]:
+    """Return name and directory of hf:DIR, or of hf:ORG/NAME[@REVISION], which is downloaded.
 
-
-def find_model(flag: str, name: str, *, weights: bool = True) -> HubModel:
-    """Return the directory of hf:DIR, or of hf:ORG/NAME[@REVISION], which is downloaded.
+    The name of a model of the hub has its commit.
 
     A process asks the hub once. Of several processes of a machine one does, and the others wait for it.
     Without `weights` only config.json and the tokenizer's files are downloaded. A DIR need not exist. Raises
@@ -46,13 +39,13 @@ def find_model(flag: str, name: str, *, weights: bool = True) -> HubModel:
     """
     directory, on_hub = Path(name.removeprefix(PREFIX)), _ON_HUB.fullmatch(name)
     if on_hub is None or directory.is_dir():
-        return HubModel(name, directory)
+        return name, directory
     known = _found.get((name, True)) or _found.get((name, weights))
     if known is None:
         repository, revision = on_hub[1], on_hub[2] or "main"
         with _in_a_line(flag, name):
             known = _downloaded(name, repository, revision, weights=weights)
-        _found[name, weights] = _found[known.name, weights] = known
+        _found[name, weights] = _found[known[0], weights] = known
     return known
 
 
@@ -80,7 +73,7 @@ def push(flag: str, repository: str, directory: Path) -> str:
         return str(done.commit_url)
 
 
-def _downloaded(name: str, repository: str, revision: str, *, weights: bool) -> HubModel:
+def _downloaded(name: str, repository: str, revision: str, *, weights: bool) -> tuple[str, Path]:
     from huggingface_hub import constants, snapshot_download
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -88,13 +81,13 @@ def _downloaded(name: str, repository: str, revision: str, *, weights: bool) -> 
     record = cache / ".locks" / f"models--{repository.replace('/', '--')}" / f"megatron_zpp.{files}"
     patterns = [*_SETTINGS, *(_WEIGHTS if weights else ())]
 
-    def ask() -> HubModel:
+    def ask() -> tuple[str, Path]:
         if not constants.HF_HUB_OFFLINE:
             sys.stderr.write(f"{name}: downloading what is not yet in {cache}\n")
         path = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
         with suppress(OSError):
             record.write_text(json.dumps({"commit": path.name, "time": time.time()}))
-        return HubModel(f"{PREFIX}{repository}@{path.name}", path)
+        return f"{PREFIX}{repository}@{path.name}", path
 
     commit = _just_downloaded(record)
     if commit is None:
@@ -107,7 +100,7 @@ def _downloaded(name: str, repository: str, revision: str, *, weights: bool) -> 
                 return ask()
     with suppress(OSError):  # the cache was emptied since
         path = snapshot_download(repository, revision=commit, allow_patterns=patterns, local_files_only=True)
-        return HubModel(f"{PREFIX}{repository}@{commit}", Path(path))
+        return f"{PREFIX}{repository}@{commit}", Path(path)
     return ask()
 
 

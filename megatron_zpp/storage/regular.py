@@ -116,9 +116,7 @@ def open_ranges(path: Location) -> Ranges:
     """Open a file or object. Raises FileNotFoundError, UnfitFile for what is no regular file, OSError."""
     if isinstance(path, Path):
         return FileRanges(path)
-    from megatron_zpp.storage.objects.path import ObjectRanges
-
-    return ObjectRanges(path)
+    return path.status()
 
 
 def read_limited(path: str | Location, limit: int) -> bytes:

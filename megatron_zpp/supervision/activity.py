@@ -26,18 +26,25 @@ class Activity:
     """The newest mark of this process.
 
     All ranks make the same marks in the same order, so the rank with the fewest marks is the one that
-    stopped, and the others wait for it.
+    stopped, and the others wait for it. `seconds` are those in which this process could run: they pause while
+    it is stopped, by Ctrl-Z, `scontrol suspend` or a paused machine. One thread ticks; any thread may read.
     """
 
     def __init__(self) -> None:
-        self.clock = RunningTime()
-        self.latest = Mark("starting", 0, self.clock.seconds, patient=True)
+        self.seconds, self._ticked = 0.0, time.monotonic()
+        self.latest = Mark("starting", 0, self.seconds, patient=True)
         # Tells the other ranks that this one ends with an error; returns once they know.
         self.tell_error: Callable[[BaseException], None] = lambda error: None
 
     def now(self, text: str, *, patient: bool = False, limit: float | None = None) -> None:
         """Mark what begins here. Takes a microsecond; another thread may read the mark at any time."""
-        self.latest = Mark(text, self.latest.number + 1, self.clock.seconds, patient, limit)
+        self.latest = Mark(text, self.latest.number + 1, self.seconds, patient, limit)
+
+    def tick(self, longest: float) -> None:
+        """Add the time since the last tick, at most `longest` seconds: more means that it was stopped."""
+        now = time.monotonic()
+        self.seconds += min(now - self._ticked, longest)
+        self._ticked = now
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -50,25 +57,8 @@ class Activity:
         if not before.patient or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.latest = replace(before, text=f"{before.text}, report", since=self.clock.seconds, patient=False)
+        self.latest = replace(before, text=f"{before.text}, report", since=self.seconds, patient=False)
         try:
             yield
         finally:
             self.latest = before
-
-
-class RunningTime:
-    """A clock that pauses while its process is stopped: by Ctrl-Z, `scontrol suspend` or a paused machine.
-
-    `seconds` are those in which the process could run. One thread ticks; any thread may read.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._ticked = time.monotonic()
-
-    def tick(self, longest: float) -> None:
-        """Add the time since the last tick, at most `longest` seconds: more means that it was stopped."""
-        now = time.monotonic()
-        self.seconds += min(now - self._ticked, longest)
-        self._ticked = now

@@ -18,11 +18,14 @@ Say = Callable[[str, str], None]  # takes a message that ranks may share, and th
 
 
 @contextmanager
-def one_line_errors(prog: str, topology: Topology, *, say: Say) -> Iterator[None]:
+def one_line_errors(
+    prog: str, topology: Topology, *, say: Say = lambda message, line: write_line(line)
+) -> Iterator[None]:
     """Turn an exception into one line on stderr and an exit status: 1, or 2 for a bad command line.
 
-    `say` writes the line unless another rank has written one with the same message. This process exits only
-    after that, whatever signals its launcher sends. MEGATRON_ZPP_DEBUG in the environment adds the traceback.
+    `say` writes the line unless another rank has written one with the same message; by default always. This
+    process exits only after that, whatever signals its launcher sends. MEGATRON_ZPP_DEBUG in the environment
+    adds the traceback.
     """
     try:
         yield
@@ -36,11 +39,6 @@ def one_line_errors(prog: str, topology: Topology, *, say: Say) -> Iterator[None
             traceback.print_exc()
         hint = "" if shown or isinstance(error, ValueError | OSError) else f" ({DEBUG}=1 shows the traceback)"
         _leave(prog, topology, f"error: {one_line(error)}{hint}", 1, say)
-
-
-def said_by_each(message: str, line: str) -> None:
-    """For `one_line_errors`: every rank writes its line."""
-    write_line(line)
 
 
 def end_at_once(prog: str, topology: Topology, message: str, status: int) -> NoReturn:

@@ -88,7 +88,6 @@ class _Pulse:
     ) -> None:
         self._told_to_stop, self._lifelines = told_to_stop, lifelines
         self._topology, self._prog, self._activity = topology, prog, activity
-        self._clock = activity.clock
         self._interval = min(1.0, timeout / 6)
         self._news = _NEWS if lifelines else 0.0
         self._monitor = LivenessMonitor(timeout=timeout, patience=4 * self._interval, news=self._news)
@@ -157,11 +156,11 @@ class _Pulse:
     def _beat(self) -> None:
         """The thread."""
         while not self._over.wait(self._interval / 4):
-            self._clock.tick(2 * self._interval)
+            self._activity.tick(2 * self._interval)
             if not self._asks and self._told_to_stop() and self._makes_no_progress():
                 self._asks = True
-            if self._asks or self._clock.seconds - self._sent >= self._interval:
-                self._sent, self._own = self._clock.seconds, self._message()
+            if self._asks or self._activity.seconds - self._sent >= self._interval:
+                self._sent, self._own = self._activity.seconds, self._message()
                 if self._lifelines:
                     self._lifelines.beat(asdict(self._own))
             if verdict := self._verdict():
@@ -189,7 +188,7 @@ class _Pulse:
     def _verdict(self) -> str | None:
         """Why the run has to end, by the newest messages; None if it has not."""
         messages = self._newest()
-        self._monitor.see(messages, self._clock.seconds)
+        self._monitor.see(messages, self._activity.seconds)
         lost = self._monitor.lost(messages, asked=self._asks)
         if lost or self._topology.rank > 0:
             return lost
@@ -209,7 +208,7 @@ class _Pulse:
 
     def _makes_no_progress(self) -> bool:
         """Whether this rank has made no new mark for some time: it may be waiting for another."""
-        return self._clock.seconds - self._activity.latest.since > 2 * self._interval
+        return self._activity.seconds - self._activity.latest.since > 2 * self._interval
 
     def _message(self, *, failed: str | None = None, left: bool = False) -> HeartbeatMessage:
         """This rank's next message."""
@@ -221,7 +220,7 @@ class _Pulse:
             count=self._count,
             doing=mark.text,
             marks=mark.number,
-            seconds=self._clock.seconds - mark.since,
+            seconds=self._activity.seconds - mark.since,
             patient=mark.patient,
             limit=mark.limit,
             asks=self._asks,

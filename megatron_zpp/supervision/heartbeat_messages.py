@@ -30,11 +30,6 @@ class HeartbeatMessage:
         """The rank and its host."""
         return f"rank {self.rank} [{self.host}]"
 
-    @property
-    def failure(self) -> str:
-        """The text on the rank's own error."""
-        return f"{self.name} failed: {self.failed}"
-
 
 class LivenessMonitor:
     """Decides which rank ended a run, from the heartbeat messages seen so far.
@@ -67,7 +62,7 @@ class LivenessMonitor:
         """
         for message in messages:
             if message and message.failed:
-                return message.failure
+                return f"{message.name} failed: {message.failed}"
         if not (asked or any(message and message.asks for message in messages)):
             self._asked = None
         elif self._asked is None:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -38,10 +38,6 @@ class OncePerNode:
             return cls(None)
         address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
         return cls(f"{address}:{port} node {topology.mesh().node_of(topology.rank)}")
-
-    def about(self, topic: str) -> Callable[[str, str], None]:
-        """`say` for lines on one topic, whatever their messages are."""
-        return lambda message, line: self.say(topic, line)
 
     def say(self, topic: str, line: str) -> None:
         """Write `line` to stderr, unless a rank of this start of the job has written one on `topic`.

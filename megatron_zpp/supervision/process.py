@@ -6,14 +6,13 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from megatron_zpp.config.command_line import raise_interrupts
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.job_store import VARIABLE as SECRET
 from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.errors import end_at_once, one_line_errors, said_by_each
+from megatron_zpp.supervision.errors import end_at_once, one_line_errors
 from megatron_zpp.supervision.once_per_node import OncePerNode
 
 
@@ -31,9 +30,8 @@ class Process:
 
         Ends the process with an error line if the variables are wrong.
         """
-        raise_interrupts()
         raise_limit()
-        with one_line_errors(prog, Topology(), say=said_by_each):
+        with one_line_errors(prog, Topology()):
             topology = Topology.from_environment(os.environ)
             per_node = OncePerNode.of(topology, launcher_variables(os.environ))
         return cls(prog=prog, topology=topology, per_node=per_node)
@@ -48,8 +46,9 @@ class Process:
 
     def connect(self, config: DistributedConfig) -> Rendezvous:
         """Connect to the store and wait for all ranks. Ends the process with an error line if that fails."""
-        say = self.per_node.about("meeting")
-        with one_line_errors(self.prog, self.topology, say=say):
+        with one_line_errors(
+            self.prog, self.topology, say=lambda _, line: self.per_node.say("meeting", line)
+        ):
             return connect_ranks(config, self.topology, self.prog)
 
 

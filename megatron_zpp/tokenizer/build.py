@@ -53,7 +53,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         if model.startswith(HUGGINGFACE):
             from megatron_zpp.storage.hub import find_model
 
-            model = str(find_model("--tokenizer-model", model, weights=False).path)
+            model = str(find_model("--tokenizer-model", model, weights=False)[1])
         return HuggingFaceTokenizer(model)
     if config.tokenizer_type == "NullTokenizer":
         from megatron_zpp.tokenizer.null import NullTokenizer

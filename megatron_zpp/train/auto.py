@@ -92,9 +92,7 @@ def hardware(config: Config, mesh: Mesh, link_gbit: float) -> tuple[str, str, fl
     if plan.dry_run:
         gpu = GPUS[plan.plan_gpu or "h100"]
         return "cuda", f"{gpu.memory:g} GiB on {gpu.name}", gpu.memory, machine(plan, dtype, mesh.nodes)
-    local = mesh.rank % mesh.node_size
-    topology = Topology(mesh.rank, mesh.world_size, local, mesh.node_size)
-    device = select_device(config.distributed.device, topology)
+    device = select_device(config.distributed.device, Topology.of(mesh))
     if device.type == "cpu":
         gibibytes, rates = cpu_ranks(mesh.node_size, link_gbit)
         return "cpu", f"{gibibytes:g} GiB for each rank on CPUs", gibibytes, rates

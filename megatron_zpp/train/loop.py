@@ -292,16 +292,7 @@ def _saver_of(run: Run) -> "Saver | None":
         return None
     from megatron_zpp.train.saving.saver import Saver
 
-    return Saver(
-        run.engine,
-        run.config,
-        tokenizer=run.tokenizer,
-        tokenizer_files=run.tokenizer_files,
-        reporter=run.reporter,
-        store=run.ranks.store,
-        start=run.start,
-        lease=run.ranks.lease,
-    )
+    return Saver(run)
 
 
 def seed_dropout(seed: int, first_sample: int, tensor_rank: int) -> None:

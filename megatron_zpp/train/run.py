@@ -67,7 +67,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     progress = replace(progress, dataset_progress=resumed.dataset_progress)
     epochs = schedule.describe_epochs(resumed.samples)
     if config.checkpoint.save is not None and ranks.topology.rank == 0:
-        from megatron_zpp.train.saving.run_file import write_run_file
+        from megatron_zpp.train.setup.run_file import write_run_file
 
         lines += write_run_file(config, config.checkpoint.save, ranks.topology, ranks.lease)
     reporter = Reporter(

@@ -1,10 +1,12 @@
 """`megatron-zpp`: its commands, their help and names, and the console scripts that it replaces."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_zpp.commands import scripts
 from megatron_zpp.commands.scripts import COMMANDS
 from megatron_zpp.config.help import COMMON
 from megatron_zpp.config.root import parse_args
@@ -50,6 +52,19 @@ def test_a_wrong_command_line_is_one_line_with_the_name_that_was_typed(argv: str
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"megatron-zpp{said}")
+
+
+def test_ctrl_c_during_the_imports_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scripts, "import_module", interrupted)
+    monkeypatch.setattr(sys, "argv", ["megatron-zpp sample"])
+    with pytest.raises(SystemExit, match="130"):
+        scripts.run("sample")
+    assert capsys.readouterr().err == "megatron-zpp sample: interrupted\n"
 
 
 def test_train_and_plan_run_under_torchrun_and_as_a_module(tmp_path: Path) -> None:

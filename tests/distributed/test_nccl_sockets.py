@@ -3,7 +3,6 @@
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -121,7 +120,7 @@ def test_the_network_of_a_machine_is_read(tmp_path: Path) -> None:
 
 def agreed(*reports: tuple[str | None, str, str]) -> SocketChoice:
     """What all do by an objection, the host and the mask of cores of each rank."""
-    return SocketChoice(**agree([asdict(RankReport(*report)) for report in reports]))
+    return agree([RankReport(*report) for report in reports])
 
 
 def test_one_rank_that_objects_keeps_all_from_choosing() -> None:

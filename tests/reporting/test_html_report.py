@@ -7,7 +7,7 @@ from megatron_zpp.commands.report import settings_of
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.reporting.report.charts import chart, short
 from megatron_zpp.reporting.report.curves import Curve
-from megatron_zpp.reporting.report.page import Comparison, Report, Setting, page
+from megatron_zpp.reporting.report.page import Report, Setting, page
 from tests.config.command_line import MINIMAL
 from tests.reporting.test_curves import step
 
@@ -56,8 +56,8 @@ def test_a_page_needs_nothing_else_and_shows_text_as_it_is() -> None:
                 Setting("model", "--num-layers", EVIL, True),
                 Setting("model", "--seq-length", "16", False),
             ],
-            memory=[Comparison("peak", "1 GiB", "2 GiB", EVIL)],
-            traffic=[Comparison("between nodes", "3", "3", "equal")],
+            memory=[("peak", "1 GiB", "2 GiB", EVIL)],
+            traffic=[("between nodes", "3", "3", "equal")],
         )
     )
     found = Page(text)

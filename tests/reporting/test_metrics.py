@@ -44,10 +44,6 @@ def test_the_loss_of_an_interval_leaves_out_skipped_steps(
 ) -> None:
     interval = interval_of(*steps)
     assert interval.mean_loss(interval.sums).item() == pytest.approx(mean, nan_ok=True)
-    interval.restart()
-    zero = torch.zeros(())
-    interval.add(torch.tensor(4.0), 1.0, StepResult(zero, zero, zero), samples=1, traffic=(0, 0))
-    assert interval.mean_loss(interval.sums).item() == 4.0
 
 
 def test_the_loss_of_a_step_is_that_of_all_tokens_that_count() -> None:

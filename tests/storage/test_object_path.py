@@ -14,7 +14,7 @@ from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.location import Conflict, NoObject, ObjectError, location
 from megatron_zpp.storage.objects import requests as object_store
 from megatron_zpp.storage.objects import upload as object_upload
-from megatron_zpp.storage.objects.path import ObjectPath, ObjectRanges
+from megatron_zpp.storage.objects.path import ObjectPath
 from megatron_zpp.storage.objects.upload import ChecksummedUpload, part_bytes
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 from tests.object_server import BUCKET, ObjectServer
@@ -142,7 +142,7 @@ def test_damage_is_named_with_its_place(server: ObjectServer, tmp_path: Path) ->
 
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(server: ObjectServer) -> None:
     server.put("replaced", b"0123456789")
-    ranges = ObjectRanges(ObjectPath(BUCKET, "replaced"))
+    ranges = ObjectPath(BUCKET, "replaced").status()
     assert ranges.read(2, 3) == b"234"
     server.put("replaced", b"9876543210")
     with pytest.raises(OSError, match=f"^s3://{BUCKET}/replaced: was replaced or removed"):

@@ -20,7 +20,7 @@ from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.process_group import process_group
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision import heartbeat as module
-from megatron_zpp.supervision.errors import one_line_errors, said_by_each
+from megatron_zpp.supervision.errors import one_line_errors
 from megatron_zpp.supervision.heartbeat import heartbeat
 from megatron_zpp.supervision.once_per_node import OncePerNode
 from megatron_zpp.supervision.process import connect_ranks
@@ -54,7 +54,7 @@ def rank_main(
     meeting = connect_ranks(config, topology, "test")
     with (
         stop_signals("signals", topology, OncePerNode(None), saves=True) as signals,
-        one_line_errors("test", topology, say=said_by_each),
+        one_line_errors("test", topology),
         heartbeat(
             meeting.store,
             topology,

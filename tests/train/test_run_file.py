@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.train.saving.run_file import RUN_FILE
+from megatron_zpp.train.setup.run_file import RUN_FILE
 from tests.support import logged
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, train_here

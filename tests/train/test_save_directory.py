@@ -8,7 +8,7 @@ import pytest
 from megatron_zpp.checkpoint.directory import TRACKER
 from megatron_zpp.checkpoint.manifest import MARKER
 from megatron_zpp.storage.lease import LEASE, Holder, Lease
-from megatron_zpp.train.saving.run_file import RUN_FILE
+from megatron_zpp.train.setup.run_file import RUN_FILE
 from tests.support import Run, pretrain, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, Resumed, train_here

@@ -1,7 +1,6 @@
 """The model that Megatron-LM's settings describe, as ours."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +45,11 @@ _BASES = ("rotary_base", "rope_theta")  # the second of Megatron-DeepSpeed
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 
 
-@dataclass(frozen=True)
-class ForeignArchitecture:
-    """A model as settings describe it; `notes` are lines for the person who imports it."""
+def read_settings(path: Path, args: Mapping[str, Any], divisible_by: int) -> tuple[ModelConfig, list[str]]:
+    """Return the model that `args` describe, and notes for the person who imports it.
 
-    model: ModelConfig
-    notes: tuple[str, ...] = ()
-
-
-def read_settings(path: Path, args: Mapping[str, Any], divisible_by: int) -> ForeignArchitecture:
-    """Return the model that `args` describe. Raises ValueError, in one line, for one that ours cannot be."""
+    Raises ValueError, in one line, for a model that ours cannot be.
+    """
     if missing := [name for name in _NEEDED if type(args.get(name)) is not int]:
         raise ValueError(
             f"{path}: its args do not say {missing[0]}, so the shape of its model is unknown; save it again "
@@ -75,7 +69,7 @@ def read_settings(path: Path, args: Mapping[str, Any], divisible_by: int) -> For
         model = ModelConfig(**fields)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: its args describe no model of ours: {error}") from None
-    return ForeignArchitecture(model, tuple(_notes(args, model)))
+    return model, _notes(args, model)
 
 
 def _norm(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,20 +34,20 @@ def import_foreign(
         raise ValueError(
             f"{foreign.path}: holds iteration {foreign.iteration}, not {named}; rename it, or copy it again"
         )
-    architecture = read_settings(foreign.path, foreign.args, divisible_by)
+    model, notes = read_settings(foreign.path, foreign.args, divisible_by)
     tokenizer = build_tokenizer(settings)
-    weights = whole_weights(foreign, architecture.model, tokenizer)
-    written = write_imported(target, architecture.model, weights.__getitem__, settings, tokenizer)
+    weights = whole_weights(foreign, model, tokenizer)
+    written = write_imported(target, model, weights.__getitem__, settings, tokenizer)
     numbers = sum(parameter.numel() for parameter in weights.values())
     rows = foreign.tensors[TOKENS].shape[0]
     padded = weights[TOKENS].shape[0]
     return [
         f"{foreign.path}: {foreign.kind}, iteration {foreign.iteration}",
-        f"mapped: {len(weights)} parameters, {numbers:,} elements, of {architecture.model.num_layers} layers",
+        f"mapped: {len(weights)} parameters, {numbers:,} elements, of {model.num_layers} layers",
         *_mapping(foreign, weights),
         f"vocabulary: {tokenizer.vocab_size} entries; {rows} rows there, {padded} here, the rest is padding",
         *(f"left out: {line}" for line in foreign.left_out),
-        *(f"note: {line}" for line in architecture.notes),
+        *(f"note: {line}" for line in notes),
         written,
     ]
 

@@ -38,8 +38,7 @@ def named_directory(flag: str, shown: str, *, weights: bool = True) -> NamedDire
         return NamedDirectory(flag, shown, Path(shown))
     from megatron_zpp.storage.hub import find_model
 
-    found = find_model(flag, shown, weights=weights)
-    return NamedDirectory(flag, found.name, found.path)
+    return NamedDirectory(flag, *find_model(flag, shown, weights=weights))
 
 
 def check_empty(flag: str, target: Path) -> None:

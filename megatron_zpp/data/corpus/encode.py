@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.corpus.json_lines import parse_lines, split_lines
-from megatron_zpp.data.corpus.problems import Problem, Problems
+from megatron_zpp.data.corpus.problems import Problem
 from megatron_zpp.data.indexed import token_dtype
 from megatron_zpp.tokenizer import build_tokenizer
 
@@ -23,7 +23,7 @@ class Encoded:
     tokens: tuple[np.ndarray, ...]  # one array (tokens,) per key
     lengths: tuple[np.ndarray, ...]  # one array (documents,) per key, in tokens
     lines: int
-    problems: Problems  # with line numbers within the block
+    problems: list[Problem]  # with line numbers within the block
 
 
 class Encoder:
@@ -58,7 +58,7 @@ class Encoder:
                 rows.append(row)
         columns = [self._pack([row[k] for row in rows]) for k in range(len(self._keys))]
         tokens, lengths = zip(*columns, strict=True)
-        return Encoded(tokens, lengths, len(lines), Problems.of(found))
+        return Encoded(tokens, lengths, len(lines), found)
 
     def _encode_texts(self, texts: list[str]) -> Sequence[list[int] | ValueError]:
         try:

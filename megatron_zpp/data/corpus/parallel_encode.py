@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from megatron_zpp.data.corpus.encode import Encoded, Encoder
@@ -28,23 +28,13 @@ _AHEAD = 6  # items per worker, in work or finished: one slow item does not stop
 _function: Callable[[Any], Any] | None = None  # of this worker, once it has built it
 
 
-@dataclass(frozen=True)
-class EncodedBlock:
-    """The documents of one block, and the location of the block."""
+def encode_files(
+    files: Sequence[str], build: Callable[[], Encoder], workers: int
+) -> Iterator[tuple[Encoded, Block, Callable[[Problem], str]]]:
+    """Yield all blocks of the files, encoded by `workers` processes, and what locates a problem of the block.
 
-    encoded: Encoded
-    path: str
-    lines_before: int  # lines of the file in earlier blocks
-    text_bytes: int  # of the block, uncompressed
-    disk_bytes: int  # of the block, as stored in the file
-
-    def where(self, problem: Problem) -> str:
-        """Return `FILE line N` for a problem of this block."""
-        return f"{self.path} line {self.lines_before + problem.line}"
-
-
-def encode_files(files: Sequence[str], build: Callable[[], Encoder], workers: int) -> Iterator[EncodedBlock]:
-    """Yield all blocks of the files, encoded by `workers` processes. Raises like read_blocks, ordered_map."""
+    Raises like read_blocks, ordered_map.
+    """
     distributed: deque[tuple[str, Block]] = deque()
 
     def contents() -> Iterator[bytes]:
@@ -59,8 +49,12 @@ def encode_files(files: Sequence[str], build: Callable[[], Encoder], workers: in
             path, block = distributed.popleft()
             if path != current:
                 current, lines = path, 0
-            yield EncodedBlock(encoded, path, lines, len(block.content), block.disk_bytes)
+            yield encoded, block, partial(_line_of, path, lines)
             lines += encoded.lines
+
+
+def _line_of(path: str, lines_before: int, problem: Problem) -> str:
+    return f"{path} line {lines_before + problem.line}"
 
 
 def ordered_map(

@@ -1,8 +1,8 @@
 """Counts the skipped lines of the input, and shows the first few."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 KEPT = 5  # with a wrong --json-key every line is a problem
 
@@ -16,24 +16,6 @@ class Problem:
     detail: str
 
 
-@dataclass
-class Problems:
-    """The number of problems of each kind, and the first few of each."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    first: list[Problem] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, found: Iterable[Problem]) -> "Problems":
-        """Count the problems `found`."""
-        problems = cls()
-        for problem in found:
-            problems.counts[problem.kind] += 1
-            if problems.counts[problem.kind] <= KEPT:
-                problems.first.append(problem)
-        return problems
-
-
 class Report:
     """All problems of a run: shows the first few at once, or stops at the first, and sums them up."""
 
@@ -42,15 +24,15 @@ class Report:
         self._counts: Counter[str] = Counter()
         self._shown = 0
 
-    def add(self, problems: Problems, where: Callable[[Problem], str]) -> None:
+    def add(self, problems: Sequence[Problem], where: Callable[[Problem], str]) -> None:
         """Add problems, which `where` locates. A strict report raises ValueError for the first problem."""
-        for problem in problems.first[: KEPT - self._shown]:
+        for problem in problems[: KEPT - self._shown]:
             line = f"{where(problem)}: {problem.kind}: {problem.detail}"
             if self._strict:
                 raise ValueError(f"{line}; correct the line, or omit --strict")
             self._say(f"skipped: {line}")
             self._shown += 1
-        self._counts += problems.counts
+        self._counts.update(problem.kind for problem in problems)
 
     def summary(self) -> str:
         """Return, for example, `3 × malformed line, 1 × missing key`; `nothing` without problems."""

@@ -7,7 +7,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.inputs import TEXT, Block, read_blocks
 from megatron_zpp.data.corpus.json_lines import MALFORMED, parse_lines, split_lines, utf16
-from megatron_zpp.data.corpus.problems import Problem, Problems
+from megatron_zpp.data.corpus.problems import Problem
 
 EMPTY = "empty document"
 
@@ -20,7 +20,7 @@ class Texts:
 
     path: str
     texts: list[str]
-    problems: Problems
+    problems: list[Problem]
     disk_bytes: int  # their size in the file
 
     def where(self, problem: Problem) -> str:
@@ -47,7 +47,7 @@ def keep(path: str, numbered: Iterable[tuple[int, str]], problems: list[Problem]
         else:
             problems.append(Problem(line, EMPTY, "it has no text"))
     problems.sort(key=lambda problem: problem.line)
-    return Texts(path, texts, Problems.of(problems), disk_bytes)
+    return Texts(path, texts, problems, disk_bytes)
 
 
 def read_documents(path: str, json_key: str, *, parts: bool = False) -> Iterator[Texts]:

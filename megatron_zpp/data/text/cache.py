@@ -58,13 +58,13 @@ class TokenCache:
         skip: bool,
         workers: int,
     ) -> None:
-        self._directory, self._source, self._build, self._dtype = directory, source, build, dtype
+        self._directory, self.source, self._build, self._dtype = directory, source, build, dtype
         self._skip, self._workers = skip, workers
         self._encoder: Encoder | None = None
         self._counts, self._claims = open_shared(directory / "counts"), open_shared(directory / "claims")
 
     def __reduce__(self) -> tuple[Callable[[], "TokenCache"], tuple[()]]:
-        arguments = (self._directory, self._source, self._build, self._dtype)
+        arguments = (self._directory, self.source, self._build, self._dtype)
         return partial(TokenCache, *arguments, skip=self._skip, workers=self._workers), ()
 
     def counts(self, blocks: np.ndarray) -> np.ndarray:
@@ -162,17 +162,17 @@ class TokenCache:
         if self._encoder is None:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use all cores already
             self._encoder = self._build()
-        encoded = self._encoder(self._source.read(block))
-        skipped = sum(encoded.problems.counts.values()) - encoded.problems.counts[NO_TOKENS]
+        encoded = self._encoder(self.source.read(block))
+        skipped = [problem for problem in encoded.problems if problem.kind != NO_TOKENS]
         if skipped and not self._skip:
-            problem = next(each for each in encoded.problems.first if each.kind != NO_TOKENS)
-            where = self._source.location(block, problem.line)
+            problem = skipped[0]
+            where = self.source.location(block, problem.line)
             fix = "correct the line, or skip such lines with --skip-bad-lines"
             raise ValueError(f"{where}: {problem.kind}: {problem.detail}; {fix}")
         tokens = np.ascontiguousarray(encoded.tokens[0], self._dtype).tobytes()
         self._write(self._path(block), _digest(tokens) + tokens)
         record = np.zeros(1, _RECORD)
-        record["tokens"], record["skipped"] = encoded.tokens[0].size, skipped
+        record["tokens"], record["skipped"] = encoded.tokens[0].size, len(skipped)
         record["check"] = _check(record["tokens"], record["skipped"], np.array([block]))
         self._record(block, record.tobytes())
 

@@ -19,33 +19,11 @@ from megatron_zpp.data.corpus.inputs import find_files, read_blocks
 from megatron_zpp.data.indexed import token_dtype
 from megatron_zpp.data.order_cache import contents_of
 from megatron_zpp.data.text.cache import TokenCache
-from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
 from megatron_zpp.storage.files import fsync, keep_first, locked, open_new, write_durably
 
 _VERSION = 1  # of the cache's format
 _BLOCK_BYTES = 1 << 20
-
-
-class OpenText:
-    """A text and the cache of its tokens; each split reads some of its `blocks`. `size` is in bytes."""
-
-    def __init__(self, source: TextSource, cache: TokenCache) -> None:
-        self.source, self.cache = source, cache
-        self.blocks = source.blocks
-        self.size = source.size
-
-    def samples(
-        self, split: str, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
-    ) -> TextDataset:
-        """Return samples of the blocks [first, last). The first `prepared` are tokenised now; None means all.
-
-        Raises ValueError if one of these cannot be read, or if the split has no sample.
-        """
-        order = self.source.order(*blocks, seq_length, seed)
-        dataset = TextDataset(split, self.source, self.cache, order, seq_length)
-        dataset.prepare(prepared)
-        return dataset
 
 
 def open_text(
@@ -56,8 +34,8 @@ def open_text(
     tokenizer: TokenizerConfig,
     description: Mapping[str, Any],
     say: Callable[[str], None],
-) -> OpenText:
-    """Open the text `path` of `flag` without tokenising any of it.
+) -> TokenCache:
+    """The tokens of the text `path` of `flag`, none of which are made yet.
 
     `description` describes the `tokenizer`; `say` gets a line about anything that takes long.
 
@@ -89,7 +67,7 @@ def open_text(
             "append_eod": data.append_eod,
         }
         entry = _entry(directory, made_of)
-        cache = TokenCache(
+        return TokenCache(
             entry,
             source,
             partial(Encoder, tokenizer, (data.json_key,), data.append_eod),
@@ -100,7 +78,6 @@ def open_text(
     except OSError as error:
         fix = f"{error.strerror}; name a writable directory with free space"
         raise option_error(cache_flag, shown, fix) from None
-    return OpenText(source, cache)
 
 
 def _default_directory(path: str) -> str:

@@ -19,23 +19,34 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.data.samples import Epochs, ShardRecord
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.group_order import GroupOrder
-from megatron_zpp.data.text.sources import TextSource, fingerprint_of
+from megatron_zpp.data.text.sources import fingerprint_of
 from megatron_zpp.data.windows import cut_windows
 
 _AHEAD = 2.0  # fraction of the next group tokenised per fraction of this group read
 _HELD = 2  # groups whose tokens stay in memory, because a batch may span two groups
 
 
+def text_samples(
+    split: str, cache: TokenCache, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
+) -> "TextDataset":
+    """Samples of the blocks [first, last). The first `prepared` are tokenised now; None means all.
+
+    Raises ValueError if one of these cannot be read, or if the split has no sample.
+    """
+    order = cache.source.order(*blocks, seq_length, seed)
+    dataset = TextDataset(split, cache, order, seq_length)
+    dataset.prepare(prepared)
+    return dataset
+
+
 class TextDataset:
     """Samples of some blocks of a text, tokenised when they are needed or shortly before."""
 
-    def __init__(
-        self, split: str, source: TextSource, cache: TokenCache, order: GroupOrder, seq_length: int
-    ) -> None:
+    def __init__(self, split: str, cache: TokenCache, order: GroupOrder, seq_length: int) -> None:
         """`split` names the samples in errors."""
-        self.name = source.name
+        self.name = cache.source.name
         self._split = split
-        self._source, self._cache, self._order, self._seq_length = source, cache, order, seq_length
+        self._source, self._cache, self._order, self._seq_length = cache.source, cache, order, seq_length
         self._ends: list[int] = []  # number of the first sample after each group, as far as known
         self._rings: dict[int, np.ndarray] = {}  # by group
         self.windows_per_epoch: int | None = None
@@ -70,7 +81,7 @@ class TextDataset:
     def with_seed(self, seed: int) -> "TextDataset":
         """Return the same blocks in the order of another seed, counted if these are counted."""
         order = replace(self._order, seed=seed)
-        moved = TextDataset(self._split, self._source, self._cache, order, self._seq_length)
+        moved = TextDataset(self._split, self._cache, order, self._seq_length)
         if self.windows_per_epoch is not None:
             moved.prepare(None)
         return moved

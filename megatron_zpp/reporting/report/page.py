@@ -22,6 +22,8 @@ from megatron_zpp.reporting.report.curves import (
 _MOST_SAMPLES = 12
 _SAMPLE = re.compile(r"sample(_\d+)?")  # the key of a text, with the number of its prompt
 Records = Sequence[dict[str, Any]]
+# A row of a table: what, planned, measured, and what differs or why one is missing.
+Comparison = tuple[str, str, str, str]
 _STYLE = """
 :root { color-scheme: light dark;
   --page: #f6f7f9; --card: #ffffff; --text: #1b1f24; --muted: #667080; --grid: #e4e7ec; --accent: #2563b0;
@@ -67,16 +69,6 @@ class Setting:
     flag: str
     value: str
     changed: bool
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A row of a table of planned and measured figures; `note` says what differs or why one is missing."""
-
-    what: str
-    planned: str
-    measured: str
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +214,7 @@ def _step(report: Report) -> str:
 
 
 def _comparisons(rows: Sequence[Comparison]) -> str:
-    cells = ([html.escape(cell) for cell in (row.what, row.planned, row.measured, row.note)] for row in rows)
+    cells = (list(map(html.escape, row)) for row in rows)
     return _table(cells, head=("", "planned", "measured", ""), numbers=[1, 2])
 
 

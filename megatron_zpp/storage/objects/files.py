@@ -37,7 +37,7 @@ class ObjectFile:
     """
 
     def __init__(self, path: ObjectPath) -> None:
-        self.path, self._ranges = str(path), ObjectRanges(path)
+        self.path, self._ranges = str(path), path.status()
         self.size = self._ranges.size
 
     def read(self, start: int, size: int) -> bytes:
@@ -72,7 +72,7 @@ def _copy(path: ObjectPath, directory: Path) -> None:
     """Make the copy of an object equal to it; remove the copy if there is no object."""
     copy = directory / path.bucket / path.key
     try:
-        opened = ObjectRanges(path)
+        opened = path.status()
     except NoObject:
         copy.unlink(missing_ok=True)
         return

@@ -20,15 +20,6 @@ _OBJECTS, _UPLOADS = "list_objects_v2", "list_multipart_uploads"
 _PLACES = {_OBJECTS: ("ContinuationToken",), _UPLOADS: ("KeyMarker", "UploadIdMarker")}  # of the next answer
 
 
-@dataclass(frozen=True)
-class ObjectStatus:
-    """Size of an object in bytes, the tag that identifies its content, and its time in seconds."""
-
-    size: int
-    tag: str
-    modified: float
-
-
 @dataclass(frozen=True, order=True)
 class ObjectPath:
     """An object or a directory; the key of a bucket itself is empty. All methods raise ObjectError."""
@@ -56,12 +47,9 @@ class ObjectPath:
         """Another name in the same directory."""
         return self.parent / name
 
-    def status(self) -> ObjectStatus:
-        """Raises NoObject if there is no such object."""
-        answer = request(str(self), "head_object", **self._named)
-        return ObjectStatus(
-            answer["ContentLength"], answer.get("ETag", ""), answer["LastModified"].timestamp()
-        )
+    def status(self) -> "ObjectRanges":
+        """What there is now. Raises NoObject if there is no such object."""
+        return ObjectRanges(self, request(str(self), "head_object", **self._named))
 
     def is_file(self) -> bool:
         """Whether there is such an object."""
@@ -184,9 +172,10 @@ class ObjectRanges:
     Reading raises Conflict, an OSError, once another content has replaced what was opened.
     """
 
-    def __init__(self, path: ObjectPath) -> None:
-        self._path, status = path, path.status()
-        self.size, self.modified, self.tag = status.size, status.modified, status.tag
+    def __init__(self, path: ObjectPath, answer: dict[str, Any]) -> None:
+        """`answer` is the store's: `size` in bytes, `modified` in seconds, and the `tag` of the content."""
+        self._path, self.size, self.tag = path, answer["ContentLength"], answer.get("ETag", "")
+        self.modified: float = answer["LastModified"].timestamp()
 
     def read(self, start: int, size: int) -> bytes:
         """Return the bytes [start, start + size), which must be in the object."""

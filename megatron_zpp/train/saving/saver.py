@@ -2,69 +2,50 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of, newest_first, remove_old
+from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import NotReadBack, read_back
 from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
-from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange, NoProgress
-from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.checksums import Checksums, OnProgress
-from megatron_zpp.storage.lease import Lease
 from megatron_zpp.storage.location import Location, location
-from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.train.run import Run
 
 
 class Saver:
     """Writes checkpoints of all ranks: while the ranks wait, or with --async-save during training.
 
     With --keep-last, a committed checkpoint is read back during training, and older ones are removed after
-    that. A failed save is a warning, at the next step, because earlier checkpoints are whole and training
-    continues. `finish` raises it instead, if the newest state at the end of a run could not be saved.
+    that, unless the new one is damaged. A failed save is a warning, at the next step, because earlier
+    checkpoints are whole and training continues. `finish` raises it instead, if the newest state at the end
+    of a run could not be saved, or not be read back.
     """
 
-    def __init__(
-        self,
-        engine: ZeroEngine,
-        config: Config,
-        *,
-        tokenizer: dict[str, Any],
-        tokenizer_files: Mapping[str, bytes],
-        reporter: Reporter,
-        store: dist.Store,
-        start: Progress,
-        lease: Lease | None = None,
-    ) -> None:
-        """`tokenizer` describes the tokenizer, whose files are `tokenizer_files`.
-
-        `start` is the progress from which this process trains.
-
-        `lease` is that of --save; it is checked before a checkpoint is begun and before it is committed.
-        """
-        self._engine, self._tokenizer, self._reporter, self._store = engine, tokenizer, reporter, store
-        self._tokenizer_files = tokenizer_files
+    def __init__(self, run: Run) -> None:
+        """The lease of --save is checked before a checkpoint is begun and before it is committed."""
+        config, lease = run.config, run.ranks.lease
+        self._engine, self._reporter, self._store = run.engine, run.reporter, run.ranks.store
+        self._tokenizer, self._tokenizer_files = run.tokenizer, run.tokenizer_files
         self._settings, self._saved_config = config.checkpoint, config.to_json()
-        self._options = SaveOptions(
-            may_write=lease.check if lease is not None else lambda: None,
-        )
+        self._options = SaveOptions(may_write=lease.check if lease is not None else lambda: None)
         self._timeout = config.distributed.timeout
-        self._newest = start if config.checkpoint.save == config.checkpoint.load else None
+        self._newest = run.start if config.checkpoint.save == config.checkpoint.load else None
         self._saves = 0
+        self._written: tuple[Location, Checksums] | None = None  # the newest save, if it is committed
+        self._kept = "earlier checkpoints are unchanged"  # in a warning: what a start would load
         self._keys: set[str] = set()  # this rank's, of saves that other ranks may not have ended yet
         self._failure: SaveFailed | None = None
         self._warning = ""  # of the last failure, until it is said
-        self._writer = writing_thread("save", engine.device)
+        self._writer = writing_thread("save", run.engine.device)
         self._behind: deque[Future[str | None]] = deque()  # work beside the training; their log lines
         self._snapshot: Snapshot | None = None
         if config.checkpoint.async_save:
@@ -94,14 +75,15 @@ class Saver:
             config=self._saved_config,
             tokenizer=self._tokenizer,
         )
-        write = _Write(self._path(progress), self._saves)
+        path = location(self._settings.save) / checkpoint_name(progress.iteration)
         self._saves += 1
+        self._written = None
         if snapshot is None:
-            self._report(lambda: self._write(write, self._shards(), state))
+            self._report(lambda: self._write(path, self._shards(), state))
         else:
-            self._behind.append(self._writer.submit(lambda: self._write(write, snapshot.wait(), state)))
+            self._behind.append(self._writer.submit(lambda: self._write(path, snapshot.wait(), state)))
         if self._settings.keep_last is not None:
-            self._behind.append(self._writer.submit(self._keep_last, write))
+            self._behind.append(self._writer.submit(self._keep_last, self._settings.keep_last))
 
     def before_step(self) -> None:
         """Warn of a failed save, and wait until the states being saved are copied.
@@ -133,39 +115,35 @@ class Saver:
     def _shards(self) -> dict[str, Tensor]:
         return shards_of(self._engine, with_optimizer=self._settings.save_optim)
 
-    def _path(self, progress: Progress) -> Location:
-        assert self._settings.save is not None
-        return location(self._settings.save) / checkpoint_name(progress.iteration)
-
     def _exchange(self, purpose: str) -> Exchange:
         return Exchange(self._store, self._engine.topology, self._timeout, purpose)
 
-    def _write(self, write: "_Write", tensors: dict[str, Tensor], state: dict[str, Any]) -> str:
+    def _write(self, path: Location, tensors: dict[str, Tensor], state: dict[str, Any]) -> str:
         """Write one checkpoint from all ranks and return the log line; on any thread."""
-        started, exchange = time.perf_counter(), self._exchange(f"save/{write.number}")
+        started, exchange = time.perf_counter(), self._exchange(f"save/{self._saves}")
         earlier = frozenset(self._keys)
         try:
-            write.path, write.checksums = write_checkpoint(
-                write.path, tensors, state, exchange, self._options, beside=self._tokenizer_files
+            self._written = write_checkpoint(
+                path, tensors, state, exchange, self._options, beside=self._tokenizer_files
             )
         finally:
             self._keys |= exchange.keys()
+        self._kept = f"iteration {state['progress']['iteration']} is the newest"
         exchange.forget(earlier)  # all ranks have contributed to this save
         self._keys -= earlier
-        return f" saved {write.path} in {time.perf_counter() - started:.1f} s"
+        return f" saved {self._written[0]} in {time.perf_counter() - started:.1f} s"
 
-    def _keep_last(self, write: "_Write") -> str | None:
+    def _keep_last(self, keep_last: int) -> str | None:
         """Read the new checkpoint back, remove old ones on rank 0, and return the log line; on any thread."""
-        keep_last, keep_every = self._settings.keep_last, self._settings.keep_every
-        if write.checksums is None:  # the save failed
+        if self._written is None:  # the save failed
             return None
-        assert keep_last is not None
-        started, exchange = time.perf_counter(), self._exchange(f"read-back/{write.number}")
+        path, checksums = self._written
+        started, exchange = time.perf_counter(), self._exchange(f"read-back/{self._saves}")
         try:
-            read_back(write.path, write.checksums, exchange, self._options)
-            line = f" read back {write.path} in {time.perf_counter() - started:.1f} s"
+            read_back(path, checksums, exchange, self._options.files)
+            line = f" read back {path} in {time.perf_counter() - started:.1f} s"
             if self._engine.topology.rank == 0:
-                line += self._remove_old(write.path, keep_last, keep_every, exchange)
+                line += self._remove_old(path, keep_last, exchange)
                 exchange.put("removed", None)
             else:  # for as long as rank 0 makes progress, so that no rank awaits it in vain in the next save
                 with suppress(NoProgress):
@@ -174,10 +152,9 @@ class Saver:
             self._keys |= exchange.keys()
         return line
 
-    def _remove_old(
-        self, newest: Location, keep_last: int, keep_every: int | None, exchange: Exchange
-    ) -> str:
+    def _remove_old(self, newest: Location, keep_last: int, exchange: Exchange) -> str:
         """Remove old checkpoints; returns what the log line says of it."""
+        keep_every = self._settings.keep_every
 
         def remove(on_progress: OnProgress) -> None:
             self._options.may_write()
@@ -196,15 +173,13 @@ class Saver:
     def _report(self, outcome: Callable[[], str | None]) -> None:
         try:
             line = outcome()
-        except NotReadBack as problem:
-            self._reporter.warn(
-                f"the newest checkpoint could not be read back: {problem}; older ones are kept"
-            )
-            return
         except SaveFailed as failure:
             self._failure, self._newest = failure, None
-            kept = self._describe_newest()
-            self._warning = f"a checkpoint could not be saved: {failure}; {kept}; training continues"
+            if isinstance(failure, NotReadBack):
+                what, kept = "the newest checkpoint could not be read back", "older ones are kept"
+            else:
+                what, kept = "a checkpoint could not be saved", self._kept
+            self._warning = f"{what}: {failure}; {kept}; training continues"
             return
         if line is not None:
             self._warn()
@@ -214,24 +189,3 @@ class Saver:
         if self._warning:
             self._reporter.warn(self._warning)
             self._warning = ""
-
-    def _describe_newest(self) -> str:
-        """Which checkpoint a start would load; looked up where storage that does not answer harms nobody."""
-        assert self._settings.save is not None
-        directory = location(self._settings.save)
-        try:
-            newest = self._options.files.run(
-                lambda on_progress: next(newest_first(directory), None), self._exchange("newest")
-            )
-        except OSError:
-            return "earlier checkpoints are unchanged"
-        return f"iteration {iteration_of(newest)} is the newest" if newest else "there is no checkpoint yet"
-
-
-@dataclass
-class _Write:
-    """One save, and the checksums of this rank's file once it is committed."""
-
-    path: Location
-    number: int
-    checksums: Checksums | None = None

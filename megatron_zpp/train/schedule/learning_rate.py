@@ -14,7 +14,7 @@ class LearningRate:
 
     `style` WSD (warm-up, stable, decay) holds the peak until the last `wsd_decay` samples.
     Call it with the samples of the steps before that changed the weights: see RunSchedule.learning_rate_at.
-    Lengths may be in steps as well, if it is called with steps. Raises ValueError if they do not fit.
+    Lengths may be in steps as well, if it is called with steps.
     """
 
     peak: float
@@ -25,13 +25,6 @@ class LearningRate:
     style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     wsd_decay: int = 0
     wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-
-    def __post_init__(self) -> None:
-        falls = self.style not in ("constant", "inverse-square-root")
-        if falls and (self.warmup >= self.decay or self.warmup + self.wsd_decay > self.decay):
-            raise ValueError(
-                f"LearningRate: warmup {self.warmup} must end before the decay does, at {self.decay}"
-            )
 
     def decoupled(self, config: LearningRateConfig) -> "LearningRate | None":
         """Return the rate of embedding and output layer; None without --decoupled-lr."""

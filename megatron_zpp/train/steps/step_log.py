@@ -12,7 +12,7 @@ from megatron_zpp.reporting.metrics import (
     losses_of,
     memory_record,
 )
-from megatron_zpp.reporting.timing import Timing
+from megatron_zpp.reporting.timing import report_times
 from megatron_zpp.train.run import Run
 from megatron_zpp.zero.engine import StepResult
 
@@ -32,7 +32,7 @@ class StepLog:
             dtype=config.precision.compute_dtype(engine.device.type),
             fp8=config.precision.fp8,
         )
-        self._timing = Timing(config.timing, engine)
+        self._timing = config.timing
         self._interval = Interval(engine.device)
         self._rate = 0.0  # the learning rate of the newest step
         self._decoupled_rate: float | None = None  # of the newest step
@@ -70,7 +70,7 @@ class StepLog:
         nans = ~torch.isfinite(sums[0])  # on any rank, in each iteration
         traffic = self._engine.sum_over_ranks(torch.tensor(interval.traffic, device=self._engine.device))
         intra_node, inter_node = (traffic // interval.iterations).tolist()
-        times, lines = self._timing.report(interval.iterations)
+        times, lines = report_times(self._timing, self._engine, interval.iterations)
         seconds = interval.watch.lap()
         self._reporter.log(
             {
@@ -96,7 +96,7 @@ class StepLog:
         )
         for line in lines:
             self._reporter.say(line)
-        interval.restart()
+        self._interval = Interval(self._engine.device, watch=interval.watch)  # which was lapped
 
     def _more(self) -> Record:
         """The numbers that flags ask for; every rank must call it."""

@@ -25,7 +25,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_forward_pass_is_refused_by_name(name: str) -> None:
     off: dict[str, Any] = {each: values[-1] for each, values in _ONLY.items()}
-    assert read_settings(Path("theirs"), GPT | off, 32).model.num_layers == 2
+    assert read_settings(Path("theirs"), GPT | off, 32)[0].num_layers == 2
     said = re.escape(f"its model has {name} {OTHERS[name]!s:.9}")
     with pytest.raises(ValueError, match=f"^theirs: {said}"):
         read_settings(Path("theirs"), GPT | off | {name: OTHERS[name]}, 32)
@@ -37,4 +37,4 @@ def test_the_norm_behind_the_embedding_is_known(prefix: str) -> None:
     kinds = ("weight", "bias")
     found, _ = our_names(Path("theirs"), [f"{prefix}word_embeddings.norm.{kind}" for kind in kinds])
     assert list(found.values()) == [f"embedding.norm.{kind}" for kind in kinds]
-    assert read_settings(Path("theirs"), GPT | {"embed_layernorm": True}, 32).model.embed_layernorm
+    assert read_settings(Path("theirs"), GPT | {"embed_layernorm": True}, 32)[0].embed_layernorm

@@ -12,7 +12,8 @@ from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.corpus.encode import Encoder
 from megatron_zpp.data.open import Splits
-from megatron_zpp.data.text.open import OpenText, open_text
+from megatron_zpp.data.text.cache import TokenCache
+from megatron_zpp.data.text.open import open_text
 from megatron_zpp.tokenizer import build_tokenizer, describe
 from tests.data.conftest import open_data
 
@@ -43,7 +44,7 @@ def opened(
     tokenizer: TokenizerConfig = NULL,
     say: Callable[[str], None] = lambda line: None,
     **settings,
-) -> OpenText:
+) -> TokenCache:
     """A text as a run opens it."""
     data = DataConfig(data_path=(path,), **{"num_workers": 0, **settings})
     description = describe(build_tokenizer(tokenizer))
@@ -62,9 +63,9 @@ def open_run(data: DataConfig, tokenizer: TokenizerConfig = NULL, **more: object
     )
 
 
-def documents_of(text: OpenText, eod: int) -> list[list[int]]:
+def documents_of(text: TokenCache, eod: int) -> list[list[int]]:
     """Return all documents in the order of the file; each ends with the token `eod`."""
-    tokens = text.cache.tokens(np.arange(text.blocks))
+    tokens = text.tokens(np.arange(text.source.blocks))
     return [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == eod) + 1)[:-1]]
 
 

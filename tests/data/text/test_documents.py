@@ -22,7 +22,7 @@ from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.text.group_order import GroupOrder
-from megatron_zpp.data.text.samples import TextDataset
+from megatron_zpp.data.text.samples import TextDataset, text_samples
 from megatron_zpp.tokenizer import build_tokenizer
 from tests.data.text.conftest import documents_of, json_lines, opened
 from tests.tools.run import succeed
@@ -69,7 +69,7 @@ def test_documents_are_those_of_the_indexed_path(tmp_path: Path, bpe: TokenizerC
     eod = build_tokenizer(bpe).eod
     for name in ("x.jsonl", "x.jsonl.gz", "x.json.zst"):
         text = opened(str(tmp_path / name), tokenizer=bpe, append_eod=True)
-        assert text.blocks > 30
+        assert text.source.blocks > 30
         assert documents_of(text, eod) == expected, name
 
 
@@ -94,7 +94,7 @@ def test_a_bad_line_is_named(documents: list[list[int]], tmp_path: Path, ending:
     with pytest.raises(
         ValueError, match=r"x\.jsonl\S* line 310: malformed line: a JSON array, not an object; .*; "
     ) as error:
-        text.samples("train", (0, text.blocks), 8, 1, None)
+        text_samples("train", text, (0, text.source.blocks), 8, 1, None)
     assert "\n" not in str(error.value)
     assert "worker" not in str(error.value)
 
@@ -120,7 +120,7 @@ def test_unusable_text_is_an_error(tmp_path: Path) -> None:
     for name, tokens in (("blank", 0), ("ok", 3)):
         text = opened(str(tmp_path / f"{name}.jsonl"))
         with pytest.raises(ValueError, match=rf"--seq-length 3: one sample needs 4 .* has {tokens}; "):
-            text.samples("train", (0, text.blocks), 3, 1, 1)
+            text_samples("train", text, (0, text.source.blocks), 3, 1, 1)
 
 
 @pytest.mark.parametrize(("ending", "workers"), [("jsonl", 1), ("jsonl.gz", 0)])
@@ -132,7 +132,7 @@ def test_text_or_cache_that_vanishes_under_a_run_ends_it_with_a_line(
 
     def error_after(remove: Callable[[], object]) -> str:
         text = opened(str(path), data_cache_path=str(tmp_path / "cache"), num_workers=workers)
-        samples = TextDataset("train", text.source, text.cache, GroupOrder(0, text.blocks, 4, 1), 8)
+        samples = TextDataset("train", text, GroupOrder(0, text.source.blocks, 4, 1), 8)
         remove()
         with (
             MicroBatches(samples, BatchSchedule(1, 1, 1), rank=0, num_workers=workers) as batches,
@@ -161,7 +161,7 @@ def test_another_tokenizer_or_key_gets_other_tokens(tmp_path: Path) -> None:
     assert documents_of(opened(path, append_eod=True), 70_000) == [[1, 2, 70_000]]
     assert documents_of(opened(path, append_eod=True, json_key="other"), 70_000) == [[3, 4, 70_000]]
     assert documents_of(opened(path, append_eod=True, tokenizer=smaller), 10) == [[1, 2, 10]]
-    assert opened(path).cache.tokens(np.arange(1)).tolist() == [1, 2]
+    assert opened(path).tokens(np.arange(1)).tolist() == [1, 2]
 
 
 def test_a_hub_data_set_gives_its_rows(

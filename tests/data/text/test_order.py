@@ -14,7 +14,7 @@ from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.data.text.samples import TextDataset
+from megatron_zpp.data.text.samples import TextDataset, text_samples
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from tests.data.format_by_hand import write_by_hand
 from tests.data.text.conftest import NULL, NotingEncoder, json_lines, open_run, opened
@@ -28,7 +28,7 @@ def samples_of(
     """Open a whole text with smaller groups than in a run."""
     text = opened(path, **settings)
     text.source.group = group
-    return text.samples("train", blocks or (0, text.blocks), S, 7, 0)
+    return text_samples("train", text, blocks or (0, text.source.blocks), S, 7, 0)
 
 
 def steps(samples: Samples, world: int, *, consumed: int = 0, end: int, num_workers: int) -> list[list[int]]:
@@ -84,7 +84,7 @@ def test_an_epoch_reads_every_token_once(cold, text: str, documents: list[list[i
     assert len(set(inputs.tolist())) == inputs.size  # S - 1 of each group at the most are left out
     assert inputs.size > tokens - groups * S
     # Labels follow their inputs except between blocks.
-    assert (np.diff(rows, axis=1) != 1).sum() < 1.2 * opened(text).blocks
+    assert (np.diff(rows, axis=1) != 1).sum() < 1.2 * opened(text).source.blocks
     second = samples.batch(np.arange(known.windows_per_epoch, 2 * known.windows_per_epoch - 2 * groups))
     assert not np.array_equal(second[:50], rows[:50])
     assert len(set(second[:, :-1].ravel().tolist())) == second[:, :-1].size
@@ -183,16 +183,16 @@ def test_damaged_or_missing_blocks_are_tokenised_again(text: str) -> None:
 def test_workers_tokenise_each_block_once_and_the_training_process_none(text: str, tmp_path: Path) -> None:
     """Two loaders at a time, as on two ranks; evaluation also reads blocks that workers have tokenised."""
     opened_text = opened(text, num_workers=2)
-    opened_text.cache._build = partial(NotingEncoder, tmp_path / "notes", NULL, ("text",), False)
+    opened_text._build = partial(NotingEncoder, tmp_path / "notes", NULL, ("text",), False)
     opened_text.source.group = GROUP
-    valid = opened_text.samples("valid", (100, opened_text.blocks), S, 7, 50)
+    valid = text_samples("valid", opened_text, (100, opened_text.source.blocks), S, 7, 50)
     valid.batch(np.arange(50))
     valid.batch(np.arange(1500))  # more than was prepared
-    train = opened_text.samples("train", (0, 100), S, 7, 1)
+    train = text_samples("train", opened_text, (0, 100), S, 7, 1)
     steps(train, 2, end=12 * 150, num_workers=2)
     processes = (tmp_path / "notes").read_text().split()
-    assert len(processes) <= opened_text.blocks
-    made = opened_text.cache.counts(np.arange(opened_text.blocks)) >= 0
+    assert len(processes) <= opened_text.source.blocks
+    made = opened_text.counts(np.arange(opened_text.source.blocks)) >= 0
     assert len(processes) == made.sum() > 100
     assert len(set(processes)) > 2
     assert str(os.getpid()) not in processes

@@ -12,7 +12,7 @@ import pytest
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.data.resume import changed_shard
 from megatron_zpp.data.text.group_order import GroupOrder
-from megatron_zpp.data.text.samples import TextDataset
+from megatron_zpp.data.text.samples import TextDataset, text_samples
 from megatron_zpp.data.text.shards.order import ShardOrder
 from tests.data.text.conftest import json_lines, opened
 from tests.data.text.test_blends import resumed
@@ -58,7 +58,7 @@ def test_orders_are_those_by_which_runs_have_begun() -> None:
 def samples_of(pattern: str, **settings) -> TextDataset:
     text = opened(pattern, **settings)
     text.source.group = GROUP
-    return text.samples("train", (0, text.blocks), S, 7, 0)
+    return text_samples("train", text, (0, text.source.blocks), S, 7, 0)
 
 
 @pytest.fixture

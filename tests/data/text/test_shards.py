@@ -17,6 +17,7 @@ import pytest
 import zstandard
 
 from megatron_zpp.data.corpus.compression import lines_by_chunk
+from megatron_zpp.data.text.samples import text_samples
 from megatron_zpp.data.text.shards import parquet as parquet_shards
 from megatron_zpp.data.text.shards.text import ShardedText, _bytes_of_block, open_shards
 from megatron_zpp.data.text.sources import fingerprint_of
@@ -56,11 +57,11 @@ def test_shards_hold_all_documents(documents: list[list[int]], tmp_path: Path, k
     text = opened(write_shards(tmp_path / "shards", kind, documents), append_eod=True)
     assert documents_of(text, EOD) == with_ends(documents)
     assert (tmp_path / "shards.tokens").is_dir()
-    assert "in 7 shards" in text.source.describe(text.blocks)
-    shuffled = np.random.default_rng(0).permutation(text.blocks)
+    assert "in 7 shards" in text.source.describe(text.source.blocks)
+    shuffled = np.random.default_rng(0).permutation(text.source.blocks)
     again = opened(str(tmp_path / f"shards/*.{kind}"), data_cache_path=str(tmp_path / "new"), append_eod=True)
-    parts = [again.cache.tokens(np.array([block])) for block in shuffled.tolist()]  # backwards, too
-    assert np.array_equal(np.concatenate(parts), text.cache.tokens(shuffled))
+    parts = [again.tokens(np.array([block])) for block in shuffled.tolist()]  # backwards, too
+    assert np.array_equal(np.concatenate(parts), text.tokens(shuffled))
 
 
 def test_other_formats_of_the_hub_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,15 +123,15 @@ def test_the_first_sample_needs_a_fraction_of_the_bytes(
         lambda path, buffering=-1: io.BufferedReader(CountingFile(path)) if buffering else CountingFile(path),
     )
     text = opened(pattern, data_cache_path=str(tmp_path / "cache"))
-    text.samples("train", (0, text.blocks), 64, 7, 1).batch(np.arange(4))
+    text_samples("train", text, (0, text.source.blocks), 64, 7, 1).batch(np.arange(4))
     assert 0.1 * total < CountingFile.count < 0.4 * total
-    assert (text.cache.counts(np.arange(text.blocks)) >= 0).mean() < 0.15
+    assert (text.counts(np.arange(text.source.blocks)) >= 0).mean() < 0.15
 
 
 def test_what_is_open_and_in_memory_is_bounded(tmp_path: Path) -> None:
     text = opened(write_shards(tmp_path / "shards", "parquet", random_documents(2_000), 40))
     text.source.group = 16
-    samples, files = text.samples("train", (0, text.blocks), 64, 7, 1), 0
+    samples, files = text_samples("train", text, (0, text.source.blocks), 64, 7, 1), 0
     for first in range(0, 3000, 75):
         samples.batch(np.arange(first, first + 25))
         names = [os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")]
@@ -208,7 +209,7 @@ def test_a_bad_line_of_a_shard_is_named(documents: list[list[int]], tmp_path: Pa
     (tmp_path / "02.jsonl.gz").write_bytes(gzip.compress(b"".join(lines)))
     text = opened(pattern, num_workers=1)
     with pytest.raises(ValueError, match=r"02\.jsonl\.gz line 34: malformed line: not JSON") as error:
-        text.samples("train", (0, text.blocks), 8, 1, None)
+        text_samples("train", text, (0, text.source.blocks), 8, 1, None)
     assert "\n" not in str(error.value)
     (tmp_path / "plain.jsonl").write_bytes(b"".join(lines))
     with pytest.raises(ValueError, match=r"plain\.jsonl line 34: malformed line"):
@@ -251,14 +252,14 @@ def test_unusable_shards_are_an_error(documents: list[list[int]], tmp_path: Path
 
 def test_a_shard_that_changes_under_a_run_is_named(documents: list[list[int]], tmp_path: Path) -> None:
     text = opened(write_shards(tmp_path, "parquet", documents))
-    text.cache.tokens(np.arange(3))
+    text.tokens(np.arange(3))
     path = tmp_path / "00.parquet"
     os.utime(path, (1, 1))
     with pytest.raises(ValueError, match=r"00\.parquet: has changed since the run began"):
-        text.cache.tokens(np.arange(5))
+        text.tokens(np.arange(5))
     path.unlink()
     with pytest.raises(ValueError, match=r"00\.parquet: No such file or directory; .*restore it"):
-        text.cache.tokens(np.arange(5))
+        text.tokens(np.arange(5))
 
 
 def test_remote_shards(documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
