@@ -11,7 +11,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import keeps_gradient
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.zero.engines import engine_of, model_of, weights_of
+from tests.zero.engines import engine_of, model_of, same_bits, weights_of
 from tests.zero.quantizing import operations
 
 VOCAB, RATE = 101, 3e-3
@@ -144,7 +144,7 @@ def test_more_micro_batches_do_not_weaken_the_loss_scale(stage: int, scale: dict
             engine.accumulate(tokens, index=index, micro_batches=micro_batches)
         found.append((engine.step(1e-3).grad_norm, weights_of(engine)))
     assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], weights) for name, weights in found[1][1].items())
+    assert same_bits(found[0][1], found[1][1])
 
 
 def test_parameters_are_aligned_views_of_their_units_buffer() -> None:
@@ -195,7 +195,7 @@ def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
             norms.append(engine.step(1e-2).grad_norm.item())
         found.append((norms, weights_of(engine)))
     assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], weights) for name, weights in found[1][1].items())
+    assert same_bits(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("setting", ["zero_quantized_weights", "zero_quantized_gradients"])
