@@ -18,14 +18,6 @@ VOCAB, RATE = 101, 3e-3
 MODEL = model_of(hidden_size=32, num_attention_heads=4)
 
 
-def small(
-    model: ModelConfig = MODEL,
-    optimizer: OptimizerConfig | None = None,
-    precision: PrecisionConfig | None = None,
-) -> ZeroEngine:
-    return engine_of(model, VOCAB, optimizer=optimizer, precision=precision)
-
-
 def batches(steps: int, micro_batches: int) -> torch.Tensor:
     """(steps, micro-batches, B, T + 1) ids."""
     return torch.randint(VOCAB, (steps, micro_batches, 3, 17), generator=torch.Generator().manual_seed(8))
@@ -76,7 +68,7 @@ def test_twenty_steps_are_as_exact_as_torchs_adamw(micro_batches: int, untied: b
     """
     config = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=untied)
     data = batches(20, micro_batches)
-    engine = small(config, OptimizerConfig(weight_decay=0.1, adam_eps=1e-4))
+    engine = engine_of(config, VOCAB, optimizer=OptimizerConfig(weight_decay=0.1, adam_eps=1e-4))
     losses = run(engine, data, RATE)
     names = [name for name, _ in GPT(config, VOCAB).named_parameters()]
     weights = torch.cat([weights_of(engine)[name].double().flatten() for name in names])
@@ -122,7 +114,9 @@ def test_a_loss_that_is_not_finite_skips_the_step(stage: int, size: int, poison:
 
 def test_master_weights_keep_what_bf16_would_lose() -> None:
     """Steps far below bf16's resolution of the weights must add up."""
-    engine = small(optimizer=OptimizerConfig(weight_decay=0.0), precision=PrecisionConfig(bf16=True))
+    engine = engine_of(
+        MODEL, VOCAB, optimizer=OptimizerConfig(weight_decay=0.0), precision=PrecisionConfig(bf16=True)
+    )
     before = weights_of(engine)
     run(engine, batches(5, 1), learning_rate=1e-6)
     moved = torch.cat([(weights_of(engine)[name] - before[name]).abs().flatten() for name in before])
@@ -148,7 +142,7 @@ def test_more_micro_batches_do_not_weaken_the_loss_scale(stage: int, scale: dict
 
 
 def test_parameters_are_aligned_views_of_their_units_buffer() -> None:
-    engine = small(precision=PrecisionConfig(bf16=True))
+    engine = engine_of(MODEL, VOCAB, precision=PrecisionConfig(bf16=True))
     starts = {unit.full.untyped_storage().data_ptr() for unit in engine.units}
     assert len(starts) == len(engine.units) == 4
     for parameter in engine.model.parameters():
@@ -157,7 +151,7 @@ def test_parameters_are_aligned_views_of_their_units_buffer() -> None:
 
 
 def test_evaluation_has_no_dropout_and_leaves_no_gradient() -> None:
-    engine = small(dataclasses.replace(MODEL, hidden_dropout=0.5, attention_dropout=0.5))
+    engine = engine_of(dataclasses.replace(MODEL, hidden_dropout=0.5, attention_dropout=0.5), VOCAB)
     tokens = batches(1, 1)[0, 0]
     assert engine.evaluate(tokens) == engine.evaluate(tokens)
     assert engine.accumulate(tokens, index=0, micro_batches=1) != engine.evaluate(tokens)
@@ -206,7 +200,7 @@ def test_codes_need_operations(setting: str) -> None:
 
 def test_a_load_writes_into_the_states_themselves_on_a_cpu() -> None:
     """A copy of every part would take most of the time of a load."""
-    engine = small()
+    engine = engine_of(MODEL, VOCAB)
     memory, written = [], []
 
     def fill(unit: int, elements: range, target: torch.Tensor) -> None:

@@ -198,14 +198,10 @@ IN_NODES = (
 )
 
 
-def train_in_nodes(started: Topology, local: int) -> list[list[float]]:
-    return train(Topology(started.rank, started.world_size, started.rank % local, local), IN_NODES)
-
-
 @pytest.mark.parametrize(("nodes", "local"), [(3, 2), nightly(2, 1), nightly(2, 3)])
 def test_nodes_of_several_ranks_equal_one_process(nodes: int, local: int) -> None:
     """fp32 gradients, in two hops, also once for all micro-batches: the same sums in another order."""
-    first, *others = on_ranks(nodes * local, train_in_nodes, local)
+    first, *others = on_ranks(nodes * local, train, IN_NODES, ranks_per_node=local)
     assert all(other == first for other in others)
     assert first[-1] == first[-2]
     for case, curve in zip(IN_NODES, first, strict=True):
