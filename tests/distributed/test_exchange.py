@@ -90,7 +90,8 @@ def test_values_of_all_ranks_are_combined_and_their_parts_deleted(make: Callable
 
 
 def test_a_rank_that_waits_sends_a_request_per_second() -> None:
-    made, requests = exchanges(served(), 2)
+    store = served()
+    made, requests = exchanges(store, 2)
     threading.Timer(2.2, lambda: made[0].put("late", "value")).start()
     started = time.monotonic()
     assert made[1].get("late") == "value"
@@ -148,7 +149,8 @@ def test_a_value_that_follows_a_rank_that_gave_up_arrives() -> None:
 
 
 def test_an_abandoned_operation_ends_waits_soon() -> None:
-    (one, other), _ = exchanges(served(), 2)
+    store = served()
+    (one, other), _ = exchanges(store, 2)
     threading.Timer(0.5, lambda: one.abandon("the disk is full")).start()
     started = time.monotonic()
     with pytest.raises(Abandoned, match="the disk is full"):
@@ -158,7 +160,8 @@ def test_an_abandoned_operation_ends_waits_soon() -> None:
 
 
 def test_the_time_out_of_a_rank_begins_when_the_ranks_before_it_are_there() -> None:
-    made, _ = exchanges(served(), 3, 1.2)
+    store = served()
+    made, _ = exchanges(store, 3, 1.2)
     made[0].contribute("part", 0)
     threading.Timer(0.5, lambda: made[1].contribute("part", 1)).start()
     started = time.monotonic()
@@ -168,7 +171,8 @@ def test_the_time_out_of_a_rank_begins_when_the_ranks_before_it_are_there() -> N
 
 
 def test_progress_of_any_rank_prolongs_a_wait() -> None:
-    made, _ = exchanges(served(), 2, 1.0)
+    store = served()
+    made, _ = exchanges(store, 2, 1.0)
     over = threading.Event()
 
     def work() -> None:
