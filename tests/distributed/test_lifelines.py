@@ -133,6 +133,8 @@ def ranks(
 ) -> Iterator[Ranks]:
     started = Ranks(directory, prepare, absent, slow)
     try:
+        if not (absent or slow):
+            started.wait_until_complete()
         yield started
     finally:
         for process in started.processes.values():
@@ -148,7 +150,6 @@ def seconds_to_hear(victim: int, directory: Path) -> float:
     """Seconds from a kill until all other ranks have heard what they should."""
     directory.mkdir()
     with ranks(directory) as run:
-        run.wait_until_complete()
         time.sleep(0.5)  # heartbeats
         begin = time.monotonic()
         run.send(victim, signal.SIGKILL)
@@ -168,7 +169,6 @@ def test_every_rank_hears_of_a_killed_one_at_once(victim: int, tmp_path: Path) -
 def test_a_worker_that_outlives_its_rank_holds_no_connection(tmp_path: Path) -> None:
     """It is killed with the rank's pipe: the end of file tells it nothing."""
     with ranks(tmp_path) as run:
-        run.wait_until_complete()
         assert run.ask(2, "fork") == "forked"
         pid = run.processes[2].pid
         (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -180,7 +180,6 @@ def test_a_worker_that_outlives_its_rank_holds_no_connection(tmp_path: Path) -> 
 def test_who_leaves_is_not_missed_and_hears_nothing(tmp_path: Path) -> None:
     """The others go on, and hear of the next kill."""
     with ranks(tmp_path) as run:
-        run.wait_until_complete()
         for rank in (3, 2):
             assert run.ask(rank, "leave") == "left"
         run.pipes[3].send(1)
@@ -195,7 +194,6 @@ def test_who_leaves_is_not_missed_and_hears_nothing(tmp_path: Path) -> None:
 
 def test_an_orderly_end_of_all_is_silent(tmp_path: Path) -> None:
     with ranks(tmp_path) as run:
-        run.wait_until_complete()
         for rank in reversed(range(WORLD)):
             assert run.ask(rank, "leave") == "left"
             run.pipes[rank].send(75)
@@ -225,7 +223,6 @@ def test_a_rank_that_leaves_says_so_before_its_connection_closes() -> None:
 def test_a_stopped_rank_has_not_ended(tmp_path: Path) -> None:
     """Nobody hears anything, and its connections carry news again afterwards."""
     with ranks(tmp_path) as run:
-        run.wait_until_complete()
         for rank in (0, 3):
             run.send(rank, signal.SIGSTOP)
         time.sleep(2 * module._TICK + module._GRACE)
@@ -239,7 +236,6 @@ def test_a_stopped_rank_has_not_ended(tmp_path: Path) -> None:
 def test_ranks_that_get_the_same_request_do_not_report_each_other(tmp_path: Path) -> None:
     """As in Ctrl-C before the ranks have joined: the default action ends each of them."""
     with ranks(tmp_path) as run:
-        run.wait_until_complete()
         for rank in range(WORLD):
             run.send(rank, signal.SIGTERM)
         for process in run.processes.values():

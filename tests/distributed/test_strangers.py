@@ -297,19 +297,12 @@ def spoil(file: Path, how: str) -> None:
         file.chmod(int(how.split()[2], 8) if "mode" in how else 0o600)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("is a symbolic link", "is a symbolic link"),
-        ("is a symbolic link to nothing", "is a symbolic link"),
-        ("is not a plain file", "is not a plain file"),
-        ("is a directory", "is not a plain file"),
-        ("has mode 0640", "has mode 0640"),
-        ("has mode 0602", "has mode 0602"),
-        ("has 0 characters", "has 0 characters"),
-        ("has 31 characters", "has 31 characters"),
-    ],
-)
+LINK, PLAIN = "is a symbolic link", "is not a plain file"
+SAID = {LINK: LINK, f"{LINK} to nothing": LINK, PLAIN: PLAIN, "is a directory": PLAIN}
+SAID |= {how: how for how in ("has mode 0640", "has mode 0602", "has 0 characters", "has 31 characters")}
+
+
+@pytest.mark.parametrize(("how", "said"), SAID.items())
 def test_a_file_that_others_may_know_is_refused(tmp_path: Path, how: str, said: str) -> None:
     place = {"MEGATRON_ZPP_CACHE": str(tmp_path / "cache")}
     key, file = job_key(place), tmp_path / "cache" / "job_secret"

@@ -27,9 +27,8 @@ from tests.exchange.streams import GRIDS, Opened, Sizes, Watch, mesh_of
 from tests.zero.layouts import layout_of
 from tests.zero.quantizing import operations, this_device
 from tests.zero.ranks import on_ranks
+from tests.zero.zeropp_engines import HPZ, QWZ
 
-QWZ = {"zero_quantized_weights": True}
-HPZ = {"zero_hpz_partition_size": "auto"}
 PAIRS = {"zero_hpz_partition_size": "2"}
 DELTA4 = QWZ | {"zero_quantized_weights_format": "delta4"}
 # By name: the flags, stage 3 unless they name another one, and whether weights are held as codes.

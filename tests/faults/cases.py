@@ -14,8 +14,9 @@ Harm = Callable[[Path], object]
 class Case:
     """A good command line with `argv` at its end and without the flags, and their values, in `without`.
 
-    The one line on stderr holds `said`, in parts that ` … ` separates and in their order. `harm` is done to a
-    copy of the site (see site.py) before.
+    The one line on stderr holds `said`, in parts that ` … ` separates and in their order; the last flag of
+    `argv` is before it if it starts with a colon or " (given)". `harm` is done to a copy of the site (see
+    site.py) before.
     """
 
     argv: str
@@ -27,9 +28,15 @@ class Case:
     program: str = "pretrain"
 
     @property
+    def words(self) -> str:
+        """The whole of `said`."""
+        flag = f"--{self.argv.rpartition('--')[2]}" if self.said.startswith((": ", " (given)")) else ""
+        return flag + self.said
+
+    @property
     def name(self) -> str:
         """For the report."""
-        return f"{self.program}: {self.said}"
+        return f"{self.program}: {self.words}"
 
     @property
     def command(self) -> list[str]:
@@ -76,49 +83,39 @@ def remove(name: str) -> Harm:
     return lambda site: (site / name).unlink()
 
 
-def directory(name: str) -> Harm:
-    """Puts a directory where a file was."""
+def _in_place_of(name: str, make: Callable[[Path], object]) -> Harm:
+    """Makes something where a file was."""
 
     def harm(site: Path) -> None:
         (site / name).unlink(missing_ok=True)
-        (site / name).mkdir()
+        make(site / name)
 
     return harm
+
+
+def directory(name: str) -> Harm:
+    """Puts a directory where a file was."""
+    return _in_place_of(name, Path.mkdir)
 
 
 def fifo(name: str) -> Harm:
     """Puts a FIFO, which nobody writes to, where a file was."""
-
-    def harm(site: Path) -> None:
-        (site / name).unlink(missing_ok=True)
-        os.mkfifo(site / name)
-
-    return harm
+    return _in_place_of(name, os.mkfifo)
 
 
 def link(name: str, target: str) -> Harm:
     """Puts a symbolic link where a file was."""
+    return _in_place_of(name, lambda path: path.symlink_to(target))
 
-    def harm(site: Path) -> None:
-        (site / name).unlink(missing_ok=True)
-        (site / name).symlink_to(target)
 
-    return harm
+def loop(name: str) -> Harm:
+    """Puts a symbolic link to itself where a file was."""
+    return link(name, name)
 
 
 def locked(name: str, mode: int = 0) -> Harm:
     """Takes permissions away."""
     return lambda site: (site / name).chmod(mode)
-
-
-def loop(name: str) -> Harm:
-    """Puts a symbolic link to itself where a file was."""
-
-    def harm(site: Path) -> None:
-        (site / name).unlink(missing_ok=True)
-        (site / name).symlink_to(name)
-
-    return harm
 
 
 def both(*harms: Harm) -> Harm:

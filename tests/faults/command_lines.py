@@ -6,8 +6,11 @@ Bounds of a single value are those of its field, and old flags have tests of the
 from tests.faults.cases import Case, fifo, locked, put
 from tests.faults.cases import refused as bad
 
+COMPACT = "--optimizer muon --use-precision-aware-optimizer"
+ROPE = "--position-embedding-type rope"
 WSD = "--lr-decay-style WSD"
 FULL = "--recompute-granularity full"
+QGZ = "--zero-stage 3 --zero-quantized-gradients"
 MOCK = "--mock-data"
 EIGHT = "--dry-run --plan-gpus-per-node 8"
 
@@ -35,10 +38,7 @@ MODEL = [
     bad("--model-preset 9b", "--model-preset 9b: is neither a file nor a preset; use one of … 13b"),
     bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
     bad("--rotary-base 500", "--rotary-base 500.0: needs --position-embedding-type rope"),
-    bad(
-        "--position-embedding-type rope --rope-scaling-factor 8",
-        "--rope-scaling-factor 8.0: needs --use-rope-scaling",
-    ),
+    bad(f"{ROPE} --rope-scaling-factor 8.0", ": needs --use-rope-scaling"),
     bad(
         "--position-embedding-type yarn",
         "--yarn-original-max-position-embeddings (not given): … yarn needs the length of text before it",
@@ -48,21 +48,15 @@ MODEL = [
         "longrope_short_factor (not given): must be",
     ),
     bad(
-        "--position-embedding-type rope --rotary-ntk-factor 2 --use-rope-scaling",
-        "--use-rope-scaling (given): contradicts --rotary-ntk-factor; give one",
+        f"{ROPE} --rotary-ntk-factor 2 --use-rope-scaling",
+        " (given): contradicts --rotary-ntk-factor; give one",
     ),
-    bad(
-        "--position-embedding-type rope --kv-channels 5",
-        "--rotary-percent 1.0: rotates 5 of --kv-channels 5; must be even",
-    ),
+    bad(f"{ROPE} --kv-channels 5", "--rotary-percent 1.0: rotates 5 of --kv-channels 5; must be even"),
     bad("--num-query-groups 1", "--num-query-groups 1: needs --group-query-attention"),
+    bad("--tensor-model-parallel-size 3", ": must divide --num-attention-heads 2; possible: 1"),
     bad(
-        "--tensor-model-parallel-size 3",
-        "--tensor-model-parallel-size 3: must divide --num-attention-heads 2; possible: 1",
-    ),
-    bad(
-        "--tensor-model-parallel-size 2 --ffn-hidden-size 63",
-        "--tensor-model-parallel-size 2: must divide --ffn-hidden-size 63; possible: 1",
+        "--ffn-hidden-size 63 --tensor-model-parallel-size 2",
+        ": must divide --ffn-hidden-size 63; possible: 1",
     ),
     bad(
         f"{EIGHT} --tensor-model-parallel-size 2 --fp8 --bf16",
@@ -81,10 +75,7 @@ MODEL = [
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
     bad("--recompute-method block", "--recompute-method block: needs --recompute-granularity full"),
     bad(FULL, f"{FULL}: needs --recompute-method uniform or block"),
-    bad(
-        f"{FULL} --recompute-method block --recompute-num-layers 3",
-        "--recompute-num-layers 3: … at most --num-layers 2",
-    ),
+    bad(f"{FULL} --recompute-method block --recompute-num-layers 3", ": … at most --num-layers 2"),
     bad(f"{FULL} --recompute-activations", f"{FULL}: contradicts --recompute-activations"),
     bad("--recompute-offload", "--recompute-offload (given): needs --recompute-granularity full"),
 ]
@@ -97,7 +88,7 @@ TRAINING = [
     bad("--rampup-batch-size 2 2 8", "--rampup-batch-size 2 2 8: needs --train-samples"),
     bad(
         "--train-samples 100 --rampup-batch-size 4 4 50",
-        "--rampup-batch-size 4 4 50: needs --train-samples N and --global-batch-size N",
+        ": needs --train-samples N and --global-batch-size N",
         without="--train-iters",
     ),
 ]
@@ -106,16 +97,17 @@ OPTIMIZER = [
     bad("", "--lr (not given): give the peak", without="--lr"),
     bad("--lr nan", "--lr nan: must be a finite number"),
     bad("--min-lr 1", "--min-lr 1.0: must be at most --lr 0.001"),
-    bad(
-        "--lr-warmup-iters 5 --lr-warmup-fraction 0.1",
-        "--lr-warmup-iters 5: contradicts --lr-warmup-fraction",
-    ),
+    bad("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", ": contradicts --lr-warmup-fraction"),
     bad("--lr-warmup-samples 5", "--lr-warmup-samples 5: … use --lr-warmup-iters"),
     bad(WSD, f"{WSD}: needs one of --lr-wsd-decay-iters"),
     bad("--lr-wsd-decay-iters 5", f"--lr-wsd-decay-iters 5: needs {WSD}"),
     bad("--adam-beta1 1", "--adam-beta1 1.0: must be below 1"),
     bad("--fp16 --bf16", "--fp16 (given): contradicts --bf16"),
     bad("--loss-scale 8", "--loss-scale 8.0: needs --fp16"),
+    bad("--exp-avg-dtype fp8", "--exp-avg-dtype fp8: needs --use-precision-aware-optimizer"),
+    bad(f"{COMPACT} --main-params-dtype bf16+8", "--main-params-dtype bf16+8: needs --optimizer adam"),
+    bad(f"{COMPACT} --exp-avg-dtype fp8", "--exp-avg-dtype fp8: must be fp32 or bf16 with --optimizer muon"),
+    bad("--optimizer muon --clip-grad 0 --optimizer-in-backward", " (given): needs --optimizer adam"),
     bad("--min-loss-scale 1e20", "--min-loss-scale 1e+20: must be at most --initial-loss-scale"),
     bad("--fp8 --fp16", "--fp8 (given): needs --bf16, not --fp16"),
     bad("--fp8-recipe delayed", "--fp8-recipe delayed: needs --fp8"),
@@ -132,10 +124,7 @@ OPTIMIZER = [
         "--zero-table-rows 64",
         "--fp8-output-layer (given): multiplies all entries at once; omit it or --zero-table-rows 64",
     ),
-    bad(
-        "--fp8 --bf16 --fp8-recipe tensorwise --fp8-output-layer",
-        "--fp8-output-layer (given): needs --fp8-recipe delayed",
-    ),
+    bad("--fp8 --bf16 --fp8-recipe tensorwise --fp8-output-layer", " (given): needs --fp8-recipe delayed"),
     bad("--fp8 --bf16 --hidden-size 24", "--hidden-size 24: is 24; must be a multiple of 16"),
     bad(
         "--fp8 --bf16 --kv-channels 3", "--kv-channels 3 × --num-attention-heads 2: is 6; must be a multiple"
@@ -150,22 +139,18 @@ ZERO = [
     bad("--zero-quantized-weights", "--zero-quantized-weights (given): needs --zero-stage 1, 2 or 3"),
     bad("--zero-stage 3 --zero-hpz-partition-size node", "--zero-hpz-partition-size node: … or auto"),
     bad("--zero-stage 3 --zero-hpz-partition-size 0", "--zero-hpz-partition-size 0: must be a whole number"),
-    bad(
-        "--zero-stage 3 --zero-quantized-weights-format delta4",
-        "--zero-quantized-weights-format delta4: needs --zero-quantized-weights",
-    ),
+    bad("--zero-gradient-partition-size auto", ": … needs --zero-stage 1, 2 or 3"),
+    bad("--zero-stage 3 --zero-gradient-partition-size node", ": … whole number"),
+    bad("--zero-stage 3 --zero-gradient-partition-size 0", ": … whole number"),
+    bad("--zero-stage 3 --zero-quantized-weights-format delta4", ": needs --zero-quantized-weights"),
     bad("--zero-quantized-weights-format=fp8", "--zero-quantized-weights-format fp8: is retired; use int8"),
-    bad(
-        "--zero-stage 3 --zero-quantized-gradients-format rotated4",
-        "--zero-quantized-gradients-format rotated4: needs --zero-quantized-gradients",
-    ),
-    bad(
-        "--zero-stage 3 --zero-quantized-gradients --grad-reduce-in-bf16",
-        "--grad-reduce-in-bf16 (given): contradicts --zero-quantized-gradients",
-    ),
+    bad("--zero-stage 3 --zero-quantized-gradients-format rotated4", ": needs --zero-quantized-gradients"),
+    bad(f"{QGZ} --grad-reduce-in-bf16", " (given): contradicts --zero-quantized-gradients"),
 ]
 
 PLACES = [
+    bad("--heartbeat-timeout 600", "--heartbeat-timeout 600.0: … --distributed-timeout-minutes 10"),
+    bad("--heartbeat-timeout 1e9", "--heartbeat-timeout 1000000000.0: … --distributed-timeout-minutes 10"),
     bad("--save-interval 5", "--save-interval 5: needs --save"),
     bad("--keep-last 2", "--keep-last 2: needs --save"),
     bad("--save new --keep-last 0", "--keep-last 0: must be at least 1"),
@@ -194,9 +179,7 @@ DATA = [
     bad("--split a,b", "--split a,b: must be up to three shares"),
     bad("--data-path 0.5 text text", "--data-path 0.5 text text: … a weight before each"),
     bad("--data-path text.jsonl text", "--data-path text.jsonl text: put a weight before each"),
-    bad(
-        "--data-path text.jsonl --dataset-order megatron", "--dataset-order megatron: text.jsonl … preprocess"
-    ),
+    bad("--data-path text.jsonl --dataset-order megatron", ": text.jsonl … preprocess"),
     bad("--data-path text.jsonl --verify-data", "--verify-data (given): text has no .bin … omit this"),
     bad("--append-eod", "--append-eod (given): applies to text … omit it"),
     bad("--data-path 0 text", "--data-path 0 text: the weight 0 must be a positive"),
@@ -210,10 +193,7 @@ DATA = [
 COMMAND_LINES = [*FLAGS, *MODEL, *TRAINING, *OPTIMIZER, *ZERO, *PLACES, *DATA]
 
 CHECKED = [  # what the command line alone does not show
-    bad(
-        "--tensor-model-parallel-size 2",
-        "--tensor-model-parallel-size 2: must divide the 1 rank of a node; possible: 1",
-    ),
+    bad("--tensor-model-parallel-size 2", ": must divide the 1 rank of a node; possible: 1"),
     Case(
         f"{EIGHT} --tensor-model-parallel-size 2 --make-vocab-size-divisible-by 1",
         "--tensor-model-parallel-size 2: must divide the 257 rows of the padded vocabulary; use 1, or a "
@@ -225,9 +205,7 @@ CHECKED = [  # what the command line alone does not show
         "--ffn-hidden-size 72 --seq-length 48",
         "--tensor-model-parallel-size 6: must divide the 8 ranks of a node; possible: 1, 2, 4",
     ),
-    Case(
-        "--attention-backend flash3", "--attention-backend flash3: its kernels need a Hopper GPU; … use auto"
-    ),
+    Case("--attention-backend flash3", ": its kernels need a Hopper GPU; … use auto"),
     Case("--eod-mask-loss", "--eod-mask-loss (given): text.bin has no end of document (token 256) … omit"),
     bad("--lr-warmup-iters 5", "--lr-warmup-iters 5: must end before the decay does, at 8 samples"),
     bad(f"{WSD} --lr-wsd-decay-iters 9", "--lr-wsd-decay-iters 9: must fit … into 8 samples"),
@@ -241,7 +219,7 @@ CHECKED = [  # what the command line alone does not show
     Case("--fused-backend apex", "--fused-backend apex: … use torch", status=2),
     Case(
         f"{FULL} --recompute-method uniform --recompute-offload",
-        "--recompute-offload (given): needs GPUs; this run is on the cpu",
+        " (given): needs GPUs; this run is on the cpu",
     ),
     Case(
         "--device cuda --save new --metrics-file other/new",
@@ -254,9 +232,7 @@ CHECKED = [  # what the command line alone does not show
         "--global-batch-size 6: … --micro-batch-size 4 × 1 … such as 4 or 8",
         harm=put("ds.json", '{"train_batch_size": 6}'),
     ),
-    bad(
-        "--deepspeed_config file", "--deepspeed_config file: cannot be read (Permission", harm=locked("file")
-    ),
+    bad("--deepspeed_config file", ": cannot be read (Permission", harm=locked("file")),
     bad("--config run.yaml", "run.yaml: cannot be read (is a FIFO, not", harm=fifo("run.yaml")),
     bad("--config run.yaml", "line 1", harm=put("run.yaml", "seed: !!python/object:os.system {}\n")),
     bad("--config file", "--config file: cannot be read (Permission denied)", harm=locked("file")),

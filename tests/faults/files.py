@@ -30,14 +30,11 @@ DEEP = "[" * 100_000
 DATA = [
     Case(
         "--data-path gone",
-        "--data-path gone: gone.idx does not exist; give the prefix of a .bin/.idx pair, a .jsonl … hf:NAME",
+        ": gone.idx does not exist; give the prefix of a .bin/.idx pair, a .jsonl … hf:NAME",
     ),
     Case("--data-path owner/gone", "owner/gone.idx does not exist; give the prefix … file or hf:owner/gone"),
     Case("--data-path tex", "--data-path tex: tex.idx does not exist; did you mean text? Or give"),
-    Case(
-        "--data-path text.txt",
-        "--data-path text.txt: is not a tokenised data set; text must be JSON lines … build_corpus",
-    ),
+    Case("--data-path text.txt", ": is not a tokenised data set; text must be JSON lines … build_corpus"),
     Case("--data-path gone.jsonl", "--data-path gone.jsonl: gone.jsonl: No such file or directory; name"),
     Case("--data-path x.jsonl", "--data-path x.jsonl: the file is empty", harm=put("x.jsonl", "")),
     Case(
@@ -69,9 +66,7 @@ DATA = [
     Case("", "text.tokenizer.json: Permission denied … preprocess", harm=locked("text.tokenizer.json")),
     refused("--global-batch-size 6", "--global-batch-size 6: … --micro-batch-size 4 × 1 … such as 4 or 8"),
     Case("--global-batch-size 4000", "--global-batch-size 4000: the train split has 125 samples; give more"),
-    refused(
-        "--train-samples 3", "--train-samples 3: must hold one global batch of 4", without="--train-iters"
-    ),
+    refused("--train-samples 3", ": must hold one global batch of 4", without="--train-iters"),
     refused(
         "--global-batch-size 8 --rampup-batch-size 8 4 100 --train-samples 100",
         "--rampup-batch-size 8 4 100: START must be below --global-batch-size 8",
@@ -158,8 +153,8 @@ CHECKPOINTS = [
     ),
     Case(f"--load {NEWEST}", f"--load {NEWEST}: is a checkpoint; give --load checkpoints --ckpt-step 2"),
     Case(
-        f"--load {NEWEST} --save {NEWEST} --ckpt-step 2",
-        f"--load {NEWEST}: is a checkpoint; give --load checkpoints --ckpt-step 2",
+        f"--save {NEWEST} --ckpt-step 2 --load {NEWEST}",
+        ": is a checkpoint; give --load checkpoints --ckpt-step 2",
     ),
     Case(f"{LOAD} --ckpt-step 7", "--ckpt-step 7: not in checkpoints; iterations there: 1, 2"),
     Case(
@@ -174,9 +169,7 @@ CHECKPOINTS = [
         )
         for flags, without in (("", ""), (f"{LOAD} --finetune", " without --finetune"))
     ),
-    Case(
-        f"{LOAD} --hidden-size 32", f"--hidden-size 32: the model of {NEWEST} has 16; {ARGUMENTS.format(16)}"
-    ),
+    Case(f"{LOAD} --hidden-size 32", f": the model of {NEWEST} has 16; {ARGUMENTS.format(16)}"),
     Case(f"{LOAD} --seq-length 16", f"--max-position-embeddings 16: the … has 32; {ARGUMENTS.format(32)}"),
     Case(f"{LOAD} {PLAIN} --vocab-size 300", f"{NEWEST}: … 257 … 301 … give the tokenizer flags"),
     Case(LOAD, f"{LOAD}: … Permission denied; name a directory", harm=locked("checkpoints")),
@@ -226,16 +219,9 @@ PLACES = [
     Case("--metrics-file directory", "--metrics-file directory: is a directory; name a file"),
     Case("--metrics-file file", "--metrics-file file: cannot be written; check", harm=locked("file", 0o400)),
     Case("--save new/er --tensorboard-dir file", f"--tensorboard-dir file: Not a directory; {WRITABLE}"),
-    Case(
-        "--wandb-project p --wandb-save-dir file",
-        f"--wandb-save-dir file: Not a directory; {WRITABLE}",
-    ),
+    Case("--wandb-project p --wandb-save-dir file", f": Not a directory; {WRITABLE}"),
     Case("--profile", f"--profile profile: Not a directory; {WRITABLE}", harm=put("profile", "")),
-    Case(
-        "--wandb-project p --wandb-save-dir s3://b/wandb",
-        f"--wandb-save-dir s3://b/wandb: {LOCAL}",
-        status=2,
-    ),
+    Case("--wandb-project p --wandb-save-dir s3://b/wandb", f": {LOCAL}", status=2),
 ]
 
 FILES = [*DATA, *TOKENIZERS, *CHECKPOINTS, *HUGGINGFACE, *PLACES]

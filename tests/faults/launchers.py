@@ -47,12 +47,10 @@ LAUNCHERS = [
         ALONE, "29998: rank 1 on … cannot reach rank 0", RANK="1", LOCAL_WORLD_SIZE="1", MASTER_PORT="29998"
     ),
     refused_on_four("--profile --profile-ranks 1 4", "--profile-ranks 1 4: this run has ranks 0 to 3"),
-    refused_on_four(
-        "--global-batch-size 6", "--global-batch-size 6: … 4 data-parallel ranks = 16, such as 16"
-    ),
+    refused_on_four("--global-batch-size 6", ": … 4 data-parallel ranks = 16, such as 16"),
     refused_on_four(
         "--zero-stage 3 --zero-hpz-partition-size 3",
-        "--zero-hpz-partition-size 3: not possible on nodes of 4 data ranks; give 1, 2, 4 or auto",
+        ": not possible on nodes of 4 data ranks; give 1, 2, 4 or auto",
     ),
     refused_on_four(
         "--zero-stage 3 --zero-table-rows 61 --tensor-model-parallel-size 2",
@@ -60,6 +58,6 @@ LAUNCHERS = [
     ),
     refused_on_four(
         "--zero-stage 1 --zero-quantized-weights --zero-quantized-weights-format delta4",
-        "--zero-quantized-weights-format delta4: needs 2 or more nodes; on one node use int8, or omit",
+        ": needs 2 or more nodes; on one node use int8, or omit",
     ),
 ]

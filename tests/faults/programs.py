@@ -19,10 +19,7 @@ report = partial(Case, program="report")
 
 EVALUATE = [
     evaluate("", "are required: --load", status=2, without="--load"),
-    evaluate(
-        "--load checkpoints/iter_0000001",
-        "--load checkpoints/iter_0000001: is a checkpoint; give --load checkpoints --ckpt-step 1",
-    ),
+    evaluate("--load checkpoints/iter_0000001", ": is a checkpoint; give --load checkpoints --ckpt-step 1"),
     evaluate("--load file", "--load file: … Not a directory; name"),
     evaluate("--valid-data gone.txt", "--valid-data gone.txt: no such file … check the path"),
     evaluate("--task reading", "--task: invalid choice: 'reading' … 'lambada'", status=2),

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tests.faults.cases import Case, both, directory, fifo, flip, locked, put
+from tests.faults.cases import Case, directory, fifo, flip, locked, put
 from tests.faults.files import READ_ONLY, WRITABLE
 
 STRICT = "text.jsonl line 1: "
@@ -56,7 +56,7 @@ PREPROCESS = [
     ),
     preprocess(
         "--tokenizer-type SentencePieceTokenizer --tokenizer-model no",
-        "--tokenizer-model no: cannot be read … give a SentencePiece .model",
+        ": cannot be read … give a SentencePiece .model",
         without="--tokenizer-type --vocab-size",
     ),
 ]
@@ -81,7 +81,7 @@ OTHERS = [
     sample(
         "",
         "--load checkpoints: … damaged between bytes 0 and … --ckpt-step",
-        harm=both(flip("checkpoints/iter_0000002/rank_00000.safetensors", -4)),
+        harm=flip("checkpoints/iter_0000002/rank_00000.safetensors", -4),
     ),
 ]
 

@@ -22,6 +22,15 @@ def losses_of(engine: ZeroEngine, steps: Iterable[Sequence[Tensor]]) -> list[flo
     return losses
 
 
+def step_of(engine: ZeroEngine, tokens: Tensor, micro_batches: int = 1, rate: float = 1e-3) -> None:
+    """Take a step of equal micro-batches; in the backward if the engine steps there."""
+    if engine._in_backward is not None:
+        engine.begin_step(rate)
+    for index in range(micro_batches):
+        engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+    engine.step(rate)
+
+
 def parts_of_steps(run: Callable[[], None], count: int, file: Path) -> dict[str, float]:
     """Milliseconds of each kind of kernels, per step of a `run` of so many, whose trace is written."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:

@@ -14,7 +14,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.gpu.steady import assert_steady
+from tests.gpu.steady import assert_steady, step_of
 from tests.model import variants
 from tests.zero.engines import engine_of
 
@@ -146,13 +146,7 @@ def test_a_steady_step_neither_waits_for_the_device_nor_allocates(
 ) -> None:
     engine = compiled([], stage=stage, **changes)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), device="cuda")
-
-    def step() -> None:
-        for index in range(2):
-            engine.accumulate(tokens, index=index, micro_batches=2)
-        engine.step(1e-3)
-
-    assert_steady(step, warmup=4)
+    assert_steady(lambda: step_of(engine, tokens, micro_batches=2), warmup=4)
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -203,12 +203,7 @@ def losses_of(engine: ZeroEngine) -> list[float]:
 
 def check_steady(engine: ZeroEngine) -> None:
     tokens = torch.randint(1000, (8, 129), device="cuda")
-
-    def step() -> None:
-        engine.accumulate(tokens, index=0, micro_batches=1)
-        engine.step(1e-3)
-
-    steady.assert_steady(step, warmup=3)
+    steady.assert_steady(lambda: steady.step_of(engine, tokens), warmup=3)
 
 
 @needs_fp8

@@ -10,7 +10,7 @@ from megatron_zpp.distributed.peer_rows import CopiedRows, others_first, own_fir
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from tests.gpu.ranks import on_gpus
-from tests.gpu.steady import losses_of, parts_of_steps
+from tests.gpu.steady import losses_of, parts_of_steps, step_of
 from tests.gpu.test_tensor_parallel import (
     BATCH,
     BF16,
@@ -98,8 +98,7 @@ def exposed(topology: Topology, overlapped: bool, directory: str) -> float:
 
     def steps(count: int) -> None:
         for _ in range(count):
-            engine.accumulate(tokens, index=0, micro_batches=1)
-            engine.step(1e-4)
+            step_of(engine, tokens, rate=1e-4)
         torch.cuda.synchronize()
 
     steps(3)

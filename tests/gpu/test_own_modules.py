@@ -17,5 +17,5 @@ def test_modules_of_users_train_as_torch_does(kind: str) -> None:
 
 
 def test_a_read_of_weights_that_are_not_gathered_names_the_parameter() -> None:
-    for case, said in read_wrongly(Topology(), STAGES, "cuda"):
-        assert said == "right" or "is read while its unit" in said or "is returned by" in said, (case, said)
+    for kind, case, said in read_wrongly(Topology(), STAGES, "cuda"):
+        assert said == "right" or "is read while its unit" in said or "is returned by" in said, (kind, case)

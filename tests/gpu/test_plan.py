@@ -11,6 +11,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.plan.memory import memory_of
+from tests.gpu.steady import step_of
 from tests.model.variants import LLAMA
 from tests.plan.jobs import FULL, NO_DROPOUT, job_of
 from tests.zero.engines import engine_of
@@ -72,11 +73,7 @@ def test_the_peak_is_within_five_percent(
     )
     tokens = torch.randint(vocab, (size, model.seq_length + 1), device="cuda")
     for _ in range(2):
-        if optimizer.optimizer_in_backward:
-            engine.begin_step(1e-4)
-        for index in range(micro_batches):
-            engine.accumulate(tokens, index=index, micro_batches=micro_batches)
-        engine.step(1e-4)
+        step_of(engine, tokens, micro_batches, rate=1e-4)
     measured = torch.cuda.max_memory_allocated() - before
     engine.close()
     job = job_of(

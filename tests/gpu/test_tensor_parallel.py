@@ -19,7 +19,7 @@ from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.zero import step_sums
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.ranks import on_gpus
-from tests.gpu.steady import losses_of
+from tests.gpu.steady import losses_of, step_of
 from tests.model import variants
 from tests.plan.jobs import job_of
 from tests.plan.test_tensor_parallel import Mirrored
@@ -116,8 +116,7 @@ def _held(topology: Topology, tensor: int, model: str, compiled: bool) -> dict[s
     engine = build(topology, tensor, model, BF16, compiled, **changes, kv_channels=64, ffn_hidden_size=2816)
     tokens = torch.randint(VOCAB, (BATCH, 1025), device="cuda")
     for _ in range(2):
-        engine.accumulate(tokens, index=0, micro_batches=1)
-        engine.step(1e-4)
+        step_of(engine, tokens, rate=1e-4)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     loss = engine.model(tokens[:, :-1], tokens[:, 1:])
@@ -172,8 +171,7 @@ def peak_and_plan(topology: Topology, tensor: int, compiled: bool, overlapped: b
     engine = build(topology, tensor, "llama", BF16, compiled, overlapped, **PLANNED)
     tokens = torch.randint(VOCAB, (BATCH, 1025), device="cuda")
     for _ in range(2):
-        engine.accumulate(tokens, index=0, micro_batches=1)
-        engine.step(1e-4)
+        step_of(engine, tokens, rate=1e-4)
     measured = torch.cuda.max_memory_allocated() - before
     size = {"micro_batch_size": BATCH, "tensor": tensor, "local": tensor}
     job = job_of(engine.model.config, VOCAB, precision=BF16, **size)

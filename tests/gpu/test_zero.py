@@ -23,7 +23,7 @@ from megatron_zpp.supervision.errors import one_line_errors
 from megatron_zpp.train.setup.build_engine import DECOUPLED
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.ranks import GPUS, on_gpus
-from tests.gpu.steady import assert_steady
+from tests.gpu.steady import assert_steady, step_of
 from tests.model.variants import MODELS
 from tests.support import logged, trained
 from tests.zero.engines import engine_of
@@ -63,15 +63,7 @@ def test_a_steady_step_neither_waits_for_the_device_nor_allocates(
     )
     tokens = torch.randint(VOCAB, (4, 129), device="cuda")
     micro_batches = 1 if optimizer.optimizer_in_backward else 2
-
-    def step() -> None:
-        if optimizer.optimizer_in_backward:
-            engine.begin_step(1e-3)
-        for index in range(micro_batches):
-            engine.accumulate(tokens, index=index, micro_batches=micro_batches)
-        engine.step(1e-3)
-
-    assert_steady(step, warmup=3)
+    assert_steady(lambda: step_of(engine, tokens, micro_batches), warmup=3)
 
 
 @pytest.mark.parametrize(

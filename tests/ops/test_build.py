@@ -15,7 +15,7 @@ import pytest
 from megatron_zpp.native.cache import BuildError, cache_directory
 from megatron_zpp.ops.build import build, check_device_code
 from megatron_zpp.ops.toolchain import cuda_problem, find_toolchain
-from tests.support import ROOT, environment
+from tests.support import ROOT, environment, wait_until
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -44,10 +44,7 @@ class Site:
         return build(say=self.said.append, sources=self.sources, environ=self.environ, **settings)
 
     def wait_until_compiling(self) -> None:
-        give_up = time.monotonic() + 120
-        while not self.started.exists():
-            assert time.monotonic() < give_up
-            time.sleep(0.02)
+        wait_until(self.started.exists)
 
 
 @pytest.fixture
@@ -197,8 +194,7 @@ def test_a_slow_build_shows_its_progress_and_who_waits_loads_what_it_built(site:
     threads[0].start()
     site.wait_until_compiling()
     threads[1].start()
-    while len(site.said) < 3 or len(waiter_said) < 2:
-        time.sleep(0.02)
+    wait_until(lambda: len(site.said) >= 3 and len(waiter_said) >= 2)
     site.hang.unlink()
     for thread in threads:
         thread.join(60)

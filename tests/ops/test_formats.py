@@ -38,10 +38,10 @@ def test_a_size_says_how_many_elements(format: QuantFormat, blocks: int) -> None
     ("settings", "message"),
     [
         ({"code_type": "int5"}, "code_type must be int8 or int4, got int5"),
-        ({"block": 48}, "block must be a power of two from 32 to 2048, got 48"),
-        ({"block": 16}, "block must be a power of two from 32 to 2048, got 16"),
-        ({"block": 4096}, "block must be a power of two from 32 to 2048, got 4096"),
-        ({"block": -64}, "block must be a power of two from 32 to 2048, got -64"),
+        *(
+            ({"block": n}, f"block must be a power of two from 32 to 2048, got {n}")
+            for n in (48, 16, 4096, -64)
+        ),
     ],
 )
 def test_what_is_no_format(settings: dict, message: str) -> None:

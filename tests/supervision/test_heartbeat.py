@@ -278,12 +278,6 @@ def test_an_orderly_end_is_silent(played: Played) -> None:
     assert played[ORDERLY].result() == End([0] * 3, [[]] * 3)
 
 
-@pytest.mark.parametrize("timeout", [600, 1e9])
-def test_a_heartbeat_that_comes_after_the_collectives_give_up_is_refused(timeout: float) -> None:
-    with pytest.raises(ValueError, match=r"--heartbeat-timeout .* --distributed-timeout-minutes 10"):
-        DistributedConfig(heartbeat_timeout=timeout)
-
-
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this process, which does not end, says as it should."""

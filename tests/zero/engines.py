@@ -1,6 +1,6 @@
 """Engines around a small GPT, the same one in every test of the engine."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from megatron_zpp.placement import within
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import owners_of
 from megatron_zpp.zero.optimizer import UpdateRule
+from megatron_zpp.zero.prefetch import WeightState
 from megatron_zpp.zero.tensor_parallel import TensorShare
 
 
@@ -136,6 +137,35 @@ def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
 def weights_of(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     """A copy of the whole master weights by name."""
     return states_of(engine, "weights")
+
+
+def all_states(engine: ZeroEngine) -> dict[str, torch.Tensor]:
+    """A copy of the whole states of every kind, by kind and name. Every rank must call it."""
+    kinds = {kind: states_of(engine, kind) for kind in engine.states.kinds}
+    return {f"{kind}/{name}": state for kind, states in kinds.items() for name, state in states.items()}
+
+
+def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether both have the same names, and equal tensors by each."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def needed(engine: ZeroEngine, before: Callable[[int], None] = lambda index: None) -> list[tuple[int, bool]]:
+    """The units that a second step needs, in order, and whether the gather of each started only then."""
+    prefetcher, found = engine.weights.prefetcher, []
+    need = prefetcher._need
+
+    def record(index: int) -> None:
+        before(index)
+        found.append((index, prefetcher.weights_of(index) is WeightState.SHARDED))
+        need(index)
+
+    prefetcher._need = record
+    for _ in range(2):
+        found.clear()
+        engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
+        engine.step(1e-2)
+    return found
 
 
 def train(engine: ZeroEngine, steps: range, micro_batches: int = 2) -> list[float]:

@@ -1,6 +1,6 @@
 """Modules as users write them, and their training by ZeroEngine and by plain torch from equal weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,24 +72,25 @@ class ReturnsNested(Layer):
         return None, {"found": [x.mean(), Returned(self.encode(x), beside=(x.detach(), "name"))]}
 
 
-class Unpacks(Stack):
-    """Takes what the layers return."""
-
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        _, parts = layer(x)
-        mean, found = parts["found"]
-        return found.hidden + mean
+def unpacked(_: Stack, layer: nn.Module, x: Tensor) -> Tensor:
+    mean, found = layer(x)[1]["found"]
+    return found.hidden + mean
 
 
-class TwoHeads(Layer):
-    """Of two outputs the second one's gradient arrives long after that of the first."""
-
+class Deep(Layer):
     def __init__(self) -> None:
         super().__init__()
         self.other = nn.Linear(WIDTH, WIDTH)
 
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.other(super().encode(x)))
+
+
+class TwoHeads(Deep):
+    """Of two outputs the second one's gradient arrives long after that of the first."""
+
     def forward(self, x: Tensor) -> Any:
-        return self.encode(x), torch.tanh(self.other(x))
+        return Layer.encode(self, x), torch.tanh(self.other(x))
 
 
 class Skips(Stack):
@@ -150,10 +151,12 @@ class Attends(nn.Module):
         return self.attention(x[None], x[None], x[None])
 
 
-class TakesFirst(Stack):
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        found = layer(x)
-        return found[0].view(len(x), -1)
+def stack_that(**methods: Callable[..., Tensor]) -> type[Stack]:
+    """A kind of stack with other methods."""
+    return type("Stack", (Stack,), methods)
+
+
+TakesFirst = stack_that(run=lambda _, layer, x: layer(x)[0].view(len(x), -1))
 
 
 class WithoutElements(Stack):
@@ -205,15 +208,6 @@ class ReadsTheRest(Stack):
         return [("", self), *super().units()]
 
 
-class Deep(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(WIDTH, WIDTH)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.other(super().encode(x)))
-
-
 class TiesInside(Deep):
     """Two modules of a unit share a weight."""
 
@@ -234,7 +228,7 @@ def stack_of(layer: Callable[[], nn.Module], kind: type[Stack] = Stack) -> Calla
 
 
 TRAINED: dict[str, Callable[[], nn.Module]] = {
-    "nested outputs": stack_of(ReturnsNested, Unpacks),
+    "nested outputs": stack_of(ReturnsNested, stack_that(run=unpacked)),
     "late output": stack_of(TwoHeads, Skips),
     "MultiheadAttention": stack_of(Attends, TakesFirst),
     "LSTM": stack_of(lambda: nn.LSTM(WIDTH, WIDTH), TakesFirst),
@@ -342,37 +336,13 @@ def check_trained(topology: Topology, cases: list[tuple[str, dict[str, Any]]], d
         assert torch.allclose(found, expected, rtol=2e-5, atol=1e-6), (kind, zero, found, expected)
 
 
-class ReadsAWeight(Stack):
-    """The forward of the model reads a weight of a layer behind the layers."""
-
-    def hidden(self, x: Tensor) -> Tensor:
-        return F.linear(super().hidden(x), self.layers[1].linear.weight)
-
-
-class ReadsAheadOfIts(Stack):
-    def hidden(self, x: Tensor) -> Tensor:
-        return super().hidden(F.linear(x, self.layers[2].linear.weight))
-
-
-class CallsAMethod(Stack):
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return layer.encode(x)
-
-
-class Penalised(Stack):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x, y) + sum(weight.square().sum() for weight in self.parameters())
-
-
-class ReadsBetween(Stack):
+def reads_between(stack: Stack, x: Tensor) -> Tensor:
     """Reads a weight while it is gathered. At stage 3 its slot is another unit's when the backward comes."""
-
-    def hidden(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x)
-        x = F.linear(x, self.layers[0].linear.weight)
-        for layer in self.layers[1:]:
-            x = layer(x)
-        return x
+    first, *others = stack.layers
+    x = F.linear(first(x), first.linear.weight)
+    for layer in others:
+        x = layer(x)
+    return x
 
 
 class Keeps(Layer):
@@ -383,31 +353,31 @@ class Keeps(Layer):
         return self.encode(x)
 
 
-class UsesWhatIsKept(Stack):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x, y) + sum(layer.kept.mean() for layer in self.layers)
-
-
 class ReturnsAWeight(Layer):
     def forward(self, x: Tensor) -> Any:
         return self.encode(x), self.linear.weight.t()
 
 
-READS: dict[str, Callable[[], nn.Module]] = {
-    "behind": ReadsAWeight,
-    "ahead": ReadsAheadOfIts,
-    "method": CallsAMethod,
-    "penalty": Penalised,
-    "between": ReadsBetween,
-    "kept": stack_of(Keeps, UsesWhatIsKept),
+def loss_and(more: Callable[[Stack], Tensor]) -> type[Stack]:
+    """Adds to the loss what the model computes of its weights, or of what its layers kept."""
+    return stack_that(forward=lambda stack, x, y: Stack.forward(stack, x, y) + more(stack))
+
+
+READS: dict[str, Callable[[], nn.Module]] = {  # a weight of a layer, where it is read
+    "behind": stack_that(hidden=lambda it, x: F.linear(Stack.hidden(it, x), it.layers[1].linear.weight)),
+    "ahead": stack_that(hidden=lambda it, x: Stack.hidden(it, F.linear(x, it.layers[2].linear.weight))),
+    "method": stack_that(run=lambda it, layer, x: layer.encode(x)),
+    "penalty": loss_and(lambda it: sum(weight.square().sum() for weight in it.parameters())),
+    "between": stack_that(hidden=reads_between),
+    "kept": stack_of(Keeps, loss_and(lambda it: sum(layer.kept.mean() for layer in it.layers))),
     "returned": stack_of(ReturnsAWeight, TakesFirst),
 }
 
 
 def read_wrongly(
     topology: Topology, settings: list[dict[str, Any]], device: str = "cpu"
-) -> list[tuple[str, str]]:
-    """Each case is right, or raises an error that names a parameter; returns (case, what was said)."""
+) -> list[tuple[str, str, str]]:
+    """Each case is right, or raises an error that names a parameter; returns (kind, case, what was said)."""
     said = []
     for kind, make in READS.items():
         expected = torch.tensor(losses_of_torch(make, topology.world_size, steps=1, micro_batches=1))
@@ -423,12 +393,5 @@ def read_wrongly(
                     assert torch.allclose(found.cpu(), expected, rtol=2e-5), (kind, zero, found, expected)
                 except RuntimeError as error:
                     outcome = str(error)
-                said.append((f"{kind} {zero} {'evaluation' if evaluates else 'training'}", outcome))
+                said.append((kind, f"{zero} {'evaluation' if evaluates else 'training'}", outcome))
     return said
-
-
-def outcomes(said: list[tuple[str, str]], kind: str) -> Iterator[tuple[str, str]]:
-    """Those of one case, with the name that was said in place of the text."""
-    for case, text in said:
-        if case.split(" ", 1)[0] == kind:
-            yield case.split(" ", 1)[1], text.split(":")[0]

@@ -22,7 +22,7 @@ from tests.zero.test_tensor_parallel import (
     VOCAB,
     Case,
     build,
-    check,
+    check_all,
     one_process,
     same_on_all,
     train,
@@ -65,9 +65,7 @@ def test_every_stage_learns_what_one_process_does(context: int, tensor: int, dat
         for stage in range(4)
         for comm in (COMMS if both else COMMS[stage // 2 :][:1])
     )
-    first = same_on_all(on_ranks(context * tensor * data, train, cases))
-    for case, found in zip(cases, first, strict=True):
-        check(case, found, rel=1e-6)
+    check_all(context * tensor * data, cases)
 
 
 @pytest.mark.parametrize("other", [False, nightly(True)])
@@ -87,8 +85,7 @@ def test_documents_windows_scores_and_recomputation_change_nothing(other: bool) 
     )
     if other:
         cases = tuple(replace(case, comm=COMMS[case.comm == "a2a"]) for case in cases)
-    for case, found in zip(cases, same_on_all(on_ranks(4, train, cases)), strict=True):
-        check(case, found, rel=1e-6)
+    check_all(4, cases)
 
 
 @pytest.mark.nightly
@@ -98,8 +95,7 @@ def test_more_ranks_than_groups_of_keys() -> None:
         case_of(model, 2, 3, 4, comm, recompute="selective", documents=documents)
         for model, documents, comm in product(("windows", "llama"), (False, True), COMMS)
     )
-    for case, found in zip(cases, same_on_all(on_ranks(8, train, cases)), strict=True):
-        check(case, found, rel=1e-6)
+    check_all(8, cases)
 
 
 def test_zeropp_and_16_bits_act_over_context_ranks() -> None:

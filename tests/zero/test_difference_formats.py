@@ -19,6 +19,7 @@ from tests.support import nightly
 from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
 from tests.zero.test_differences import raw
+from tests.zero.test_quantized import with_a_nan
 from tests.zero.zeropp_engines import FOUR_BITS, batch, build
 
 BEHIND = 2  # the unit whose codes fall behind
@@ -135,9 +136,7 @@ def after_a_skipped_step(topology: Topology) -> tuple[float, int | None, bool, l
     for number in range(2):
         step(engine, 1 + number)
     before = [raw(unit.reference) for unit in engine.units]
-    second = torch.tensor(1, device=engine.device)
-    poison = lambda gradient: gradient.index_fill(0, second, torch.nan)  # noqa: E731
-    handle = engine.units[BEHIND].parameters[0].register_hook(poison)
+    handle = engine.units[BEHIND].parameters[0].register_hook(with_a_nan)
     engine.accumulate(batch(topology, 9), index=0, micro_batches=1)
     handle.remove()
     result = engine.step(1e-2)

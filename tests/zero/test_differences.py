@@ -16,7 +16,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import states_of
+from tests.zero.engines import all_states, states_of
 from tests.zero.layouts import layout_of
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import ALL, AUTO, DELTA4, FOUR_BITS, batch, build
@@ -126,10 +126,8 @@ def test_nothing_changes_what_a_gather_still_reads(zero: dict[str, Any]) -> None
         assert begun > 0
 
 
-def all_states(engine: ZeroEngine) -> dict[str, bytes]:
-    """The whole states of every kind."""
-    kinds = {kind: states_of(engine, kind) for kind in engine.states.kinds}
-    return {f"{kind} {name}": raw(state) for kind, states in kinds.items() for name, state in states.items()}
+def raw_states(engine: ZeroEngine) -> dict[str, bytes]:
+    return {name: raw(state) for name, state in all_states(engine).items()}
 
 
 def after_other_reads(topology: Topology, directory: str) -> list[bytes]:
@@ -144,7 +142,7 @@ def after_other_reads(topology: Topology, directory: str) -> list[bytes]:
     train(again, range(1, 2))
     train(saved, range(1, 2))
     engines = (plain, evaluated, saved, again)
-    return [b"".join(all_states(engine).values()) for engine in engines]
+    return [b"".join(raw_states(engine).values()) for engine in engines]
 
 
 def test_reading_never_applies_a_message_again(tmp_path: Path) -> None:
@@ -258,7 +256,7 @@ def on_this_grid(topology: Topology, directory: str, zero: dict[str, Any], load:
     else:
         train(engine, range(2))
         save(Path(directory), engine, Progress(iteration=2))
-    return all_states(engine)
+    return raw_states(engine)
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,11 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import keeps_gradient
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.zero.engines import engine_of, model_of, weights_of
+from tests.zero.engines import engine_of, model_of, same_bits, weights_of
 from tests.zero.quantizing import operations
 
 VOCAB, RATE = 101, 3e-3
 MODEL = model_of(hidden_size=32, num_attention_heads=4)
-
-
-def small(
-    model: ModelConfig = MODEL,
-    optimizer: OptimizerConfig | None = None,
-    precision: PrecisionConfig | None = None,
-) -> ZeroEngine:
-    return engine_of(model, VOCAB, optimizer=optimizer, precision=precision)
 
 
 def batches(steps: int, micro_batches: int) -> torch.Tensor:
@@ -76,7 +68,7 @@ def test_twenty_steps_are_as_exact_as_torchs_adamw(micro_batches: int, untied: b
     """
     config = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=untied)
     data = batches(20, micro_batches)
-    engine = small(config, OptimizerConfig(weight_decay=0.1, adam_eps=1e-4))
+    engine = engine_of(config, VOCAB, optimizer=OptimizerConfig(weight_decay=0.1, adam_eps=1e-4))
     losses = run(engine, data, RATE)
     names = [name for name, _ in GPT(config, VOCAB).named_parameters()]
     weights = torch.cat([weights_of(engine)[name].double().flatten() for name in names])
@@ -122,7 +114,9 @@ def test_a_loss_that_is_not_finite_skips_the_step(stage: int, size: int, poison:
 
 def test_master_weights_keep_what_bf16_would_lose() -> None:
     """Steps far below bf16's resolution of the weights must add up."""
-    engine = small(optimizer=OptimizerConfig(weight_decay=0.0), precision=PrecisionConfig(bf16=True))
+    engine = engine_of(
+        MODEL, VOCAB, optimizer=OptimizerConfig(weight_decay=0.0), precision=PrecisionConfig(bf16=True)
+    )
     before = weights_of(engine)
     run(engine, batches(5, 1), learning_rate=1e-6)
     moved = torch.cat([(weights_of(engine)[name] - before[name]).abs().flatten() for name in before])
@@ -144,11 +138,11 @@ def test_more_micro_batches_do_not_weaken_the_loss_scale(stage: int, scale: dict
             engine.accumulate(tokens, index=index, micro_batches=micro_batches)
         found.append((engine.step(1e-3).grad_norm, weights_of(engine)))
     assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], weights) for name, weights in found[1][1].items())
+    assert same_bits(found[0][1], found[1][1])
 
 
 def test_parameters_are_aligned_views_of_their_units_buffer() -> None:
-    engine = small(precision=PrecisionConfig(bf16=True))
+    engine = engine_of(MODEL, VOCAB, precision=PrecisionConfig(bf16=True))
     starts = {unit.full.untyped_storage().data_ptr() for unit in engine.units}
     assert len(starts) == len(engine.units) == 4
     for parameter in engine.model.parameters():
@@ -157,7 +151,7 @@ def test_parameters_are_aligned_views_of_their_units_buffer() -> None:
 
 
 def test_evaluation_has_no_dropout_and_leaves_no_gradient() -> None:
-    engine = small(dataclasses.replace(MODEL, hidden_dropout=0.5, attention_dropout=0.5))
+    engine = engine_of(dataclasses.replace(MODEL, hidden_dropout=0.5, attention_dropout=0.5), VOCAB)
     tokens = batches(1, 1)[0, 0]
     assert engine.evaluate(tokens) == engine.evaluate(tokens)
     assert engine.accumulate(tokens, index=0, micro_batches=1) != engine.evaluate(tokens)
@@ -195,7 +189,7 @@ def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
             norms.append(engine.step(1e-2).grad_norm.item())
         found.append((norms, weights_of(engine)))
     assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], weights) for name, weights in found[1][1].items())
+    assert same_bits(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("setting", ["zero_quantized_weights", "zero_quantized_gradients"])
@@ -206,7 +200,7 @@ def test_codes_need_operations(setting: str) -> None:
 
 def test_a_load_writes_into_the_states_themselves_on_a_cpu() -> None:
     """A copy of every part would take most of the time of a load."""
-    engine = small()
+    engine = engine_of(MODEL, VOCAB)
     memory, written = [], []
 
     def fill(unit: int, elements: range, target: torch.Tensor) -> None:

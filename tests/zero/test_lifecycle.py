@@ -42,6 +42,16 @@ class Walk:
         for index in self.units:
             self.prefetcher.updated(index)
 
+    def forward(self) -> None:
+        self.prefetcher.begin(Phase.FORWARD)
+        for index in self.units:
+            self.prefetcher.before_forward(index)
+
+    def backward(self) -> None:
+        self.prefetcher.begin(Phase.BACKWARD)
+        for index in reversed(self.units):
+            self.prefetcher.before_backward(index)
+
     def _gather(self, index: int) -> Pending:
         self.gathers.append(index)
         return Pending(lambda: self.waited.append(index))
@@ -71,9 +81,7 @@ def test_weights_go_through_their_slots() -> None:
         walk.prefetcher.before_forward(index)
     assert walk.weights() == [SHARDED, SHARDED, GATHERED, GATHERED]
     assert walk.taken() == [0, 1, 2, 3]
-    walk.prefetcher.begin(Phase.BACKWARD)
-    for index in (3, 2, 1, 0):
-        walk.prefetcher.before_backward(index)
+    walk.backward()
     assert walk.taken() == [1, 0]  # the last two were there
     walk.step()
     assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED]
@@ -99,9 +107,7 @@ def test_a_gather_overtakes_none_that_the_forward_needs_sooner(keeps: str) -> No
     walk.step()
     last = GATHERING if keeps == "nothing" else SHARDED
     assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED, last]
-    walk.prefetcher.begin(Phase.FORWARD)
-    for index in walk.units:
-        walk.prefetcher.before_forward(index)
+    walk.forward()
     assert sorted(walk.taken()) == [0, 1, 2, 3, 4]
     assert walk.readable == {2, 3, 4}
     walk.step()
@@ -138,11 +144,7 @@ def test_below_stage_3_each_unit_has_its_slot(stage: int) -> None:
     walk = Walk(plan_of(3, zero_stage=stage))
     walk.step()
     assert walk.taken() == ([] if stage == 0 else [0, 1, 2])
-    walk.prefetcher.begin(Phase.FORWARD)
-    for index in walk.units:
-        walk.prefetcher.before_forward(index)
-    walk.prefetcher.begin(Phase.BACKWARD)
-    for index in reversed(walk.units):
-        walk.prefetcher.before_backward(index)
+    walk.forward()
+    walk.backward()
     assert walk.weights() == [GATHERED] * 3
     assert walk.taken() == []

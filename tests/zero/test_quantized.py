@@ -1,7 +1,6 @@
 """Engines with ZeRO++ over real groups: qwZ, hpZ and qgZ, alone and together, on several nodes × ranks."""
 
 import hashlib
-import itertools
 from typing import Any
 
 import pytest
@@ -160,11 +159,7 @@ def losses(topology: Topology, settings: list[tuple[dict[str, Any], PrecisionCon
     return curves
 
 
-PARTS = [
-    dict(itertools.chain.from_iterable(part.items() for part in parts))
-    for count in (1, 2)
-    for parts in itertools.combinations((QWZ, HPZ, QGZ), count)
-]
+PARTS = [QWZ, HPZ, QGZ, QWZ | HPZ, QWZ | QGZ, HPZ | QGZ]
 TOGETHER = [(ALL, BF16), (FOUR_BITS, BF16), (ALL, FP16)]
 OTHERS = [(ALL, PrecisionConfig()), (FOUR_BITS | {"zero_stage": 1, **NO_HPZ}, BF16)]
 OTHERS += [({"zero_stage": 2} | QWZ | QGZ, BF16), (ALL | {"zero_quantized_gradients_format": "int8"}, BF16)]

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
@@ -15,11 +14,11 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.prefetch import WeightState
 from megatron_zpp.zero.reads import Reads
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import engine_of, model_of, states_of, train, weights_of
+from tests.zero import zeropp_engines as zeropp
+from tests.zero.engines import all_states, engine_of, model_of, needed, same_bits, train, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
@@ -30,9 +29,7 @@ ROPE = replace(MODEL, position_embedding_type="rope", kv_channels=8, embed_layer
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
 FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
 STAGE_3: dict[str, Any] = {"zero_stage": 3}
-HPZ = STAGE_3 | {"zero_hpz_partition_size": "auto"}
-ALL = HPZ | {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-DELTA4 = ALL | {"zero_quantized_weights_format": "delta4"}
+HPZ, ALL, DELTA4 = (STAGE_3 | zero for zero in (zeropp.HPZ, zeropp.ALL, zeropp.DELTA4 | zeropp.QGZ))
 
 
 def build(
@@ -91,8 +88,7 @@ def beside_whole_tables(
             weights.append((initial, weights_of(engine)))
             engine.close()
         (before, whole), (same, blocks) = weights
-        assert before.keys() == same.keys()
-        assert all(torch.equal(before[name], same[name]) for name in before)
+        assert same_bits(before, same)
         apart = [
             ((blocks[name] - whole[name]).norm() / (whole[name] - before[name]).norm()) for name in whole
         ]
@@ -122,11 +118,8 @@ def test_blocks_train_as_whole_tables_do(ranks: int, local: int, cases: list[Cas
             assert apart < 1e-3, case
 
 
-# Groups of runs with blocks that have the same bits, by ranks and ranks of a node.
-SAME: dict[tuple[int, int], list[list[Case]]] = {
-    (2, 2): [[({"zero_stage": stage}, {}, 2) for stage in (0, 1)]]
-}
-SAME[4, 2] = [
+# Groups of runs with blocks that have the same bits, on two nodes of two ranks.
+SAME: list[list[Case]] = [
     [
         ({"zero_stage": 2}, {}, 2),
         (STAGE_3, {}, 2),
@@ -154,11 +147,10 @@ def groups_of(topology: Topology, groups: list[list[Case]]) -> list[list[tuple[l
     return found
 
 
-@pytest.mark.parametrize(("ranks", "local"), [*list(SAME)[:1], *(nightly(*grid) for grid in list(SAME)[1:])])
-def test_when_blocks_are_gathered_changes_no_bit(ranks: int, local: int) -> None:
+@pytest.mark.parametrize(("ranks", "groups"), [(2, [STAGES[:2]]), nightly(4, SAME)])
+def test_when_blocks_are_gathered_changes_no_bit(ranks: int, groups: list[list[Case]]) -> None:
     """Stages that reduce alike, recomputation, any number of units ahead, hpZ; with ZeRO++, which rounds."""
-    groups = SAME[ranks, local]
-    for found in on_ranks(ranks, groups_of, groups, ranks_per_node=local):
+    for found in on_ranks(ranks, groups_of, groups, ranks_per_node=2):
         for cases, of_group in zip(groups, found, strict=True):
             for case, result in zip(cases, of_group, strict=True):
                 assert result == of_group[0], case
@@ -183,23 +175,17 @@ def loaded_elsewhere(topology: Topology, directory: str) -> list[tuple[int, bool
     for number, ((stage, rows, tensor), (other, others, more)) in enumerate([*RESUMES, *SHARED]):
         engine = build(topology, {"zero_stage": stage}, rows, tensor=tensor)
         train(engine, range(2))
-        expected = {kind: states_of(engine, kind) for kind in engine.states.kinds}
+        expected, weights = all_states(engine), weights_of(engine)
         path = save(Path(directory) / str(number), engine, Progress(iteration=2))
         engine.close()
         again = build(topology, {"zero_stage": other}, others, tensor=more)
         load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
-        states = {kind: states_of(again, kind) for kind in again.states.kinds}
-        same = all(
-            torch.equal(states[kind][name], expected[kind][name])
-            for kind in expected
-            for name in expected[kind]
-        )
+        same = same_bits(all_states(again), expected)
         again.close()
         with CheckpointReader(path) as reader:
-            alone = reader.parameters()
-        whole = all(torch.equal(alone[name], value) for name, value in expected["weights"].items())
+            alone = same_bits(reader.parameters(), weights)
         version = int((path / "manifest.json").read_text().split('"format_version": ')[1].split(",")[0])
-        found.append((version, same, whole and alone.keys() == expected["weights"].keys()))
+        found.append((version, same, alone))
     return found
 
 
@@ -233,28 +219,20 @@ def test_no_pass_waits_for_blocks_that_could_be_gathered_ahead(
 ) -> None:
     """The lookups' backward, which reads no weights, gathers none."""
     engine = build(Topology(), STAGE_3, model=replace(model, num_layers=4), recompute=recompute)
-    prefetcher, late, gathered = engine.weights.prefetcher, [], []
-    need, gather = prefetcher._need, prefetcher._gather
-
-    def record(index: int) -> None:
-        if prefetcher.weights_of(index) is WeightState.SHARDED:
-            late.append(index)
-        need(index)
+    prefetcher, gathered = engine.weights.prefetcher, []
+    gather = prefetcher._gather
 
     def count(index: int) -> Any:
         gathered.append(index)
         return gather(index)
 
-    prefetcher._need, prefetcher._gather = record, count
-    for _ in range(2):
-        late.clear()
-        gathered.clear()
-        engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
-        engine.step(1e-2)
-    assert late == []
+    prefetcher._gather = count
+    assert not any(late for _, late in needed(engine))
+    gathered.clear()
+    needed(engine)  # two steps more
     first, last = engine.units[0].names, [unit.names for unit in engine.units][-1]
     assert first == ("embedding.tokens.weight",)
-    assert gathered.count(0) == (3 if model is MODEL else 1)  # lookup, loss, and the loss's backward
+    assert gathered.count(0) == 2 * (3 if model is MODEL else 1)  # lookup, loss, and the loss's backward
     assert last == (("head.norm.weight", "head.norm.bias") if model is MODEL else ("head.output.weight",))
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.zero import build as build_module
 from megatron_zpp.zero import gradients
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.prefetch import Phase, WeightState
+from megatron_zpp.zero.prefetch import Phase
 from megatron_zpp.zero.sharded_unit import GradientState
 from tests.support import nightly
-from tests.zero.engines import engine_of, model_of
+from tests.zero.engines import engine_of, model_of, needed
 from tests.zero.ranks import on_ranks
 from tests.zero.shared_memory import SharedMemoryStream
 
@@ -147,7 +148,7 @@ def check(cases: Sequence[Case], results: list[list[list[float]]]) -> None:
 
 
 def waits_of_a_backward(layers: int, chunk: int, prefetch: int) -> list[tuple[int, bool]]:
-    """Every unit that a second step's backward needs, in order, and whether its gather started only then.
+    """Of the units that a second step's backward needs, as `needed` has them.
 
     A unit that is needed again at once, as between its recomputation and its backward, is listed once. When
     the first unit is needed, reductions of the gradients of those behind it have begun.
@@ -159,21 +160,16 @@ def waits_of_a_backward(layers: int, chunk: int, prefetch: int) -> list[tuple[in
         zero=ZeroConfig(zero_stage=3, zero_prefetch_units=prefetch),
         recompute=recompute,
     )
-    prefetcher, waits = engine.weights.prefetcher, []
-    need = prefetcher._need
+    backward = []
 
-    def record(index: int) -> None:
-        if prefetcher._phase is Phase.BACKWARD and not (waits and waits[-1][0] == index):
-            assert index or GradientState.EMPTY not in {unit.grad.state for unit in engine.units[2:]}
-            waits.append((index, prefetcher.weights_of(index) is WeightState.SHARDED))
-        need(index)
+    def check(index: int) -> None:
+        backward.append(engine.weights.prefetcher._phase is Phase.BACKWARD)
+        if backward[-1] and index == 0:
+            assert GradientState.EMPTY not in {unit.grad.state for unit in engine.units[2:]}
 
-    prefetcher._need = record
-    for _ in range(2):
-        waits.clear()
-        engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
-        engine.step(1e-2)
-    return waits
+    found = needed(engine, check)
+    waits = [wait for wait, is_backward in zip(found, backward[-len(found) :], strict=True) if is_backward]
+    return [wait for last, wait in pairwise([(-1, False), *waits]) if wait[0] != last[0]]
 
 
 def test_gathers_run_ahead_of_a_recomputed_chunk_and_inside_it() -> None:
@@ -202,14 +198,10 @@ IN_NODES = (
 )
 
 
-def train_in_nodes(started: Topology, local: int) -> list[list[float]]:
-    return train(Topology(started.rank, started.world_size, started.rank % local, local), IN_NODES)
-
-
 @pytest.mark.parametrize(("nodes", "local"), [(3, 2), nightly(2, 1), nightly(2, 3)])
 def test_nodes_of_several_ranks_equal_one_process(nodes: int, local: int) -> None:
     """fp32 gradients, in two hops, also once for all micro-batches: the same sums in another order."""
-    first, *others = on_ranks(nodes * local, train_in_nodes, local)
+    first, *others = on_ranks(nodes * local, train, IN_NODES, ranks_per_node=local)
     assert all(other == first for other in others)
     assert first[-1] == first[-2]
     for case, curve in zip(IN_NODES, first, strict=True):

@@ -13,9 +13,10 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.setup.build_engine import DECOUPLED, decoupled_of
 from tests.support import nightly
-from tests.zero.engines import engine_of, model_of, weights_of
+from tests.zero.engines import engine_of, model_of, same_bits, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
+from tests.zero.zeropp_engines import DELTA4, QGZ, QWZ
 
 VOCAB, STEPS, MICRO_BATCHES, RANKS = 101, 3, 2, 2
 RATE, DECOUPLED_RATE = 1e-2, 3e-3
@@ -123,21 +124,12 @@ def test_a_step_is_that_of_plain_torch(ranks: int, untied: bool, decoupled: bool
                 assert weight == pytest.approx(weights[name], rel=1e-3, abs=2e-5), name
 
 
-FORMATS = {
-    "fp32": {"zero_stage": 1},
-    "bf16": {"zero_stage": 3},
-    "qwZ": {"zero_stage": 3, "zero_quantized_weights": True},
-    "qgZ": {"zero_stage": 2, "zero_quantized_gradients": True},
-    "delta4": {
-        "zero_stage": 3,
-        "zero_quantized_weights": True,
-        "zero_quantized_weights_format": "delta4",
-        "zero_hpz_partition_size": "auto",
-    },
-}
+STAGE_3 = {"zero_stage": 3}
+FORMATS = {"fp32": {"zero_stage": 1}, "bf16": STAGE_3, "qwZ": STAGE_3 | QWZ, "delta4": STAGE_3 | DELTA4}
+FORMATS["qgZ"] = {"zero_stage": 2} | QGZ
 
 
-def same_rate_twice(topology: Topology, formats: list[str]) -> list[list[bool]]:
+def same_rate_twice(topology: Topology, formats: list[str]) -> list[bool]:
     """Whether weights are equal bit for bit when both rates are the same."""
     found = []
     for name in formats:
@@ -159,14 +151,13 @@ def same_rate_twice(topology: Topology, formats: list[str]) -> list[list[bool]]:
                 engine.step(RATE, RATE if decoupled else None)
             weights.append(weights_of(engine))
             engine.close()
-        found.append([torch.equal(weight, weights[1][key]) for key, weight in weights[0].items()])
+        found.append(same_bits(*weights))
     return found
 
 
 def test_two_equal_rates_are_one_rate_in_every_format() -> None:
     for rank in on_ranks(2, same_rate_twice, list(FORMATS), ranks_per_node=1):
-        for name, equal in zip(FORMATS, rank, strict=True):
-            assert all(equal), name
+        assert dict(zip(FORMATS, rank, strict=True)) == dict.fromkeys(FORMATS, True)
 
 
 def skips(topology: Topology) -> tuple[float, float, float]:

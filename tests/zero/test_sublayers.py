@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
@@ -14,10 +13,10 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.prefetch import WeightState
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import engine_of, model_of, states_of, train, weights_of
+from tests.zero import zeropp_engines as zeropp
+from tests.zero.engines import all_states, engine_of, model_of, needed, same_bits, train, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 from tests.zero.test_stages import RECOMPUTE
@@ -27,14 +26,8 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 MODEL = model_of(num_layers=LAYERS, num_attention_heads=4, seq_length=10, **DROPOUT)
 FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
 SUBLAYER: dict[str, Any] = {"zero_unit": "sublayer"}
-ALL: dict[str, Any] = {
-    "zero_stage": 3,
-    "zero_quantized_weights": True,
-    "zero_hpz_partition_size": "auto",
-    "zero_quantized_gradients": True,
-}
-DELTA4 = ALL | {"zero_quantized_weights_format": "delta4"}
-HPZ = {"zero_stage": 3, "zero_hpz_partition_size": "auto"}
+STAGE_3: dict[str, Any] = {"zero_stage": 3}
+HPZ, ALL, DELTA4 = (STAGE_3 | zero for zero in (zeropp.HPZ, zeropp.ALL, zeropp.DELTA4 | zeropp.QGZ))
 
 
 def build(
@@ -89,8 +82,7 @@ def in_both_units(topology: Topology, cases: list[Case]) -> list[tuple[bool, lis
             weights.append(weights_of(engine))
             engine.close()
         whole, halves = weights
-        assert whole.keys() == halves.keys()
-        found.append((all(torch.equal(whole[name], halves[name]) for name in whole), losses))
+        found.append((same_bits(whole, halves), losses))
     return found
 
 
@@ -123,7 +115,7 @@ def resumed(topology: Topology, directory: str, zero: dict[str, Any]) -> list[bo
     same = []
     whole = build(topology, zero, "full", BF16, 1.0)
     train(whole, range(4))
-    expected = [states_of(whole, kind) for kind in whole.states.kinds]
+    expected = all_states(whole)
     for number, (before, after) in enumerate((({}, SUBLAYER), (SUBLAYER, {}))):
         engine = build(topology, zero | before, "full", BF16, 1.0)
         train(engine, range(2))
@@ -132,9 +124,7 @@ def resumed(topology: Topology, directory: str, zero: dict[str, Any]) -> list[bo
         again = build(topology, zero | after, "full", BF16, 1.0)
         load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
         train(again, range(2, 4))
-        for kind, states in zip(again.states.kinds, expected, strict=True):
-            found = states_of(again, kind)
-            same.append(all(torch.equal(found[name], states[name]) for name in states))
+        same.append(same_bits(all_states(again), expected))
         again.close()
     return same
 
@@ -169,20 +159,7 @@ def late_gathers(recompute: str, prefetch: int) -> list[int]:
     """The units whose gather started only when the compute of a second step needed them."""
     zero = {"zero_stage": 3, "zero_prefetch_units": prefetch} | SUBLAYER
     engine = build(Topology(), zero, recompute)
-    prefetcher, late = engine.weights.prefetcher, []
-    need = prefetcher._need
-
-    def record(index: int) -> None:
-        if prefetcher.weights_of(index) is WeightState.SHARDED:
-            late.append(index)
-        need(index)
-
-    prefetcher._need = record
-    for _ in range(2):
-        late.clear()
-        engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
-        engine.step(1e-2)
-    return late
+    return [index for index, late in needed(engine) if late]
 
 
 def test_no_pass_waits_for_halves_that_could_be_gathered_ahead() -> None:

@@ -1,5 +1,6 @@
 """Tensor ranks × data ranks × ZeRO stages learn what one process does (1909.08053, 2205.05198)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -192,6 +193,12 @@ def check(case: Case, found: Trained, *, rel: float) -> None:
     assert torch.linalg.norm(ours - theirs) <= rel * torch.linalg.norm(theirs), case
 
 
+def check_all(ranks: int, cases: Sequence[Case]) -> None:
+    """Each case is trained on so many ranks to what one process finds, but for the order of fp32 sums."""
+    for case, found in zip(cases, same_on_all(on_ranks(ranks, train, tuple(cases))), strict=True):
+        check(case, found, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("tensor", "data"), [(2, 2), *(nightly(*ranks) for ranks in ((1, 2), (2, 1), (4, 1), (4, 2)))]
 )
@@ -199,8 +206,7 @@ def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> Non
     """Within what the order of fp32 sums leaves. Other numbers of ranks are nightly."""
     cases = tuple(Case(model, tensor, stage, layers=2, steps=6) for stage in range(4) for model in PLAIN)
     cases += (Case("olmo2", tensor, 3, layers=2, steps=6), Case("gpt2-across", tensor, 0, layers=2, steps=6))
-    for case, found in zip(cases, same_on_all(on_ranks(tensor * data, train, cases)), strict=True):
-        check(case, found, rel=1e-6)
+    check_all(tensor * data, cases)
 
 
 def test_recomputation_accumulation_and_overlap_change_nothing() -> None:
@@ -217,8 +223,7 @@ def test_recomputation_accumulation_and_overlap_change_nothing() -> None:
         Case("llama", 2, 3, recompute="full", accumulate=2, overlapped=True),
         Case("olmo2", 2, 2, recompute="full", accumulate=2, documents=True, overlapped=True),
     )
-    for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):
-        check(case, found, rel=1e-6)
+    check_all(4, cases)
 
 
 def test_16_bits_learn_within_their_rounding() -> None:
@@ -302,5 +307,4 @@ def test_replicated_gradients_are_summed_beside_the_rest_of_the_backward() -> No
     for found in on_ranks(2, states_of_gradients):
         assert found == [{"REDUCING"}, {"EMPTY"}]
     cases = (UNSUMMED, replace(UNSUMMED, model="llama", recompute="full"))
-    for case, found in zip(cases, on_ranks(2, train, cases)[0], strict=True):
-        check(case, found, rel=1e-6)
+    check_all(2, cases)
