@@ -85,15 +85,8 @@ class Quiet(Reporter):
 
 def saver_of(engine: ZeroEngine, config: Config, reporter: Reporter, store: dist.Store) -> Saver:
     """As a run has it."""
-    return Saver(
-        engine,
-        config,
-        tokenizer=TOKENIZER,
-        tokenizer_files={},
-        reporter=reporter,
-        store=store,
-        start=Progress(),
-    )
+    more = {"tokenizer": TOKENIZER, "tokenizer_files": {}, "start": Progress()}
+    return Saver(engine, config, reporter=reporter, store=store, **more)
 
 
 def train_beside_a_slow_save(topology: Topology, directory: str) -> tuple[int, list[str]]:
