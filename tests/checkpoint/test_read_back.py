@@ -60,8 +60,6 @@ def outcome_of(topology: Topology, directory: str, what: str) -> str:
             raise PermissionError(13, "Permission denied", str(path))
         if what == "silent":
             time.sleep(3.5)
-        elif what == "missing":
-            path.unlink()
         else:  # and back, if it is flipped on its way here
             flip(path.with_name(f"{path.name}.sha256") if what == "sidecar" else path)
 
