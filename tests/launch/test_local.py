@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.root import parse_args
-from tests.support import ROOT, environment, wait_until
+from tests.config.command_line import SMALLEST
+from tests.support import ROOT, environment, executed, wait_until
 
 PATIENCE = 120  # seconds; what has to be ended sleeps longer
 SCRIPT = ROOT / "launch" / "local.sh"
@@ -57,15 +58,9 @@ def test_ranks_share_a_secret_of_their_job_that_nobody_else_sees(tmp_path: Path)
     found = []
     for job, extra in (("1", {}), ("2", {}), ("3", {"MEGATRON_ZPP_SECRET": "g" * 40})):
         (tmp_path / job).mkdir()
-        argv = ["bash", "-x", SCRIPT, "-n", "2", program, str(tmp_path / job)]
-        done = subprocess.run(
-            argv,
-            env=environment(PYTHON=sys.executable, **extra),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=True,
-        )
+        argv = ["bash", "-x", SCRIPT, "-n", "2", program, tmp_path / job]
+        done = executed(*argv, PYTHON=sys.executable, **extra)
+        assert done.returncode == 0
         one, other = ((tmp_path / job / rank).read_text() for rank in "01")
         assert one == other
         assert one not in done.stdout + done.stderr
@@ -81,14 +76,7 @@ def test_an_environment_that_is_not_active_is_named(tmp_path: Path) -> None:
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
     for argv in ([SCRIPT, "pretrain_gpt.py"], [bare, ROOT / "pretrain_gpt.py"]):
-        done = subprocess.run(
-            argv,
-            env=environment(PYTHON=str(bare)),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+        done = executed(*argv, PYTHON=str(bare))
         (line,) = done.stderr.splitlines()
         assert " has no torch" in line
         assert "source " in line
@@ -203,9 +191,7 @@ def test_a_crashed_job_is_restarted_with_all_its_ranks(tmp_path: Path) -> None:
 
 def settings(save: str, load: str, *more: str) -> str:
     """The config.yaml that a run writes to --save."""
-    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
-    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1"
-    return parse_args([*flags.split(), "--save", save, "--load", load, *more]).to_yaml(["by a test"])
+    return parse_args([*SMALLEST, "--save", save, "--load", load, *more]).to_yaml(["by a test"])
 
 
 @pytest.mark.parametrize(
@@ -252,13 +238,8 @@ def test_settings_of_a_file_that_do_not_resume_are_refused(
 def test_a_log_without_space_keeps_no_job_from_its_restart(tmp_path: Path) -> None:
     program = attempts(tmp_path, "sys.exit(0 if start == 2 else 7)")
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [SCRIPT, "-n", "1", "--max-restarts", "1", program, *SAVED],
-            env=environment(PYTHON=sys.executable),
-            stderr=full,
-            timeout=PATIENCE,
-            check=False,
-        )
+        argv = [SCRIPT, "-n", "1", "--max-restarts", "1", program, *SAVED]
+        done = subprocess.run(argv, env=environment(PYTHON=sys.executable), stderr=full, timeout=PATIENCE)
     assert done.returncode == 0
     assert (tmp_path / "starts0").read_text() == "xx"
 
