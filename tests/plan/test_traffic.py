@@ -1,6 +1,6 @@
 """The plan's bytes are the ledgers', for every link, to the byte."""
 
-import re
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.traffic import total, traffic_of
-from tests.config.command_line import SMALLEST
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, engine_of, job_of, printed
-from tests.support import nightly, recorded
+from tests.support import nightly, trained
 from tests.zero.ranks import on_ranks
 
 VOCAB = 300
@@ -91,17 +90,37 @@ def test_the_plan_of_dry_run_is_the_engines() -> None:
         assert engine_of(job).plan == job.communication
 
 
+def run_and_planned(
+    directory: Path, flags: str, nodes: int, **variables: str
+) -> tuple[list[dict[str, Any]], dict[str, int], str]:
+    """Records of the steps of two ranks, the planned bytes of the same command line, and what they said."""
+    argv = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 3 --hidden-size 32 --bf16 "
+        "--num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 3 --lr 1e-3 "
+        f"--log-interval 1 --eval-iters 0 --num-workers 0 --zero-stage 3 --zero-quantized-weights {flags}"
+    ).split()
+    out = trained(*argv, "--metrics-file", directory / "metrics.jsonl", processes=2, **variables)
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    grid = f"--plan-nodes {nodes} --plan-gpus-per-node {2 // nodes} --plan-link-gbit 100".split()
+    lines = map(str.split, printed(*argv, "--dry-run", *grid).splitlines())
+    found = {line[0]: int(line[1].replace(",", "")) for line in lines if line and "_node_bytes" in line[0]}
+    return records, found, out
+
+
+def test_the_plan_is_what_a_run_writes_to_its_metrics(tmp_path: Path) -> None:
+    """The same command line with and without --dry-run, with accumulation and all of ZeRO++."""
+    flags = "--global-batch-size 12 --zero-hpz-partition-size auto --zero-quantized-gradients"
+    (*_, last), planned, _ = run_and_planned(tmp_path, flags, 1)
+    assert planned == {name: last[name] for name in ("intra_node_bytes", "inter_node_bytes")}
+    assert last["intra_node_bytes"] > 0
+
+
 def test_the_plan_counts_the_weight_differences_of_a_run_of_two_nodes(tmp_path: Path) -> None:
-    """By the same command line with --dry-run."""
-    flags = "--num-layers 3 --train-iters 3 --bf16 --zero-stage 3 --zero-quantized-weights "
-    flags += "--zero-quantized-weights-format delta4 --zero-hpz-partition-size auto"
-    argv = [*SMALLEST, *flags.split()]
+    flags, nodes = "--zero-quantized-weights-format delta4 --zero-hpz-partition-size auto", 2
     variables = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    records, said = recorded(tmp_path / "metrics.jsonl", *argv, processes=2, **variables)
-    grid = "--plan-nodes 2 --plan-gpus-per-node 1 --plan-link-gbit 100".split()
-    planned = re.search(r"inter_node_bytes +([\d,]+)", printed(*argv, "--dry-run", *grid))[1]
+    records, planned, said = run_and_planned(tmp_path, flags, nodes, **variables)
     sent = [record["inter_node_bytes"] for record in records]  # the first step sends key frames, too
-    assert sent[1:] == [int(planned.replace(",", ""))] * 2
+    assert sent[1:] == [planned["inter_node_bytes"]] * 2
     assert sent[0] > sent[1]
     assert [record["raised_units"] for record in records] == [0] * 3
     assert "| raised units: 0 |" in said
