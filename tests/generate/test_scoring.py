@@ -24,6 +24,6 @@ def test_greedy_says_whether_all_scored_are_the_likeliest(model: GPT) -> None:
     ids = [5, 6, 7]
     for _ in range(4):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    wrong = [*ids[:-2], (ids[-2] + 1) % 200, ids[-1]]
+    wrong = [*ids[:-1], (ids[-1] + 1) % 200]
     scores = score_passages(model, [Passage(ids, 4), Passage(wrong, 2), Passage(ids[:4], 1)], batch_size=3)
     assert [score.greedy for score in scores] == [True, False, True]
