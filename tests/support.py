@@ -40,16 +40,17 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true", **extra}
 
 
-def run(*argv: str | Path, timeout: float = 240, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Runs python with `argv` from the repository's root; `extra` joins the environment."""
-    return subprocess.run(
-        [sys.executable, *map(str, argv)],
-        cwd=ROOT,
-        env=environment(**extra),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def run(*argv: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As `executed`, of python with `argv`."""
+    return executed(sys.executable, *argv, **options)
+
+
+def executed(
+    *argv: str | Path, cwd: Path = ROOT, timeout: float = 240, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program with `argv` to its end; `extra` joins the environment."""
+    more: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout}
+    return subprocess.run([*map(str, argv)], cwd=cwd, env=environment(**extra), **more)
 
 
 def pretrain(
@@ -68,8 +69,18 @@ def trained(*argv: str, **options: Any) -> str:
 
 def logged(metrics: str | Path, name: str = "lm_loss") -> list[Any]:
     """One number of each record of a run's metrics file that has it."""
-    records = map(json.loads, Path(metrics).read_text().splitlines())
-    return [record[name] for record in records if name in record]
+    return [record[name] for record in records_of(metrics) if name in record]
+
+
+def records_of(metrics: str | Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics file."""
+    return [json.loads(line) for line in Path(metrics).read_text().splitlines()]
+
+
+def recorded(metrics: Path, *argv: str, **options: Any) -> tuple[list[dict[str, Any]], str]:
+    """The records of the steps of a run that writes this metrics file, and what the run prints."""
+    out = trained(*argv, "--metrics-file", str(metrics), **options)
+    return [record for record in records_of(metrics) if "lm_loss" in record], out
 
 
 def program(
@@ -83,6 +94,23 @@ def program(
         out, err = ("".join(map(kind, range(processes))) for kind in (run.out, run.err))
     status = next((status for status in statuses.values() if status), 0)
     return subprocess.CompletedProcess([name, *argv], status, out, err)
+
+
+def refusal(
+    call: Callable[..., object], *given: Any, error: type[Exception] = ValueError, **more: Any
+) -> str:
+    """What a call that must fail says, which is one line."""
+    with pytest.raises(error, match=r".") as refused:
+        call(*given, **more)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    """Bytes of which one bit is another one; negative numbers count from the end."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
 
 
 def nightly(*values: object, id: str | None = None) -> Any:

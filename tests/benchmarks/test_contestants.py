@@ -22,21 +22,9 @@ from benchmarks.contest.protocol import (
 from megatron_zpp.model.gpt import GPT
 from tests.support import program
 
-SHAPE = {
-    "preset": None,
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "seq_length": 16,
-    "vocab_size": 128,
-    "micro_batch_size": 2,
-    "micro_batches": 2,
-    "dtype": "fp32",
-    "warmup": 12,
-    "steps": 4,
-    "lr": 1e-4,
-    "lr_warmup_iters": 50,
-}
+SHAPE = {"preset": None, "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16}
+SHAPE |= {"vocab_size": 128, "micro_batch_size": 2, "micro_batches": 2, "dtype": "fp32"}
+SHAPE |= {"warmup": 12, "steps": 4, "lr": 1e-4, "lr_warmup_iters": 50}
 NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each rank is a node
 
 

@@ -1,6 +1,5 @@
 """The emulator of benchmarks/convergence.py --emulate against real ranks, bit for bit."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -31,6 +30,7 @@ from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.zero import difference_formats
 from megatron_zpp.zero.gradients import SIGNS_SEED
+from tests.checkpoint.saving import digest
 from tests.support import nightly
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations, this_device
@@ -72,10 +72,7 @@ def batches(step: int, ranks: int, index: int = 0) -> list[torch.Tensor]:
 
 
 def digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(tensor.contiguous().cpu().numpy().tobytes()).hexdigest()
-        for name, tensor in weights.items()
-    }
+    return {name: digest(tensor.cpu()) for name, tensor in weights.items()}
 
 
 def with_engine(
@@ -392,13 +389,6 @@ def test_equal_runs_end_with_equal_bits() -> None:
     assert first["loss"] == again["loss"]
     assert [step for step, lag in first["reference_lag"] if 0.05 < lag < 2] == [2, 3, 4, 5, 6]
     assert first["bytes_per_parameter_in_layers"] == 0.5156
-
-
-def test_a_nudged_run_begins_with_one_other_weight() -> None:
-    """It shows what the least difference does to a loss; in float32, hardly anything in six steps."""
-    plain, nudged = map(run_of, ("baseline", "baseline, nudged"))
-    assert plain["sha256"] != nudged["sha256"]
-    assert nudged["loss"] == pytest.approx(plain["loss"], rel=1e-4)
 
 
 def test_the_language_is_drawn_anywhere_alike() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.contest.grid import gpu_map, node_environment, shares_gpus
-from tests.support import ROOT, environment
+from tests.support import executed
 
 GRIDS = [(2, 1), (2, 2), (3, 2), (4, 2)]
 CASES = [(nodes, ranks, gpus) for nodes, ranks in GRIDS for gpus in (1, 2, 4, 8)]
@@ -31,12 +31,9 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def emulated(tools: Path, nodes: int, ranks: int, gpus: int) -> subprocess.CompletedProcess[str]:
-    variables = environment(
-        PATH=f"{tools}:{os.environ['PATH']}", PYTHON=str(tools / "python"), FAKE_GPUS=str(gpus)
-    )
-    variables.pop("CUDA_VISIBLE_DEVICES", None)
-    argv = ["launch/emulate_nodes.sh", "--nodes", str(nodes), "--ranks-per-node", str(ranks), "--", "x.py"]
-    return subprocess.run(argv, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=100)
+    variables = {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": f"{tools}/python", "FAKE_GPUS": f"{gpus}"}
+    argv = f"env -u CUDA_VISIBLE_DEVICES launch/emulate_nodes.sh --nodes {nodes} --ranks-per-node {ranks}"
+    return executed(*argv.split(), "--", "x.py", **variables)
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv missing")

@@ -1,5 +1,6 @@
 """Saves and loads engines around a small GPT as a run does, on one rank or inside of `on_ranks`."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from benchmarks.faults import engines
 from benchmarks.faults.engines import FLAGS
 from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.checkpoint.same_model import TABLES
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.root import parse_args
@@ -21,7 +23,8 @@ from megatron_zpp.train.resume import restore
 from megatron_zpp.train.resume.start import Start
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.zero.engines import engine_of
+from tests.support import flipped
+from tests.zero.engines import engine_of, states_of
 from tests.zero.quantizing import operations
 
 FIRST, SECOND, TOKENIZER = Progress(5, 50), Progress(10, 100), engines.TOKENIZER
@@ -60,6 +63,26 @@ def train(engine: ZeroEngine, steps: int, seed: int) -> list[float]:
     return norms
 
 
+def digests(engine: ZeroEngine) -> dict[str, str]:
+    """Hashes by kind and name of the whole states, of tables without the rows of padding, which are zero.
+
+    Fails if tensor ranks have copies that differ.
+    """
+    found = {}
+    for kind in engine.states.kinds:
+        for name, state in states_of(engine, kind).items():
+            if name in TABLES:
+                entries = engine.model.vocab_size
+                assert not state[entries:].any(), f"{kind} of {name} is zero in padding"
+                state = state[:entries]
+            found[f"{kind}/{name}"] = digest(state)
+    return found
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
 def restored(engine: ZeroEngine, *flags: str) -> Start:
     """Where a run with these flags starts, whose engine is a `small` one; on each of its ranks."""
     config, store = parse_args([*FLAGS, *flags]), dist.distributed_c10d._get_default_store()
@@ -70,9 +93,7 @@ def restored(engine: ZeroEngine, *flags: str) -> Start:
 
 def flip(file: Path, bit: int = -16) -> None:
     """Change one bit of a file."""
-    content = bytearray(file.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    file.write_bytes(content)
+    file.write_bytes(flipped(file.read_bytes(), bit))
 
 
 def seal(path: Path, name: str, content: str) -> None:

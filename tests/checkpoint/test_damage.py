@@ -16,6 +16,7 @@ from megatron_zpp.checkpoint.write import shard_file_name
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, checksums_of
 from tests.checkpoint.saving import SECOND, TOKENIZER, save, small, train
+from tests.support import flipped
 from tests.zero.ranks import on_ranks
 
 SHARDS = "rank_00000.safetensors"
@@ -34,12 +35,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     engine = small()
     train(engine, 1, seed=2)
     return save(tmp_path_factory.mktemp("checkpoint"), engine)
-
-
-def flipped(content: bytes, bit: int) -> bytes:
-    changed = bytearray(content)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
 
 
 @pytest.mark.parametrize("name", FILES)

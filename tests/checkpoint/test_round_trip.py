@@ -5,58 +5,31 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.states import formats_of_units
-from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.topology import Topology
-from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
-from tests.zero.engines import states_of, weights_of
+from tests.checkpoint.saving import FIRST, TOKENIZER, digests, save, small, train
+from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [PrecisionConfig(), PrecisionConfig(bf16=True), PrecisionConfig(fp16=True, initial_loss_scale=256.0)],
-    ids=["fp32", "bf16", "fp16"],
-)
-def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, precision: PrecisionConfig) -> None:
-    engine = small(precision=precision)
-    train(engine, 3, seed=2)
-    path = save(tmp_path, engine)
-    other = small(seed=99, precision=precision)
-    assert load_checkpoint(path, other, TOKENIZER, with_optimizer=True) == FIRST
-    assert train(other, 3, seed=4) == train(engine, 3, seed=4)
-    assert other.loss_scale.state() == engine.loss_scale.state()
-    for name, weight in weights_of(engine).items():
-        assert torch.equal(weights_of(other)[name], weight), name
-
-
-def states_as_lists(engine) -> dict[str, list[float]]:
-    return {
-        f"{kind}/{name}": tensor.flatten().tolist()
-        for kind in engine.states.kinds
-        for name, tensor in states_of(engine, kind).items()
-    }
-
-
-def save_at(topology: Topology, directory: str, stage: int) -> dict[str, list[float]]:
+def save_at(topology: Topology, directory: str, stage: int) -> dict[str, str]:
     engine = small(topology=topology, zero_stage=stage)
     train(engine, 2, seed=2)
     save(Path(directory), engine)
-    return states_as_lists(engine)
+    return digests(engine)
 
 
-def load_at(topology: Topology, directories: list[str], stages: list[int]) -> list[dict[str, list[float]]]:
+def load_at(topology: Topology, directories: list[str], stages: list[int]) -> list[dict[str, str]]:
     found = []
     for directory, stage in zip(directories, stages, strict=True):
         engine = small(topology=topology, zero_stage=stage, seed=99)
         path = Path(directory) / "iter_0000005"
         assert load_checkpoint(path, engine, TOKENIZER, with_optimizer=True) == FIRST
         assert engine.states.optimizer_steps == 2
-        found.append(states_as_lists(engine))
+        found.append(digests(engine))
     return found
 
 
@@ -79,7 +52,7 @@ def test_runs_with_and_without_quantisation_load_each_others_states(tmp_path: Pa
     for number, settings in enumerate(blocks):
         engine = small(zero_stage=3, **settings)
         train(engine, 2, seed=2)
-        saved.append((save(tmp_path / str(number), engine), states_as_lists(engine)))
+        saved.append((save(tmp_path / str(number), engine), digests(engine)))
         places.append([unit.layout.offsets for unit in engine.units])
         with CheckpointReader(saved[-1][0]) as reader:
             whole = reader.parameters()
@@ -94,19 +67,9 @@ def test_runs_with_and_without_quantisation_load_each_others_states(tmp_path: Pa
         for path, states in saved:
             engine = small(seed=99, zero_stage=3, **settings)
             load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
-            assert states_as_lists(engine) == states
+            assert digests(engine) == states
             for unit in engine.units:
                 assert not any(unit.master[gap].any() for gap in unit.layout.gaps_in(unit.owned))
-
-
-def test_safetensors_reads_the_files(tmp_path: Path) -> None:
-    engine = small()
-    train(engine, 1, seed=2)
-    path = save(tmp_path, engine)
-    with safe_open(path / "rank_00000.safetensors", framework="pt") as file:
-        for kind in engine.states.kinds:
-            for index, shard in enumerate(engine.states.shards(kind)):
-                assert torch.equal(file.get_tensor(f"{kind}/unit_{index}"), shard)
 
 
 def test_without_the_optimizer_only_weights_come_back(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import platform
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -66,8 +65,3 @@ def test_damage_that_a_rank_finds_is_known_to_all_ranks(error: Exception) -> Non
     problems = [problem for _, problem in together(error)]
     assert problems == problems[:1] * RANKS
     assert "file" in problems[0].lower() or MANIFEST in problems[0]
-
-
-def test_work_may_take_as_long_as_the_time_out() -> None:
-    exchange = Exchange(dist.HashStore(), Topology(), timedelta(seconds=0.9), "load")
-    assert FileWorker().run(lambda on_progress: time.sleep(0.2) or 5, exchange) == 5

@@ -38,28 +38,27 @@ def flags_of(kind: str, directory: Path) -> list[str]:
     train_bpe(directory, [f"{TEXT} {__doc__}"])
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     (directory / "sp.model").write_bytes(train_sentencepiece([f"{TEXT} {__doc__}"] * 30, 300, "bpe"))
-    return [
-        "--tokenizer-type",
-        kind,
-        *{
-            "SentencePieceTokenizer": ["--tokenizer-model", str(directory / "sp.model")],
-            "GPT2BPETokenizer": [
-                *("--vocab-file", str(directory / "vocab.json")),
-                *("--merge-file", str(directory / "merges.txt")),
-            ],
-            "HuggingFaceTokenizer": ["--tokenizer-model", str(directory)],
-            "NullTokenizer": ["--vocab-size", "300"],
-        }[kind],
-    ]
+    flags = {
+        "SentencePieceTokenizer": f"--tokenizer-model {directory}/sp.model",
+        "GPT2BPETokenizer": f"--vocab-file {directory}/vocab.json --merge-file {directory}/merges.txt",
+        "HuggingFaceTokenizer": f"--tokenizer-model {directory}",
+        "NullTokenizer": "--vocab-size 300",
+    }
+    return ["--tokenizer-type", kind, *flags[kind].split()]
+
+
+def saved_with(kind: str, directory: Path) -> Path:
+    """The checkpoint of DIRECTORY/run, whose tokenizer's files are in DIRECTORY/files."""
+    words = flags_of(kind, directory / "files")
+    train_here([*SHAPE, *STEPS, *words, "--save", str(directory / "run")])
+    return directory / "run" / "iter_0000001"
 
 
 @pytest.mark.parametrize("kind", FILES)
 def test_programs_read_it_after_the_original_files_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    words = flags_of(kind, tmp_path / "files")
-    train_here([*SHAPE, *STEPS, *words, "--save", str(tmp_path / "run")])
-    path = tmp_path / "run" / "iter_0000001"
+    path = saved_with(kind, tmp_path)
     shards = "rank_00000.safetensors"
     beside = {"COMMITTED", "manifest.json", shards, f"{shards}.sha256", STATE}
     assert sorted({file.name for file in path.iterdir()} - beside) == FILES[kind]
@@ -81,9 +80,7 @@ def test_programs_read_it_after_the_original_files_are_gone(
 
 
 def test_damage_in_a_tokenizers_file_is_found(tmp_path: Path) -> None:
-    words = flags_of("SentencePieceTokenizer", tmp_path / "files")
-    train_here([*SHAPE, *STEPS, *words, "--save", str(tmp_path / "run")])
-    file = tmp_path / "run" / "iter_0000001" / "tokenizer.model"
+    file = saved_with("SentencePieceTokenizer", tmp_path) / "tokenizer.model"
     flip(file, 800)
     with pytest.raises(ValueError, match=r"--load .*tokenizer\.model: damaged between bytes 0 and"):
         load_model(str(tmp_path / "run"), None)
@@ -99,9 +96,7 @@ def test_a_run_that_resumes_checks_every_file(tmp_path: Path) -> None:
 
 
 def test_an_older_checkpoint_reads_the_files_of_its_run(tmp_path: Path) -> None:
-    words = flags_of("GPT2BPETokenizer", tmp_path / "files")
-    train_here([*SHAPE, *STEPS, *words, "--save", str(tmp_path / "run")])
-    path = tmp_path / "run" / "iter_0000001"
+    path = saved_with("GPT2BPETokenizer", tmp_path)
     files = read_manifest(path)
     for name in FILES["GPT2BPETokenizer"]:
         (path / name).unlink()

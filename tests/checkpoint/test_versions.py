@@ -45,13 +45,8 @@ def test_choices_of_retired_flags_are_read(tmp_path: Path, monkeypatch: pytest.M
     config = parse_args([*MINIMAL, "--bf16", "--fp8"])
     path = save(tmp_path, small(), config=config.to_json())
     state = json.loads((path / STATE).read_text())
-    chosen = {"bfloat16_64x96x32_nt_bias": "0" * 144}
-    state["progress"]["products"] = {
-        "device": "NVIDIA H200",
-        "cublaslt": 130100,
-        "torch": "2.11.0",
-        "chosen": chosen,
-    }
+    products = {"device": "NVIDIA H200", "cublaslt": 130100, "torch": "2.11.0"}
+    state["progress"]["products"] = products | {"chosen": {"bfloat16_64x96x32_nt_bias": "0" * 144}}
     state["config"]["compilation"]["gemm_algorithms"] = "measured"
     state["config"]["precision"]["fp8_products"] = "measured"
     rewrite(path, state, 5, monkeypatch)

@@ -3,21 +3,17 @@
 import os
 import resource
 import signal
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, committed
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.states import describe_state, shards_of
-from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
-from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.files import check_writable
-from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small
+from tests.checkpoint.saving import SECOND, TOKENIZER, save, small
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
 
@@ -96,28 +92,6 @@ def test_what_a_save_makes_durable_and_in_which_order(
     assert all(at < marker for at in flushed.values())
     assert marker < calls.index(("fsync", partial)) < rename
     assert calls[rename + 1] == ("fsync", str(tmp_path))
-
-
-def left_in_store(topology: Topology, directory: str) -> set[str]:
-    """What a rank has to forget after a save."""
-    engine, store = small(topology=topology), dist.distributed_c10d._get_default_store()
-    exchange = Exchange(store, topology, timedelta(seconds=60), "save")
-    state = describe_state(engine, FIRST, with_optimizer=True, config={}, tokenizer=TOKENIZER)
-    write_checkpoint(
-        Path(directory) / "iter_0000005",
-        shards_of(engine, with_optimizer=True),
-        state,
-        exchange,
-        SaveOptions(),
-    )
-    return exchange.keys()
-
-
-def test_ranks_take_back_what_they_told_rank_0(tmp_path: Path) -> None:
-    """A store that kept the reports of thousands of ranks would grow with every save."""
-    first, second = on_ranks(2, left_in_store, str(tmp_path))
-    assert first
-    assert not second
 
 
 @pytest.mark.parametrize("harm", ["cut", "lost lease"])

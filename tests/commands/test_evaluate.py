@@ -16,11 +16,10 @@ from megatron_zpp.config.options import parse_all
 from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.generate import loading
 from megatron_zpp.generate.loading import load_model
-from megatron_zpp.generate.scoring import Passage, score_passages
+from megatron_zpp.generate.scoring import Passage
 from megatron_zpp.generate.tasks import Task, last_word
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
-from megatron_zpp.tokenizer.null import NullTokenizer
 from tests.generate.models import TRAINED, as_transformers, make_checkpoint
 from tests.support import Run, nightly, program, wait_until
 
@@ -129,17 +128,6 @@ def test_lambada_is_what_greedy_generation_says(
     assert (found["documents"], found["right"]) == (len(texts), right)
     assert found["accuracy"] == right / len(texts)
     assert figures(tmp_path, *flags, ranks=2) == found
-
-
-def test_a_word_that_the_model_writes_counts(loaded: tuple[GPT, Tokenizer]) -> None:
-    """With ids for words the model's own choice is right, and any other is wrong."""
-    model, null = loaded[0], NullTokenizer(loaded[0].vocab_size - 1)
-    context = [7, 8, 9]
-    choice = int(model(torch.tensor([context]))[0, -1].argmax())
-    for word, right in ((choice, True), ((choice + 1) % 200, False)):
-        passage = last_word(null, "x", null.decode([*context, word]), TRAINED)
-        assert (list(passage.ids), passage.scored) == ([*context, word], 1)
-        assert next(score_passages(model, [passage], 1)).greedy is right
 
 
 def test_last_words(loaded: tuple[GPT, Tokenizer]) -> None:

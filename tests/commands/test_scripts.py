@@ -10,14 +10,10 @@ from megatron_zpp.commands import scripts
 from megatron_zpp.commands.scripts import COMMANDS
 from megatron_zpp.config.help import COMMON
 from megatron_zpp.config.root import parse_args
+from tests.config.command_line import SMALLEST
 from tests.support import nightly, run
 
 SCRIPT = "import sys; from megatron_zpp.commands.scripts import {0}; sys.argv[0] = '/bin/{1}'; {0}()"
-RUN = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
-    "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 "
-    "--num-workers 0 --log-interval 1"
-).split()
 
 
 def script(function: str, name: str, *argv: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -69,9 +65,9 @@ def test_ctrl_c_during_the_imports_is_one_line(
 
 def test_train_and_plan_run_under_torchrun_and_as_a_module(tmp_path: Path) -> None:
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "megatron_zpp", "train"]
-    trained = run(*launched, *RUN, "--device", "cpu", "--save", str(tmp_path / "run"))
+    trained = run(*launched, *SMALLEST, "--device", "cpu", "--save", str(tmp_path / "run"))
     assert trained.returncode == 0, trained.stderr
-    planned = run("-m", "megatron_zpp", "plan", *RUN, "--plan-nodes", "2", "--plan-link-gbit", "100")
+    planned = run("-m", "megatron_zpp", "plan", *SMALLEST, "--plan-nodes", "2", "--plan-link-gbit", "100")
     assert planned.returncode == 0, planned.stderr
     assert "memory" in planned.stdout
     refused = run("-m", "megatron_zpp", "train", "--load", "x")

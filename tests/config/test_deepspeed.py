@@ -10,6 +10,7 @@ from megatron_zpp.config.legacy.deepspeed_keys import KEYS, Idle, Off, Only, Ref
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
+from tests.support import refusal
 
 BASELINE = parse_args(MINIMAL)
 
@@ -39,10 +40,7 @@ def zero(**keys: Any) -> dict[str, Any]:
 
 def check_refusal(said: str, file: Path, content: Any, *extra: str) -> None:
     """It is one line, and has the parts of `said` between `…` in this order."""
-    with pytest.raises(UsageError) as refused:
-        parse(file, content, *extra)
-    message, place = str(refused.value), 0
-    assert "\n" not in message
+    message, place = refusal(parse, file, content, *extra, error=UsageError), 0
     assert len(message) < 300
     for part in said.split("…"):
         place = message.index(part.strip(), place)
@@ -132,11 +130,8 @@ def test_a_key_with_one_possible_value_takes_only_that_value(file: Path, key: st
     for value in (*rule.values, None, "auto"):
         assert parse(file, content(value)) == CommandLine(baseline, ())
     for value in ("other", 12345, not rule.values[0] if isinstance(rule.values[0], bool) else True):
-        with pytest.raises(UsageError) as refused:
-            parse(file, content(value))
-        assert (
-            str(refused.value) == f"--deepspeed_config ds.json: {key} {json.dumps(value)}: {rule.otherwise}"
-        )
+        refused = refusal(parse, file, content(value), error=UsageError)
+        assert refused == f"--deepspeed_config ds.json: {key} {json.dumps(value)}: {rule.otherwise}"
 
 
 @pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, Off)])
@@ -144,10 +139,8 @@ def test_a_block_that_must_stay_off_is_refused_when_enabled(file: Path, key: str
     for block in ({}, {"enabled": False, "more": 1}, {"enabled": "auto"}, {"enabled": None}, None):
         assert parse(file, nested(key, block)) == CommandLine(BASELINE, ())
     rule = KEYS[key]
-    assert isinstance(rule, Off)
-    with pytest.raises(UsageError) as refused:
-        parse(file, nested(key, {"enabled": True}))
-    assert str(refused.value) == f"--deepspeed_config ds.json: {key}.enabled true: {rule.otherwise}"
+    refused = refusal(parse, file, nested(key, {"enabled": True}), error=UsageError)
+    assert refused == f"--deepspeed_config ds.json: {key}.enabled true: {rule.otherwise}"
     with pytest.raises(UsageError, match=rf"ds\.json: {key} 3: must be an object"):
         parse(file, nested(key, 3))
 
@@ -360,9 +353,7 @@ def test_two_sizes_of_a_batch_determine_the_third_and_all_three_must_agree(
     content = {key: size for key, size in zip(keys, sizes, strict=False) if size is not None}
     argv = [*without("--micro-batch-size"), *flags.split()]
     if isinstance(expected, str):
-        with pytest.raises(UsageError) as refused:
-            parse(file, content, argv=argv, ranks=sizes[-1])
-        assert expected in str(refused.value)
+        assert expected in refusal(parse, file, content, argv=argv, ranks=sizes[-1], error=UsageError)
     else:
         training = parse(file, content, argv=argv, ranks=sizes[-1]).config.training
         assert (training.global_batch_size, training.micro_batch_size) == expected
@@ -396,9 +387,9 @@ def test_a_file_that_cannot_be_read_is_refused(file: Path) -> None:
         ("a\0b", "embedded null byte"),
         ("ds.json", "byte 7: not UTF-8; name"),
     ):
-        with pytest.raises(UsageError, match=r"^--deepspeed_config ") as refused:
-            parse_args([*MINIMAL, "--deepspeed_config", name])
-        assert said in str(refused.value)
+        refused = refusal(parse_args, [*MINIMAL, "--deepspeed_config", name], error=UsageError)
+        assert refused.startswith("--deepspeed_config ")
+        assert said in refused
 
 
 def test_a_byte_order_mark_is_ignored(file: Path) -> None:

@@ -11,6 +11,7 @@ from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
 from megatron_zpp.config.shapes.presets import PRESETS
 from tests.config.command_line import MINIMAL, without
+from tests.support import refusal
 
 TEXT = """
 # a comment
@@ -118,11 +119,9 @@ def test_deepspeeds_file_counts_the_settings() -> None:
     ],
 )
 def test_a_file_that_cannot_be_obeyed(text: str, said: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        parse_file(text, *without("--num-layers"))
-    assert said in str(refused.value)
-    assert "run.yaml" in str(refused.value)
-    assert "\n" not in str(refused.value)
+    error = refusal(parse_file, text, *without("--num-layers"), error=UsageError)
+    assert said in error
+    assert "run.yaml" in error
 
 
 @pytest.mark.parametrize("path", ["gone.yaml", ".", "bytes.yaml"])
@@ -248,15 +247,7 @@ def test_the_written_file_gives_the_same_settings(line: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "a: b",
-        '"x"',
-        "back\\slash",
-        "naïve 東京 😀",
-        "tab\tnew\nline",
-        "\x7f\u2028\ufeff\udcff",
-        "null",
-    ],
+    ["a: b", '"x"', "back\\slash", "naïve 東京 😀", "tab\tnew\nline", "\x7f\u2028\ufeff\udcff", "null"],
 )
 def test_any_text_survives(name: str) -> None:
     config = parse_args([*MINIMAL, "--save", name])

@@ -21,14 +21,10 @@ def core() -> SimpleNamespace:
     """What tests use of its modules, which take seconds to import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of GPU libraries that its data sets have no use for
-        from megatron.core.datasets import (
-            blended_megatron_dataset_builder,
-            gpt_dataset,
-            helpers,
-            indexed_dataset,
-        )
+        from megatron.core.datasets import blended_megatron_dataset_builder as blended
+        from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset
         from megatron.core.datasets.utils import get_blend_from_list
-    modules = (blended_megatron_dataset_builder, gpt_dataset, indexed_dataset)
+    modules = (blended, gpt_dataset, indexed_dataset)
     names = {name: value for module in modules for name, value in vars(module).items()}
     return SimpleNamespace(**names | {"helpers": helpers, "get_blend_from_list": get_blend_from_list})
 

@@ -71,11 +71,10 @@ def test_long_runs_are_counted_quickly():
 @given(st.integers(1, 5), st.integers(1, 100), st.integers(1, 5))
 def test_indivisible_batches_name_every_factor(micro, size, ranks):
     assume(size % (micro * ranks))
-    with pytest.raises(
-        ValueError, match=f"^--global-batch-size {size}: {size} must be a multiple of "
-    ) as error:
+    factors = f"--micro-batch-size {micro} × {ranks} data-parallel ranks = {micro * ranks}"
+    said = f"^--global-batch-size {size}: {size} must be a multiple of {factors}"
+    with pytest.raises(ValueError, match=said):
         BatchSchedule(micro, size, ranks)
-    assert f"--micro-batch-size {micro} × {ranks} data-parallel ranks = {micro * ranks}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -83,16 +82,12 @@ def test_indivisible_batches_name_every_factor(micro, size, ranks):
     [
         ((16, 4, 100), "START must be below --global-batch-size 16"),
         ((4, 5, 100), "INCREMENT 5 must divide --global-batch-size 16 - START 4 = 12"),
-        (
-            (6, 10, 100),
-            "START 6 must be a multiple of --micro-batch-size 2 × 2 data-parallel ranks = 4, such as 4 or 8",
-        ),
+        ((6, 10, 100), "START 6 must be a multiple of .* 2 × 2 data-parallel ranks = 4, such as 4 or 8"),
         ((4, 6, 100), "INCREMENT 6 must be a multiple"),
         ((4, 4, 0), "must be at least 1"),
     ],
 )
 def test_impossible_ramps(rampup, reason):
-    with pytest.raises(
-        ValueError, match="^--rampup-batch-size " + " ".join(map(str, rampup)) + ": .*" + reason
-    ):
+    given = " ".join(map(str, rampup))
+    with pytest.raises(ValueError, match=f"^--rampup-batch-size {given}: .*{reason}"):
         BatchSchedule(2, 16, 2, rampup)

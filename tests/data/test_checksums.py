@@ -17,6 +17,7 @@ from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import DamagedFile
 from tests.data.conftest import open_data
 from tests.data.format_by_hand import write_by_hand
+from tests.support import flipped
 
 CHUNK = 64
 
@@ -48,30 +49,6 @@ def verify(*prefixes: str, parts: int = 1) -> list[str | None]:
     return said
 
 
-def flip(content: bytes, bit: int) -> bytes:
-    flipped = bytearray(content)
-    flipped[bit // 8] ^= 1 << bit % 8
-    return bytes(flipped)
-
-
-def test_every_flipped_bit_and_cut_of_the_index(prefix: str) -> None:
-    path = Path(f"{prefix}.idx")
-    whole = path.read_bytes()
-    for bit in range(0, 8 * len(whole), 5):
-        path.write_bytes(flip(whole, bit))
-        first = bit // 8 // CHUNK * CHUNK
-        with pytest.raises(DamagedFile, match=rf"^{path}: damaged between bytes {first} and .*; preprocess"):
-            IndexedDataset(prefix)
-    for length in [*range(0, len(whole), 3), len(whole) - 1, len(whole) + 1]:
-        path.write_bytes((whole + b"x")[:length])
-        with pytest.raises(
-            ValueError, match=rf"^{path}: (the file is empty|{length} bytes; {len(whole)} were)"
-        ):
-            IndexedDataset(prefix)
-    path.write_bytes(whole)
-    IndexedDataset(prefix)
-
-
 @pytest.mark.parametrize("parts", [1, 3, 60])
 def test_every_chunk_of_every_file_is_one_ranks(prefix: str, tmp_path: Path, parts: int) -> None:
     prefixes = [prefix, write(tmp_path / "y", 7), write(tmp_path / "z", 333)]
@@ -80,7 +57,7 @@ def test_every_chunk_of_every_file_is_one_ranks(prefix: str, tmp_path: Path, par
         path = Path(f"{damaged}.bin")
         whole = path.read_bytes()
         for first in range(0, len(whole), CHUNK):
-            path.write_bytes(flip(whole, 8 * first))
+            path.write_bytes(flipped(whole, 8 * first))
             (said,) = filter(None, verify(*prefixes, parts=parts))
             assert said.startswith(f"{path}: damaged between bytes {first} and ")
             assert said.endswith(f"remove {damaged}.checksums.json if another program wrote this data since")

@@ -115,11 +115,9 @@ def test_opening_data_masks_it_and_needs_ends_of_documents(by_hand):
     masked = ForkingPickler.loads(ForkingPickler.dumps(splits.train)).batch(np.arange(9))
     assert (masked.targets == np.where(plain[:, :-1] == EOD, -100, plain[:, 1:])).all()
     assert masked.positions.max() == 2
-    assert splits.train.describe().endswith(
-        "samples of 4; after token 3: positions restart, no loss of the next token"
-    )
+    said = "samples of 4; after token 3: positions restart, no loss of the next token"
+    assert splits.train.describe().endswith(said)
     assert splits.train.windows_per_epoch == opened(with_ends).train.windows_per_epoch
-    with pytest.raises(
-        ValueError, match=r"^--reset-attention-mask \(given\): .*b.bin has no end of document"
-    ):
+    said = r"^--reset-attention-mask \(given\): .*b.bin has no end of document"
+    with pytest.raises(ValueError, match=said):
         opened(without, reset_attention_mask=True)

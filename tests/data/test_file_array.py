@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.windows import WindowDataset
 from megatron_zpp.storage.checksums import DamagedFile
+from tests.support import refusal
 
 SHORTER = r"^{path}: has {now} bytes, and had {before} when it was opened: another program has shortened it; "
 
@@ -68,9 +70,8 @@ def test_tokens_that_are_truncated_during_a_run_are_an_error_and_not_sigbus(data
         stream = iter(batches)
         next(stream)
         os.truncate(path, 4096)
-        with pytest.raises(ValueError, match=SHORTER.format(path=path, now=4096, before=120_000)) as raised:
-            list(itertools.islice(stream, 100))
-    assert "\n" not in str(raised.value)
+        said = refusal(list, itertools.islice(stream, 100))
+    assert re.match(SHORTER.format(path=path, now=4096, before=120_000), said)
 
 
 def test_an_error_of_the_file_system_names_file_and_offset(

@@ -16,6 +16,7 @@ from megatron_zpp.data.indexed import (
     token_dtype,
 )
 from tests.data.format_by_hand import write_by_hand
+from tests.support import refusal
 
 SEQUENCES = [[5, 6, 7], [], [8], [9, 10, 11, 12, 13]]
 LENGTHS_AT, POINTERS_AT, DOCUMENTS_AT = 34, 34 + 4 * 4, 34 + 12 * 4
@@ -25,15 +26,6 @@ def patch(path, offset, content):
     data = bytearray(Path(path).read_bytes())
     data[offset : offset + len(content)] = content
     Path(path).write_bytes(data)
-
-
-def refused(prefix):
-    """Return the error of opening the data set, always a single line."""
-    with pytest.raises(ValueError, match=r".") as error:
-        IndexedDataset(prefix)
-    message = str(error.value)
-    assert "\n" not in message
-    return message
 
 
 def test_the_identifier_in_checkpoints_is_of_both_ends(by_hand):
@@ -95,7 +87,7 @@ def test_either_file_names_the_data_set(by_hand, suffix):
 def test_damage_is_reported_with_its_offset(by_hand, offset, content, expected):
     prefix = by_hand("x", SEQUENCES)
     patch(f"{prefix}.idx", offset, content)
-    message = refused(prefix)
+    message = refusal(IndexedDataset, prefix)
     assert message.startswith(f"{prefix}.idx: ")
     assert expected in message
 
@@ -105,14 +97,18 @@ def test_bin_of_another_size(by_hand, change):
     prefix = by_hand("x", SEQUENCES)
     content = Path(f"{prefix}.bin").read_bytes()
     Path(f"{prefix}.bin").write_bytes((content + b"\0")[: len(content) + change])
-    assert f"{prefix}.bin: " in (message := refused(prefix))
+    assert f"{prefix}.bin: " in (message := refusal(IndexedDataset, prefix))
     assert f"{18 + change} bytes found, 18 needed for the 9 uint16 tokens" in message
 
 
-def test_no_tokens_at_all(by_hand):
+def test_no_tokens_or_indices_at_all(by_hand):
+    prefix = by_hand("x", SEQUENCES, documents=[])
+    assert "byte 26: 0 document indices" in refusal(IndexedDataset, prefix)
+    Path(f"{prefix}.idx").write_bytes(b"MMIDIDX\0\0")
+    assert refusal(IndexedDataset, prefix).startswith(f"{prefix}.idx: truncated at byte 9")
     for name, sequences in (("none", []), ("hollow", [[], []])):
         prefix = by_hand(name, sequences)
-        assert f"{prefix}.bin: the file is empty" in refused(prefix)
+        assert f"{prefix}.bin: the file is empty" in refusal(IndexedDataset, prefix)
 
 
 @pytest.mark.parametrize("at", [0, (1 << 20) - 1, 1 << 20, (5 << 19) - 1])
@@ -147,17 +143,6 @@ def test_document_indices_fall_anywhere_near_the_end_of_a_chunk(at):
     indices[at] = 7
     with pytest.raises(ValueError, match=f"byte {8 * at}: document index {at} is 7"):
         check_document_indices("f", indices, (1 << 20) + 2, 0)
-
-
-def test_a_header_that_is_cut(by_hand):
-    prefix = by_hand("x", SEQUENCES)
-    Path(f"{prefix}.idx").write_bytes(b"MMIDIDX\0\0")
-    assert refused(prefix).startswith(f"{prefix}.idx: truncated at byte 9")
-
-
-def test_no_document_indices(by_hand):
-    prefix = by_hand("x", SEQUENCES, documents=[])
-    assert "byte 26: 0 document indices" in refused(prefix)
 
 
 def test_opening_does_not_read_the_tokens(tmp_path):

@@ -8,18 +8,12 @@ import pytest
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.provenance import write_provenance
 from tests.data.conftest import open_data
+from tests.support import refusal
 
 OURS = {"tokenizer_type": "NullTokenizer", "vocab_size": 1000, "eod": 999, "fingerprint": "a"}
 
 
 open_all = partial(open_data, needed=("train", "valid", "test"))
-
-
-def refused(config, **more):
-    with pytest.raises(ValueError, match=r".") as error:
-        open_all(config, **more)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.fixture
@@ -58,7 +52,7 @@ def test_an_evaluation_of_one_epoch_reads_each_window_once(by_hand):
 def test_an_evaluation_of_one_epoch_contradicts_weights(text, by_hand, flag):
     other = by_hand("other", [[500] * 30])
     config = DataConfig(**{flag: ("0.3", text, "0.7", other)}, split="0,1" if flag == "data_path" else None)
-    error = refused(config, needed=("valid",))
+    error = refusal(open_all, config, needed=("valid",))
     shown = "--" + flag.replace("_", "-")
     assert error.startswith(f"--full-validation (given): {shown} has weights, and ")
     assert "use --eval-iters, or" in error
@@ -97,44 +91,50 @@ def test_seed_splits_and_members_of_a_blend_have_their_own_order(text):
 
 
 def test_needed_split_without_a_share_or_a_path(text):
-    message = refused(DataConfig(data_path=(text,), split="1,0,0"), needed=("train", "valid"))
+    message = refusal(open_all, DataConfig(data_path=(text,), split="1,0,0"), needed=("train", "valid"))
     assert message == "--split 1,0,0: this run needs valid data, or --eval-iters 0"
-    message = refused(DataConfig(valid_data_path=(text,)))
+    message = refusal(open_all, DataConfig(valid_data_path=(text,)))
     assert message == "--train-data-path (not given): this run needs train data"
 
 
 def test_too_few_tokens_are_counted(text, by_hand):
-    message = refused(DataConfig(data_path=(text,), split="80,15,5"), seq_length=50)
+    message = refusal(open_all, DataConfig(data_path=(text,), split="80,15,5"), seq_length=50)
     assert message.startswith("--seq-length 50: one sample needs 51 tokens, but the test split of ")
     assert f"{text} has 50 (5 of 100 sequences)" in message
-    message = refused(DataConfig(train_data_path=(by_hand("one", [[3]]),)), seq_length=1, needed=("train",))
+    message = refusal(
+        open_all, DataConfig(train_data_path=(by_hand("one", [[3]]),)), seq_length=1, needed=("train",)
+    )
     assert "one sample needs 2 tokens" in message
     assert "has 1 (1 of 1 sequences)" in message
     open_all(DataConfig(data_path=(text,), split="80,15,5"), seq_length=49)
 
 
 def test_default_split_of_a_small_data_set_names_what_is_empty(by_hand):
-    message = refused(DataConfig(data_path=(by_hand("x", [[1] * 100] * 10),)), needed=("train", "valid"))
+    message = refusal(
+        open_all, DataConfig(data_path=(by_hand("x", [[1] * 100] * 10),)), needed=("train", "valid")
+    )
     assert message.startswith("--split 969,30,1 (the default): the valid split of ")
     assert message.endswith("x has 0 of its 10 documents; give --split 90,10,0, or more documents")
-    message = refused(DataConfig(data_path=(by_hand("y", [[1] * 100]),)), needed=("train", "valid"))
+    message = refusal(open_all, DataConfig(data_path=(by_hand("y", [[1] * 100]),)), needed=("train", "valid"))
     assert message.endswith("y has 0 of its 1 document; give more documents")
 
 
 def test_other_tokenizer_and_tokens_outside_the_vocabulary_are_found_at_open(text):
-    assert "is 9" in refused(
-        DataConfig(train_data_path=(text,)), vocab_size=90, seq_length=500, needed=("train",)
+    assert "is 9" in refusal(
+        open_all, DataConfig(train_data_path=(text,)), vocab_size=90, seq_length=500, needed=("train",)
     )
     train = open_all(DataConfig(train_data_path=(text,)), seed=46, vocab_size=80, needed=("train",)).train
     with pytest.raises(ValueError, match="is 88, outside the vocabulary of 80"):
         train.batch(np.arange(9))  # the first 8 were read at open
     write_provenance(text, OURS | {"fingerprint": "b"})
-    assert "made with another tokenizer" in refused(DataConfig(data_path=(text,)), tokenizer_description=OURS)
+    assert "made with another tokenizer" in refusal(
+        open_all, DataConfig(data_path=(text,)), tokenizer_description=OURS
+    )
     write_provenance(text, OURS)
     open_all(DataConfig(data_path=(text,), split="1,1,1"), tokenizer_description=OURS)
 
 
 def test_a_damaged_file_of_a_blend_is_named(text, tmp_path):
-    assert f"{tmp_path}/none.idx does not exist" in refused(
-        DataConfig(data_path=(text, str(tmp_path / "none")))
+    assert f"{tmp_path}/none.idx does not exist" in refusal(
+        open_all, DataConfig(data_path=(text, str(tmp_path / "none")))
     )

@@ -164,20 +164,14 @@ def test_a_changed_blend_reads_on_in_each_data_set(tmp_path):
     samples = opened(config, vocab_size=2000).train
     tokens = samples.batch(np.arange(96)).tokens
     assert 0.2 < np.mean([(row < 500).all() for row in tokens]) < 0.4
-    saved = resume_data(
-        samples, None, consumed=0, data=config, train_seed=seed_of("train", 1)
-    ).dataset_progress
-    assert saved is not None
-    alone = packed((str(tmp_path / "b"),))
-    on = resume_data(
-        opened(alone, vocab_size=2000).train, saved, consumed=96, data=alone, train_seed=seed_of("train", 1)
-    )
+    seed, alone = seed_of("train", 1), packed((str(tmp_path / "b"),))
+    saved = resume_data(samples, None, consumed=0, data=config, train_seed=seed).dataset_progress
+    others = opened(alone, vocab_size=2000).train
+    on = resume_data(others, saved, consumed=96, data=alone, train_seed=seed)
     read_before = saved.consumed_by(96)[1]
     assert asdict(on.dataset_progress)["sets"][0]["consumed_before"] == read_before
-    source = samples.samples.sources[1]
-    assert (
-        on.samples.batch(np.arange(96, 99)).tokens == source.batch(read_before + np.arange(3))[:, 0]
-    ).all()
+    expected = samples.samples.sources[1].batch(read_before + np.arange(3))[:, 0]
+    assert (on.samples.batch(np.arange(96, 99)).tokens == expected).all()
 
 
 def test_the_index_is_cached_once_for_all_seeds(tmp_path, by_hand):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import typing
 from pathlib import Path
@@ -18,7 +17,7 @@ from megatron_zpp.config.root import Config, parse_command_line
 from megatron_zpp.config.sources.provided import OTHERS
 from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
 from tests.docs.blocks import Block, Command, blocks, command, lines
-from tests.support import ROOT, environment
+from tests.support import ROOT, executed
 
 NEEDS = re.compile(r"GPU|cluster|network|root|server")
 IGNORED = shutil.ignore_patterns(*".git .venv build mine quickstart wandb __pycache__ *_cache".split())
@@ -104,12 +103,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("block", [block for block in EXECUTED if not block.words], ids=str)
 def test_blocks_run_one_after_the_other(block: Block, checkout: Path) -> None:
     path = f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
-        cwd=checkout,
-        env=environment(PATH=path, PYTHONPATH=""),
-        capture_output=True,
-        text=True,
-        timeout=850,
-    )
+    argv = ("bash", "-euo", "pipefail", "-c", block.text)
+    done = executed(*argv, cwd=checkout, timeout=850, PATH=path, PYTHONPATH="")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

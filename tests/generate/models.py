@@ -10,7 +10,7 @@ from benchmarks.faults.foreign_files import train_bpe
 from megatron_zpp.checkpoint.huggingface.names import names_of
 from megatron_zpp.config.shapes.huggingface import huggingface_values
 from megatron_zpp.model.gpt import GPT
-from tests.support import pretrain
+from tests.support import trained
 
 LAYERS, POSITIONS, TRAINED = 2, 32, 24
 PROMPTS = ["The quick brown fox", "a", "def main(self):\n    return", "jumps over"]
@@ -31,17 +31,11 @@ STEPS = "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --eval-iters 0 --log-int
 def make_checkpoint(directory: Path, model: str = "gpt2", *flags: str) -> Path:
     """Train one of MODELS for two steps on two ranks at stage 3; return where it was saved."""
     train_bpe(directory, [f"{text} {__doc__}" for text in PROMPTS])
-    words = [
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        str(directory / "tokenizer.json"),
-    ]
+    words = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {directory}/tokenizer.json".split()
     save = directory / "checkpoints"
     parts = [*SHAPE, *WIDE, *MODELS[model], *STEPS, *words]
     parts += ["--save", str(save), "--zero-stage", "3", "--device", "cpu", *flags]
-    done = pretrain(*parts, processes=2)
-    assert done.returncode == 0, done.stderr
+    trained(*parts, processes=2)
     return save
 
 

@@ -19,17 +19,6 @@ def alone(model: GPT, text: Sequence[int]) -> torch.Tensor:
     return model(torch.tensor([text]))[0, -1]
 
 
-def test_token_by_token_gives_the_whole_forward(model: GPT) -> None:
-    texts = [ids(20, seed) for seed in range(3)]
-    expected = model(torch.tensor(texts))
-    cache = Cache(model, 3, 20)
-    first = logits_of(model, prefill(model, cache, [text[:7] for text in texts]))
-    assert torch.allclose(first, expected[:, :7], **CLOSE)
-    for column in range(7, 20):
-        found = logits_of(model, decode(model, cache, [text[column] for text in texts]))
-        assert torch.allclose(found, expected[:, column], **CLOSE), column
-
-
 def test_rows_of_unequal_length_know_nothing_of_each_other(model: GPT) -> None:
     """Each row gets what its text alone gets, while others leave."""
     texts = [ids(length, length) for length in (9, 1, 4, 9)]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from megatron_zpp.generate.continuation import Continuation, Stop, continue_texts
 from megatron_zpp.generate.draw import Sampling
@@ -29,27 +28,6 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     found = [tokenizer.encode(prompt)[:18] for prompt in PROMPTS]
     assert len({len(prompt) for prompt in found}) > 2
     return found
-
-
-def test_greedy_is_what_transformers_writes(
-    model: GPT, tokenizer: Tokenizer, prompts: list[list[int]], theirs: "transformers.PreTrainedModel"
-) -> None:
-    longest = max(map(len, prompts))
-    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    new = POSITIONS - longest
-    expected = theirs.generate(
-        padded,
-        attention_mask=mask,
-        max_new_tokens=new,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=tokenizer.eod,
-    )[:, longest:]
-    found = write(model, tokenizer, prompts, new, sampling=GREEDY, stop=Stop(frozenset([tokenizer.eod])))
-    for text, row in zip(found, expected.tolist(), strict=True):
-        assert text.ids == row[: len(text.ids)]
-        assert len(text.ids) == new or row[len(text.ids)] == tokenizer.eod
 
 
 def test_a_text_does_not_depend_on_what_is_drawn_beside_it(

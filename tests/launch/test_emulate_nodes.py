@@ -1,6 +1,5 @@
 """launch/emulate_nodes.sh: nodes on one machine, whose links show what the traffic ledger claims."""
 
-import json
 import os
 import re
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, environment, nightly, wait_until
+from tests.support import ROOT, environment, executed, nightly, records_of, wait_until
 
 PATIENCE = 200  # seconds; sleepers sleep longer
 SCRIPT = ROOT / "launch" / "emulate_nodes.sh"
@@ -98,8 +97,7 @@ def test_the_ledger_is_what_the_kernel_counts(zero: list[str], tmp_path: Path) -
     run = emulate("--nodes", "2", "--ranks-per-node", "2", "--", "pretrain_gpt.py", *flags)
     out, err = run.communicate(timeout=PATIENCE)
     assert run.returncode == 0, err[-2000:]
-    steps = [record for record in map(json.loads, metrics.read_text().splitlines()) if "lm_loss" in record]
-    ledger = [step["inter_node_bytes"] for step in steps]
+    ledger = [step["inter_node_bytes"] for step in records_of(metrics) if "lm_loss" in step]
     assert len(ledger) == 5
     assert len(set(ledger[1:])) == 1
     (line,) = [line for line in out.splitlines() if line.startswith("bytes that left each node:")]
@@ -190,12 +188,8 @@ def test_without_root_it_says_so() -> None:
     else:
         pytest.skip("setpriv missing: root cannot play somebody else")
     argv = [*user, "bash", SCRIPT, "--nodes", "2", "--ranks-per-node", "2", "--", "x.py"]
-    done = subprocess.run(
-        argv, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = executed(*argv, CUDA_VISIBLE_DEVICES="")
     if "Permission denied" in done.stderr:
         pytest.skip(f"others may not read {SCRIPT}")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "launch/emulate_nodes.sh: network namespaces need root; start it with sudo\n",
-    )
+    said = "launch/emulate_nodes.sh: network namespaces need root; start it with sudo\n"
+    assert (done.returncode, done.stderr) == (2, said)

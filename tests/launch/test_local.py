@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.root import parse_args
-from tests.support import ROOT, environment, wait_until
+from tests.config.command_line import SMALLEST
+from tests.support import ROOT, environment, executed, wait_until
 
 PATIENCE = 120  # seconds; what has to be ended sleeps longer
 SCRIPT = ROOT / "launch" / "local.sh"
@@ -24,6 +25,13 @@ def local(*argv: str, **extra: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def outcome(*argv: str, **extra: str) -> tuple[int, str, str]:
+    """The status of a job, and what it prints."""
+    child = local(*argv, **extra)
+    out, err = child.communicate(timeout=PATIENCE)
+    return child.returncode, out, err
 
 
 def write(directory: Path, text: str) -> str:
@@ -57,15 +65,9 @@ def test_ranks_share_a_secret_of_their_job_that_nobody_else_sees(tmp_path: Path)
     found = []
     for job, extra in (("1", {}), ("2", {}), ("3", {"MEGATRON_ZPP_SECRET": "g" * 40})):
         (tmp_path / job).mkdir()
-        argv = ["bash", "-x", SCRIPT, "-n", "2", program, str(tmp_path / job)]
-        done = subprocess.run(
-            argv,
-            env=environment(PYTHON=sys.executable, **extra),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=True,
-        )
+        argv = ["bash", "-x", SCRIPT, "-n", "2", program, tmp_path / job]
+        done = executed(*argv, PYTHON=sys.executable, **extra)
+        assert done.returncode == 0
         one, other = ((tmp_path / job / rank).read_text() for rank in "01")
         assert one == other
         assert one not in done.stdout + done.stderr
@@ -81,14 +83,7 @@ def test_an_environment_that_is_not_active_is_named(tmp_path: Path) -> None:
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
     for argv in ([SCRIPT, "pretrain_gpt.py"], [bare, ROOT / "pretrain_gpt.py"]):
-        done = subprocess.run(
-            argv,
-            env=environment(PYTHON=str(bare)),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+        done = executed(*argv, PYTHON=str(bare))
         (line,) = done.stderr.splitlines()
         assert " has no torch" in line
         assert "source " in line
@@ -103,9 +98,7 @@ def test_a_module_is_started_as_python_does() -> None:
 
 def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> None:
     program = write(tmp_path, "time.sleep(0.2 if rank == 1 else 600)\nsys.exit(7)")
-    child = local("-n", "3", program)
-    child.communicate(timeout=PATIENCE)
-    assert child.returncode == 7
+    assert outcome("-n", "3", program)[0] == 7
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -144,9 +137,7 @@ def test_a_signal_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
     """It comes between the start of the rank and the moment when the script knows its process."""
     moment = tmp_path / "moment.sh"
     moment.write_text("set -T\ntrap '[[ $BASH_COMMAND != pids+=* ]] || kill -TERM $$' DEBUG\n")
-    child = local("-n", "1", write(tmp_path, "time.sleep(10)"), BASH_ENV=str(moment))
-    child.communicate(timeout=PATIENCE)
-    assert child.returncode == 143
+    assert outcome("-n", "1", write(tmp_path, "time.sleep(10)"), BASH_ENV=str(moment))[0] == 143
 
 
 @pytest.mark.parametrize(
@@ -159,9 +150,8 @@ def test_a_signal_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
     ],
 )
 def test_bad_usage_is_status_2(argv: str, said: str) -> None:
-    child = local(*argv.split())
-    _, err = child.communicate(timeout=PATIENCE)
-    assert child.returncode == 2
+    status, _, err = outcome(*argv.split())
+    assert status == 2
     assert said in err
 
 
@@ -203,9 +193,7 @@ def test_a_crashed_job_is_restarted_with_all_its_ranks(tmp_path: Path) -> None:
 
 def settings(save: str, load: str, *more: str) -> str:
     """The config.yaml that a run writes to --save."""
-    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
-    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1"
-    return parse_args([*flags.split(), "--save", save, "--load", load, *more]).to_yaml(["by a test"])
+    return parse_args([*SMALLEST, "--save", save, "--load", load, *more]).to_yaml(["by a test"])
 
 
 @pytest.mark.parametrize(
@@ -219,17 +207,15 @@ def settings(save: str, load: str, *more: str) -> str:
 def test_settings_of_a_file_tell_that_a_job_resumes(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     program = attempts(tmp_path, "sys.exit(0 if start == 2 else 7)")
-    child = local("-n", "1", "--max-restarts", "1", program, f"--config={tmp_path / 'run.yaml'}")
-    _, err = child.communicate(timeout=PATIENCE)
-    assert child.returncode == 0, err
+    status, _, err = outcome("-n", "1", "--max-restarts", "1", program, f"--config={tmp_path / 'run.yaml'}")
+    assert status == 0, err
     assert (tmp_path / "starts0").read_text() == "xx"
 
 
 def refused(*flags: str) -> str:
     """The line that refuses restarts."""
-    child = local("-n", "1", "--max-restarts", "1", "x.py", *flags)
-    _, err = child.communicate(timeout=PATIENCE)
-    assert (child.returncode, err.count("\n")) == (2, 1)
+    status, _, err = outcome("-n", "1", "--max-restarts", "1", "x.py", *flags)
+    assert (status, err.count("\n")) == (2, 1)
     return err
 
 
@@ -252,13 +238,8 @@ def test_settings_of_a_file_that_do_not_resume_are_refused(
 def test_a_log_without_space_keeps_no_job_from_its_restart(tmp_path: Path) -> None:
     program = attempts(tmp_path, "sys.exit(0 if start == 2 else 7)")
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [SCRIPT, "-n", "1", "--max-restarts", "1", program, *SAVED],
-            env=environment(PYTHON=sys.executable),
-            stderr=full,
-            timeout=PATIENCE,
-            check=False,
-        )
+        argv = [SCRIPT, "-n", "1", "--max-restarts", "1", program, *SAVED]
+        done = subprocess.run(argv, env=environment(PYTHON=sys.executable), stderr=full, timeout=PATIENCE)
     assert done.returncode == 0
     assert (tmp_path / "starts0").read_text() == "xx"
 
@@ -266,16 +247,13 @@ def test_a_log_without_space_keeps_no_job_from_its_restart(tmp_path: Path) -> No
 @pytest.mark.parametrize("status", [2, 75])
 def test_a_failure_that_would_repeat_is_not_restarted(tmp_path: Path, status: int) -> None:
     program = attempts(tmp_path, f"sys.exit({status})")
-    child = local("-n", "2", "--max-restarts", "2", program, *SAVED)
-    child.communicate(timeout=PATIENCE)
-    assert child.returncode == status
+    assert outcome("-n", "2", "--max-restarts", "2", program, *SAVED)[0] == status
     assert (tmp_path / "starts0").read_text() == "x"
 
 
 def test_restarts_end(tmp_path: Path) -> None:
-    child = local("-n", "1", "--max-restarts", "1", attempts(tmp_path, "sys.exit(9)"), *SAVED)
-    _, err = child.communicate(timeout=PATIENCE)
-    assert child.returncode == 9
+    status, _, err = outcome("-n", "1", "--max-restarts", "1", attempts(tmp_path, "sys.exit(9)"), *SAVED)
+    assert status == 9
     assert "rank 0 ended with status 9; no restart is left" in err
     assert (tmp_path / "starts0").read_text() == "xx"
 

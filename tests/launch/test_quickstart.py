@@ -1,20 +1,19 @@
 """launch/quickstart.sh, in the files of launch/Dockerfile's image: from nothing to text, and what is next."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.launch.image import build
-from tests.support import ROOT, environment
+from tests.support import ROOT, executed
 
 SHORT = "--train-iters 2 --log-interval 1 --eval-iters 1".split()
 
 
 def shell(image: Path, script: str, **variables: str) -> str:
-    argv, place = ["bash", "-euo", "pipefail", "-c", script], environment(PYTHONPATH="", **variables)
-    done = subprocess.run(argv, cwd=image, env=place, capture_output=True, text=True, timeout=280)
+    argv = ("bash", "-euo", "pipefail", "-c", script)
+    done = executed(*argv, cwd=image, timeout=280, PYTHONPATH="", **variables)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -60,7 +59,7 @@ def test_two_calls_make_one_run_and_a_llama_is_beside_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("flags", [["--arch", "bert"], ["--arch"]])
 def test_another_arch_is_refused(flags: list[str]) -> None:
-    done = subprocess.run([ROOT / "launch" / "quickstart.sh", *flags], capture_output=True, text=True)
+    done = executed("launch/quickstart.sh", *flags)
     assert done.returncode == 2
     assert done.stderr.startswith("quickstart.sh: error: --arch ")
     assert done.stderr.endswith(": must be gpt2 or llama\n")

@@ -1,12 +1,11 @@
 """launch/setup_venv.sh: what it asks pip for, of a pip that only writes down how it was called."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, environment
+from tests.support import ROOT, executed
 
 INDEX = "https://download.pytorch.org/whl/cpu"
 STUB = """#!/usr/bin/env bash
@@ -28,8 +27,8 @@ def setup(root: Path, wanted: str, *, gpu: bool = False, answers: bool = True) -
     for name in ("python", "nvidia-smi") if gpu else ("python",):
         (root / name).write_text(STUB)
         (root / name).chmod(0o755)
-    place = environment(PATH=f"{root}:/usr/bin:/bin", PYTHON="python", ANSWERS="yes" * answers)
-    done = subprocess.run([root / "launch/setup_venv.sh", wanted], env=place, capture_output=True, text=True)
+    place = {"PATH": f"{root}:/usr/bin:/bin", "PYTHON": "python", "ANSWERS": "yes" * answers}
+    done = executed(root / "launch/setup_venv.sh", wanted, **place)
     call, *packages = (root / "calls").read_text().splitlines() if (root / "calls").exists() else [""]
     return done.stdout + done.stderr, call, packages
 

@@ -22,14 +22,9 @@ from megatron_zpp.config.sizes import SizeConfig
 from megatron_zpp.model.gpt import GPT
 
 VOCAB = 1001
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+BOTH_KINDS = ["sliding_attention", "full_attention"]  # of layers
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 16}
 PHI: dict[str, Any] = {
@@ -107,14 +102,8 @@ FAMILIES = {
     ),
     "smollm": Family(  # SmolLM2-135M's numbers of heads and groups
         transformers.LlamaConfig,
-        {
-            "hidden_size": 72,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "head_dim": 8,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
-        },
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+        | {"tie_word_embeddings": True, "rope_parameters": DEFAULT | {"rope_theta": 1e5}},
     ),
     "mistral": Family(transformers.MistralConfig, {"sliding_window": None}),
     "mistral-tied": Family(transformers.MistralConfig, {"sliding_window": None, "tie_word_embeddings": True}),
@@ -142,7 +131,7 @@ FAMILIES = {
         {
             "hidden_size": 120,
             "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_types": BOTH_KINDS,
             "pad_token_id": None,
             "rope_parameters": {"full_attention": YARN, "sliding_attention": DEFAULT | {"rope_theta": 5e5}},
         },
@@ -163,33 +152,22 @@ FAMILIES = {
     ),
     "granite": Family(
         transformers.GraniteConfig,
-        {
-            "hidden_size": 120,
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.125,
-            "logits_scaling": 8.0,
-            "tie_word_embeddings": True,
-        },
+        {"hidden_size": 120, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.125, "logits_scaling": 8.0, "tie_word_embeddings": True},
     ),
     "smollm3": Family(
         transformers.SmolLM3Config, {"hidden_size": 120, "no_rope_layers": [1, 0], "pad_token_id": None}
     ),
     "gemma2": Family(
         transformers.Gemma2Config,
-        {
-            "sliding_window": 9,
-            "query_pre_attn_scalar": 50,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-            "pad_token_id": None,
-        },
+        {"sliding_window": 9, "query_pre_attn_scalar": 50, "pad_token_id": None}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
     "gemma3": Family(
         transformers.Gemma3TextConfig,
         {
             "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_types": BOTH_KINDS,
             "query_pre_attn_scalar": 50,
             "final_logit_softcapping": 2.0,
             "pad_token_id": None,  # whose row would be zeros
@@ -202,11 +180,7 @@ FAMILIES = {
     "gemma3-full": Family(transformers.Gemma3TextConfig, {"layer_types": ["full_attention"] * 2}),
     "qwen3-window": Family(
         transformers.Qwen3Config,
-        {
-            "use_sliding_window": True,
-            "sliding_window": 2,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
+        {"use_sliding_window": True, "sliding_window": 2, "layer_types": BOTH_KINDS},
     ),
 }
 

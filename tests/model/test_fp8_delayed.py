@@ -54,8 +54,6 @@ def results(layer: DelayedLinear, x: Tensor, gradient: Tensor) -> list[Tensor]:
     layer.weight.grad = None
     out = layer(x)
     out.backward(gradient)
-    assert x.grad is not None
-    assert layer.weight.grad is not None
     return [out.detach(), x.grad, layer.weight.grad]
 
 
@@ -85,7 +83,6 @@ def scales_after(maxima: list[float], skipped: tuple[int, ...] = (), **settings:
     for step, largest in enumerate(maxima):
         scaling.end_step(torch.full((1, 3), largest), SKIPPED if step in skipped else STEPPED)
         state = scaling.state()
-        assert state is not None
         assert list(state) == ["0"]
         found.append(state["0"]["scales"][0])
         factors = layer[0].product.factors
@@ -145,7 +142,6 @@ def test_a_state_survives_being_saved_and_a_shorter_history_keeps_the_newest() -
     other.load_state(None)
     assert not other.known
     assert layer[0].product.factors is None
-    assert state is not None
     with pytest.raises(ValueError, match=r"those of another model: 1$"):
         DelayedScaling(layer[:1], CPU).load_state(state)
 

@@ -13,13 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_zpp.model import loss as loss_module
-from megatron_zpp.model.loss import (
-    IGNORED,
-    LossKernels,
-    Objective,
-    chunk_rows,
-    linear_cross_entropy,
-)
+from megatron_zpp.model.loss import IGNORED, LossKernels, Objective, chunk_rows, linear_cross_entropy
 from megatron_zpp.model.parallel.layers import VocabularyParallelLoss
 from megatron_zpp.model.row_blocks import PLAIN, BlockPasses, OutputBlock, OutputBlocks, blocks_of
 

@@ -12,13 +12,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.build import build_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import LossKernels, Objective, logits_to_gradient
-from megatron_zpp.model.row_blocks import (
-    PLAIN,
-    BlockPasses,
-    LookupBlock,
-    RowBlockTable,
-    blocks_of,
-)
+from megatron_zpp.model.row_blocks import PLAIN, BlockPasses, LookupBlock, RowBlockTable, blocks_of
 from tests.model.test_loss import IN_CHUNKS, chunked, exactly, in_blocks, inputs, results
 from tests.model.variants import NO_DROPOUT
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.version import TORCH_TESTED
+from tests.config.command_line import SMALLEST
 from tests.support import ROOT
 
 SHARED = sysconfig.get_path("purelib")  # torch and the others, which are not installed again
@@ -21,12 +22,6 @@ RENAMED = (
     "build-kernels import-checkpoint report"
 ).split()
 SCRIPTS = ("megatron-zpp", *(f"megatron-zpp-{name}" for name in RENAMED))
-RUN = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
-    "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 "
-    "--num-workers 0 --log-interval 1 --device cpu --save run"
-).split()
-
 HELP = """
 import sys
 from importlib.metadata import distribution
@@ -89,7 +84,8 @@ def test_the_scripts_are_there_and_a_run_works_elsewhere(environment_bin: Path, 
     said = run(environment_bin / "python", "-c", HELP, cwd=tmp_path, cache=tmp_path)
     assert said.count("\nhelp of ") == len(SCRIPTS) - 1
     assert all("--" in words for words in said.split("\nhelp of ")[1:])
-    run(environment_bin / "megatron-zpp", "train", *RUN, cwd=tmp_path, cache=tmp_path)
+    argv = [*SMALLEST, "--device", "cpu", "--save", "run"]
+    run(environment_bin / "megatron-zpp", "train", *argv, cwd=tmp_path, cache=tmp_path)
     argv = ["--load", "run", "--device", "cpu", "--prompt", "1 2", "--max-new-tokens", "2"]
     assert "1 2" in run(environment_bin / "megatron-zpp", "sample", *argv, cwd=tmp_path, cache=tmp_path)
 
@@ -127,11 +123,8 @@ def test_the_package_requires_what_requirements_txt_says_and_no_version_is_named
     assert f"torch>={TORCH_TESTED[0]}" in found[""]
     assert {name for name in found if name} == {"plots", "data", "logging", "s3", "all"}
     assert found["all"] == set.union(*(found[name] for name in found if name not in ("", "all")))
-    files = [
-        ROOT / "requirements.txt",
-        *(ROOT / "tests").glob("requirements*.txt"),
-        ROOT / "docs/requirements.txt",
-    ]
+    files = [ROOT / "requirements.txt", ROOT / "docs/requirements.txt"]
+    files += (ROOT / "tests").glob("requirements*.txt")
     lines = [line for file in files for line in file.read_text().splitlines()]
     pinned = [match[0] for line in lines if (match := re.match(r"[\w.-]+[=>]=\S+", line))]
     assert found[""] | found["all"] <= {*pinned, f"torch>={TORCH_TESTED[0]}"}

@@ -1,8 +1,6 @@
 """The names of the Python API, and the program of its page: trained as printed, and against plain torch."""
 
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_zpp
-from tests.support import ROOT, environment, free_port
+from tests.support import ROOT, free_port, run
 
 PAGE = ROOT / "docs" / "guide" / "python_api.md"
 STEP = re.compile(r"step (\d+): loss ([\d.]+), gradient norm ([\d.]+)")
@@ -28,14 +26,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(program: Path, *launcher: str) -> list[float]:
-    done = subprocess.run(
-        [sys.executable, *launcher, str(program), "30" if not launcher else "60"],
-        cwd=program.parent,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run(*launcher, program, "30" if not launcher else "60", cwd=program.parent)
     assert done.returncode == 0, done.stderr
     return [float(loss) for _, loss, _ in STEP.findall(done.stdout)]
 
@@ -50,7 +41,7 @@ def test_every_name_can_be_imported_and_is_on_the_page() -> None:
 
 def test_the_package_itself_imports_no_torch() -> None:
     code = "import sys, megatron_zpp; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0
+    assert run("-c", code).returncode == 0
 
 
 class Plain:
@@ -96,7 +87,5 @@ def test_the_program_trains_resumes_and_exports_as_plain_torch_does(program: Pat
     exported = load_file(program.parent / "model.safetensors")
     for name, weight in plain.model.state_dict().items():
         assert torch.allclose(exported[name], weight, atol=2e-3), name
-    assert sorted(path.name for path in program.parent.glob("checkpoints/iter_*")) == [
-        "iter_0000030",
-        "iter_0000060",
-    ]
+    saved = sorted(path.name for path in program.parent.glob("checkpoints/iter_*"))
+    assert saved == ["iter_0000030", "iter_0000060"]

@@ -1,24 +1,18 @@
 """The tested range of torch: where it is stated, and what a run outside it says."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from megatron_zpp.version import TORCH_TESTED, untested_torch
-from tests.support import ROOT
+from tests.config.command_line import SMALLEST
+from tests.support import ROOT, run
 
 # A torch that says it is another one: the run itself is real.
 RUN = (
     "import runpy, sys, torch; torch.__version__ = sys.argv.pop(1); sys.argv[0] = 'pretrain_gpt.py';"
     "runpy.run_path('pretrain_gpt.py', run_name='__main__')"
 )
-FLAGS = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
-    "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --dry-run"
-).split()
 
 
 def test_outside_the_range_there_is_one_note() -> None:
@@ -40,13 +34,7 @@ def test_the_range_is_stated_as_it_is() -> None:
 @pytest.mark.parametrize(("rank", "said"), [(0, 1), (1, 0)])
 def test_only_rank_0_warns(rank: int, said: int) -> None:
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, "2.99.0", *FLAGS],
-        cwd=ROOT,
-        env={**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = run("-c", RUN, "2.99.0", *SMALLEST, "--dry-run", **place)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("outside the tested range") == said

@@ -23,16 +23,8 @@ NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 QWZ = {"zero_quantized_weights": True}
 HPZ = {"zero_hpz_partition_size": "auto"}
 QGZ = {"zero_quantized_gradients": True}
-FOUR_BITS = (
-    {
-        "zero_stage": 3,
-        "zero_quantized_weights_format": "delta4",
-        "zero_quantized_gradients_format": "rotated4",
-    }
-    | QWZ
-    | HPZ
-    | QGZ
-)
+FOUR_BITS = {"zero_quantized_weights_format": "delta4", "zero_quantized_gradients_format": "rotated4"}
+FOUR_BITS |= {"zero_stage": 3} | QWZ | HPZ | QGZ
 
 
 def job_of(

@@ -17,13 +17,10 @@ from megatron_zpp.distributed.topology import Topology, planned
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.train.dry_run import at_fitting_stage
 from megatron_zpp.train.inputs import check_inputs
+from tests.config.command_line import MINIMAL
 from tests.plan.jobs import printed
-from tests.support import pretrain
+from tests.support import pretrain, refusal
 
-SMALL = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-layers 2 --hidden-size 64 "
-    "--num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
-).split()
 PLAN = "--dry-run --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --lr 1e-4 --train-iters 9"
 LARGE = (
     "--dry-run --model-preset 175b --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --lr 1e-4 "
@@ -62,7 +59,7 @@ def test_a_run_of_any_size_is_planned_and_nothing_is_left(tmp_path: Path) -> Non
 
 def test_a_plan_says_what_it_assumes() -> None:
     unknown = "--fp8 --attention-backend local --reset-attention-mask".split()
-    said = printed(*SMALL, "--dry-run", *unknown)
+    said = printed(*MINIMAL, "--dry-run", *unknown)
     assert said.startswith("plan for 1 × 1 H100, bfloat16 with 8-bit products, ZeRO stage 0\n")
     for assumed in (
         " of its peak (measured: ",
@@ -76,8 +73,8 @@ def test_a_plan_says_what_it_assumes() -> None:
     kept = (
         f"keeps no scores; {' '.join(alibi)}, because FlexAttention needs --attention-dropout 0, keeps them"
     )
-    assert kept in printed(*SMALL, "--dry-run", *alibi)
-    assert "keeps no scores" not in printed(*SMALL, "--dry-run", *alibi, "--attention-dropout", "0")
+    assert kept in printed(*MINIMAL, "--dry-run", *alibi)
+    assert "keeps no scores" not in printed(*MINIMAL, "--dry-run", *alibi, "--attention-dropout", "0")
 
 
 def test_few_flags_make_a_plan_and_all_that_are_missing_are_said_at_once() -> None:
@@ -88,11 +85,10 @@ def test_few_flags_make_a_plan_and_all_that_are_missing_are_said_at_once() -> No
     assert "vocabulary 50257 padded to 50304" in said
     notes = parse_command_line([*FEW.split(), "--global-batch-size", "512"]).notes
     assert notes == ("not given, planned with: --micro-batch-size 1, a vocabulary of 50,257",)
-    with pytest.raises(UsageError) as refused:
-        printed("--dry-run", "--plan-nodes", "4")
+    said = refusal(printed, "--dry-run", "--plan-nodes", "4", error=UsageError)
     needed = "--model-preset NAME (or --num-layers, --hidden-size, --num-attention-heads, --seq-length)"
-    assert f"give {needed}, --global-batch-size N, --plan-link-gbit; " in str(refused.value)
-    assert "dgx-h100 (3200), dgx-a100 (1600)" in str(refused.value)
+    assert f"give {needed}, --global-batch-size N, --plan-link-gbit; " in said
+    assert "dgx-h100 (3200), dgx-a100 (1600)" in said
 
 
 def test_a_run_that_does_not_fit_and_one_that_is_best_are_told_so() -> None:
@@ -107,6 +103,15 @@ def test_a_run_that_does_not_fit_and_one_that_is_best_are_told_so() -> None:
     assert "\nthis run fits: " in said
     assert "\nlongest sample: " in said
     assert "  this run\n" in said  # one column
+
+
+def test_a_large_vocabulary_in_blocks_takes_the_arena_of_a_small_one() -> None:
+    flags = "--dry-run --zero-stage 3 --model-preset 1.3b --vocab-size 256000 --global-batch-size 704 "
+    flags += "--plan-nodes 2 --plan-gpus-per-node 8 --plan-link-gbit 100"
+    plans = [printed(*flags.split(), *more) for more in ((), ("--zero-table-rows", "8192"))]
+    assert "tables in units of 8192 rows" in plans[1]
+    sizes = [float(re.search(r"buffers of gathers and reductions +(\S+)", plan)[1]) for plan in plans]
+    assert sizes[1] < 0.3 * sizes[0]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +143,12 @@ def test_bytes_have_three_digits_and_no_exponent(number: float, said: str) -> No
 PUBLISHED = {  # as counted in the published weights, without the text's part of images; GPT-3's in its paper
     "gpt3-175b": 174_604_259_328,
     "llama2-7b": 6_738_415_616,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "smollm2-135m": 134_515_008,
+    "smollm2-1.7b": 1_711_376_384,
     "llama3.1-70b": 70_553_706_496,
     "mistral-small-24b": 23_572_403_200,
     "qwen3-0.6b": 751_632_384 - 151_936 * 1024,  # there the tied table counts twice
@@ -231,14 +242,12 @@ def test_ranks_of_a_pipeline_take_the_lowest_stage_that_fits(
     ],
 )
 def test_what_these_ranks_cannot_obey_is_a_usage_error(argv: str, said: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        printed(*SMALL, *argv.split())
-    assert said in str(refused.value)
+    assert said in refusal(printed, *MINIMAL, *argv.split(), error=UsageError)
 
 
 def test_a_plan_of_packed_samples_asks_for_their_documents() -> None:
     with pytest.raises(UsageError, match=r"--data-path PATH \(or omit --dataset-packing\)"):
-        printed(*SMALL[1:], "--dry-run", "--dataset-packing", "best-fit")
+        printed(*MINIMAL[1:], "--dry-run", "--dataset-packing", "best-fit")
 
 
 @pytest.mark.parametrize(
@@ -257,17 +266,17 @@ def test_a_plan_of_packed_samples_asks_for_their_documents() -> None:
     ],
 )
 def test_the_plan_refuses_what_the_run_would_refuse(argv: str, said: str) -> None:
-    small = SMALL[1:] if "--data-path" in argv else SMALL  # without mock data
+    small = MINIMAL[1:] if "--data-path" in argv else MINIMAL  # without mock data
     with pytest.raises((ValueError, OSError), match=re.escape(said)) as refused:
         printed(*small, "--dry-run", *argv.split())
     assert not isinstance(refused.value, UsageError)
 
 
 def test_ranks_of_a_launcher_are_the_plan_and_one_of_them_prints() -> None:
-    done = pretrain(*SMALL, "--dry-run", processes=2)
+    done = pretrain(*MINIMAL, "--dry-run", processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("plan for 1 × 2 H100") == 1
-    done = pretrain(*SMALL, *"--dry-run --plan-gpu v100".split())
+    done = pretrain(*MINIMAL, *"--dry-run --plan-gpu v100".split())
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
 

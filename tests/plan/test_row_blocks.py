@@ -95,11 +95,8 @@ def billion(vocab_size: int, **settings: Any) -> Job:
 def blocks_of(job: Job) -> list[tuple[int, ...]]:
     """The shapes of the blocks of the table of tokens."""
     names = [name for name, _ in job.units]
-    return [
-        tuple(module.weight.shape)
-        for name, module in job.units[: names.index("layers.0")]
-        if name == "embedding.tokens"
-    ]
+    before = job.units[: names.index("layers.0")]
+    return [tuple(module.weight.shape) for name, module in before if name == "embedding.tokens"]
 
 
 def test_blocks_and_sublayers_are_taken_where_nothing_fits_without_them() -> None:
@@ -108,7 +105,6 @@ def test_blocks_and_sublayers_are_taken_where_nothing_fits_without_them() -> Non
     whole, cut = (memory_of(one).peak for one in (job, with_units(job, **units)))
     room = (whole + cut) / 2 / 2**30 / USABLE
     best = search(job, RATES, room).best
-    assert best is not None
     assert best.fits(room)
     assert best.job.zero.zero_table_rows == suggested_rows(job)
     assert best.job.zero.cuts_layers

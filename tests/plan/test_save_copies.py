@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.plan.memory import copies_bytes, pinned_bytes
 from tests.plan.jobs import FOUR_BITS, job_of
+from tests.plan.test_memory import SPLIT
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=1, seq_length=8)
 
@@ -25,13 +25,7 @@ def test_a_node_copies_what_its_ranks_save(zero: dict, kinds: int, on_cpu: int) 
 
 def test_compact_states_are_copied_as_they_are() -> None:
     """Weights as bf16 and a byte; moments as a byte, and one for each block of 128."""
-    compact = OptimizerConfig(
-        use_precision_aware_optimizer=True,
-        exp_avg_dtype="fp8",
-        exp_avg_sq_dtype="fp16",
-        main_params_dtype="bf16+8",
-    )
-    job = job_of(MODEL, 1000, optimizer=compact)
+    job = job_of(MODEL, 1000, optimizer=replace(SPLIT, exp_avg_sq_dtype="fp16"))
     shards = [layout.shard_numel for layout in job.layouts]
     sizes = [int(nbytes * numel) for nbytes in (2, 1, 1, 1 / 128, 2, 1 / 128) for numel in shards]
     assert copies_bytes(job) == pinned_bytes(sizes)

@@ -18,23 +18,11 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import log_line, print_line, terminal_line
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.reporting.slow_work import slow_work
-from tests.support import ROOT, environment
+from tests.support import ROOT, environment, run
 
-RECORD = {
-    "iteration": 5,
-    "consumed_samples": 40,
-    "elapsed_ms": 100.0,
-    "tflops_per_gpu": 1.5,
-    "learning_rate": 1e-3,
-    "global_batch_size": 8,
-    "lm_loss": 3.25,
-    "loss_scale": 1.0,
-    "grad_norm": 0.5,
-    "skipped": 0,
-    "nan": 0,
-    "tokens_per_second": 12_345.0,
-    "mfu": 0.415,
-}
+RECORD = {"iteration": 5, "consumed_samples": 40, "elapsed_ms": 100.0, "tflops_per_gpu": 1.5}
+RECORD |= {"learning_rate": 1e-3, "global_batch_size": 8, "lm_loss": 3.25, "loss_scale": 1.0}
+RECORD |= {"grad_norm": 0.5, "skipped": 0, "nan": 0, "tokens_per_second": 12_345.0, "mfu": 0.415}
 
 
 def test_lines_have_colours_on_a_terminal_and_nowhere_else(
@@ -114,14 +102,8 @@ def test_numbers_that_only_some_runs_have_are_in_their_lines() -> None:
     assert "| MFU: 40.0% of the 8-bit peak, 80.0% of the 16-bit one | time left: " in line
 
 
-LARGE = {
-    **RECORD,
-    "iteration": 123_456,
-    "elapsed_ms": 9994.0,
-    "grad_norm": 1.234567,
-    "lm_loss": 2.3456789,
-    "tokens_per_second": 98_765_432.1,
-}
+LARGE = RECORD | {"iteration": 123_456, "elapsed_ms": 9994.0, "grad_norm": 1.234567, "lm_loss": 2.3456789}
+LARGE |= {"tokens_per_second": 98_765_432.1}
 
 
 def test_a_terminal_has_the_line_that_fits_it_and_a_pipe_megatrons() -> None:
@@ -150,8 +132,7 @@ def test_a_terminal_has_the_line_that_fits_it_and_a_pipe_megatrons() -> None:
         f"   │   a\\x1b{108 * 'b'}",
         "   │ bbbbbbbb",
     ]
-    piped = subprocess.run(argv, cwd=ROOT, env=place, capture_output=True, text=True, check=True)
-    logged, _, text = piped.stdout.splitlines()
+    logged, _, text = run("-c", code).stdout.splitlines()
     assert " iteration        5/  500000 | consumed samples:           40 | elapsed time per iter" in logged
     assert text == f" text at iteration 5 | 'def f():\\n\\n  a\\x1b{116 * 'b'}' |"
 

@@ -32,12 +32,8 @@ def step(iteration: int, loss: float | None = 1.0, seconds: float = 2.0, length:
     }
 
 
-RUN = [
-    {"iteration": 0, "valid_loss": 5.0},
-    step(10, 3.0),
-    step(20, 2.0, 4.0),
-    {"iteration": 15, "valid_loss": 4.0},
-]
+RUN = [{"iteration": 0, "valid_loss": 5.0}, step(10, 3.0), step(20, 2.0, 4.0)]
+RUN += [{"iteration": 15, "valid_loss": 4.0}]
 
 
 def test_every_number_has_a_name_and_text_and_null_have_none() -> None:
@@ -47,10 +43,8 @@ def test_every_number_has_a_name_and_text_and_null_have_none() -> None:
 
 
 def test_the_later_of_two_values_counts_and_null_is_no_value() -> None:
-    assert by_iteration([step(2, 5.0), step(1, 4.0), step(2, 3.0), step(3, None)], "lm_loss") == {
-        1: 4.0,
-        2: 3.0,
-    }
+    steps = [step(2, 5.0), step(1, 4.0), step(2, 3.0), step(3, None)]
+    assert by_iteration(steps, "lm_loss") == {1: 4.0, 2: 3.0}
 
 
 @pytest.mark.parametrize(
@@ -95,14 +89,8 @@ def test_tokens_after_a_change_of_the_sequence_length() -> None:
 
 def test_tokens_where_the_batch_grows_within_an_interval() -> None:
     """`global_batch_size` is that of the last step, the rate that of all."""
-    grown = {
-        "iteration": 20,
-        "consumed_samples": 40 + 5 * 4 + 5 * 8,
-        "global_batch_size": 8,
-        "elapsed_ms": 1000,
-        "tokens_per_second": 16 * 6,
-        "lm_loss": 1.0,
-    }
+    grown = step(20) | {"consumed_samples": 40 + 5 * 4 + 5 * 8, "global_batch_size": 8}
+    grown |= {"elapsed_ms": 1000, "tokens_per_second": 16 * 6}
     assert curve([step(10), grown], "lm_loss", "tokens").x == [640, 640 + 60 * 16]
 
 

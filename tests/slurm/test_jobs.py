@@ -6,7 +6,7 @@ They run unchanged but for their resources. Two nodes are one machine; ranks tal
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,26 +55,19 @@ def submit(
     return Job(cluster, directory, script, resources, *flags, PYTHON=sys.executable, **variables)
 
 
-@pytest.fixture
-def driven(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
-    """Starts a job of a launcher: a rank is killed, and the job is signalled after it has resumed.
+def driven(cluster: Cluster, directory: Path, script: str) -> Job:
+    """A job of a launcher: a rank is killed, and the job is signalled after it has resumed.
 
     Neither is late: each start waits for it after three lines.
     """
-
-    def drive(script: str) -> Job:
-        directory = tmp_path_factory.mktemp("submitted here")
-        flags = (*MODEL, *LENGTH, *SAVED)
-        hold = directory / "hold"
-        variables = {"RANKS_PER_NODE": "1", "MAX_RESTARTS": "1", **holding(hold, after=33)}
-        job = submit(cluster, directory, script, TWO_NODES, *flags, **variables)
-        job.wait_for("iteration       30/")
-        os.kill(job.rank(SECOND_RANK[script]), signal.SIGKILL)
-        job.wait_for("iteration       50/")
-        job.signal_held(hold, SECOND_RANK[script])
-        return job
-
-    return drive
+    hold = directory / "hold"
+    variables = {"RANKS_PER_NODE": "1", "MAX_RESTARTS": "1", **holding(hold, after=33)}
+    job = submit(cluster, directory, script, TWO_NODES, *MODEL, *LENGTH, *SAVED, **variables)
+    job.wait_for("iteration       30/")
+    os.kill(job.rank(SECOND_RANK[script]), signal.SIGKILL)
+    job.wait_for("iteration       50/")
+    job.signal_held(hold, SECOND_RANK[script])
+    return job
 
 
 def weights(directory: Path) -> dict[str, bytes]:
@@ -139,9 +132,9 @@ def test_a_sweep_requeues_one_of_its_tasks(cluster: Cluster, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("script", ["pretrain_gpt.sbatch", nightly("pretrain_gpt_torchrun.sbatch")])
 def test_a_run_that_is_killed_and_requeued_ends_with_the_same_weights(
-    driven: Callable[[str], Job], whole: dict[str, bytes], script: str
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, whole: dict[str, bytes], script: str
 ) -> None:
-    job = driven(script)
+    job = driven(cluster, tmp_path_factory.mktemp("submitted here"), script)
     ended, log = job.wait(), job.log()
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
     assert f"launch/slurm: job {job.id}: a rank ended with SIGKILL; restart 1 of 1" in log

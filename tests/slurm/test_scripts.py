@@ -8,10 +8,11 @@ import pytest
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import check_routes
-from tests.support import ROOT, environment
+from tests.support import ROOT, executed
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch" / "slurm").glob("*.sbatch"))
 SAVED = ("--save", "there", "--load=there")
+CROWDED = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_GPUS_ON_NODE": "4"}
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "ZPP_ROOT": str(ROOT), "PYTHON": "python3"}
 
 
@@ -22,15 +23,9 @@ def script(
     given = directory / "given"
     (directory / "srun").write_text(srun or f"#!/bin/sh\nprintf '%s\\n' \"$@\" >{given}\n")
     (directory / "srun").chmod(0o755)
-    extra = {"PATH": f"{directory}:/usr/local/bin:/usr/bin:/bin", **variables}
-    done = subprocess.run(
-        ["bash", ROOT / "launch" / "slurm" / name, *flags],
-        cwd=directory,
-        env=environment(**extra),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    path = f"{directory}:/usr/local/bin:/usr/bin:/bin"
+    argv = ("bash", ROOT / "launch" / "slurm" / name, *flags)
+    done = executed(*argv, cwd=directory, PATH=path, **variables)
     return done, given.read_text().splitlines() if given.exists() else []
 
 
@@ -62,12 +57,7 @@ def test_every_script_is_requeued_and_told_of_its_time_limit(name: str) -> None:
         ("pretrain_gpt", SAVED, {"PYTHON": "nopython"}, "PYTHON nopython: not found"),
         ("pretrain_gpt", SAVED, {"ZPP_ENVIRONMENT": "gone.sh"}, "ZPP_ENVIRONMENT gone.sh: cannot be read"),
         ("pretrain_gpt", SAVED, {"ZPP_ROOT": "/nowhere"}, "ZPP_ROOT: set it to the repository"),
-        (
-            "pretrain_gpt",
-            SAVED,
-            {"SLURM_NTASKS_PER_NODE": "8", "SLURM_GPUS_ON_NODE": "4"},
-            "--ntasks-per-node 8: must be at most the 4 GPUs of a node",
-        ),
+        ("pretrain_gpt", SAVED, CROWDED, "--ntasks-per-node 8: must be at most the 4 GPUs of a node"),
         ("pretrain_gpt_torchrun", SAVED, {}, "RANKS_PER_NODE (not set): must be a whole number"),
         ("pretrain_gpt_torchrun", SAVED, {"RANKS_PER_NODE": "0"}, "RANKS_PER_NODE 0: must be"),
         ("sweep", ("points",), {}, "usage: sbatch --array=1-LINES"),

@@ -23,6 +23,7 @@ from megatron_zpp.storage.checksums import (
     digest_of,
     verify_file,
 )
+from tests.support import flipped
 
 CHUNK = 16
 
@@ -53,9 +54,7 @@ def test_finds_every_flipped_bit_and_every_cut(tmp_path, size):
     sums = written(path, [content])
     verify_file(path, sums)
     for bit in range(0, 8 * size, 3):
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(flipped)
+        path.write_bytes(flipped(content, bit))
         first = bit // 8 // CHUNK * CHUNK
         with pytest.raises(DamagedFile, match=f"{path}: damaged between bytes {first} and "):
             verify_file(path, sums)

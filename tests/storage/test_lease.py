@@ -22,7 +22,7 @@ from megatron_zpp.storage.lease import LEASE, Held, Holder, Lease, LeaseLost
 from megatron_zpp.storage.location import Location, ObjectError, location
 from megatron_zpp.storage.objects import path as object_path
 from tests.object_server import BUCKET, ObjectServer
-from tests.support import ROOT, ended, environment, nightly, wait_until
+from tests.support import ROOT, ended, environment, flipped, nightly, wait_until
 
 SECONDS = 0.6
 HOLD = """
@@ -153,9 +153,7 @@ def test_no_damage_names_another_holder() -> None:
     """A flipped bit could name a process that is dead, and two runs would save at once."""
     content = Holder.of_this_process().encode()
     for bit in range(8 * len(content)):
-        changed = bytearray(content)
-        changed[bit // 8] ^= 1 << bit % 8
-        assert Holder.decode(bytes(changed)) in (None, Holder.decode(content)), bit
+        assert Holder.decode(flipped(content, bit)) in (None, Holder.decode(content)), bit
     for length in range(len(content) - 1):
         assert Holder.decode(content[:length]) is None
 

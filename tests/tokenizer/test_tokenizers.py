@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.faults.foreign_files import train_bpe
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer, describe
 from megatron_zpp.train.inputs import check_prompts
+from tests.support import refusal
 
 ORDINARY = [
     "Hello, world! It's 2024; we'll see.",
@@ -27,20 +29,10 @@ ORDINARY = [
 def bpe_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with vocab.json, merges.txt and tokenizer.json of one small byte-level BPE."""
     from tokenizers import Tokenizer as Pipeline
-    from tokenizers import decoders, models, pre_tokenizers, trainers
 
     directory = tmp_path_factory.mktemp("bpe")
-    pipeline = Pipeline(models.BPE())
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pipeline.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    pipeline.train_from_iterator(ORDINARY * 20 + [Path(__file__).read_text()], trainer)
-    pipeline.model.save(str(directory))
+    train_bpe(directory, ORDINARY * 20 + [Path(__file__).read_text()])
+    pipeline = Pipeline.from_file(str(directory / "tokenizer.json"))
     pipeline.enable_truncation(4)
     pipeline.enable_padding(length=4)
     pipeline.save(str(directory / "tokenizer.json"))
@@ -48,13 +40,8 @@ def bpe_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gpt2(directory: Path) -> Tokenizer:
-    return build_tokenizer(
-        TokenizerConfig(
-            tokenizer_type="GPT2BPETokenizer",
-            vocab_file=str(directory / "vocab.json"),
-            merge_file=str(directory / "merges.txt"),
-        )
-    )
+    files = {"vocab_file": str(directory / "vocab.json"), "merge_file": str(directory / "merges.txt")}
+    return build_tokenizer(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files))
 
 
 def hugging_face(path: Path) -> Tokenizer:
@@ -242,9 +229,7 @@ def test_garbage_files(bpe_files: Path, tmp_path: Path, flag, name, build, conte
     path.unlink(missing_ok=True)
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"^{flag} {path}: ") as caught:
-        build(tmp_path)
-    assert "\n" not in str(caught.value)
+    assert refusal(build, tmp_path).startswith(f"{flag} {path}: ")
 
 
 def train_sentencepiece(path: Path, *texts: str, **more: Any) -> Path:

@@ -26,6 +26,11 @@ def numbers(count: int, seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, 70_000, rng.integers(1, 1000)).tolist() for _ in range(count)]
 
 
+def preprocess(file: object, directory: Path, *flags: object) -> subprocess.CompletedProcess[str]:
+    """The finished tool, which has written DIRECTORY/out."""
+    return succeed(TOOL, "--input", file, "--output-prefix", directory / "out", *NULL, *flags)
+
+
 def line(ids: list[int], **more: object) -> bytes:
     return json.dumps({"text": " ".join(map(str, ids)), **more}).encode() + b"\n"
 
@@ -53,8 +58,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_same_result_however_it_is_shared_out(corpus: Path, tmp_path: Path, workers: int) -> None:
-    done = succeed(TOOL, "--input", f"{corpus}/*.jsonl*", "--output-prefix", tmp_path / "out", *NULL,
-                   "--append-eod", "--workers", workers, "--partitions", workers)  # fmt: skip
+    flags = ("--append-eod", "--workers", workers, "--partitions", workers)
+    done = preprocess(f"{corpus}/*.jsonl*", tmp_path, *flags)
     assert documents(tmp_path / "out") == [[*ids, 70_000] for ids in numbers(2000)]
     verify_tokens([IndexedDataset(tmp_path / "out_text_document")], 0, 1)
     names = {f"_text_document.{suffix}" for suffix in ("bin", "idx", "checksums.json", "tokenizer.json")}
@@ -79,15 +84,10 @@ AWKWARD = (
 
 def test_awkward_lines_are_left_out_and_named(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(AWKWARD)
-    result = succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
-                     "--workers", 2)  # fmt: skip
+    result = preprocess(tmp_path / "in.jsonl", tmp_path, "--workers", 2)
     assert documents(tmp_path / "out") == [[1, 2], [3], [9] * 400_000, [10]]
-    for place in (
-        "line 6: malformed line",
-        "line 7: missing key: no 'text'",
-        "line 8: value that is not text",
-    ):
-        assert f"{tmp_path}/in.jsonl {place}" in result.stderr
+    for place in ("6: malformed line", "7: missing key: no 'text'", "8: value that is not text"):
+        assert f"{tmp_path}/in.jsonl line {place}" in result.stderr
     for count in ("5 × malformed line", "1 × missing key", "3 × value that is not text",
                   "1 × document without tokens", "1 × document that the tokenizer rejects"):  # fmt: skip
         assert count in result.stdout
@@ -96,11 +96,12 @@ def test_awkward_lines_are_left_out_and_named(tmp_path: Path) -> None:
 def test_strict_stops_at_the_first_and_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl").write_bytes(line([1]))
     (tmp_path / "bad.jsonl").write_bytes(line([2]) + b"{}\n")
-    common = ("--output-prefix", tmp_path / "out", *NULL, "--workers", 1, "--strict")
+    strict = ("--workers", 1, "--strict")
+    common = ("--output-prefix", tmp_path / "out", *NULL, *strict)
     error = fail(TOOL, "--input", tmp_path / "bad.jsonl", *common)
     assert "bad.jsonl line 2: missing key" in error
     assert not results(tmp_path)
-    succeed(TOOL, "--input", tmp_path / "good.jsonl", *common)
+    preprocess(tmp_path / "good.jsonl", tmp_path, *strict)
     before = results(tmp_path)
     fail(TOOL, "--input", tmp_path / "bad.jsonl", *common)
     assert results(tmp_path) == before
@@ -110,8 +111,7 @@ def test_keys_stay_aligned(tmp_path: Path) -> None:
     """A line that lacks one of the keys gives a document to neither."""
     lines = [line([1], title="11"), line([2]), line([3], title=""), line([4], title="44 44")]
     (tmp_path / "in.jsonl").write_bytes(b"".join(lines))
-    succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
-            "--json-keys", "text", "title")  # fmt: skip
+    preprocess(tmp_path / "in.jsonl", tmp_path, "--json-keys", "text", "title")
     assert documents(tmp_path / "out", "text") == [[1], [4]]
     assert documents(tmp_path / "out", "title") == [[11], [44, 44]]
 
@@ -187,7 +187,6 @@ def test_a_killed_run_leaves_no_final_files_and_no_workers(in_the_middle, tmp_pa
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".bin", ".idx", ".json")]
     wait_until(lambda: all(map(ended, workers)))  # they are nobody's, and know it
     (tmp_path / "in.jsonl").write_bytes(line([1]))
-    succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
-            "--workers", 2)  # fmt: skip
+    preprocess(tmp_path / "in.jsonl", tmp_path, "--workers", 2)
     assert documents(tmp_path / "out") == [[1]]
     assert not list(tmp_path.glob("*.partial"))

@@ -30,7 +30,6 @@ def codes_of(engine: ZeroEngine) -> dict[str, Tensor]:
     """What is multiplied, of an engine that keeps weights whole; bytes."""
     found = {}
     for name, product in products(engine).items():
-        assert product.codes is not None
         found[name] = product.codes.view(torch.uint8).clone()
     return found
 

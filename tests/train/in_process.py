@@ -7,7 +7,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zpp.config.root import parse_args
+from megatron_zpp.data.open import SplitOpener, Splits
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.signals import StopSignals
@@ -21,8 +23,10 @@ from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.train.setup.ranks import Ranks
 from megatron_zpp.train.setup.reading import open_data
 from megatron_zpp.train.steps.stopping import Ending
+from tests.support import records_of
 from tests.train.conftest import BYTES, TINY
 
+EOD = 256
 SMALLEST = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --micro-batch-size 1".split()
 SMALLEST += ["--eval-iters", "0"]
 
@@ -64,13 +68,27 @@ class Resumed:
     def __call__(self, *flags: str) -> list[dict[str, Any]]:
         """Continue the training; return the records of all steps so far."""
         train_here([*self._flags, *flags])
-        return [json.loads(line) for line in self._metrics.read_text().splitlines()]
+        return records_of(self._metrics)
 
     def newest(self) -> dict[str, Any]:
         """The progress in the newest checkpoint."""
         name = (self._save / "latest_checkpointed_iteration.txt").read_text().strip()
         state = self._save / f"iter_{int(name):07d}" / "state.json"
         return json.loads(state.read_text())["progress"]
+
+
+def beginning_of(argv: list[str]) -> tuple[GPT, Splits]:
+    """The model of a run on BYTES with its initial weights, and its data."""
+    config = parse_args(argv)
+    model = GPT(config.model, EOD + 1).initialize(config.training.seed).eval()
+    opener = SplitOpener(
+        config=config.data,
+        seq_length=config.model.seq_length,
+        vocab_size=EOD + 1,
+        seed=config.training.seed,
+        tokenizer_description={"eod": EOD},
+    )
+    return model, opener.open(("train", "valid"))
 
 
 def of(records: list[dict[str, Any]], name: str) -> list[Any]:

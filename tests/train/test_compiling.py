@@ -1,6 +1,7 @@
 """Compiled layers: the numbers of plain ones, one graph for all, at every stage and in whole runs."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,13 @@ from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.train.setup.compiling import compile_parts, prepare_compiler
-from tests.model.variants import LLAMA, MODELS
-from tests.support import GROUPED_FLASH, logged, pretrain
+from tests.model.variants import LLAMA, MODELS, NO_DROPOUT, WINDOWS
+from tests.support import GROUPED_FLASH, logged, nightly, pretrain, refusal
 from tests.zero.engines import engine_of
 from tests.zero.ranks import on_ranks
 
 BATCH, LENGTH, VOCABULARY = 2, 32, 100
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 RECOMPUTED = {"stored": {}, "full": FULL, "selective": {"recompute_granularity": "selective"}}
 IN_CHUNKS = {"mlp_chunks_for_training": 2}
@@ -42,8 +44,7 @@ def three_steps(
     """Losses of steps and evaluations, with generation in between; and the messages about further graphs."""
     torch._dynamo.reset()
     torch.set_num_threads(1)
-    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH}
-    config = ModelConfig(**shape | changes, hidden_dropout=0.1, attention_dropout=0.1)
+    config = ModelConfig(**SHAPE | changes, hidden_dropout=0.1, attention_dropout=0.1)
     zero = ZeroConfig(zero_stage=stage, zero_unit=unit, zero_table_rows=rows)
     recomputed = RecomputeConfig(**RECOMPUTED[recompute])
     engine = engine_of(config, VOCABULARY, zero=zero, recompute=recomputed, topology=topology)
@@ -69,8 +70,8 @@ def test_one_graph_for_all_layers_and_each_way_to_run_them() -> None:
     """
     plain, _ = three_steps(Topology(), backend=None)
     assert three_steps(Topology(), backend="aot_eager") == (plain, [])
-    for losses in on_ranks(2, sharded_steps):
-        assert losses == (plain, [])
+    sharded = partial(three_steps, backend="aot_eager", stage=3, recompute="full")
+    assert on_ranks(2, sharded) == [(plain, [])] * 2  # both have the same batch
 
 
 @pytest.mark.nightly
@@ -89,14 +90,7 @@ def test_one_graph_for_all_chunks_of_mlps() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        pytest.param(
-            LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "2"},
-            id="window",
-            marks=pytest.mark.nightly,
-        ),
-    ],
+    [{}, nightly(LLAMA | WINDOWS, id="window")],
 )
 def test_graphs_for_the_halves_of_layers(changes: dict[str, Any]) -> None:
     """One for the first halves, or two with a window, and one for the second ones, which change no bit."""
@@ -105,11 +99,6 @@ def test_graphs_for_the_halves_of_layers(changes: dict[str, Any]) -> None:
         Topology(), backend="aot_eager", recompute="full", stage=3, unit="sublayer", **changes
     )
     assert halves == (plain, [])
-
-
-def sharded_steps(topology: Topology) -> tuple[list[float], list[str]]:
-    """Both ranks have the same batch, so that its mean is what one rank has."""
-    return three_steps(topology, backend="aot_eager", stage=3, recompute="full")
 
 
 def test_a_text_without_documents_beside_batches_with_them() -> None:
@@ -145,15 +134,7 @@ def test_documents_in_compiled_layers(recompute: str, model: str, kernel: DotPro
     """Masks are arguments of one graph, which gives the gradients of plain layers for any documents."""
     if model == "llama" and not GROUPED_FLASH:
         pytest.skip("this torch's attention for CPUs adds the scores of queries in groups in another order")
-    config = ModelConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        seq_length=LENGTH,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        **MODELS[model],
-    )
+    config = ModelConfig(**SHAPE, **NO_DROPOUT, **MODELS[model])
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     found, said = [], []
     for compiled in (False, True):
@@ -208,10 +189,8 @@ def test_a_compiler_that_fails_is_one_line() -> None:
 
     model = GPT(ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=8), VOCABULARY)
     compile_parts(model, (1, 8), print, "megatron_zpp_broken")
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.zeros((1, 8), dtype=torch.long))
-    wanted = "torch.compile failed; --no-compile trains without it: OSError: no Python.h"
-    assert str(caught.value) == wanted
+    said = refusal(model, torch.zeros((1, 8), dtype=torch.long), error=RuntimeError)
+    assert said == "torch.compile failed; --no-compile trains without it: OSError: no Python.h"
 
 
 def resolved(device: str, *, path: str = "", apex: bool = False, **settings: Any) -> tuple[bool, str | None]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatron_zpp.zero.engine import ZeroEngine
+from tests.config.command_line import SMALLEST
 from tests.support import ROOT, Run, environment, nightly, wait_until
 from tests.train.in_process import train_here
 
@@ -74,9 +75,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 def test_a_request_to_stop_waits_until_the_imports_are_done(tmp_path: Path) -> None:
-    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
-    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 100000 --lr 1e-3"
-    command = [sys.executable, ROOT / "pretrain_gpt.py", *flags.split(), "--num-workers", "0"]
+    command = [sys.executable, ROOT / "pretrain_gpt.py", *SMALLEST, "--train-iters", "100000"]
     with subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
         status = Path(f"/proc/{run.pid}/status")
         blocked = partial(re.search, r"SigBlk:\s*0*200$", flags=re.MULTILINE)  # USR1 alone

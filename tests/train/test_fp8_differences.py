@@ -10,15 +10,12 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.exchange.route import SentBytes
-from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.test_fp8_delayed import nearest
 from tests.train.coded_weights import HELD, codes_of, equal, masters_of, products, resumed, steps, take_step
-from tests.train.test_fp8_param_gather import planned
+from tests.train.test_fp8_param_gather import check_plan
 from tests.train.test_fp8_scaling import batch, engine_of, state_of
 from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
@@ -82,7 +79,6 @@ def check(engine: ZeroEngine, found: dict[str, Tensor], scales: dict[str, float]
 
 def scales_of(engine: ZeroEngine) -> dict[str, float]:
     state = state_of(engine)
-    assert state is not None
     return {name: state[name.removesuffix(".weight")]["scales"][1] for name in products(engine)}
 
 
@@ -119,7 +115,6 @@ def _measure(engine: ZeroEngine) -> Found:
     slots = {unit.full.data_ptr(): unit.full.nbytes for unit in engine.units}
     weights = sum(slots.values())
     for unit in engine.units:
-        assert unit.message is not None
         weights += unit.message.nbytes
         if unit.encoded is not None and not _inside(unit.encoded.codes, unit.full):
             weights += unit.encoded.codes.nbytes
@@ -165,12 +160,7 @@ def test_stages_have_the_same_bits_and_losses_near_those_of_bf16(ranks: list[lis
 
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Found]]) -> None:
-    job = planned(tuple(CASES[index].split()), HELD)
-    sent = SentBytes(*(sum(rank[index].sent[link] for rank in ranks) for link in (0, 1)))
-    assert sent == total(traffic_of(job))
-    memory = memory_of(job)
-    for rank in ranks:
-        assert (memory.weights, memory.zeropp) == (rank[index].weights, rank[index].secondary)
+    check_plan(CASES[index].split(), [rank[index] for rank in ranks])
 
 
 def with_codes(topology: Topology, directory: str) -> tuple[list[Any], list[Any], dict[str, bytes]]:

@@ -1,7 +1,7 @@
 """--fp8-param-gather: weights as 8-bit codes of the master weights, on every grid."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import SentBytes
-from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.engine import ZeroEngine
@@ -44,7 +43,6 @@ def test_codes_of_master_weights_are_multiplied(model: str) -> None:
         largest = {name: masters[name].abs().max() for name in codes_of(engine)}
         take_step(engine, step)
         masters, state = masters_of(engine), state_of(engine)
-        assert state is not None
         for name, codes in codes_of(engine).items():
             scale = torch.tensor(state[name.removesuffix(".weight")]["scales"][1])
             assert torch.equal(codes, nearest(masters[name] * scale, E4M3)), name
@@ -147,20 +145,20 @@ def test_stages_and_hpz_have_the_same_bits(ranks: list[list[Measured]]) -> None:
     assert quantized == pytest.approx(plain, rel=0.05)  # of gradients in 4 bits
 
 
-def planned(case: tuple[str, ...], *more: str) -> Job:
-    config = parse_args([*FLAGS, *DELAYED, *case, *more])
+def check_plan(case: Sequence[str], ranks: Sequence[Any]) -> None:
+    """Require that ranks of 2 nodes, as `Measured`, sent and hold what the plan says."""
+    config = parse_args([*FLAGS, *DELAYED, *case, HELD])
     job = job_of(config.model, 61, precision=config.precision, nodes=2, local=2, micro_batch_size=2)
-    return dataclasses.replace(job, zero=config.zero, recompute=config.recompute)
+    job = dataclasses.replace(job, zero=config.zero, recompute=config.recompute)
+    assert SentBytes(*map(sum, zip(*(rank.sent for rank in ranks), strict=True))) == total(traffic_of(job))
+    memory = memory_of(job)
+    for rank in ranks:
+        assert (memory.weights, memory.zeropp) == (rank.weights, rank.secondary)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Measured]]) -> None:
-    job = planned(CASES[index], HELD)
-    sent = SentBytes(*(sum(rank[index].sent[link] for rank in ranks) for link in (0, 1)))
-    assert sent == total(traffic_of(job))
-    memory = memory_of(job)
-    for rank in ranks:
-        assert (memory.weights, memory.zeropp) == (rank[index].weights, rank[index].secondary)
+    check_plan(CASES[index], [rank[index] for rank in ranks])
 
 
 def poisoned(topology: Topology, *more: str) -> list[Any]:

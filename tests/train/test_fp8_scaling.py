@@ -11,8 +11,6 @@ import torch
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8.scaling import DelayedScaling
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.train.setup.device import prepare_device
@@ -41,7 +39,6 @@ def batch(step: int, data_rank: int) -> torch.Tensor:
 
 
 def state_of(engine: ZeroEngine) -> dict[str, Any] | None:
-    assert isinstance(engine.scaling, DelayedScaling)
     return engine.scaling.state()
 
 
@@ -55,7 +52,6 @@ def three_steps(engine: ZeroEngine, found: dict[str, Any] | None = None) -> list
             )
             losses.append(loss.item())
         if step == 0:
-            assert isinstance(engine.scaling, DelayedScaling)
             found["own"] = engine.scaling.maxima().tolist()
         assert engine.step(1e-2).skipped == 0
         if step == 0:
@@ -189,8 +185,6 @@ def test_one_graph_after_the_first_step(more: list[str]) -> None:
         torch._dynamo.reset()
         engine, said = engine_of(Topology(), *more), []
         model, scaling = engine.model, engine.scaling
-        assert isinstance(model, GPT)
-        assert isinstance(scaling, DelayedScaling)
         if compiled:
             compile_parts(
                 model, (2, 16), said.append, "aot_eager", ready=lambda scaling=scaling: scaling.known

@@ -1,6 +1,5 @@
 """Runs with document masks: the loss of an independent reading, for any stage and ranks; kernels by flag."""
 
-import json
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -8,15 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_zpp.config.root import parse_args
-from megatron_zpp.data.open import SplitOpener
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS, flags_of
-from tests.support import nightly, trained
-from tests.train.in_process import train_here
+from tests.support import nightly, recorded, records_of
+from tests.train.in_process import EOD, beginning_of, train_here
 
-EOD = 256
 ALL = "--reset-position-ids --reset-attention-mask --eod-mask-loss".split()
 PACKED = "--dataset-packing best-fit --data-cache-path".split()  # and a directory
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0".split()
@@ -25,9 +20,9 @@ NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0".split()
 def record_of(path: Path, flags: list[str], *more: str, processes: int = 1) -> list[dict]:
     """The metrics of three steps and the evaluations around them."""
     command = [*flags, *NO_DROPOUT, "--global-batch-size", "8", "--train-iters", "3", *more]
-    out = trained(*command, "--metrics-file", str(path), processes=processes)
+    _, out = recorded(path, *command, processes=processes)
     assert ": positions restart, attention restarts" in out
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return records_of(path)
 
 
 def losses_of(records: list[dict]) -> list[float]:
@@ -36,19 +31,10 @@ def losses_of(records: list[dict]) -> list[float]:
 
 def valid_loss_by_hand(flags: list[str], count: int) -> float:
     """The loss of the initial weights per token: a forward per document; none where the input is its end."""
-    config = parse_args([*flags, *NO_DROPOUT, "--train-iters", "3"])
-    model = GPT(config.model, EOD + 1).initialize(config.training.seed).eval()
-    opener = SplitOpener(
-        config=config.data,
-        seq_length=config.model.seq_length,
-        vocab_size=EOD + 1,
-        seed=config.training.seed,
-        tokenizer_description={"eod": EOD},
-    )
-    splits = opener.open(("train", "valid"))
+    model, splits = beginning_of([*flags, *NO_DROPOUT, "--train-iters", "3"])
     counted = []
     batch = splits.valid.batch(np.arange(count))
-    if config.data.packs:
+    if "--dataset-packing" in flags:
         begins = batch.documents[(batch.documents > 0) & (batch.documents < batch.tokens.size)]
         documents = zip(
             np.split(batch.tokens.ravel(), begins), np.split(batch.targets.ravel(), begins), strict=True

@@ -53,6 +53,8 @@ def test_a_run_on_objects_has_the_bits_of_a_run_on_files(
     assert logged(tmp_path / "objects.jsonl") == logged(tmp_path / "files.jsonl")
     names = {key.partition("/")[0] for key in server.keys("equal/")}
     assert names == {"iter_0000002", "latest_checkpointed_iteration.txt", "config.yaml"}
+    there = sorted(path.name for path in (tmp_path / "saved" / "iter_0000002").iterdir())
+    assert server.keys("equal/iter_0000002/") == there
     for rank in (0, 1):
         file = f"iter_0000002/rank_{rank:05d}.safetensors"
         ours = shards(server.get(f"equal/{file}"), tmp_path)

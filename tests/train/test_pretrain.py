@@ -5,14 +5,13 @@ import math
 import re
 import time
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
 
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
-from tests.support import logged, nightly, run, trained
+from tests.support import logged, nightly, records_of, run, trained
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, Resumed, train_here
 
@@ -27,24 +26,11 @@ MEGATRON_LINE = re.compile(  # what scripts that read Megatron-LM's logs look fo
 )
 
 
-def succeeded(done: CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_path: Path) -> None:
     """One run with every sink: it predicts better than byte frequencies, and each sink has the curve."""
     flags += ["--train-iters", "60", "--lr-decay-style", "cosine", "--eval-interval", "30", "--lr", "2e-2"]
-    flags += ["--eval-iters", "5", "--sample-prompt", "32 100"]
-    flags += [
-        "--micro-batch-size",
-        "16",
-        "--num-layers",
-        "1",
-        "--position-embedding-type",
-        "rope",
-        *NO_DROPOUT,
-    ]
+    flags += ["--eval-iters", "5", "--sample-prompt", "32 100", *NO_DROPOUT]
+    flags += "--micro-batch-size 16 --num-layers 1 --position-embedding-type rope".split()
     flags += ["--metrics-file", str(tmp_path / "metrics.jsonl"), "--tensorboard-dir", str(tmp_path / "tb")]
     flags += ["--wandb-project", "megatron_zpp", "--wandb-exp-name", "tiny"]
     out = trained(*flags, "--wandb-save-dir", str(tmp_path / "wandb"), WANDB_MODE="offline")
@@ -69,8 +55,7 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     places = ["iteration 0", "iteration 30", "iteration 60", "iteration 60 on test set"]
     assert [where for where, _ in evaluated] == places
     assert [float(loss) for _, loss in evaluated[:3]] == pytest.approx(valid, rel=1e-6)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    first = json.loads(next(line for line in lines if "lm_loss" in line))
+    first = next(record for record in records_of(tmp_path / "metrics.jsonl") if "lm_loss" in record)
     promised = "iteration consumed_samples lm_loss grad_norm learning_rate loss_scale skipped elapsed_ms"
     promised += " tokens_per_second tflops_per_gpu mfu memory_allocated_bytes memory_peak_bytes"
     promised += " intra_node_bytes inter_node_bytes"
@@ -170,10 +155,11 @@ def test_a_time_limit_counts_from_the_start_of_the_process(flags: list[str]) -> 
     """Not from the first step: what a scheduler grants includes the imports, the loading and the building."""
     command = ["-m", "megatron_zpp", "train", *flags, "--eval-iters", "0"]  # with all imports
     began = time.monotonic()
-    succeeded(run(*command, "--train-iters", "1"))
+    assert run(*command, "--train-iters", "1").returncode == 0
     minutes = (time.monotonic() - began) / 60 / 4
-    out = succeeded(run(*command, "--train-iters", "100000", "--exit-duration-in-mins", str(minutes)))
-    assert re.search(r"exiting at iteration [12]: --exit-duration-in-mins", out)
+    done = run(*command, "--train-iters", "100000", "--exit-duration-in-mins", str(minutes))
+    assert re.search(r"exiting at iteration [12]: --exit-duration-in-mins", done.stdout), done.stderr[-2000:]
+    assert done.returncode == 0
 
 
 def test_finetuning_takes_weights_and_starts_over(

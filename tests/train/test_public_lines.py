@@ -41,26 +41,6 @@ def fp16(power: int, window: int = 500) -> dict[str, Any]:
 
 
 SCRIPTS = {
-    "Megatron-DeepSpeed examples_deepspeed/rebase/ds_pretrain_gpt_1.3B.sh": Script(
-        line="--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 "
-        "--tensor-model-parallel-size 2 --init-method-std 0.013 "
-        "--lr-decay-tokens 300000000000 --lr-warmup-tokens 3000000000 "
-        "--micro-batch-size 2 --global-batch-size 512 --num-layers 24 --hidden-size 2048 "
-        "--num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
-        "--train-tokens 300000000000 --train-samples 292968750 --lr 2.0e-4 --min-lr 1.0e-6 "
-        "--lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --hysteresis 2 --fp16 --seed 1234 "
-        "--deepspeed --zero-stage 0 --pipeline-model-parallel-size 1 --no-pipeline-parallel",
-        ranks=8,
-        tensor=2,
-        optimizer=(0.9, 0.95, 1e-8, 0.1, 1.0),
-        steps={"samples": 292968750, "tokens": 300_000_000_000, "batch": 512, "length": 2048},
-        rate={"peak": 2e-4, "floor": 1e-6, "warmup": 3e9 / 2048, "decay": 3e11 / 2048},
-        init=0.013,
-        scale=(None, 2.0**11, 500),
-        micro=2,
-        file={"train_batch_size": 512, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
-        | {"prescale_gradients": True, "zero_optimization": {"stage": 0}, **fp16(11)},
-    ),
     "Megatron-DeepSpeed examples_deepspeed/MoE/ds_pretrain_gpt_6.7B_dense.sh": Script(
         line="--adam-beta1 0.9 --adam-beta2 0.95 --tensor-model-parallel-size 8 --moe-expert-parallel-size 1 "
         "--num-experts 1 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 --moe-min-capacity 4 "

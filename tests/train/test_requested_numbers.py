@@ -1,6 +1,5 @@
 """Flags of Megatron-LM that change what a run logs or computes, in whole runs."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,56 +9,34 @@ import torch
 
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
-from megatron_zpp.data.open import SplitOpener
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import load_model
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
 from megatron_zpp.train.setup.device import prepare_device
-from tests.support import pretrain
+from tests.support import logged, recorded, refusal, trained
 from tests.train.conftest import BYTES, TINY
-from tests.train.in_process import SMALLEST, of, train_here
+from tests.train.in_process import EOD, SMALLEST, beginning_of, of, train_here
 
-EOD = 256
 PER_TOKEN = ["--calculate-per-token-loss"]
 PLAIN = "--attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 --train-iters 3".split()
-
-
-def records(path: Path, *argv: str, processes: int = 1) -> tuple[list[dict], str]:
-    done = pretrain(*argv, "--metrics-file", str(path), processes=processes)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in path.read_text().splitlines()], done.stdout
-
-
-def steps(found: list[dict]) -> list[dict]:
-    return [record for record in found if "lm_loss" in record]
 
 
 def test_norms_are_logged_the_same_at_any_stage(tmp_path: Path, flags: list[str]) -> None:
     asked = ["--log-params-norm", *PLAIN, "--disable-bias-linear"]
     save = ["--save", str(tmp_path / "run")]
-    alone, said = records(tmp_path / "alone", *flags, *asked, *save)
-    sharded, _ = records(tmp_path / "sharded", *flags, *asked, "--zero-stage", "3", processes=2)
-    assert of(steps(alone), "params_norm") == pytest.approx(of(steps(sharded), "params_norm"), rel=1e-6)
+    alone, said = recorded(tmp_path / "alone", *flags, *asked, *save)
+    sharded, _ = recorded(tmp_path / "sharded", *flags, *asked, "--zero-stage", "3", processes=2)
+    assert of(alone, "params_norm") == pytest.approx(of(sharded, "params_norm"), rel=1e-6)
     model, _ = load_model(str(tmp_path / "run"), None)
     norm = sum(weight.double().square().sum().item() for weight in model.parameters()) ** 0.5
-    assert steps(alone)[-1]["params_norm"] == pytest.approx(norm, rel=1e-6)
+    assert alone[-1]["params_norm"] == pytest.approx(norm, rel=1e-6)
     (line, *_) = [line for line in said.splitlines() if "iteration        1/" in line]
     assert re.search(r"\| grad norm: [\d.]+ \| params norm: [\d.]+ \| number of", line)
 
 
 def per_token_loss(flags: list[str], first: int, count: int, split: str) -> float:
     """The loss of the initial weights over all tokens of samples whose input ends no document."""
-    config = parse_args([*flags, *PLAIN])
-    model = GPT(config.model, EOD + 1).initialize(config.training.seed).eval()
-    opener = SplitOpener(
-        config=config.data,
-        seq_length=config.model.seq_length,
-        vocab_size=EOD + 1,
-        seed=config.training.seed,
-        tokenizer_description=None,
-    )
-    splits = opener.open(("train", "valid"))
+    model, splits = beginning_of([*flags, *PLAIN])
     rows = torch.from_numpy(getattr(splits, split).batch(np.arange(first, first + count)).astype(np.int64))
     with torch.no_grad():
         logits = model(rows[:, :-1])[..., : EOD + 1]
@@ -73,19 +50,20 @@ def test_per_token_loss_is_the_mean_over_all_tokens(tmp_path: Path, flags: list[
     found = []
     for size, processes, more in ((1, 1, PER_TOKEN), (2, 2, PER_TOKEN), (1, 1, []), (4, 1, [])):
         masked = ["--eod-mask-loss", *PLAIN, *more, "--micro-batch-size", str(size)]
-        found.append(records(tmp_path / f"{size}{len(more)}", *flags, *masked, processes=processes)[0])
-        assert steps(found[-1])[0]["lm_loss"] == pytest.approx(train, rel=1e-5)
-        assert found[-1][0]["valid_loss"] == pytest.approx(valid, rel=1e-5)
-    alone, sharded, ones, fours = (of(steps(each), "grad_norm") for each in found)
+        file = tmp_path / f"{size}{len(more)}"
+        found.append(of(recorded(file, *flags, *masked, processes=processes)[0], "grad_norm"))
+        assert logged(file)[0] == pytest.approx(train, rel=1e-5)
+        assert logged(file, "valid_loss")[0] == pytest.approx(valid, rel=1e-5)
+    alone, sharded, ones, fours = found
     assert sharded == pytest.approx(alone, rel=1e-5)
     assert ones[0] != pytest.approx(fours[0], rel=1e-4)
 
 
 def test_the_decoupled_rate_follows_the_schedule(tmp_path: Path, flags: list[str]) -> None:
     rates = "--lr 1e-3 --min-lr 1e-4 --decoupled-lr 4e-3 --decoupled-min-lr 2e-3 --lr-decay-iters 4".split()
-    found, said = records(tmp_path / "m", *flags, *PLAIN, *rates)
-    assert of(steps(found), "learning_rate") == pytest.approx([1e-3, 7.75e-4, 5.5e-4])
-    assert of(steps(found), "decoupled_learning_rate") == pytest.approx([4e-3, 3.5e-3, 3e-3])
+    found, said = recorded(tmp_path / "m", *flags, *PLAIN, *rates)
+    assert of(found, "learning_rate") == pytest.approx([1e-3, 7.75e-4, 5.5e-4])
+    assert of(found, "decoupled_learning_rate") == pytest.approx([4e-3, 3.5e-3, 3e-3])
     assert "| learning rate: 1.000000E-03 | decoupled learning rate: 4.000000E-03 |" in said
 
 
@@ -107,9 +85,8 @@ def test_the_decoupled_rate_follows_the_schedule(tmp_path: Path, flags: list[str
     ],
 )
 def test_what_cannot_be_obeyed(line: str, said: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        parse_args(["--mock-data", *BYTES, *TINY, "--train-iters", "3", *line.split()])
-    assert str(refused.value).startswith(said)
+    argv = ["--mock-data", *BYTES, *TINY, "--train-iters", "3", *line.split()]
+    assert refusal(parse_args, argv, error=UsageError).startswith(said)
 
 
 def test_required_kernels_are_used_where_nothing_else_needs_them() -> None:
@@ -117,7 +94,6 @@ def test_required_kernels_are_used_where_nothing_else_needs_them() -> None:
         ["--mock-data", *BYTES, *TINY, "--train-iters", "3", "--require-kernels", "--device", "cpu"]
     )
     operations = prepare_device(config, Topology()).operations
-    assert operations is not None
     assert operations.compiled
 
 
@@ -146,9 +122,7 @@ def test_arguments_come_from_the_checkpoint(
     assert config.optimizer.weight_decay == 0.1
     assert (config.learning_rate.lr_decay_style, config.learning_rate.lr_decay_iters) == ("cosine", 2)
     rest[rest.index("run")] = str(tmp_path / "run")
-    done = pretrain(*rest, *from_checkpoint, "--log-interval", "1")
-    assert done.returncode == 0, done.stderr
-    assert "resuming at iteration 2" in done.stdout
+    assert "resuming at iteration 2" in trained(*rest, *from_checkpoint, "--log-interval", "1")
 
 
 def test_an_empty_directory_leaves_the_flags(tmp_path: Path) -> None:

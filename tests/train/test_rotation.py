@@ -69,5 +69,4 @@ def test_arguments_are_those_of_the_newest_of_a_directory_that_rotates(
     saved_by_another_run(tmp_path, small())
     monkeypatch.setattr(checkpoint_arguments, "CheckpointReader", before(tmp_path, CheckpointReader))
     found = checkpoint_arguments.read_arguments(str(tmp_path), None)
-    assert found is not None
     assert found.name == str(tmp_path / "iter_0000006")

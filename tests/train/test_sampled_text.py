@@ -1,6 +1,5 @@
 """Texts of --sample-prompt: they do not change a run; a prompt without tokens is refused before it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.train.inputs import check_prompts
-from tests.support import nightly, trained
+from tests.support import nightly, records_of, trained
 from tests.train.test_tensor_parallel import FLAGS
 
 
@@ -33,8 +32,7 @@ def test_texts_at_stage_3_change_no_bit_of_a_run(tensor: int, tmp_path: Path) ->
     plain, sampled = run("plain"), run("sampled", "--sample-prompt", "7 8", "9")
     assert len(plain) > 1
     assert sampled == plain
-    records = [json.loads(line) for line in (tmp_path / "sampled.jsonl").read_text().splitlines()]
-    texts = [record for record in records if "sample" in record]
+    texts = [record for record in records_of(tmp_path / "sampled.jsonl") if "sample" in record]
     assert [record["iteration"] for record in texts] == [0, 3, 6]
     for record in texts:
         assert record["sample"].startswith("7 8 ")

@@ -13,7 +13,8 @@ from megatron_zpp.config.run import TimingConfig
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import straggler_line, times_line
 from megatron_zpp.zero.sections import Sections
-from tests.support import Run, pretrain
+from tests.config.command_line import SMALLEST
+from tests.support import Run, pretrain, records_of
 
 
 def sleep_in_every_forward() -> None:
@@ -40,7 +41,7 @@ def test_the_slow_rank_is_named_and_a_step_is_taken_apart(flags: list[str], tmp_
         assert run.statuses() == {0: 0, 1: 0, 2: 0}
         out = run.out(0)
     assert out.count("on rank 1: rank 1 is the slowest\n") == 2
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    last = records_of(tmp_path / "metrics.jsonl")[-1]
     assert last["straggler_rank"] == 1
     assert last["straggler_busy_ms"] > 500
     assert last["time_forward_ms"] > 500
@@ -59,10 +60,8 @@ def test_the_slow_rank_is_named_and_a_step_is_taken_apart(flags: list[str], tmp_
 
 def test_a_run_that_ends_during_a_trace_writes_it(tmp_path: Path) -> None:
     """A process that exits while torch records a trace crashes, whatever its last line was."""
-    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
-    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 29 --lr 1e30 "
-    flags += "--eval-iters 0 --device cpu --profile --profile-step-start 2 --profile-step-end 29"
-    done = pretrain(*flags.split(), "--tensorboard-dir", str(tmp_path))
+    flags = "--train-iters 29 --lr 1e30 --device cpu --profile --profile-step-start 2 --profile-step-end 29"
+    done = pretrain(*SMALLEST, *flags.split(), "--tensorboard-dir", str(tmp_path))
     assert done.returncode == 3, done.stderr
     last, traces = int(re.search(r"error: iteration (\d+)", done.stderr)[1]), tmp_path / "profile"
     assert f" wrote traces of steps 2 to {last} to {traces}\n" in done.stdout

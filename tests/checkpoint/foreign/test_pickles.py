@@ -20,6 +20,7 @@ from megatron_zpp.checkpoint.foreign.pickled import NotData, read_pickle
 from megatron_zpp.checkpoint.foreign.torch_file import read_pickle_file, read_torch_file
 from megatron_zpp.storage.checksums import DamagedFile
 from tests.checkpoint.foreign.conftest import Tool
+from tests.support import refusal
 
 
 class Calls:
@@ -120,18 +121,9 @@ def test_plain_values_and_tensors_come_back(tmp_path: Path) -> None:
 
 
 def test_tensors_larger_than_their_bytes_are_refused(tmp_path: Path) -> None:
-    torch.save(torch.ones(1).expand(1 << 40), tmp_path / "x.pt")
-    with pytest.raises(NotData, match="longer than its storage"):
-        read_torch_file(tmp_path / "x.pt")
+    storage = torch.storage.TypedStorage(3, dtype=torch.float32)
     for offset, shape in ((-1, (1,)), (0, (-1,)), (0, ("a",))):
-        tensor = (
-            torch.storage.TypedStorage(3, dtype=torch.float32),
-            offset,
-            shape,
-            (1,),
-            False,
-            OrderedDict(),
-        )
+        tensor = (storage, offset, shape, (1,), False, OrderedDict())
         torch.save(Calls(torch._utils._rebuild_tensor_v2, *tensor), tmp_path / "x.pt")
         with pytest.raises(NotData, match="a size that none has"):
             read_torch_file(tmp_path / "x.pt")
@@ -253,10 +245,9 @@ def test_a_model_that_is_none_is_refused_by_name(
     folder.mkdir(parents=True)
     whole = {"model": WEIGHTS, "checkpoint_version": 3.0, "args": Namespace(**ARGS | args)} | state
     torch.save(whole, folder / "model_optim_rng.pt")
-    with pytest.raises(ValueError, match=r"its|has|checkpoint_version|names") as error:
-        tool(tmp_path / "old", tmp_path / "new")
-    assert said in str(error.value)
-    assert len(str(error.value)) < 600
+    error = refusal(tool, tmp_path / "old", tmp_path / "new")
+    assert said in error
+    assert len(error) < 600
     assert not (tmp_path / "new").exists()
 
 

@@ -1,7 +1,5 @@
 """ordered_map: order, bounded look-ahead, and no hang whatever happens to a worker."""
 
-import os
-import signal
 import time
 from functools import partial
 
@@ -13,12 +11,6 @@ from megatron_zpp.data.corpus.parallel_encode import ordered_map
 def uneven(number: int) -> int:
     time.sleep(0.002 * (number % 7))
     return number * number
-
-
-def kill_itself(number: int) -> int:
-    if number == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return number
 
 
 def constant(function):
@@ -40,11 +32,6 @@ def test_items_and_results_far_beyond_a_pipe() -> None:
     sizes = [4_000_000] * 8
     items = (bytes(size) for size in sizes)
     assert [len(result) for result in ordered_map(partial(constant, bytes), items, workers=1)] == sizes
-
-
-def test_a_dead_worker() -> None:
-    with pytest.raises(ChildProcessError, match="has died; the machine may have run out of memory"):
-        list(ordered_map(partial(constant, kill_itself), range(100), workers=2))
 
 
 def test_a_build_that_raises() -> None:

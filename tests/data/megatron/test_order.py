@@ -92,12 +92,7 @@ def test_long_blends_of_any_weights_are_the_same(case):
     """Weights that are random, equal, round or far apart; and more sets than fit in a byte."""
     random = np.random.default_rng(case)
     sets = 260 if case == 11 else int(random.integers(2, 20))
-    kinds = (
-        random.random(sets),
-        np.ones(sets),
-        random.integers(1, 9, sets),
-        10 ** random.uniform(-5, 0, sets),
-    )
+    kinds = random.random(sets), np.ones(sets), random.integers(1, 9, sets), 10 ** random.uniform(-5, 0, sets)
     weights, size = normalized(kinds[case % 4].astype(np.float64)), int(random.integers(1, 10_000))
     expected = np.zeros(size, np.int16), np.zeros(size, np.int64)
     megatron_core.core().helpers.build_blending_indices(*expected, weights, sets, size, False)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from benchmarks.faults.foreign_files import train_bpe
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.indexed import IndexedDataset
@@ -25,6 +26,7 @@ from megatron_zpp.data.text.group_order import GroupOrder
 from megatron_zpp.data.text.samples import TextDataset, text_samples
 from megatron_zpp.tokenizer import build_tokenizer
 from tests.data.text.conftest import documents_of, json_lines, opened
+from tests.support import refusal
 from tests.tools.run import succeed
 from tests.tools.test_preprocess_data import AWKWARD
 
@@ -32,34 +34,25 @@ from tests.tools.test_preprocess_data import AWKWARD
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
     """A byte-level BPE of Hugging Face's `tokenizers`."""
-    from tokenizers import ByteLevelBPETokenizer
-
-    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    pipeline = ByteLevelBPETokenizer()
-    pipeline.train_from_iterator([inspect.getsource(inspect)], 600, special_tokens=["<|endoftext|>"])
-    pipeline.save(str(path))
-    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
+    directory = tmp_path_factory.mktemp("bpe")
+    train_bpe(directory, [inspect.getsource(inspect)])
+    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(directory))
 
 
 def preprocessed(path: Path, tokenizer: TokenizerConfig) -> list[list[int]]:
     """Encode it with preprocess_data.py."""
     flags = ["--tokenizer-type", tokenizer.tokenizer_type, "--tokenizer-model", tokenizer.tokenizer_model]
     prefix = path.parent / "indexed"
-    succeed("preprocess_data.py", "--input", path, "--output-prefix", prefix, "--append-eod", "--workers", 1,
-            *flags)  # fmt: skip
+    flags += ["--append-eod", "--workers", 1]
+    succeed("preprocess_data.py", "--input", path, "--output-prefix", prefix, *flags)
     data = IndexedDataset(f"{prefix}_text_document")
     return [part.tolist() for part in np.split(np.asarray(data.tokens), np.cumsum(data.lengths)[:-1])]
 
 
 def test_documents_are_those_of_the_indexed_path(tmp_path: Path, bpe: TokenizerConfig) -> None:
     """Plain and compressed, with all line endings, texts in many scripts, and empty texts."""
-    texts = [
-        *re.split(r"\n(?=def |class )", inspect.getsource(inspect)),
-        "",
-        "日本語 — ñ 🙂\r\n",
-        " ",
-        "<|endoftext|>",
-    ]
+    texts = re.split(r"\n(?=def |class )", inspect.getsource(inspect))
+    texts += ["", "日本語 — ñ 🙂\r\n", " ", "<|endoftext|>"]
     content = b"".join(json.dumps({"n": n, "text": text}).encode() + b"\n" for n, text in enumerate(texts))
     (tmp_path / "x.jsonl").write_bytes(content)
     expected = preprocessed(tmp_path / "x.jsonl", bpe)
@@ -91,12 +84,9 @@ def test_a_bad_line_is_named(documents: list[list[int]], tmp_path: Path, ending:
     path = tmp_path / f"x.{ending}"
     path.write_bytes(gzip.compress(b"".join(lines)) if ending.endswith(".gz") else b"".join(lines))
     text = opened(str(path), num_workers=workers)
-    with pytest.raises(
-        ValueError, match=r"x\.jsonl\S* line 310: malformed line: a JSON array, not an object; .*; "
-    ) as error:
-        text_samples("train", text, (0, text.source.blocks), 8, 1, None)
-    assert "\n" not in str(error.value)
-    assert "worker" not in str(error.value)
+    said = refusal(text_samples, "train", text, (0, text.source.blocks), 8, 1, None)
+    assert re.search(r"x\.jsonl\S* line 310: malformed line: a JSON array, not an object; .*; ", said)
+    assert "worker" not in said
 
 
 def test_unusable_text_is_an_error(tmp_path: Path) -> None:
@@ -134,13 +124,8 @@ def test_text_or_cache_that_vanishes_under_a_run_ends_it_with_a_line(
         text = opened(str(path), data_cache_path=str(tmp_path / "cache"), num_workers=workers)
         samples = TextDataset("train", text, GroupOrder(0, text.source.blocks, 4, 1), 8)
         remove()
-        with (
-            MicroBatches(samples, BatchSchedule(1, 1, 1), rank=0, num_workers=workers) as batches,
-            pytest.raises(ValueError, match=r".") as error,
-        ):
-            next(iter(batches))
-        assert "\n" not in str(error.value)
-        return str(error.value)
+        with MicroBatches(samples, BatchSchedule(1, 1, 1), rank=0, num_workers=workers) as batches:
+            return refusal(next, iter(batches))
 
     removed = error_after(lambda: shutil.rmtree(tmp_path / "cache"))
     if ending == "jsonl":
@@ -177,11 +162,8 @@ def test_a_hub_data_set_gives_its_rows(
         table = datasets.Dataset.from_dict({"number": list(range(count)), "content": texts})
         table.to_parquet(f"{hub}/data/{split}-00000-of-00001.parquet")
     few = documents[:7]
-    for name, rows in (
-        (hub, documents),
-        (f"{hub}:default:test", few),
-        (f"{hub}::train+test", documents + few),
-    ):
+    parts = {hub: documents, f"{hub}:default:test": few, f"{hub}::train+test": documents + few}
+    for name, rows in parts.items():
         text = opened(f"hf:{name}", json_key="content", append_eod=True, num_workers=1)
         assert documents_of(text, 70_000) == [[*ids, 70_000] for ids in rows], name
     with pytest.raises(

@@ -22,13 +22,11 @@ from tests.data.text.conftest import NULL, NotingEncoder, json_lines, open_run, 
 S, GROUP = 8, 16  # tokens, blocks
 
 
-def samples_of(
-    path: str, *, group: int = GROUP, blocks: tuple[int, int] | None = None, **settings
-) -> TextDataset:
+def samples_of(path: str, **settings) -> TextDataset:
     """Open a whole text with smaller groups than in a run."""
     text = opened(path, **settings)
-    text.source.group = group
-    return text_samples("train", text, blocks or (0, text.source.blocks), S, 7, 0)
+    text.source.group = GROUP
+    return text_samples("train", text, (0, text.source.blocks), S, 7, 0)
 
 
 def steps(samples: Samples, world: int, *, consumed: int = 0, end: int, num_workers: int) -> list[list[int]]:
