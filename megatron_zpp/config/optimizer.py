@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 _COEFFICIENTS = "--muon-coefficient-type"
 _NS_STEPS = {"simple": 1, "quintic": 5, "polar_express": 8, "aol": 4}  # those that have coefficients
+_WSD, _MUON = "--lr-decay-style WSD", "--optimizer muon"
 # The smallest hidden size of a measured step with --fp8, and how many times as fast as bf16's that step was:
 # tensorwise in benchmarks/results/throughput_fp8.json, with 8-bit weights in throughput_fp8_1.3b.json.
-_WSD, _MUON = "--lr-decay-style WSD", "--optimizer muon"
 _FP8_PAYS, _FP8_SPEEDS = 2048, "1.09 to 1.34"
 # Bytes per element of the tensors that hold a moment: its numbers, and the scales of blocks.
 _FORM_BYTES = {"fp32": (4,), "bf16": (2,), "fp16": (2, 1 / 128), "fp8": (1, 1 / 128)}
@@ -118,7 +118,7 @@ class OptimizerConfig(Options):
 
     def describe(self) -> str:
         """Return what is not AdamW on states in fp32, for the first lines of the log; empty if nothing is."""
-        parts = ["Muon for the matrices of layers, AdamW for the rest"] if self.optimizer == "muon" else []
+        parts = ["Muon for layers' matrices, each as a whole, AdamW for the rest"] if self.optimizer == "muon" else []
         if self.compact:
             forms = f"{self.exp_avg_dtype} and {self.exp_avg_sq_dtype}"
             parts.append(f"master weights in {self.main_params_dtype}, moments in {forms}")
