@@ -118,7 +118,8 @@ class OptimizerConfig(Options):
 
     def describe(self) -> str:
         """Return what is not AdamW on states in fp32, for the first lines of the log; empty if nothing is."""
-        parts = ["Muon for layers' matrices, each as a whole, AdamW for the rest"] if self.optimizer == "muon" else []
+        muon = ["Muon for layers' matrices, each as a whole, AdamW for the rest"]
+        parts = muon if self.optimizer == "muon" else []
         if self.compact:
             forms = f"{self.exp_avg_dtype} and {self.exp_avg_sq_dtype}"
             parts.append(f"master weights in {self.main_params_dtype}, moments in {forms}")
