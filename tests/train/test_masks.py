@@ -78,6 +78,6 @@ def test_a_kernel_that_was_forced_is_logged_and_tried_with_windows(
     run = [*flags, *NO_DROPOUT, "--train-iters", "1", "--attention-backend", "flash"]
     train_here([*run, "--position-embedding-type", "rope", "--no-rope-freq", "2"])
     assert "\n rope in 1 of 2 layers\n attention: flash_attention\n" in capsys.readouterr().out
-    monkeypatch.setattr(DotProduct, "sliding_window", Mock(side_effect=RuntimeError("no such kernel")))
+    monkeypatch.setattr(DotProduct, "bounds", Mock(side_effect=RuntimeError("no such kernel")))
     with pytest.raises(ValueError, match=r"flash: cannot compute 32 tokens.* --window-size 3,0 in .*no such"):
         train_here([*run, "--window-size", "3,0"])

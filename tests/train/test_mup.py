@@ -74,7 +74,7 @@ def test_flags_are_megatron_lms() -> None:
 def test_a_checkpoint_of_megatron_lm_brings_its_multipliers() -> None:
     args = SHAPE | {"max_position_embeddings": 16, "position_embedding_type": "rope"}
     args |= {"mup_base_hidden_size": 32, "mup_embedding_mult": 3.0, "mup_output_mult": 1.0}
-    assert not read_settings(Path("theirs"), args, 32).model.use_mup
-    model = read_settings(Path("theirs"), args | {"use_mup": True}, 32).model
+    assert not read_settings(Path("theirs"), args, 32)[0].use_mup
+    model, _ = read_settings(Path("theirs"), args | {"use_mup": True}, 32)
     assert (model.embedding_multiplier, model.logits_multiplier) == (3.0, 0.25)
     assert model.softmax_scale == 1 / 32
