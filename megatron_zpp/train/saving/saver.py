@@ -175,11 +175,10 @@ class Saver:
             line = outcome()
         except SaveFailed as failure:
             self._failure, self._newest = failure, None
+            what = "a checkpoint could not be saved"
             if isinstance(failure, NotReadBack):
-                what, kept = "the newest checkpoint could not be read back", "older ones are kept"
-            else:
-                what, kept = "a checkpoint could not be saved", self._kept
-            self._warning = f"{what}: {failure}; {kept}; training continues"
+                what, self._kept = "the newest checkpoint could not be read back", "older ones are kept"
+            self._warning = f"{what}: {failure}; {self._kept}; training continues"
             return
         if line is not None:
             self._warn()
