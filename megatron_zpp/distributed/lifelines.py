@@ -11,12 +11,15 @@ is about to end; `ended`, the text on a rank that ends the run.
 """
 
 import errno
+import fcntl
 import hmac
 import json
 import os
 import platform
 import selectors
 import socket
+import sys
+import termios
 import threading
 import time
 import weakref
@@ -31,6 +34,7 @@ Message = dict[str, Any]
 _LONGEST = 1 << 16  # bytes of a message
 _TICK = 1.0  # seconds, at most, after which a thread sees that this rank leaves
 _GRACE = 0.3  # seconds for this rank to be ended by what may have ended the other one, such as Ctrl-C
+_DELIVERY = 0.5  # seconds, at most, for the last words to arrive at hosts that may be gone
 _CONNECT = 5.0  # seconds for one attempt
 _GIVE_UP = 60.0  # seconds after all ranks were there: rank 0 may be loading libraries
 _PAUSE = 0.1  # seconds between two attempts
@@ -98,14 +102,14 @@ class Lifelines:
             if self._silent:
                 return
             if self._rank == 0:
-                self._send({"ended": text})
+                self._send_last({"ended": text})
             self._silent = True
         self.ended(text)
 
     def leave(self) -> None:
         """Say that this process ends, so that its closing is no news; hear nothing from now on."""
         with self._lock:  # a thread closes everything once this rank is silent, so not before the words
-            self._send({"bye": True})
+            self._send_last({"bye": True})
             self._silent = True
 
     def close(self) -> None:
@@ -243,6 +247,13 @@ class Lifelines:
             if connection.rank is not None:
                 connection.send(message)
 
+    def _send_last(self, message: Message) -> None:
+        """Send what has to arrive before this process closes its connections, which may reset them."""
+        self._send(message)
+        deadline = time.monotonic() + _DELIVERY
+        while any(each.in_flight for each in self._connections) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
 
 class _Closed(Exception):
     """The connection is at its end: `by_network` if that says nothing about the process at the other end."""
@@ -296,6 +307,14 @@ class _Connection:
             while self._unsent:
                 sent = self.socket.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
                 self._unsent = self._unsent[sent:]
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the other host has not acknowledged all that was sent."""
+        with suppress(OSError, ValueError):  # it may be closed
+            unacknowledged = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
+            return int.from_bytes(unacknowledged, sys.byteorder) > 0
+        return False
 
     def receive(self) -> None:
         """Read what has come. Raises _Closed at the end of the connection."""
