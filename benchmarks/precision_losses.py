@@ -3,14 +3,14 @@
 python benchmarks/precision_losses.py --size 30m --pairs 16 --processes 4
 python benchmarks/precision_losses.py --size 125m --pairs 1
 python benchmarks/precision_losses.py --size 30m --text build/corpus/tokens --micro-batch-size 32 \
-    --runs "bf16, nudged" "fp8 codes" compact "compact, to nearest"
+    --runs "bf16, nudged" "fp8 codes" compact
 
 Runs of one seed have the same initial weights and the same samples, of real text with --text, else of a
 synthetic language (benchmarks/emulation/source.py), and are evaluated on the same held-out samples. The
 engine is the one that pretrain_gpt.py builds from the same flags. The gap of a run is its final loss above
 that of bf16 with the same seed, in percent: its mean over the pairs and the 95% interval of the mean
 (Student's t). "bf16, nudged" has a learning rate that is one unit in the last place of fp32 larger, and says
-what rounding alone does. "compact, to nearest" draws no random bits: plain torch takes its optimizer steps.
+what rounding alone does.
 
 Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
 status is 75 where --limit-seconds ended the call, and 0 where all pairs are there. A result is only
@@ -24,11 +24,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import Any
 
 import numpy as np
 
@@ -39,10 +37,7 @@ from benchmarks.contest.grid import visible_gpus
 from benchmarks.emulation.text import Text
 from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
-if TYPE_CHECKING:
-    from megatron_zpp.ops.operations import Operations
-
-BASELINE, NUDGED, TO_NEAREST = "bf16", "bf16, nudged", "compact, to nearest"
+BASELINE, NUDGED = "bf16", "bf16, nudged"
 DELAYED = "--fp8 --fp8-recipe delayed"
 COMPACT = (
     "--use-precision-aware-optimizer --main-params-dtype bf16+8 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
@@ -55,7 +50,6 @@ RUNS = {  # flags of pretrain_gpt.py
     "fp8 codes": f"{DELAYED} --fp8-param-gather",
     "fp8 codes and output": f"{DELAYED} --fp8-param-gather --fp8-output-layer",
     "compact": COMPACT,
-    TO_NEAREST: COMPACT,
 }
 # By size: layers, hidden size, heads, tokens of a sample, vocabulary, steps, samples of a step.
 SIZES = {
@@ -149,8 +143,6 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
     torch._dynamo.reset()
     config, topology = parse_args(flags_of(settings, name, seed)), Topology()
     device = prepare_device(config, topology)
-    if name == TO_NEAREST and device.operations is not None:
-        device = replace(device, operations=rounding_to_nearest(device.operations))
     engine = build_engine(config, vocab, device, topology)
     rate = LearningRate.from_config(
         config.learning_rate, samples=steps * samples, samples_per_iteration=samples
@@ -177,34 +169,6 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
         "parameters": sum(each.numel for unit in engine.units for each in unit.layout.placements),
         "seconds": round(time.perf_counter() - started, 1),
     }
-
-
-def rounding_to_nearest(operations: "Operations") -> "Operations":
-    """The same, but plain torch takes the steps of compact states, all elements at a time, to nearest."""
-    import torch
-
-    from megatron_zpp.ops import reference_compact
-    from megatron_zpp.ops.state_codes import NEAREST, NEAREST_WEIGHT, Draws, Rounding
-
-    def draws_of(rounding: Rounding, elements: slice) -> Draws:
-        numel = elements.stop - elements.start
-        moment, weight = (
-            torch.full((numel,), draw, device=rounding.step.device) for draw in (NEAREST, NEAREST_WEIGHT)
-        )
-        return Draws(moment, moment, weight)
-
-    class ToNearest(type(operations)):  # type: ignore[misc]
-        def _of(self, module: str) -> Any:
-            return reference_compact if module == "reference_compact" else super()._of(module)
-
-        def adamw_compact(self, *arguments: Any, **options: Any) -> None:
-            whole = patch.multiple(
-                reference_compact, draws_of=draws_of, tiles=lambda numel: [slice(0, numel)]
-            )
-            with whole:
-                super().adamw_compact(*arguments, **options)
-
-    return ToNearest(operations._kernels, compiled=operations.compiled)
 
 
 def prepare(device: str) -> None:
