@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.model.attention import DotProduct
 from tests.model.variants import MODELS, flags_of
 from tests.support import nightly, recorded, records_of
+from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import EOD, beginning_of, train_here
 
 ALL = "--reset-position-ids --reset-attention-mask --eod-mask-loss".split()
@@ -70,6 +72,15 @@ def test_a_masked_run_is_the_same_for_any_stage_ranks_and_kernel(
     )
     sharded = record_of(tmp_path / "sharded", flags, *masks, *others.split(), processes=2)
     assert losses_of(sharded) == pytest.approx(losses_of(alone), rel=1e-5)
+
+
+def test_an_evaluation_in_which_no_token_counts_has_no_loss(corpus: str, tmp_path: Path) -> None:
+    ends, metrics = str(tmp_path / "ends"), tmp_path / "metrics"
+    with IndexedDatasetWriter(ends, np.dtype(np.uint16)) as writer:
+        writer.add_document(np.full(100, EOD, np.uint16))
+    data = ["--train-data-path", corpus, "--valid-data-path", ends, "--eod-mask-loss"]
+    train_here([*BYTES, *TINY, *data, "--train-iters", "1", "--metrics-file", str(metrics)])
+    assert {record["valid_loss"] for record in records_of(metrics) if "valid_loss" in record} == {None}
 
 
 def test_a_kernel_that_was_forced_is_logged_and_tried_with_windows(

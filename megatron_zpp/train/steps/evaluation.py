@@ -9,7 +9,6 @@ from megatron_zpp.data.documents import as_tensors, counted_share
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.engine import Batch, ZeroEngine
-from megatron_zpp.zero.step_sums import LEAST_WEIGHT
 
 
 def own_share(batch: Batch, mesh: Mesh) -> float:
@@ -31,7 +30,7 @@ def evaluate(
     micro_batch_size: int,
     before_round: Callable[[int, int], None],
 ) -> float:
-    """The mean loss over all tokens that count of the first `count` samples.
+    """The mean loss over all tokens that count of the first `count` samples; NaN if none counts.
 
     It is the same for every call, number of ranks and size of micro-batches.
 
@@ -55,4 +54,4 @@ def evaluate(
             total += loss * weight
             weights += weight
     sums = engine.sum_over_ranks(torch.stack((total, torch.full_like(total, weights))))
-    return (sums[0] / sums[1].clamp(min=LEAST_WEIGHT)).item()  # if no token counts, 0
+    return (sums[0] / sums[1]).item()
