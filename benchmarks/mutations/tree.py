@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.mutations.executed import ROOT, environment
 
 ORDER, STARTED, FAILED = "MUTATION_ORDER", "MUTATION_STARTED", "MUTATION_FAILED"  # files, by environment
-IGNORED = shutil.ignore_patterns(*".git .venv build mine quickstart wandb site .*_cache".split())
+IGNORED = shutil.ignore_patterns(*".git .venv build mine quickstart wandb .*_cache".split())
 
 
 @dataclass(frozen=True)
