@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import itertools
+import pkgutil
 import re
 from collections.abc import Callable
 from typing import Any
@@ -143,3 +144,26 @@ def test_kernels_move_16_bytes_at_a_time(compiled: Callable[[], str], less: list
     accesses = re.findall(r"(?:ld|st)\.global\S*", compiled())
     assert sorted(access for access in accesses if ".v4" not in access) == sorted(less)
     assert len(accesses) > len(less) + 1
+
+
+@pytest.mark.skipif(version() == (0,), reason="needs Triton")
+@pytest.mark.parametrize("package", ["model.fp8.kernels", "model.fused"])
+def test_torch_2_11_can_write_every_kernel_into_a_graph(package: str) -> None:
+    """It does not escape what it puts between three quotes there."""
+    from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
+    from triton import JITFunction
+
+    folder = importlib.import_module(f"megatron_zpp.{package}")
+    modules = [
+        importlib.import_module(f"{folder.__name__}.{each.name}")
+        for each in pkgutil.iter_modules(folder.__path__)
+    ]
+    kernels = {
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel")
+    }
+    assert len(kernels) > 5
+    for kernel in kernels:
+        assert "\\" not in user_defined_triton_kernel_transitive_closure_source_code(kernel), kernel

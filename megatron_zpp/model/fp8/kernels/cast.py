@@ -18,13 +18,14 @@ from torch.library import triton_op, wrap_triton
 from megatron_zpp.model.fp8.cast import FORMATS, GRADIENT
 
 _GROUPS, _COLUMNS, WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread and input
+# Without line ends, which torch 2.11 does not escape where it writes constants into a graph's text.
 _E4M3_WORDS, _E5M2_WORDS = (
-    tl.constexpr(f"""{{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.{codes}x2.f32 low, $2, $1;
-            cvt.rn.satfinite.{codes}x2.f32 high, $4, $3;
-            mov.b32 $0, {{low, high}};
-            }}""")
+    tl.constexpr(
+        "{.reg .b16 low, high; "
+        f"cvt.rn.satfinite.{codes}x2.f32 low, $2, $1; "
+        f"cvt.rn.satfinite.{codes}x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high};}"
+    )
     for codes in ("e4m3", "e5m2")
 )
 _TILE_GROUPS, _TILE_COLUMNS = tl.constexpr(_GROUPS), tl.constexpr(_COLUMNS)
